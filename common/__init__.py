@@ -1,0 +1,19 @@
+"""What all phases share: no attention kernel lives here. Names are loaded on first use (see common.runtime)."""
+
+import importlib
+
+_EXPORTS = {
+    "runtime": "DEVICE INTERPRETED",
+    "inputs": "make_qkv make_tensor",
+    "reference": "sdpa_reference",
+    "verify": "verify_results verify_softmax Report",
+}
+_HOME = {name: module for module, names in _EXPORTS.items() for name in names.split()}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name):
+    # Lazy, so that the command line can import common.cli without waiting for torch.
+    if name in _HOME:
+        return getattr(importlib.import_module(f"common.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'common' has no attribute {name!r}")

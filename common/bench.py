@@ -1,0 +1,150 @@
+"""Timing, and records of it that can be trusted: every file says on what, with what and when it was measured.
+
+A phase measures itself with `python -m phaseN_x.bench`, which writes phaseN_x/results/NAME.json on a GPU. Notebooks
+show the record, plainly labeled, where no GPU is present.
+"""
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+
+from common import runtime
+from common.phases import ROOT
+from common.source import source
+
+import torch
+import triton
+
+
+def attention_flops(batch: int, heads: int, seq_q: int, seq_k: int, head_dim: int, *, is_causal: bool = False) -> float:
+    """Floating-point operations of the forward pass's two products: 4 batch heads seq_q seq_k head_dim; half if causal.
+
+    The convention of the field: the exponentials are not counted, nor the masked half of diagonal tiles.
+    """
+    return 4 * batch * heads * seq_q * seq_k * head_dim * (0.5 if is_causal else 1.0)
+
+
+def time_ms(fn: Callable[[], object], *, warmup_ms: int = 50, repeat_ms: int = 200) -> tuple[float, float, float]:
+    """Milliseconds of one call of fn on the GPU: (median, fastest, slowest) after a warm-up, by device events.
+
+    Between calls the L2 cache is overwritten, so that each call finds its inputs in memory. Raises RuntimeError where
+    kernels are interpreted: the interpreter's time says nothing about a GPU.
+    """
+    if runtime.DEVICE != "cuda":
+        raise RuntimeError("timing needs a GPU and compiled kernels; interpreted runs say nothing about speed")
+    quantiles = triton.testing.do_bench(fn, warmup=warmup_ms, rep=repeat_ms, quantiles=(0.5, 0.0, 1.0))
+    return tuple(quantiles)
+
+
+def measure(providers: dict[str, Callable[[], object]], **case) -> list[dict]:
+    """Time every provider on one case, in the same run. Each row holds the case, the provider and its times.
+
+    Out of memory and unsupported calls are recorded as such ("note"), not left out.
+    """
+    rows = []
+    for provider, fn in providers.items():
+        row = case | dict(provider=provider)
+        try:
+            row["ms"], row["ms_min"], row["ms_max"] = time_ms(fn)
+        except torch.cuda.OutOfMemoryError:
+            row["note"] = "out of memory"
+        except RuntimeError as error:
+            row["note"] = str(error).splitlines()[0][:120]
+        rows.append(row)
+        print("  ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
+    return rows
+
+
+def with_tflops(rows: list[dict], flops: float) -> list[dict]:
+    """The rows with "tflops" added where there is a time."""
+    for row in rows:
+        if "ms" in row:
+            row["tflops"] = flops / row["ms"] / 1e9
+    return rows
+
+
+def ceilings() -> dict[str, float]:
+    """What this GPU reaches: bytes per second of a large copy (read + written), FLOP/s of a bf16 8192^3 product."""
+    n = 2**31
+    a, b = (torch.empty(n, dtype=torch.uint8, device="cuda").random_() for _ in range(2))
+    copy_ms, *_ = time_ms(lambda: b.copy_(a))
+    x, y = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    gemm_ms, *_ = time_ms(lambda: x @ y)
+    return dict(copy_bytes_per_s=2 * n / copy_ms * 1e3, gemm_flops_per_s=2 * 8192**3 / gemm_ms * 1e3)
+
+
+def fingerprint(kernel) -> str:
+    """Hash of a kernel's source and of the jitted functions it calls: a record is stale when it no longer matches."""
+    seen, todo = {}, [kernel]
+    while todo:
+        fn = todo.pop().fn
+        seen[fn.__name__] = source(fn)
+        used = (fn.__globals__.get(name) for name in fn.__code__.co_names)
+        todo += [k for k in used if isinstance(k, triton.runtime.KernelInterface) and k.fn.__name__ not in seen]
+    return hashlib.sha256("\n".join(seen[name] for name in sorted(seen)).encode()).hexdigest()[:16]
+
+
+def provenance(kernels: Iterable, commit: str | None = None) -> dict:
+    """On what, with what, of what, when: GPU, driver, clocks, versions, commit, command, kernel hash, date (UTC)."""
+    query = "name,driver_version,clocks.max.sm,clocks.max.mem"
+    smi = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    gpu, driver, sm, mem = (field.strip() for field in smi.stdout.splitlines()[0].split(","))
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    # The module as it was started with -m; sys.argv[0] would be a path of this machine.
+    command = " ".join(["python -m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]])
+    return dict(
+        gpu=gpu,
+        driver=driver,
+        max_clocks=f"SM {sm}, memory {mem}",
+        torch=torch.__version__,
+        triton=triton.__version__,
+        cuda=torch.version.cuda,
+        commit=commit or git.stdout.strip() or "unknown",
+        command=command,
+        kernels={k.fn.__name__: fingerprint(k) for k in kernels},
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def main(folder: str, kernels: Iterable, run: Callable[[], list[dict]], argv: list[str] | None = None) -> int:
+    """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json."""
+    parser = argparse.ArgumentParser(description="Measure this phase on the GPU and store the record.")
+    parser.add_argument("--name", default="gpu", help="file name of the record, without .json")
+    parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
+    args = parser.parse_args(argv)
+    if runtime.DEVICE != "cuda":
+        print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
+        return 1
+    start = time.perf_counter()
+    record = dict(provenance=provenance(kernels, args.commit), ceilings=ceilings(), rows=run())
+    path = ROOT / folder / "results" / f"{args.name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"wrote {path.relative_to(ROOT)} in {time.perf_counter() - start:.0f} s")
+    return 0
+
+
+def load(folder: str, name: str = "h200") -> dict:
+    """A stored record. Raises FileNotFoundError if there is none, ValueError if it does not say where it comes from."""
+    record = json.loads((ROOT / folder / "results" / f"{name}.json").read_text())
+    wanted = {"gpu", "driver", "torch", "triton", "commit", "command", "kernels", "date"}
+    missing = wanted - set(record.get("provenance", {}))
+    if missing:
+        raise ValueError(f"{folder}/results/{name}.json: provenance lacks {', '.join(sorted(missing))}")
+    return record
+
+
+def describe(record: dict) -> str:
+    """One sentence of provenance, to stand under a table or a picture."""
+    p = record["provenance"]
+    return (
+        f"Measured on one {p['gpu']}, driver {p['driver']}, torch {p['torch']}, triton {p['triton']}, "
+        f"commit {p['commit'][:10]}, {p['date']}, `{p['command']}`; medians."
+    )

@@ -1,0 +1,202 @@
+"""`course`: the learner's command. Phases run as child processes; neither torch nor a phase is imported here."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from common import phases
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=False,
+    rich_markup_mode="rich",
+    help="FlashAttention from the online softmax to tuned kernels, in five verified steps.",
+)
+console = Console(highlight=False)
+VERDICT = {True: "[green]PASS[/]", False: "[bold red]FAIL[/]"}
+
+
+@app.callback(invoke_without_command=True)
+def overview(context: typer.Context) -> None:
+    """Without a command: the phases, and what to type next."""
+    if context.invoked_subcommand:
+        return
+    for phase in phases.PHASES:
+        console.print(f"[bold]{phase.number}  {phase.title}[/]  {phase.folder}/{phase.notebook}\n   {phase.question}")
+    console.print("\nNext: [bold]make lab[/] opens the first notebook; [bold]course --help[/] lists the commands.")
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: device, versions, a canary kernel, known traps, and what to do about each problem."""
+    table = Table(show_header=False, box=None)
+    child = _Child("common.doctor")
+    for finding in child.rows():
+        mark = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[bold red]problem[/]"}[finding["level"]]
+        table.add_row(finding["what"], mark, finding["found"])
+        if finding["todo"]:
+            table.add_row("", "", f"[dim]-> {finding['todo']}[/]")
+    console.print(table)
+    if child.code:
+        console.print(child.errors(), style="red", markup=False)
+    raise typer.Exit(child.code)
+
+
+@app.command()
+def verify(
+    name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")] = "",
+) -> None:
+    """Verify phases against SDPA on this machine and print every case."""
+    code = 0
+    for phase in _chosen(name):
+        for module in phase.modules:
+            code |= subprocess.run([sys.executable, "-m", f"{phase.folder}.{module}"], cwd=phases.ROOT).returncode
+    raise typer.Exit(code)
+
+
+@app.command()
+def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")] = "") -> None:
+    """The whole course on this machine: verify every phase, execute every notebook, print one summary."""
+    steps = []
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        for phase in _chosen(name):
+            for module in phase.modules:
+                steps.append(_verify_module(phase, module, progress))
+            steps.append(_run_notebook(phase, progress))
+    table = Table(title="Summary", title_justify="left")
+    for column in ("phase", "checked", "cases", "worst z (limit 6)", "time", "verdict"):
+        table.add_column(column, justify="right" if column in ("cases", "worst z (limit 6)", "time") else "left")
+    for step in steps:
+        z = "" if step.z is None else f"{step.z:.2f}"
+        table.add_row(step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed])
+    console.print(table)
+    for step in steps:
+        if not step.passed:
+            console.print(f"{step.phase}, {step.checked}:", style="bold red")
+            console.print(step.error, markup=False)
+    if all(step.passed for step in steps):
+        console.print("All of it holds on this machine. Next: [bold]make lab[/] opens the first notebook.")
+    else:
+        console.print("Not all of it holds. Next: [bold].venv/bin/course doctor[/] looks at this machine.")
+        raise typer.Exit(1)
+
+
+@dataclass
+class _Step:
+    phase: str
+    checked: str
+    cases: str
+    z: float | None
+    seconds: float
+    passed: bool
+    error: str = ""
+
+
+def _chosen(name: str) -> list[phases.Phase]:
+    if not name:
+        return list(phases.PHASES)
+    phase = phases.find(name)
+    if phase is None:
+        known = ", ".join(f"{p.number} ({p.folder})" for p in phases.PHASES)
+        console.print(f"There is no phase {name!r}; there are {known}.", style="red")
+        raise typer.Exit(2)
+    return [phase]
+
+
+def _verify_module(phase: phases.Phase, module: str, progress: Progress) -> _Step:
+    start = time.perf_counter()
+    task = progress.add_task(f"phase {phase.number}: {module}.py against SDPA", total=None)
+    child = _Child(f"{phase.folder}.{module}", "--json")
+    rows, errors = [], []
+    for row in child.rows():
+        rows.append(row)
+        progress.update(task, total=row["of"], completed=row["done"])
+        if not row["passed"]:
+            errors.append(f"{row['what']}\n{row['text']}")
+    if child.code and not errors:
+        errors.append(child.errors() or f"python -m {phase.folder}.{module} ended with code {child.code}")
+    passed = sum(row["passed"] for row in rows)
+    total = rows[-1]["of"] if rows else 0
+    worst = max((row["z"] for row in rows if row["z"] is not None), default=None)
+    return _Step(
+        phase=str(phase.number),
+        checked=f"{module}.py against SDPA",
+        cases=f"{passed}/{total}",
+        z=worst,
+        seconds=time.perf_counter() - start,
+        passed=child.code == 0 and bool(rows) and passed == total,
+        error="\n".join(errors),
+    )
+
+
+def _run_notebook(phase: phases.Phase, progress: Progress) -> _Step:
+    from common import notebooks
+
+    start = time.perf_counter()
+    task = progress.add_task(f"phase {phase.number}: {phase.notebook}", total=None)
+    ran = [0, 0]
+
+    def on_cell(done, total):
+        ran[:] = done, total
+        progress.update(task, total=total, completed=done)
+
+    error = notebooks.execute(phase.notebook_path, on_cell=on_cell)
+    return _Step(
+        phase=str(phase.number),
+        checked=f"{phase.notebook} executed",
+        cases=f"{ran[0]}/{ran[1]}",
+        z=None,
+        seconds=time.perf_counter() - start,
+        passed=error is None,
+        error=error or "",
+    )
+
+
+class _Child:
+    """A Python module run as a child process that prints one JSON object a line."""
+
+    def __init__(self, *arguments: str):
+        self.code = -1
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", *arguments],
+            cwd=phases.ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._errors = ""
+
+    def rows(self) -> Iterator[dict]:
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        self._errors = self._process.stderr.read()
+        self.code = self._process.wait()
+
+    def errors(self) -> str:
+        """The last lines that it wrote to stderr."""
+        return "\n".join(self._errors.strip().splitlines()[-12:])
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""One look for every picture: a color means the same thing in all of them, and differs in lightness as well as in hue,
+so that it also reads in grey."""
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+
+# Okabe-Ito colors, ordered so that neighbors in a picture differ in lightness.
+COLORS = {
+    "q": "#0072B2",  # blue
+    "k": "#E69F00",  # orange
+    "v": "#009E73",  # green
+    "o": "#CC79A7",  # pink
+    "s": "#8C8C8C",  # S and P: grey
+    "state": "#D55E00",  # m, l, acc, the running state: vermilion
+    "good": "#009E73",
+    "bad": "#D55E00",
+    "unfused": "#E69F00",  # S and P through memory
+    "tiled": "#0072B2",  # ours
+    "peer": "#56B4E9",  # somebody else's kernel
+    "limit": "#000000",
+    "faint": "#DDDDDD",
+    "ink": "#222222",
+}
+
+
+def use() -> None:
+    """Set the look: called by every picture; white background, so that pages with a dark theme show it well."""
+    mpl.rcParams.update(
+        {
+            "figure.dpi": 110,
+            "figure.facecolor": "white",
+            "savefig.facecolor": "white",
+            "savefig.bbox": "tight",
+            "font.size": 10,
+            "axes.titlesize": 11,
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": False,
+            "lines.linewidth": 2,
+            "legend.frameon": False,
+        }
+    )
+
+
+def new(width: float = 8, height: float = 3.2, columns: int = 1, **kwargs):
+    """A figure of `columns` axes side by side, in the course's look."""
+    use()
+    return plt.subplots(1, columns, figsize=(width, height), layout="constrained", **kwargs)
+
+
+def blank(ax) -> None:
+    """For drawings: no ticks, no frame."""
+    ax.set_xticks([])
+    ax.set_yticks([])
+    for side in ax.spines.values():
+        side.set_visible(False)

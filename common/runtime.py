@@ -1,0 +1,66 @@
+"""Where kernels run. Decided once, here, before Triton is imported; nothing else in the course asks "is there a GPU?".
+
+Triton reads TRITON_INTERPRET when it is imported, so the switch must be set before. Importing this module does that,
+and every phase imports it first:
+
+    a GPU is present                  kernels are compiled for it, tensors live on DEVICE = "cuda"
+    no GPU                            TRITON_INTERPRET=1: the same kernels run on the CPU, DEVICE = "cpu"
+    TRITON_INTERPRET set by the user  it is obeyed
+"""
+
+import contextlib
+import os
+import sys
+
+import torch
+
+_TRUE = ("1", "true", "on", "y", "yes")
+
+
+def _choose(environ, triton_loaded: bool, gpu: bool) -> bool:
+    """True if kernels are to be interpreted. Sets the switch in `environ` when the user has not."""
+    if "TRITON_INTERPRET" not in environ:
+        if gpu:
+            return False
+        if triton_loaded:
+            raise RuntimeError(
+                "triton was imported before the course could choose its CPU interpreter (there is no GPU here): import "
+                "common.runtime (or a phase) before torch.compile or building an optimizer, or set TRITON_INTERPRET=1"
+            )
+        environ["TRITON_INTERPRET"] = "1"
+    return environ["TRITON_INTERPRET"].lower() in _TRUE
+
+
+INTERPRETED = _choose(os.environ, "triton" in sys.modules, torch.cuda.is_available())
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# The interpreter does bf16 arithmetic on the raw 16-bit integers and returns garbage without a word (TRAPS 48).
+# There, bf16 tensors enter the kernels as fp32 and results are rounded to bf16 once, at the end.
+KERNEL_DTYPE = {torch.bfloat16: torch.float32} if INTERPRETED else {}
+
+
+def to_kernel_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in the dtype in which kernels compute here: unchanged, except for bf16 when interpreted (fp32)."""
+    return [t.to(KERNEL_DTYPE.get(t.dtype, t.dtype)) for t in tensors]
+
+
+def on_device_of(tensor: torch.Tensor):
+    """Context manager that makes `tensor`'s GPU the current one, as Triton launches on the current device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def tile_sizes(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tile shape and launch options of phases 2 to 4: a safe choice for every GPU, not a tuned one (that is phase 5).
+
+    Products in fp32 without TF32 run on the ordinary cores and want many registers, hence the small tile. The 16-bit
+    tiles stay under the 99 KB of shared memory that a consumer GPU gives to one program.
+    """
+    if dtype == torch.float32:
+        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)
+    if head_dim <= 64:
+        return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
+    if head_dim <= 128:
+        return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
+    return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)

@@ -1,0 +1,58 @@
+"""Live source for notebooks: what is shown is what runs."""
+
+import ast
+import difflib
+import inspect
+import textwrap
+from dataclasses import dataclass
+
+
+def source(obj, *, docstring: bool = True) -> str:
+    """The source text of a function, class or kernel (jitted or interpreted); without its docstring if asked."""
+    text = textwrap.dedent(inspect.getsource(getattr(obj, "fn", obj)))
+    if docstring:
+        return text
+    body = ast.parse(text).body[0].body
+    if not isinstance(body[0], ast.Expr):
+        return text
+    lines = text.splitlines(keepends=True)
+    del lines[body[0].lineno - 1 : body[0].end_lineno]
+    return "".join(lines)
+
+
+def show(*objs, docstring: bool = True) -> "Highlighted":
+    """Display the source of the objects, highlighted."""
+    return Highlighted("\n\n".join(source(obj, docstring=docstring).rstrip() for obj in objs))
+
+
+def diff(old, new) -> str:
+    """Unified diff from the source of `old` to that of `new`, without their docstrings."""
+    old, new = (source(obj, docstring=False).splitlines() for obj in (old, new))
+    return "\n".join(list(difflib.unified_diff(old, new, n=3, lineterm=""))[2:])
+
+
+def show_diff(old, new) -> "Highlighted":
+    """Display what changed from `old` to `new`, in color."""
+    return Highlighted(diff(old, new), "diff")
+
+
+@dataclass(frozen=True)
+class Highlighted:
+    """Code that a notebook displays in color. The colors are inline and bring their own background, so that stored
+    outputs look the same on every page, light or dark; where HTML is not shown, the plain text is."""
+
+    text: str
+    language: str = "python"
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        from pygments import highlight
+        from pygments.formatters import HtmlFormatter
+        from pygments.lexers import get_lexer_by_name
+
+        block = "background: #f7f7f7; color: #222222; padding: 6px 8px"
+        letters = (
+            "line-height: 135%; font-family: monospace; font-size: 12px; color: #222222; background: none; margin: 0"
+        )
+        look = HtmlFormatter(noclasses=True, style="default", cssstyles=block, prestyles=letters)
+        html = highlight(self.text, get_lexer_by_name(self.language, stripnl=False), look)
+        return {"text/html": html, "text/plain": self.text}

@@ -1,0 +1,119 @@
+"""Bytes that kernels move between memory and chip: counted while the interpreter executes them, and as formulas.
+
+The interpreter performs every tl.load and tl.store of a kernel through two functions; `measure` wraps them and adds up
+the bytes of the elements whose mask is true. What is counted is what a program asks for. On a GPU a part of it is
+served by the caches, so time follows these numbers only where the data exceeds them.
+
+Formulas are in bytes; `size` is the bytes of one element (2 for fp16).
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from common import runtime
+
+import torch
+import triton
+
+
+@dataclass
+class Traffic:
+    """Bytes loaded and stored, and the same by tensor for the tensors that were named to `measure`."""
+
+    loaded: int = 0
+    stored: int = 0
+    loaded_from: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    stored_to: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def total(self) -> int:
+        return self.loaded + self.stored
+
+
+@contextlib.contextmanager
+def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
+    """Count the bytes of every load and store executed in the block. Raises RuntimeError where kernels are compiled.
+
+    Tensors passed by name are counted one by one in `loaded_from` and `stored_to`; everything else, such as results
+    that do not exist yet, under "other". (bf16 is computed in fp32 when interpreted: count with fp16.)
+    """
+    if not runtime.INTERPRETED:
+        raise RuntimeError(
+            "bytes are counted by the interpreter, but kernels are compiled here: set TRITON_INTERPRET=1"
+        )
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    traffic = Traffic()
+    spans = []
+    for name, t in tensors.items():
+        start = t.untyped_storage().data_ptr()
+        spans.append((start, start + t.untyped_storage().nbytes(), name))
+
+    def size_and_owner(ptrs, mask):
+        count = int(mask.data.sum())
+        address = int(ptrs.data[mask.data][0]) if count else 0
+        owner = next((name for start, end, name in spans if start <= address < end), "other")
+        return count * (ptrs.get_element_ty().primitive_bitwidth // 8), owner
+
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def counting_load(ptrs, mask, *args):
+        size, owner = size_and_owner(ptrs, mask)
+        traffic.loaded += size
+        traffic.loaded_from[owner] += size
+        return load(ptrs, mask, *args)
+
+    def counting_store(ptrs, value, mask, *args):
+        size, owner = size_and_owner(ptrs, mask)
+        traffic.stored += size
+        traffic.stored_to[owner] += size
+        return store(ptrs, value, mask, *args)
+
+    builder.create_masked_load, builder.create_masked_store = counting_load, counting_store
+    try:
+        yield traffic
+    finally:
+        del builder.create_masked_load, builder.create_masked_store
+
+
+def softmax_bytes(rows: int, cols: int, sweeps: int, size: int) -> int:
+    """A softmax that reads every row `sweeps` times and writes it once."""
+    return (sweeps + 1) * rows * cols * size
+
+
+def matmul_bytes(m: int, n: int, k: int, block_m: int, block_n: int, size: int, out_size: int) -> int:
+    """(m, k) x (k, n) in tiles: a is read once for every column of tiles, b once for every row of tiles."""
+    reads = m * k * triton.cdiv(n, block_n) + k * n * triton.cdiv(m, block_m)
+    return reads * size + m * n * out_size
+
+
+def unfused_attention_bytes(seq_q: int, seq_k: int, head_dim: int, block: int, size: int) -> int:
+    """One head by phase 2's `attention_unfused`: product, softmax, product, in tiles of block x block.
+
+    S in fp32 and P in the input dtype go through memory; phase 1's softmax sweeps rows of more than 4096 twice.
+    """
+    scores = matmul_bytes(seq_q, seq_k, head_dim, block, block, size, 4)
+    softmax = seq_q * seq_k * (4 * (1 if seq_k <= 4096 else 2) + size)
+    return scores + softmax + matmul_bytes(seq_q, head_dim, seq_k, block, block, size, size)
+
+
+def least_unfused_attention_bytes(seq_q: int, seq_k: int, head_dim: int, size: int) -> int:
+    """The same three steps if every matrix were read just once a step: what no unfused version can go below."""
+    inputs_and_output = (2 * seq_q + 2 * seq_k) * head_dim * size
+    return inputs_and_output + 2 * seq_q * seq_k * (4 + size)
+
+
+def tiled_attention_bytes(
+    seq_q: int, seq_k: int, head_dim: int, block_m: int, block_n: int, size: int, *, is_causal=False, lse=False
+) -> int:
+    """One head, phase 2's and phase 3's kernels: q in and o out once, k and v once for every tile of queries.
+
+    With is_causal a tile of queries stops after the last tile of keys that one of its rows sees; lse adds its fp32 row.
+    """
+    kv_rows = 0
+    for start_m in range(0, seq_q, block_m):
+        end_n = min(seq_k, start_m + block_m) if is_causal else seq_k
+        kv_rows += min(seq_k, triton.cdiv(end_n, block_n) * block_n)
+    return (2 * seq_q + 2 * kv_rows) * head_dim * size + (4 * seq_q if lse else 0)

@@ -1,0 +1,92 @@
+"""One check of q, k, v for every phase. Each error names the argument, what it is, and what was expected;
+nothing has been allocated or launched when it is raised."""
+
+import math
+import numbers
+
+from common import runtime
+
+import torch
+
+MAX_HEAD_DIM = 256
+
+
+def _describe(t: torch.Tensor) -> str:
+    return f"shape {tuple(t.shape)}, {t.dtype}, {t.device}"
+
+
+def check_tensor(name: str, t) -> None:
+    """`t` is a dense tensor of a floating-point type and on a device that kernels can use here."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+    if t.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {t.layout}")
+    if t.dtype not in runtime.DTYPES:
+        wanted = ", ".join(str(d) for d in runtime.DTYPES)
+        raise TypeError(f"{name}: expected one of {wanted}, got {_describe(t)}")
+    if t.device.type not in (("cpu", "cuda") if runtime.INTERPRETED else ("cuda",)):
+        where = "interpreted here (CPU or CUDA tensors)" if runtime.INTERPRETED else "compiled here (CUDA tensors)"
+        raise ValueError(f"{name}: kernels are {where}, got {_describe(t)}")
+
+
+def check_out_dtype(dtype) -> None:
+    """`dtype` is None or one that kernels can write."""
+    if dtype is not None and dtype not in runtime.DTYPES:
+        raise TypeError(f"out_dtype: expected one of {', '.join(map(str, runtime.DTYPES))}, got {dtype}")
+
+
+def check_scale(scale, head_dim: int) -> float:
+    """`scale` as a float; None becomes 1/sqrt(head_dim), with the true head_dim and not the padded one."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale: expected a real number or None, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    return float(scale)
+
+
+def check_qkv(q, k, v, scale=None, is_causal=False, enable_gqa=False, *, rank=4) -> float:
+    """Raise unless q, k, v are inputs that attention accepts, and return the scale to use.
+
+    rank 4: q (batch, heads_q, seq_q, head_dim), k and v (batch, heads_kv, seq_k, head_dim); heads_q must equal
+    heads_kv, or with enable_gqa be a multiple of it. rank 2: one head, (seq_q, head_dim) and (seq_k, head_dim).
+
+    Raises TypeError (not a tensor, dtype, flag) or ValueError (shape, device, scale).
+    """
+    axes = ("batch", "heads", "seq", "head_dim")[4 - rank :]
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, t)
+        if t.dim() != rank:
+            raise ValueError(f"{name}: expected {rank} dimensions ({', '.join(axes)}), got {_describe(t)}")
+        if t.dtype != q.dtype:
+            raise TypeError(f"{name}: expected {q.dtype} like q, got {_describe(t)}")
+        if t.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} like q, got {_describe(t)}")
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+    head_dim = q.shape[-1]
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {_describe(q)}")
+    for name, t in (("k", k), ("v", v)):
+        if t.shape[-1] != head_dim:
+            raise ValueError(f"{name}: expected head_dim {head_dim} like q, got {_describe(t)}")
+        if rank == 4 and t.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: expected batch {q.shape[0]} like q, got {_describe(t)}")
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected shape {tuple(k.shape)} like k, got {_describe(v)}")
+    if rank == 4:
+        check_heads(q, k, enable_gqa)
+    return check_scale(scale, head_dim)
+
+
+def check_heads(q, k, enable_gqa: bool) -> None:
+    """Every query head has a key head: one each, or with enable_gqa a whole number of query heads per key head."""
+    heads_q, heads_kv = q.shape[1], k.shape[1]
+    if heads_q == heads_kv:
+        return
+    if not enable_gqa:
+        raise ValueError(f"k: expected {heads_q} heads like q (or enable_gqa=True), got {_describe(k)}")
+    if heads_kv == 0 or heads_q % heads_kv:
+        raise ValueError(f"k: expected a number of heads that divides q's {heads_q}, got {_describe(k)}")

@@ -1,0 +1,29 @@
+"""Set-up that every test file relies on."""
+
+from common import runtime  # before anything imports triton
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)  # tensors are small, and pytest-xdist already uses every core
+
+# The same examples on every run and every machine. Compiled, each new shape costs a compilation, hence fewer.
+settings.register_profile(
+    "course",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=80 if runtime.INTERPRETED else 25,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("course")
+
+
+def pytest_collection_modifyitems(items):
+    if runtime.DEVICE == "cuda":
+        return
+    skip = pytest.mark.skip(reason="needs a GPU, kernels compiled")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,67 @@
+"""What several test files share."""
+
+import functools
+from unittest import mock
+
+from common import runtime
+
+import pytest
+import torch
+
+interpreted_only = pytest.mark.skipif(not runtime.INTERPRETED, reason="looks inside Triton's interpreter")
+
+CANARY = 1024.0
+GUARD = 64 * 256  # elements on each side: a whole tile of the largest head_dim
+
+
+def guarded(fn):
+    """`fn`, with every result that it allocates filled with NaN beforehand and set between canaries.
+
+    An element that no program writes stays NaN, and a store outside the result kills a canary, which raises.
+    """
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        buffers = []
+
+        def surround(allocate):
+            def empty(*args, **kwargs):
+                wanted = allocate(*args, **kwargs)
+                elements = wanted.untyped_storage().nbytes() // wanted.itemsize
+                buffer = wanted.new_full((elements + 2 * GUARD,), CANARY)
+                buffer[GUARD : GUARD + elements] = float("nan")
+                buffers.append(buffer)
+                return buffer.as_strided(wanted.shape, wanted.stride(), GUARD)
+
+            return empty
+
+        with (
+            mock.patch.object(torch, "empty", surround(torch.empty)),
+            mock.patch.object(torch, "empty_like", surround(torch.empty_like)),
+        ):
+            result = fn(*args, **kwargs)
+        assert buffers, "nothing was allocated through torch.empty: nothing is guarded"
+        for buffer in buffers:
+            edges = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
+            assert (edges == CANARY).all(), "a store outside the result"
+        return result
+
+    return call
+
+
+def embedded(x: torch.Tensor, fill: float) -> torch.Tensor:
+    """A copy of x (..., rows, columns) inside a larger tensor: `fill` precedes and follows each row and each matrix."""
+    *lead, rows, columns = x.shape
+    big = x.new_full((*lead, rows + 6, columns + 8), fill)
+    return big[..., 3 : rows + 3, 4 : columns + 4].copy_(x)
+
+
+def far_apart(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """A copy of x whose last element along `axis` lies more than 2^31 elements away: 32-bit offsets wrap.
+
+    On the CPU this takes little memory: the system maps only the pages that are touched.
+    """
+    strides = list(x.contiguous().stride())
+    strides[axis] = 2**31 // (x.shape[axis] - 1) + 1
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
+    return x.new_empty(reach + 1).as_strided(x.shape, strides).copy_(x)

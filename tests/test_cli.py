@@ -1,0 +1,135 @@
+"""The commands, typed as the README says."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+from common import doctor
+from common.phases import PHASES, ROOT, find
+
+import pytest
+
+
+def course(*arguments, **kwargs):
+    command = [sys.executable, "-m", "common.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, **kwargs)
+
+
+def test_help_comes_at_once_and_names_every_command():
+    start = time.perf_counter()
+    done = course("--help")
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in ("doctor", "verify", "run"))
+    assert time.perf_counter() - start < 3  # importing torch alone takes that long on a busy machine
+
+
+def test_without_a_command_it_shows_the_phases_and_what_is_next():
+    done = course()
+    assert done.returncode == 0
+    assert all(phase.title in done.stdout for phase in PHASES)
+    assert "make lab" in done.stdout
+
+
+def test_verify_one_phase_prints_its_table():
+    done = course("verify", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Phase 1" in done.stdout
+    assert "FAIL" not in done.stdout
+    passed, total = re.search(r"(\d+) of (\d+) cases passed", done.stdout).groups()
+    assert passed == total
+    assert int(total) >= 10
+
+
+def test_an_unknown_phase_is_named_with_those_that_exist():
+    done = course("verify", "9")
+    assert done.returncode == 2
+    assert "'9'" in done.stdout
+    assert all(phase.folder in done.stdout for phase in PHASES)
+
+
+def test_doctor_finds_this_machine_in_order():
+    done = course("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for what in ("system", "versions", "device", "canary kernel", "bf16 trap", "compiler", "notebooks"):
+        assert what in done.stdout
+
+
+def test_doctor_reports_a_gpu_that_is_asked_for_but_missing():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    done = subprocess.run(
+        [sys.executable, "-m", "common.doctor"],
+        capture_output=True, text=True, cwd=ROOT, env={"PATH": "/usr/bin:/bin", "TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    findings = {f["what"]: f for f in map(json.loads, done.stdout.splitlines())}
+    assert done.returncode == 1
+    assert findings["device"]["level"] == "problem"
+    assert "unset TRITON_INTERPRET" in findings["device"]["todo"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "level", "words"),
+    [
+        (dict(torch="2.13.0+cpu", triton="3.7.1", numpy="2.4.6"), "ok", ""),
+        (dict(torch="2.11.0", triton="3.6.0", numpy="2.3.1"), "ok", ""),
+        (dict(torch="2.11.0", triton="3.6.0", numpy="2.5.2"), "note", "numpy"),
+        (dict(torch="2.13.0", triton="3.6.0", numpy="2.3.1"), "note", "torch/triton"),
+    ],
+)
+def test_doctor_knows_the_version_pairs(monkeypatch, versions, level, words):
+    monkeypatch.setattr(doctor, "version", versions.__getitem__)
+    finding = doctor.check_versions()
+    assert finding.level == level
+    assert words in finding.todo
+
+
+def test_a_check_that_crashes_is_a_finding(monkeypatch, capsys):
+    def check_broken():
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(doctor, "CHECKS", (check_broken,))
+    assert doctor.main() == 1
+    assert "no such thing" in json.loads(capsys.readouterr().out)["found"]
+
+
+def test_phases_are_found_by_number_and_folder():
+    assert find("2").folder == "phase2_tiling"
+    assert find("phase3").number == 3
+    assert find("phase3_forward").number == 3
+    assert find("4x") is None
+    assert find("") is None
+
+
+def test_a_module_reports_a_failure_with_its_exit_code(tmp_path):
+    code = (
+        "from common import selfcheck, make_qkv, verify_results\n"
+        "import sys\n"
+        "q, k, v = make_qkv()\n"
+        "wrong = lambda q, k, v, **_: 2 * q\n"
+        "case = selfcheck.Case('wrong on purpose', lambda: verify_results(wrong, q, k, v))\n"
+        "sys.exit(selfcheck.main('t', [case], sys.argv[1:]))\n"
+    )
+    table = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert table.returncode == 1
+    assert "FAIL" in table.stdout
+    assert "0 of 1 cases passed" in table.stdout
+    lines = subprocess.run([sys.executable, "-c", code, "--json"], capture_output=True, text=True, cwd=ROOT)
+    assert lines.returncode == 1
+    assert json.loads(lines.stdout)["passed"] is False
+
+
+def test_the_readme_names_only_commands_that_exist():
+    text = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`?make ([a-z-]+)", text):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+    for command in re.findall(r"`course ([a-z]+)", text):
+        assert course(command, "--help").returncode == 0, f"course {command}"
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (ROOT / link).exists(), link

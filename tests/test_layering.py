@@ -1,0 +1,106 @@
+"""The house stands in one direction, common <- phase1 <- phase2 <- phase3, and no phase copies an earlier kernel."""
+
+import ast
+import subprocess
+import sys
+
+from common.phases import PHASES, ROOT
+
+import pytest
+
+# What a phase's module takes from an earlier one: the primitives and functions named in its docstring, nothing else.
+ALLOWED = {
+    "phase1_softmax": set(),
+    "phase2_tiling": {"phase1_softmax.online_softmax.online_softmax_step", "phase1_softmax.online_softmax.softmax"},
+    "phase3_forward": {"phase2_tiling.tiling.attention_tile_step", "phase2_tiling.tiling.tile_pointers"},
+}
+
+
+def imports(path):
+    """Every name that a file imports, as module.name; also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def kernels(path):
+    """(name, body) of every jitted function of a file; the body without docstring, as normalized source."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+            body = node.body[1:] if isinstance(node.body[0], ast.Expr) else node.body
+            yield node.name, [ast.unparse(statement) for statement in body]
+
+
+def modules():
+    return [(phase.folder, ROOT / phase.folder / f"{module}.py") for phase in PHASES for module in phase.modules]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "common").rglob("*.py")), ids=lambda p: p.name)
+def test_common_knows_no_phase(path):
+    assert not [name for name in imports(path) if name.startswith("phase")]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "common").rglob("*.py")), ids=lambda p: p.name)
+def test_common_holds_no_attention_kernel(path):
+    assert [name for name, _ in kernels(path)] == (["_double_kernel"] if path.name == "canary.py" else [])
+
+
+@pytest.mark.parametrize(("folder", "path"), modules(), ids=lambda x: getattr(x, "name", x))
+def test_a_module_imports_only_the_primitives_it_names(folder, path):
+    taken = {name for name in imports(path) if name.startswith("phase")}
+    assert taken == ALLOWED[folder]
+    builds_on = ast.get_docstring(ast.parse(path.read_text())).split("Builds on:")[1]
+    assert all(name.rsplit(".", 1)[1] in builds_on for name in taken)
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda p: p.folder)
+def test_no_phase_reaches_forward(phase):
+    for path in (ROOT / phase.folder).rglob("*.py"):
+        reached = {name.split(".")[0] for name in imports(path) if name.startswith("phase")}
+        assert all(int(name[5]) <= phase.number for name in reached), path
+
+
+def test_no_kernel_is_copied_into_a_later_phase():
+    seen = {}
+    for folder, path in modules():
+        for name, body in kernels(path):
+            for other, other_body in seen.items():
+                shared = sum(line in other_body for line in body)
+                assert shared < 0.9 * len(body), f"{folder}.{name} repeats {other}"
+            seen[f"{folder}.{name}"] = body
+
+
+def test_modules_stay_readable():
+    for _, path in modules():
+        assert len(path.read_text().splitlines()) <= 300, path
+
+
+@pytest.mark.parametrize("name", ["common.cli", "common.phases"])
+def test_the_command_line_imports_neither_torch_nor_a_phase(name):
+    code = (
+        f"import sys, {name}; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'triton') or 'phase' in m])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert out.strip() == ("['common.phases']")
+
+
+@pytest.mark.parametrize(("folder", "path"), modules(), ids=lambda x: getattr(x, "name", x))
+def test_running_a_module_loads_its_kernels_once(folder, path):
+    code = (
+        f"import runpy, sys; sys.argv = ['x', '--help']\n"
+        f"try: runpy.run_module('{folder}.{path.stem}', run_name='__main__')\n"
+        f"except SystemExit: print('{folder}.{path.stem}' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+def test_every_exported_name_exists():
+    for phase in PHASES:
+        package = __import__(phase.folder)
+        assert package.__all__ == sorted(package.__all__)
+        assert all(getattr(package, name) is not None for name in package.__all__)
+        assert not set(package.__all__) & set(phase.modules), "a module shares its name with a function it exports"

@@ -1,0 +1,165 @@
+"""Where kernels run, and what happens to bf16 where Triton's interpreter cannot compute with it."""
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from common import make_qkv, runtime
+from phase1_softmax import logsumexp, softmax, softmax_online
+from phase2_tiling import attention, attention_resident, attention_unfused, matmul
+from phase3_forward import attention_forward
+
+import pytest
+import torch
+from helpers import interpreted_only
+from triton.runtime.autotuner import Autotuner
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_gpu_means_compiled(loaded):
+    environ = {}
+    assert runtime._choose(environ, triton_loaded=loaded, gpu=True) is False
+    assert environ == {}
+
+
+def test_no_gpu_means_interpreted():
+    environ = {}
+    assert runtime._choose(environ, triton_loaded=False, gpu=False) is True
+    assert environ == {"TRITON_INTERPRET": "1"}
+
+
+def test_no_gpu_and_triton_already_loaded_is_an_error():
+    environ = {}
+    with pytest.raises(RuntimeError, match=r"import\s+common.runtime .* before torch.compile or building an optimizer"):
+        runtime._choose(environ, triton_loaded=True, gpu=False)
+    assert environ == {}
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize(
+    ("value", "interpreted"), [("0", False), ("1", True), ("", False), ("off", False), ("True", True), ("YES", True)]
+)
+def test_the_users_own_switch_wins(value, interpreted, loaded, gpu):
+    environ = {"TRITON_INTERPRET": value}
+    assert runtime._choose(environ, loaded, gpu) is interpreted
+    assert environ == {"TRITON_INTERPRET": value}
+
+
+def test_this_process_agrees_with_triton():
+    import triton
+
+    assert triton.knobs.runtime.interpret == runtime.INTERPRETED
+    assert not (runtime.INTERPRETED and runtime.DEVICE == "cuda")
+
+
+def _child(code, **environ):
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}  # as on a machine without a GPU
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | hidden | environ
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def test_dynamo_before_a_phase_raises_the_clear_error():
+    child = _child("import torch._dynamo; import phase1_softmax; phase1_softmax.softmax")
+    assert child.returncode == 1
+    assert child.stderr.splitlines()[-1].startswith("RuntimeError: triton was imported before the course could choose")
+
+
+def test_importing_a_phase_first_chooses():
+    child = _child("import phase3_forward.forward; import triton; print(triton.knobs.runtime.interpret)")
+    assert child.stdout.strip() == "True", child.stderr
+
+
+# --- bf16 ----------------------------------------------------------------------------------------------------------
+
+
+def _bf16(*shape):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(runtime.DEVICE, torch.bfloat16)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ONE_HEAD = _bf16(20, 16), _bf16(30, 16), _bf16(30, 16)
+CALLS = [
+    (softmax, (_bf16(5, 40),), [BF16]),
+    (softmax_online, (_bf16(5, 40),), [BF16]),
+    (logsumexp, (_bf16(5, 40),), [FP32]),
+    (matmul, (_bf16(20, 30), _bf16(30, 10)), [BF16]),
+    (attention, ONE_HEAD, [BF16]),
+    (attention_resident, ONE_HEAD, [BF16]),
+    (attention_unfused, ONE_HEAD, [BF16]),
+    (attention_forward, make_qkv(1, 2, 20, 24, dtype=BF16), [BF16, FP32]),
+]
+
+
+def _name(x):
+    return getattr(x, "__name__", "")
+
+
+@interpreted_only
+@pytest.mark.parametrize(("fn", "tensors", "dtypes"), CALLS, ids=_name)
+def test_trap48_no_interpreted_kernel_ever_sees_bf16(fn, tensors, dtypes, monkeypatch):
+    from triton.runtime.interpreter import InterpretedFunction
+
+    seen = []
+    run = InterpretedFunction.run
+
+    def watch(self, *args, **kwargs):
+        seen.extend(a.dtype for a in args if isinstance(a, torch.Tensor))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", watch)
+    fn(*tensors)
+    assert set(seen) == {FP32}
+
+
+@interpreted_only
+@pytest.mark.parametrize(("fn", "tensors", "dtypes"), CALLS, ids=_name)
+def test_trap48_interpreted_bf16_is_fp32_rounded_at_the_end(fn, tensors, dtypes):
+    got, exact = fn(*tensors), fn(*(t.float() for t in tensors))
+    if isinstance(got, torch.Tensor):
+        got, exact = [got], [exact]
+    assert [t.dtype for t in got] == dtypes
+    for ours, fp32 in zip(got, exact, strict=True):
+        # attention_unfused rounds P as well, as its docstring says
+        close = dict(rtol=2**-7, atol=2**-8) if fn is attention_unfused else dict(rtol=0, atol=0)
+        torch.testing.assert_close(ours, fp32.to(ours.dtype), **close)
+
+
+def test_kernel_dtype_leaves_other_tensors_alone():
+    tensors = [torch.ones(3, dtype=dtype, device=runtime.DEVICE) for dtype in runtime.DTYPES]
+    for before, after in zip(tensors, runtime.to_kernel_dtype(*tensors), strict=True):
+        if before.dtype in runtime.KERNEL_DTYPE:
+            assert after.dtype == torch.float32
+        else:
+            assert after is before
+
+
+# --- launching -----------------------------------------------------------------------------------------------------
+
+MODULES = ("phase1_softmax.online_softmax", "phase2_tiling.tiling", "phase3_forward.forward")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_trap41_nothing_is_autotuned_before_phase_5(module):
+    kernels = {n: f for n, f in vars(importlib.import_module(module)).items() if n.endswith("_kernel")}
+    assert kernels
+    assert not [name for name, kernel in kernels.items() if isinstance(kernel, Autotuner)]
+
+
+@pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [1, 16, 64, 65, 128, 129, 256])
+def test_tile_sizes_are_legal_tiles(head_dim, dtype):
+    tiles = runtime.tile_sizes(head_dim, dtype)
+    for block in (tiles["BLOCK_M"], tiles["BLOCK_N"]):
+        assert block >= 16  # the least that a tile product takes
+        assert block & (block - 1) == 0
+
+
+def test_on_device_of_a_cpu_tensor_does_nothing():
+    with runtime.on_device_of(torch.ones(1)):
+        pass

@@ -1,0 +1,75 @@
+"""Live source and notebook execution: what learners see is what runs."""
+
+from common import notebooks, source
+from phase2_tiling.tiling import _attention_tiled_kernel
+from phase3_forward.forward import _attn_fwd_kernel
+
+import nbformat
+import pytest
+
+
+def test_source_is_the_kernel_as_written():
+    text = source.source(_attn_fwd_kernel)
+    assert text.startswith("@triton.jit\ndef _attn_fwd_kernel(")
+    assert "One tile of query rows" in text
+    bare = source.source(_attn_fwd_kernel, docstring=False)
+    assert "One tile of query rows" not in bare
+    assert bare.splitlines()[-1] == text.splitlines()[-1]
+
+
+def test_source_without_a_docstring_is_left_alone():
+    assert source.source(notebooks.find, docstring=False).startswith("def find")
+    assert source.source(lambda: 0).strip()
+
+
+def test_diff_says_what_phase_3_adds():
+    lines = source.diff(_attention_tiled_kernel, _attn_fwd_kernel).splitlines()
+    assert any(line.startswith("+") and "IS_CAUSAL" in line for line in lines)
+    assert any(line.startswith(" ") and "attention_tile_step" not in line for line in lines)
+    assert not any(line.startswith(("---", "+++")) for line in lines)
+    assert source.diff(_attn_fwd_kernel, _attn_fwd_kernel) == ""
+
+
+@pytest.fixture
+def notebook(tmp_path, monkeypatch):
+    """A function that writes a notebook of the given cells into a course of its own."""
+    monkeypatch.setattr(notebooks, "ROOT", tmp_path)
+
+    def write(*cells):
+        path = tmp_path / "phase9_x" / "x.ipynb"
+        path.parent.mkdir(exist_ok=True)
+        nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells]), path)
+        return path
+
+    return write
+
+
+def test_executing_leaves_the_file_alone_and_reports_every_cell(notebook):
+    path = notebook("x = 1", "print(x + 1)")
+    before, seen = path.read_bytes(), []
+    assert notebooks.execute(path, on_cell=lambda done, total: seen.append((done, total))) is None
+    assert path.read_bytes() == before
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_a_failing_cell_is_returned_with_its_error(notebook):
+    error = notebooks.execute(notebook("x = 1", "raise ValueError('no')"))
+    assert "ValueError: no" in error
+
+
+def test_storing_writes_outputs_without_times(notebook):
+    path = notebook("print(1 + 1)")
+    assert notebooks.execute(path, store=True) is None
+    cell = nbformat.read(path, as_version=4).cells[0]
+    assert cell.outputs[0].text == "2\n"
+    assert not cell.metadata
+    first = path.read_bytes()
+    notebooks.execute(path, store=True)
+    assert path.read_bytes() == first
+
+
+def test_find_takes_parts_of_paths(notebook):
+    path = notebook("1")
+    assert notebooks.find() == [path]
+    assert notebooks.find(["phase9"]) == [path]
+    assert notebooks.find(["phase1"]) == []
