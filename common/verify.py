@@ -17,6 +17,7 @@ positive let errors line up and push the worst towards 6. A mistake is not noise
 millions of sigma.
 """
 
+import contextlib
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -129,9 +130,11 @@ def verify_results(fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_
     do4 = None if do is None else do.reshape(lead + do.shape)
     true_scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     expected = _expected(q4, k4, v4, do4, is_causal, true_scale)
-    # Not on empty tensors, for which SDPA's fused backends return None in some releases.
-    compare_sdpa = compare_sdpa and q.numel() > 0
-    sdpa = run_attention(F.scaled_dot_product_attention, q4, k4, v4, do4, kwargs) if compare_sdpa else {}
+    sdpa = {}
+    if compare_sdpa and q.numel() > 0:
+        # Its fused backends refuse some inputs (torch 2.11: batch 0, rows at odd addresses); then there is nothing beside.
+        with contextlib.suppress(RuntimeError):
+            sdpa = run_attention(F.scaled_dot_product_attention, q4, k4, v4, do4, kwargs)
 
     context = diagnose.Context(q4, k4, v4, do4, is_causal, true_scale)
     shapes = dict(o=q.shape, lse=q.shape[:-1], dq=q.shape, dk=k.shape, dv=v.shape)

@@ -1,6 +1,7 @@
 """What several test files share."""
 
 import functools
+import tempfile
 from unittest import mock
 
 from common import runtime
@@ -57,11 +58,13 @@ def embedded(x: torch.Tensor, fill: float) -> torch.Tensor:
 
 
 def far_apart(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """A copy of x whose last element along `axis` lies more than 2^31 elements away: 32-bit offsets wrap.
+    """A copy of x (CPU) whose last element along `axis` lies more than 2^31 elements away: 32-bit offsets wrap.
 
-    On the CPU this takes little memory: the system maps only the pages that are touched.
+    It lives in a sparse file, so that only what is touched takes room. A wrapped offset lands in it too, on zeros.
     """
     strides = list(x.contiguous().stride())
     strides[axis] = 2**31 // (x.shape[axis] - 1) + 1
     reach = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
-    return x.new_empty(reach + 1).as_strided(x.shape, strides).copy_(x)
+    with tempfile.NamedTemporaryFile() as file:
+        big = torch.from_file(file.name, shared=True, size=2**31 + reach + 1, dtype=x.dtype)
+    return big.as_strided(x.shape, strides, 2**31).copy_(x)

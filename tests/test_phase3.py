@@ -10,7 +10,7 @@ from phase3_forward.forward import _attn_fwd_kernel
 import pytest
 import torch
 from helpers import embedded, far_apart, guarded, interpreted_only
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 INF, NAN = float("inf"), float("nan")
@@ -35,6 +35,7 @@ def assert_equal(ours, others):
 # --- anything goes -------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=200 if runtime.INTERPRETED else 40)
 @given(
     batch=st.integers(0, 2),
     heads_kv=st.integers(1, 2),
