@@ -80,8 +80,8 @@ def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or
                 steps.append(_verify_module(phase, module, progress))
             steps.append(_run_notebook(phase, progress))
     table = Table(title="Summary", title_justify="left")
-    for column in ("phase", "checked", "cases", "worst z (limit 6)", "time", "verdict"):
-        table.add_column(column, justify="right" if column in ("cases", "worst z (limit 6)", "time") else "left")
+    for column in ("phase", "checked", "cases or cells", "worst z (limit 6)", "time", "verdict"):
+        table.add_column(column, justify="right" if column in ("cases or cells", "worst z (limit 6)", "time") else "left")
     for step in steps:
         z = "" if step.z is None else f"{step.z:.2f}"
         table.add_row(step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed])
@@ -136,7 +136,7 @@ def _verify_module(phase: phases.Phase, module: str, progress: Progress) -> _Ste
     worst = max((row["z"] for row in rows if row["z"] is not None), default=None)
     return _Step(
         phase=str(phase.number),
-        checked=f"{module}.py against SDPA",
+        checked=f"{module}.py",
         cases=f"{passed}/{total}",
         z=worst,
         seconds=time.perf_counter() - start,
@@ -159,7 +159,7 @@ def _run_notebook(phase: phases.Phase, progress: Progress) -> _Step:
     error = notebooks.execute(phase.notebook_path, on_cell=on_cell)
     return _Step(
         phase=str(phase.number),
-        checked=f"{phase.notebook} executed",
+        checked=phase.notebook,
         cases=f"{ran[0]}/{ran[1]}",
         z=None,
         seconds=time.perf_counter() - start,

@@ -50,6 +50,7 @@ def execute(path: Path, *, store: bool = False, on_cell: Callable[[int, int], No
         notebook,
         timeout=300,
         kernel_name="python3",
+        extra_arguments=["--IPKernelApp.log_level=40"],  # errors only
         resources={"metadata": {"path": str(path.parent)}},
         record_timing=False,
         coalesce_streams=True,  # one output a cell, however often it flushes

@@ -132,7 +132,7 @@ def verify_results(fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_
     expected = _expected(q4, k4, v4, do4, is_causal, true_scale)
     sdpa = {}
     if compare_sdpa and q.numel() > 0:
-        # Its fused backends refuse some inputs (torch 2.11: batch 0, rows at odd addresses); then there is nothing beside.
+        # Its fused backends refuse some inputs (torch 2.11: rows at odd addresses): then there is none beside ours.
         with contextlib.suppress(RuntimeError):
             sdpa = run_attention(F.scaled_dot_product_attention, q4, k4, v4, do4, kwargs)
 
