@@ -31,7 +31,8 @@ def overview(context: typer.Context) -> None:
     if context.invoked_subcommand:
         return
     for phase in phases.PHASES:
-        console.print(f"[bold]{phase.number}  {phase.title}[/]  {phase.folder}/{phase.notebook}\n   {phase.question}")
+        file = phase.notebook or f"{phase.modules[0]}.py (notebook to come)"
+        console.print(f"[bold]{phase.number}  {phase.title}[/]  {phase.folder}/{file}\n   {phase.question}")
     console.print("\nNext: [bold]make lab[/] opens the first notebook; [bold]course --help[/] lists the commands.")
 
 
@@ -78,10 +79,13 @@ def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or
         for phase in _chosen(name):
             for module in phase.modules:
                 steps.append(_verify_module(phase, module, progress))
-            steps.append(_run_notebook(phase, progress))
+            if phase.notebook:
+                steps.append(_run_notebook(phase, progress))
     table = Table(title="Summary", title_justify="left")
     for column in ("phase", "checked", "cases or cells", "worst z (limit 6)", "time", "verdict"):
-        table.add_column(column, justify="right" if column in ("cases or cells", "worst z (limit 6)", "time") else "left")
+        table.add_column(
+            column, justify="right" if column in ("cases or cells", "worst z (limit 6)", "time") else "left"
+        )
     for step in steps:
         z = "" if step.z is None else f"{step.z:.2f}"
         table.add_row(step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed])

@@ -8,13 +8,14 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Phase:
-    """One folder of the course. `modules` verify themselves with `python -m folder.module`."""
+    """One folder of the course. `modules` verify themselves with `python -m folder.module`; the notebook may still be
+    missing (None) where the module came first."""
 
     folder: str
     title: str
     question: str
     modules: tuple[str, ...]
-    notebook: str
+    notebook: str | None
 
     @property
     def number(self) -> int:
@@ -47,7 +48,15 @@ PHASES = (
         ("forward",),
         "forward.ipynb",
     ),
+    Phase(
+        "phase4_backward",
+        "Recompute instead of remember",
+        "The backward pass needs P, which was never stored. What is the least to keep?",
+        ("backward",),
+        None,
+    ),
 )
+NOTEBOOKS = tuple(phase for phase in PHASES if phase.notebook)
 
 
 def find(name: str) -> Phase | None:

@@ -51,16 +51,18 @@ def on_device_of(tensor: torch.Tensor):
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def tile_sizes(head_dim: int, dtype: torch.dtype) -> dict[str, int]:
+def tile_sizes(head_dim: int, dtype: torch.dtype, *, backward: bool = False) -> dict[str, int]:
     """Tile shape and launch options of phases 2 to 4: a safe choice for every GPU, not a tuned one (that is phase 5).
 
-    Products in fp32 without TF32 run on the ordinary cores and want many registers, hence the small tile. The 16-bit
-    tiles stay under the 99 KB of shared memory that a consumer GPU gives to one program.
+    Products in fp32 without TF32 run on the ordinary cores and want many registers, hence small tiles. So does the
+    backward pass, which keeps twice as many tiles at once. All stay under the 99 KB of shared memory that a consumer
+    GPU gives to one program.
     """
+    wide = head_dim > 128
     if dtype == torch.float32:
-        return dict(BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1)
-    if head_dim <= 64:
-        return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3)
-    if head_dim <= 128:
-        return dict(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2)
-    return dict(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2)
+        block = 16 if backward and wide else 32
+        return dict(BLOCK_M=block, BLOCK_N=block, num_warps=4, num_stages=1)
+    if backward:
+        block = 32 if wide else 64
+        return dict(BLOCK_M=block, BLOCK_N=block, num_warps=4, num_stages=1)
+    return dict(BLOCK_M=64, BLOCK_N=32 if wide else 64, num_warps=4, num_stages=3 if head_dim <= 64 else 2)

@@ -2,7 +2,7 @@
 
 import re
 
-from common.phases import PHASES, ROOT
+from common.phases import NOTEBOOKS, ROOT
 
 import nbformat
 import pytest
@@ -12,7 +12,7 @@ MACHINE_PATH = re.compile(r"(/home/|/root/|/tmp/|/usr/|/work/|/Users/|site-packa
 EXPERIMENTS = {"phase1_softmax": 1, "phase2_tiling": 2, "phase3_forward": 0}  # cells that may define a kernel
 
 
-@pytest.fixture(params=PHASES, ids=lambda p: p.folder)
+@pytest.fixture(params=NOTEBOOKS, ids=lambda p: p.folder)
 def phase(request):
     return request.param
 

@@ -26,7 +26,7 @@ def verify(q, k, v, **options):
 
 
 def assert_equal(ours, others):
-    """The same bits; compiled, other sizes and strides may be other code, whose sums may round differently."""
+    """The same bits; compiled, code specialized for other sizes or strides may sum in another order."""
     tolerance = dict(rtol=0, atol=0) if runtime.INTERPRETED else dict(rtol=2e-3, atol=1e-4)
     for a, b in zip(ours, others, strict=True):
         torch.testing.assert_close(a, b, **tolerance)
@@ -76,7 +76,7 @@ def test_trap01_a_ragged_tail_stays_in_its_own_head(seq, is_causal):
 @both_masks
 @pytest.mark.parametrize("fill", [INF, -INF, NAN])
 @pytest.mark.parametrize("head_dim", [64, 40])
-def test_trap02_infinity_behind_the_tail_of_k_and_v(head_dim, fill, is_causal):
+def test_trap02_trap51_nothing_behind_a_tail_leaks_in(head_dim, fill, is_causal):
     verify(*(embedded(t, fill) for t in make_qkv(1, 2, 70, head_dim, seq_k=90)), is_causal=is_causal)
 
 
@@ -95,10 +95,7 @@ def test_trap06_trap07_any_head_dim(head_dim, is_causal):
 def test_trap08_the_default_scale_is_of_the_true_head_dim(head_dim):
     q, k, v = make_qkv(1, 2, 40, head_dim)
     verify(q, k, v)
-    for ours, explicit in zip(
-        attention_forward(q, k, v), attention_forward(q, k, v, scale=head_dim**-0.5), strict=True
-    ):
-        assert torch.equal(ours, explicit)
+    assert_equal(attention_forward(q, k, v), attention_forward(q, k, v, scale=head_dim**-0.5))
 
 
 @both_masks

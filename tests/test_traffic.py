@@ -82,7 +82,7 @@ def test_attention_of_one_head(seq_q, seq_k, dtype):
 @pytest.mark.parametrize(
     ("seq_q", "seq_k", "head_dim"), [(64, 64, 32), (130, 150, 40), (150, 70, 16), (70, 150, 80), (7, 0, 16), (1, 1, 1)]
 )
-def test_attention_forward(seq_q, seq_k, head_dim, is_causal, dtype):
+def test_trap51_attention_forward(seq_q, seq_k, head_dim, is_causal, dtype):
     q, k, v = make_qkv(2, 2, seq_q, head_dim, heads_kv=1, seq_k=seq_k, dtype=dtype)
     with traffic.measure(q=q) as moved:
         o, lse = guarded(attention_forward)(q, k, v, is_causal, enable_gqa=True)

@@ -1,0 +1,347 @@
+"""The backward pass: P is recomputed from the LSE, tile by tile, instead of being remembered.
+
+Math. With P_ij = exp(S_ij - LSE_i) and delta_i = sum_d dO_id O_id (FlashAttention-2, arXiv 2307.08691, Algorithm 2):
+
+    dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = scale dS K      dK = scale dS^T Q
+
+dQ sums over keys, dK and dV over queries: two kernels, each program owning the tile it writes. No atomics, so the
+result is the same bit for bit in every run.
+
+Builds on: phase 2's `tile_pointers`, phase 3's `attention_forward`.
+"""
+
+from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from phase2_tiling.tiling import tile_pointers
+from phase3_forward.forward import attention_forward
+
+import torch
+import triton
+import triton.language as tl
+
+# --- kernels -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _delta_kernel(
+    o_ptr, do_ptr, delta_ptr, stride_o, stride_do, heads_q, seq_q,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta_i = sum_d dO_id O_id, fp32: the one number a row that dS needs beside P and dP.
+
+    Grid: (cdiv(seq_q, BLOCK_M) * batch * heads_q,). Reads o and do once; writes seq_q fp32 a head.
+    """
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    pid_m = tl.program_id(0) % tiles_m
+    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    b, h = pid_bh // heads_q, pid_bh % heads_q
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    rows = (offs_m < seq_q)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    o_ptr += b * stride_o[0] + h * stride_o[1]
+    do_ptr += b * stride_do[0] + h * stride_do[1]
+    o = tl.load(tile_pointers(o_ptr, offs_m, offs_d, stride_o[2], stride_o[3]), mask=rows, other=0.0)
+    do = tl.load(tile_pointers(do_ptr, offs_m, offs_d, stride_do[2], stride_do[3]), mask=rows, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
+    tl.store(delta_ptr + pid_bh * seq_q + offs_m, delta, mask=offs_m < seq_q)
+
+
+@triton.jit
+def recompute_tile(q, k, v, do, lse, delta, scale, visible):
+    """P and dS of one tile. q, do (BLOCK_M, BLOCK_D); k, v (BLOCK_N, BLOCK_D); lse, delta (BLOCK_M,) fp32.
+
+    Returns p, ds (BLOCK_M, BLOCK_N), fp32; both are 0 where `visible` is false. ds is without the scale.
+    """
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    s = tl.where(visible, s, float("-inf"))
+    p = tl.exp(s - tl.where(lse == float("-inf"), 0.0, lse)[:, None])  # lse = -inf: a row that saw no key
+    dp = tl.dot(do, tl.trans(v), input_precision="ieee")
+    return p, p * (dp - delta[:, None])
+
+
+@triton.jit
+def _attn_bwd_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    stride_q, stride_k, stride_v, stride_do, stride_dk, stride_dv,
+    heads_kv, group, seq_q, seq_k, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one tile of keys: walk over all queries that see it, in every query head of the group.
+
+    Grid: (cdiv(seq_k, BLOCK_N) * batch * heads_kv,).
+    New here: the roles of queries and keys are exchanged; a causal walk starts at the diagonal instead of ending there.
+    Reads k and v once, and for each program the q, do, lse and delta that see it; writes dk and dv once.
+    """
+    tiles_n = tl.cdiv(seq_k, BLOCK_N)
+    pid_n = tl.program_id(0) % tiles_n
+    pid_bh = (tl.program_id(0) // tiles_n).to(tl.int64)
+    b, h_kv = pid_bh // heads_kv, pid_bh % heads_kv
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    in_d = (offs_d < HEAD_DIM)[None, :]
+    cols = (offs_n < seq_k)[:, None] & in_d
+    k_ptr += b * stride_k[0] + h_kv * stride_k[1]
+    v_ptr += b * stride_v[0] + h_kv * stride_v[1]
+    k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
+    v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    start = 0
+    if IS_CAUSAL:  # queries before this tile's first key see none of it
+        start = pid_n * BLOCK_N // BLOCK_M * BLOCK_M
+    for g in range(0, group):
+        h = h_kv * group + g
+        q_head = q_ptr + b * stride_q[0] + h * stride_q[1]
+        do_head = do_ptr + b * stride_do[0] + h * stride_do[1]
+        row = (b * heads_kv * group + h) * seq_q
+        for start_m in range(start, seq_q, BLOCK_M):
+            offs_m = start_m + tl.arange(0, BLOCK_M)
+            rows = (offs_m < seq_q)[:, None] & in_d
+            q = tl.load(tile_pointers(q_head, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
+            do = tl.load(tile_pointers(do_head, offs_m, offs_d, stride_do[2], stride_do[3]), mask=rows, other=0.0)
+            lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
+            delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
+            visible = (offs_m < seq_q)[:, None] & (offs_n < seq_k)[None, :]
+            if IS_CAUSAL:
+                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+            p, ds = recompute_tile(q, k, v, do, lse, delta, scale, visible)
+            dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
+            dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision="ieee")
+
+    dk_ptr += b * stride_dk[0] + h_kv * stride_dk[1]
+    dv_ptr += b * stride_dv[0] + h_kv * stride_dv[1]
+    dk_ptrs = tile_pointers(dk_ptr, offs_n, offs_d, stride_dk[2], stride_dk[3])
+    dv_ptrs = tile_pointers(dv_ptr, offs_n, offs_d, stride_dv[2], stride_dv[3])
+    tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=cols)
+    tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=cols)
+
+
+@triton.jit
+def _attn_bwd_dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
+    stride_q, stride_k, stride_v, stride_do, stride_dq,
+    heads_q, group, seq_q, seq_k, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """dQ of one tile of queries: walk over the keys it sees, exactly as the forward pass does.
+
+    Grid: (cdiv(seq_q, BLOCK_M) * batch * heads_q,).
+    Reads q, do, lse, delta once, and for each program the keys and values it sees; writes dq once.
+    """
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    pid_m = tl.program_id(0) % tiles_m
+    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    b, h = pid_bh // heads_q, pid_bh % heads_q
+    q_ptr += b * stride_q[0] + h * stride_q[1]
+    k_ptr += b * stride_k[0] + (h // group) * stride_k[1]
+    v_ptr += b * stride_v[0] + (h // group) * stride_v[1]
+    do_ptr += b * stride_do[0] + h * stride_do[1]
+    dq_ptr += b * stride_dq[0] + h * stride_dq[1]
+
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    in_d = (offs_d < HEAD_DIM)[None, :]
+    rows = (offs_m < seq_q)[:, None] & in_d
+    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
+    do = tl.load(tile_pointers(do_ptr, offs_m, offs_d, stride_do[2], stride_do[3]), mask=rows, other=0.0)
+    lse = tl.load(lse_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+    delta = tl.load(delta_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    end_n = seq_k
+    if IS_CAUSAL:
+        end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
+    for start_n in range(0, end_n, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        cols = (offs_n < seq_k)[:, None] & in_d
+        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
+        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+        visible = (offs_n < seq_k)[None, :]
+        if IS_CAUSAL:
+            visible = visible & (offs_m[:, None] >= offs_n[None, :])
+        _, ds = recompute_tile(q, k, v, do, lse, delta, scale, visible)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+
+    dq_ptrs = tile_pointers(dq_ptr, offs_m, offs_d, stride_dq[2], stride_dq[3])
+    tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows)
+
+
+# --- launcher ------------------------------------------------------------------------------------------------------
+
+
+def attention_backward(q, k, v, o, lse, do, dlse=None, is_causal=False, scale=None, needs=(True, True)):
+    """Gradients of `attention_forward` with respect to q, k and v.
+
+    q, k, v, o, lse as they went in and came out; do like o, any strides; dlse like lse, or None where lse is not used.
+    needs: whether dq is wanted, and whether dk and dv are; what is not wanted is not computed and comes back as None.
+    Returns (dq, dk, dv), each in the shape and dtype of its input, contiguous.
+
+    Source: Dao, arXiv 2307.08691, Algorithm 2, as two kernels, so that no program adds to what another one writes.
+    """
+    batch, heads_q, seq_q, head_dim = q.shape
+    heads_kv, seq_k = k.shape[1:3]
+    scale = validate.check_scale(scale, head_dim)
+    needs_q, needs_kv = needs
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    if lse.numel() == 0 or seq_k == 0:  # no query or no key: nothing depends on the inputs
+        return dq.zero_() if needs_q else None, *((dk.zero_(), dv.zero_()) if needs_kv else (None, None))
+
+    delta = torch.empty_like(lse)
+    q, k, v, o, do, dq_out, dk_out, dv_out = runtime.to_kernel_dtype(q, k, v, o, do, dq, dk, dv)
+    tiles = runtime.tile_sizes(head_dim, dq.dtype, backward=True)
+    padded = dict(HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)))
+    grid_m = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads_q,)
+    grid_n = (triton.cdiv(seq_k, tiles["BLOCK_N"]) * batch * heads_kv,)
+    sizes = heads_q // heads_kv, seq_q, seq_k, scale
+    options = dict(IS_CAUSAL=is_causal, **padded, **tiles)
+    with runtime.on_device_of(q):
+        _delta_kernel[grid_m](o, do, delta, o.stride(), do.stride(), heads_q, seq_q, BLOCK_M=tiles["BLOCK_M"], **padded)
+        if dlse is not None:  # LSE_i depends on S_ij with weight P_ij, so its gradient joins delta
+            delta -= dlse
+        if needs_kv:
+            _attn_bwd_dkdv_kernel[grid_n](
+                q, k, v, do, lse, delta, dk_out, dv_out,
+                q.stride(), k.stride(), v.stride(), do.stride(), dk_out.stride(), dv_out.stride(),
+                heads_kv, *sizes, **options,
+            )  # fmt: skip
+        if needs_q:
+            _attn_bwd_dq_kernel[grid_m](
+                q, k, v, do, lse, delta, dq_out,
+                q.stride(), k.stride(), v.stride(), do.stride(), dq_out.stride(),
+                heads_q, *sizes, **options,
+            )  # fmt: skip
+    dq = dq_out.to(dq.dtype) if needs_q else None
+    return dq, *((dk_out.to(dk.dtype), dv_out.to(dv.dtype)) if needs_kv else (None, None))
+
+
+# --- autograd ------------------------------------------------------------------------------------------------------
+
+# torch.compile cannot look into a Triton launch. As custom operators with a description of their results ("fake"), the
+# two launchers are single, opaque nodes of its graph.
+
+
+@torch.library.custom_op("flash_attention_course::forward", mutates_args=())
+def _forward_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return attention_forward(q, k, v, is_causal, scale, enable_gqa=True)
+
+
+@_forward_op.register_fake
+def _(q, k, v, is_causal, scale):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("flash_attention_course::backward", mutates_args=())
+def _backward_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    do: torch.Tensor, dlse: torch.Tensor | None, is_causal: bool, scale: float, needs_q: bool, needs_kv: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    grads = attention_backward(q, k, v, o, lse, do, dlse, is_causal, scale, (needs_q, needs_kv))
+    return tuple(t.new_empty(0) if g is None else g for t, g in zip((q, k, v), grads, strict=True))
+
+
+@_backward_op.register_fake
+def _(q, k, v, o, lse, do, dlse, is_causal, scale, needs_q, needs_kv):
+    wanted = (q, needs_q), (k, needs_kv), (v, needs_kv)
+    return tuple(t.new_empty(t.shape if needed else 0) for t, needed in wanted)
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError("flash_attention: the gradient of a gradient is not implemented; use SDPA's math backend for it")
+
+
+_backward_op.register_autograd(_no_second_derivative)
+
+
+class FlashAttention(torch.autograd.Function):
+    """`FlashAttention.apply(q, k, v, is_causal, scale)` -> (o, lse), both differentiable.
+
+    Shapes as in `attention_forward`; query heads share key heads if there are fewer of those. Saves q, k, v, o and lse,
+    and nothing that grows with seq_q * seq_k. Only gradients that somebody needs are computed.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False, scale=None):
+        scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa=True)
+        o, lse = _forward_op(q, k, v, is_causal, scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.is_causal, ctx.scale = is_causal, scale
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        return *_gradients(ctx, do, dlse), None, None
+
+
+def _gradients(ctx, do, dlse):
+    """(dq, dk, dv) from what a forward pass saved; None for each input that needs no gradient."""
+    needs = ctx.needs_input_grad[:3]
+    if (do is None and dlse is None) or not any(needs):
+        return None, None, None
+    q, k, v, o, lse = ctx.saved_tensors
+    do = torch.zeros_like(o) if do is None else do
+    needs_kv = needs[1] or needs[2]
+    grads = _backward_op(q, k, v, o, lse, do, dlse, ctx.is_causal, ctx.scale, needs[0], needs_kv)
+    return tuple(g if needed else None for g, needed in zip(grads, needs, strict=True))
+
+
+def flash_attention(q, k, v, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False):
+    """softmax(scale q k^T) v, differentiable once; arguments, o and errors as in `attention_forward`.
+
+    Under autocast the inputs are cast as SDPA's are. Works in torch.compile(fullgraph=True).
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
+    validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+    return FlashAttention.apply(q, k, v, is_causal, scale)[0]
+
+
+# --- python -m phase4_backward.backward ----------------------------------------------------------------------------
+
+
+def cases():
+    """What this module must get right, small enough for the interpreter."""
+    from common.inputs import make_qkv, make_tensor
+    from common.selfcheck import Case
+    from common.verify import verify_results
+
+    def attention(q, k, v, *, is_causal, scale, enable_gqa):
+        return FlashAttention.apply(q, k, v, is_causal, scale)
+
+    def case(what, *sizes, is_causal=False, scale=None, do_layout="bhsd", **inputs):
+        q, k, v = make_qkv(*sizes, **inputs)
+        generator = torch.Generator().manual_seed(1)
+        do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=generator)
+        options = dict(do=do, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return Case(what, lambda: verify_results(attention, q, k, v, **options))
+
+    for dtype in runtime.DTYPES:
+        for is_causal in (False, True):
+            yield case("ragged, two batches", 2, 2, 70, 64, seq_k=100, dtype=dtype, is_causal=is_causal)
+    for head_dim in (16, 40, 80, 128, 256):
+        yield case(f"head_dim {head_dim}", 1, 2, 70, head_dim, is_causal=True)
+    yield case("fewer keys than queries", 1, 2, 150, 64, seq_k=70, is_causal=True)
+    yield case("more keys than queries", 1, 2, 70, 64, seq_k=150, is_causal=True)
+    yield case("grouped heads 6 / 2", 2, 6, 70, 64, heads_kv=2, is_causal=True)
+    yield case("one shared key head", 1, 4, 70, 64, heads_kv=1)
+    for layout in ("bshd", "transposed", "sliced"):
+        yield case(f"{layout} memory", 2, 3, 70, 64, layout=layout, do_layout=layout, is_causal=True)
+    yield case("dO shared by all heads", 2, 3, 70, 64, do_layout="expanded")
+    yield case("NaN all around", 2, 2, 65, 80, poison=True, is_causal=True)
+    yield case("one query, one key", 1, 1, 1, 64)
+    yield case("no keys", 1, 2, 17, 64, seq_k=0)
+    yield case("no queries", 1, 2, 0, 64, seq_k=17)
+    for kind in ("positive", "peaked", "flat", "large", "low"):
+        yield case(f"{kind} inputs", 1, 2, 100, 64, kind=kind, is_causal=True)
+    yield case("scale 0", 1, 2, 70, 64, scale=0.0)
+    yield case("negative scale", 1, 2, 70, 64, scale=-0.5, is_causal=True)
+
+
+if __name__ == "__main__":
+    from common import selfcheck
+
+    raise SystemExit(selfcheck.main("Phase 4: the backward pass", cases()))
