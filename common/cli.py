@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from common import phases
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -43,9 +45,9 @@ def doctor() -> None:
     child = _Child("common.doctor")
     for finding in child.rows():
         mark = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[bold red]problem[/]"}[finding["level"]]
-        table.add_row(finding["what"], mark, finding["found"])
+        table.add_row(finding["what"], mark, escape(finding["found"]))
         if finding["todo"]:
-            table.add_row("", "", f"[dim]-> {finding['todo']}[/]")
+            table.add_row("", "", f"[dim]-> {escape(finding['todo'])}[/]")
     console.print(table)
     if child.code:
         console.print(child.errors(), style="red", markup=False)
@@ -118,7 +120,7 @@ def _chosen(name: str) -> list[phases.Phase]:
     phase = phases.find(name)
     if phase is None:
         known = ", ".join(f"{p.number} ({p.folder})" for p in phases.PHASES)
-        console.print(f"There is no phase {name!r}; there are {known}.", style="red")
+        console.print(f"There is no phase {name!r}; there are {known}.", style="red", markup=False)
         raise typer.Exit(2)
     return [phase]
 
@@ -177,25 +179,36 @@ class _Child:
 
     def __init__(self, *arguments: str):
         self.code = -1
+        # Not a pipe: nobody reads it while the child runs, and a full one would stop the child.
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", *arguments],
             cwd=phases.ROOT,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
+            errors="replace",
         )
-        self._errors = ""
 
     def rows(self) -> Iterator[dict]:
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-        self._errors = self._process.stderr.read()
+        """Its objects as they come; other lines, such as what a learner prints from a kernel, are skipped."""
+        try:
+            for line in self._process.stdout:
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+                if isinstance(row, dict):
+                    yield row
+        except BaseException:
+            self._process.kill()
+            raise
         self.code = self._process.wait()
 
     def errors(self) -> str:
         """The last lines that it wrote to stderr."""
-        return "\n".join(self._errors.strip().splitlines()[-12:])
+        self._errors.seek(0)
+        return "\n".join(self._errors.read().strip().splitlines()[-12:])
 
 
 def main() -> None:

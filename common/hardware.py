@@ -41,16 +41,6 @@ SHARED_LIMIT = {
     "sm_120": 99 * 1024,
     "gfx942": 64 * 1024,
 }
-GPU_NAMES = {
-    "sm_75": "T4",
-    "sm_80": "A100",
-    "sm_86": "RTX 3090",
-    "sm_89": "RTX 4090",
-    "sm_90": "H100, H200",
-    "sm_100": "B200",
-    "sm_120": "RTX 5090",
-    "gfx942": "MI300X",
-}
 
 # What to count, and the expression that finds it in PTX (NVIDIA) or in the assembly (AMD).
 INSTRUCTIONS = {
@@ -147,16 +137,21 @@ def compile_launches(
 def _describe(kernel, args, kwargs) -> Launch:
     names = kernel.arg_names
     values = dict(zip(names, args, strict=False)) | {n: v for n, v in kwargs.items() if n in names}
-    is_constexpr = {n: "constexpr" in str(p.annotation) for n, p in inspect.signature(kernel.fn).parameters.items()}
+    parameters = inspect.signature(kernel.fn).parameters
+    values = {n: p.default for n, p in parameters.items() if p.default is not p.empty} | values
+    is_constexpr = {n: "constexpr" in str(p.annotation) for n, p in parameters.items()}
     constexprs, divisible = [], []
 
     def typed(value, path, constexpr=False):
-        if constexpr or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
+        if constexpr or value is None or (type(value) is int and value == 1):
             constexprs.append([path, value])
             return "constexpr"
         if isinstance(value, torch.Tensor):
-            divisible.append(path)
-            return "*" + {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[value.dtype]
+            if value.data_ptr() % 16 == 0:
+                divisible.append(path)
+            return "*" + triton.runtime.jit.type_canonicalisation_dict[str(value.dtype).removeprefix("torch.")]
+        if isinstance(value, bool):
+            return "u1"
         if isinstance(value, tuple):
             return [typed(v, [*path, i]) for i, v in enumerate(value)]
         if isinstance(value, int):

@@ -27,6 +27,8 @@ def make_tensor(
     poison  surround every sequence and every row with NaN: a load outside the tensor's own head becomes visible.
             Works with "bhsd" and "bshd".
     """
+    if kind not in KINDS:
+        raise ValueError(f"kind: expected one of {KINDS}, got {kind!r}")
     batch, heads, seq, head_dim = shape
     device = device or runtime.DEVICE
     x = torch.randn(batch, heads, seq, head_dim, generator=generator, dtype=torch.float32)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 ROOT = Path(__file__).parent.parent
 METADATA = {
@@ -60,6 +60,8 @@ def execute(path: Path, *, store: bool = False, on_cell: Callable[[int, int], No
         client.execute()
     except CellExecutionError as error:
         return re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # without terminal colors
+    except (CellTimeoutError, DeadKernelError) as error:
+        return f"{type(error).__name__}: {error}"
     if store:
         notebook.metadata = nbformat.from_dict(METADATA)
         for number, cell in enumerate(notebook.cells):

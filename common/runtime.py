@@ -31,7 +31,15 @@ def _choose(environ, triton_loaded: bool, gpu: bool) -> bool:
     return environ["TRITON_INTERPRET"].lower() in _TRUE
 
 
+def _loaded_interpreted(modules) -> bool | None:
+    """How the functions of an already imported Triton run; None if it is not imported."""
+    language = modules.get("triton.language")
+    return None if language is None else type(language.cdiv).__name__ == "InterpretedFunction"
+
+
 INTERPRETED = _choose(os.environ, "triton" in sys.modules, torch.cuda.is_available())
+if _loaded_interpreted(sys.modules) not in (None, INTERPRETED):
+    raise RuntimeError("TRITON_INTERPRET was changed after triton had been imported: set it before Python starts")
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -42,8 +50,11 @@ KERNEL_DTYPE = {torch.bfloat16: torch.float32} if INTERPRETED else {}
 
 
 def to_kernel_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in the dtype in which kernels compute here: unchanged, except for bf16 when interpreted (fp32)."""
-    return [t.to(KERNEL_DTYPE.get(t.dtype, t.dtype)) for t in tensors]
+    """The tensors in the dtype in which kernels compute here: unchanged, except for bf16 when interpreted (fp32).
+
+    A lazily negated view (such as `z.conj().imag`) is written out, as a kernel reads the memory and not the sign.
+    """
+    return [t.resolve_neg().to(KERNEL_DTYPE.get(t.dtype, t.dtype)) for t in tensors]
 
 
 def on_device_of(tensor: torch.Tensor):

@@ -70,6 +70,8 @@ def _as_table(title, cases) -> int:
             table.add_row(case.what, report.case, ours, theirs, f"{seconds:.2f}", verdict)
             if not report.passed:
                 failures.append((case.what, report))
+    if not console.is_terminal:
+        console.line()  # what Live leaves out where output is piped
     for what, report in failures:
         console.print(f"[bold red]{what}[/]\n{report}\n  hint: {report.hint}", highlight=False)
     console.print(f"{len(cases) - len(failures)} of {len(cases)} cases passed", highlight=False)

@@ -12,11 +12,11 @@ def source(obj, *, docstring: bool = True) -> str:
     text = textwrap.dedent(inspect.getsource(getattr(obj, "fn", obj)))
     if docstring:
         return text
-    body = ast.parse(text).body[0].body
-    if not isinstance(body[0], ast.Expr):
+    definition = ast.parse(text).body[0]
+    if ast.get_docstring(definition) is None:
         return text
-    lines = text.splitlines(keepends=True)
-    del lines[body[0].lineno - 1 : body[0].end_lineno]
+    lines, written = text.splitlines(keepends=True), definition.body[0]
+    del lines[written.lineno - 1 : written.end_lineno]
     return "".join(lines)
 
 

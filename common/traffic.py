@@ -11,6 +11,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from unittest import mock
 
 from common import runtime
 
@@ -71,11 +72,8 @@ def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
         traffic.stored_to[owner] += size
         return store(ptrs, value, mask, *args)
 
-    builder.create_masked_load, builder.create_masked_store = counting_load, counting_store
-    try:
+    with mock.patch.multiple(builder, create_masked_load=counting_load, create_masked_store=counting_store):
         yield traffic
-    finally:
-        del builder.create_masked_load, builder.create_masked_store
 
 
 def softmax_bytes(rows: int, cols: int, sweeps: int, size: int) -> int:

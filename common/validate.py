@@ -9,6 +9,7 @@ from common import runtime
 import torch
 
 MAX_HEAD_DIM = 256
+MAX_SCALE = torch.finfo(torch.float32).max  # kernels take it in fp32
 
 
 def _describe(t: torch.Tensor) -> str:
@@ -19,8 +20,9 @@ def check_tensor(name: str, t) -> None:
     """`t` is a dense tensor of a floating-point type and on a device that kernels can use here."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
-    if t.layout != torch.strided:
-        raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {t.layout}")
+    if t.layout != torch.strided or t.is_nested:
+        kind = "a nested tensor" if t.is_nested else f"layout {t.layout}"
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got {kind}")
     if t.dtype not in runtime.DTYPES:
         wanted = ", ".join(str(d) for d in runtime.DTYPES)
         raise TypeError(f"{name}: expected one of {wanted}, got {_describe(t)}")
@@ -41,8 +43,8 @@ def check_scale(scale, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale: expected a real number or None, got {type(scale).__name__}")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
+    if not abs(scale) <= MAX_SCALE:  # NaN too
+        raise ValueError(f"scale: expected a finite number (in fp32), got {scale}")
     return float(scale)
 
 
@@ -65,7 +67,7 @@ def check_qkv(q, k, v, scale=None, is_causal=False, enable_gqa=False, *, rank=4)
             raise ValueError(f"{name}: expected device {q.device} like q, got {_describe(t)}")
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+            raise TypeError(f"{name}: expected a bool, got {type(flag)}")
     head_dim = q.shape[-1]
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {_describe(q)}")

@@ -17,7 +17,6 @@ positive let errors line up and push the worst towards 6. A mistake is not noise
 millions of sigma.
 """
 
-import contextlib
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -122,9 +121,17 @@ def verify_results(fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_
 
     Returns a Report; `.check()` raises VerificationError if anything failed. Nothing is printed. Above 4096 keys o and
     lse are compared on 256 query rows (the first, the last, and random ones between), gradients always on all.
+    An input that fn wrote into is a failure of its own, and the truth is that of the inputs as they were.
     """
+    if q.dtype not in UNIT_ROUNDOFF or not 2 <= q.dim() <= 4:
+        raise ValueError(f"q: expected 2 to 4 dimensions in fp16, bf16 or fp32, got {tuple(q.shape)}, {q.dtype}")
     kwargs = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    inputs = {name: t.detach() for name, t in dict(q=q, k=k, v=v, do=do).items() if t is not None}
+    before = {name: t.clone() for name, t in inputs.items()}
     got = run_attention(fn, q, k, v, do, kwargs)
+    results = _written_inputs(inputs, before)
+    if results:
+        q, k, v, do = map(before.get, ("q", "k", "v", "do"))
     lead = (1,) * (4 - q.dim())
     q4, k4, v4 = (t.detach().reshape(lead + t.shape) for t in (q, k, v))
     do4 = None if do is None else do.reshape(lead + do.shape)
@@ -132,16 +139,16 @@ def verify_results(fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_
     expected = _expected(q4, k4, v4, do4, is_causal, true_scale)
     sdpa = {}
     if compare_sdpa and q.numel() > 0:
-        # Its fused backends refuse some inputs (torch 2.11: rows at odd addresses): then there is none beside ours.
-        with contextlib.suppress(RuntimeError):
-            sdpa = run_attention(F.scaled_dot_product_attention, q4, k4, v4, do4, kwargs)
+        # On fresh copies: torch 2.11's fused backends read rows at odd addresses wrongly, or stop the GPU over them.
+        copies = (t.clone(memory_format=torch.contiguous_format) for t in (q4, k4, v4))
+        do_copy = None if do is None else do4.clone(memory_format=torch.contiguous_format)
+        sdpa = run_attention(F.scaled_dot_product_attention, *copies, do_copy, kwargs)
 
     context = diagnose.Context(q4, k4, v4, do4, is_causal, true_scale)
     shapes = dict(o=q.shape, lse=q.shape[:-1], dq=q.shape, dk=k.shape, dv=v.shape)
-    results = []
     for name, actual in got.items():
         dtype = torch.float32 if name == "lse" else q.dtype
-        problem = _wrong_kind(name, actual, shapes[name], dtype)
+        problem = _wrong_kind(name, actual, shapes[name], dtype, q.device)
         if problem:
             results.append(TensorResult(name, dtype, math.nan, False, problem=problem))
             continue
@@ -160,7 +167,12 @@ def verify_softmax(fn, x, *, kind="softmax") -> Report:
     scale = 1, S = X and O = P. Rows longer than 4096 use torch.softmax in fp64, as the identity would fill the memory.
     A row of -inf alone has softmax 0 and logsumexp -inf, as attention wants it (torch.softmax returns NaN).
     """
+    if kind not in ("softmax", "logsumexp") or x.dtype not in UNIT_ROUNDOFF:
+        raise ValueError(f'expected kind "softmax" or "logsumexp" and x in fp16, bf16 or fp32, got {kind!r}, {x.dtype}')
+    before = x.detach().clone()
     actual = fn(x)
+    written = _written_inputs({"x": x.detach()}, {"x": before})
+    x = before
     s = x.double().reshape(x.shape[:-1].numel(), x.shape[-1])
     lse = torch.logsumexp(s, dim=-1, keepdim=True)
     finite_lse = torch.where(lse.isfinite(), lse, 0.0)
@@ -168,19 +180,20 @@ def verify_softmax(fn, x, *, kind="softmax") -> Report:
     p = torch.exp(s - torch.where(lse == NEG_INF, 0.0, lse))
     if kind == "softmax":
         name, dtype, shape = "p", x.dtype, x.shape
-        truth = _softmax_by_sdpa(s) if 0 < x.shape[-1] <= SAMPLE_ABOVE_KEYS and x.isfinite().all() else p
+        usual = 0 < x.shape[-1] <= SAMPLE_ABOVE_KEYS and x.isfinite().all()
+        truth = _softmax_by_sdpa(s) if usual else torch.where(lse == NEG_INF, 0.0, torch.softmax(s, dim=-1))
         var = p**2 * (UNIT_ROUNDOFF[dtype] ** 2 + rho**2) + HALF_SUBNORMAL[dtype] ** 2 + TINY**2
     else:
         name, dtype, shape = "lse", torch.float32, x.shape[:-1]
         truth = lse[:, 0]
         var = _lse_variance(s, p, rho, finite_lse[:, 0])
-    problem = _wrong_kind(name, actual, shape, dtype)
+    problem = _wrong_kind(name, actual, shape, dtype, x.device)
     if problem:
         result = TensorResult(name, dtype, math.nan, False, problem=problem)
     else:
         expected = _Expected(truth.reshape(shape), var.sqrt().reshape(shape))
         result = _compare(name, actual, expected, dtype, None)
-    return Report(f"x {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}", (result,))
+    return Report(f"x {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}", (*written, result))
 
 
 # --- the truth and the predicted error of a correct kernel --------------------------------------------------------
@@ -334,14 +347,24 @@ def run_attention(fn, q, k, v, do, kwargs) -> dict[str, torch.Tensor]:
     if isinstance(out, tuple) and len(out) != 2:
         raise TypeError(f"fn: expected o or (o, lse), got a tuple of {len(out)}")
     got = dict(zip(("o", "lse"), out, strict=True)) if isinstance(out, tuple) else {"o": out}
-    if do is not None and not _wrong_kind("o", got["o"], q.shape, q.dtype):
+    if do is not None and not _wrong_kind("o", got["o"], q.shape, q.dtype, q.device):
         reached = got["o"].requires_grad
         grads = torch.autograd.grad(got["o"], (q, k, v), do, allow_unused=True) if reached else (None, None, None)
         got |= zip(("dq", "dk", "dv"), grads, strict=True)
     return got
 
 
-def _wrong_kind(name, actual, shape, dtype) -> str | None:
+def _written_inputs(inputs, before) -> list[TensorResult]:
+    """A failed result for every input that is no longer what it was."""
+    hint = "only results may be written: are the pointers of an input and an output swapped, is an operation in place?"
+    return [
+        TensorResult(name, t.dtype, math.nan, False, problem="fn wrote into this input", hint=hint)
+        for name, t in inputs.items()
+        if not torch.allclose(t, before[name], rtol=0, atol=0, equal_nan=True)
+    ]
+
+
+def _wrong_kind(name, actual, shape, dtype, device) -> str | None:
     if actual is None and name in ("dq", "dk", "dv"):
         return "no gradient arrives: is the input used, and every step on the way differentiable?"
     if not isinstance(actual, torch.Tensor):
@@ -350,6 +373,8 @@ def _wrong_kind(name, actual, shape, dtype) -> str | None:
         return f"expected shape {tuple(shape)}, got {tuple(actual.shape)}"
     if actual.dtype != dtype:
         return f"expected {dtype}, got {actual.dtype}"
+    if actual.device != device:
+        return f"expected device {device}, got {actual.device}"
     return None
 
 
@@ -363,6 +388,8 @@ def _compare(name, actual, expected, dtype, context, *, drop=0, sdpa_z=None) -> 
         return TensorResult(name, dtype, 0.0, True, sdpa_z=sdpa_z)
     truth, sigma = expected.truth, expected.sigma
     same = (actual == truth) | (actual.isnan() & truth.isnan())
+    if name == "lse":  # a logit of +inf: inf in the limit, NaN as computed, like its row of o
+        same |= actual.isnan() & (truth == torch.inf)
     z = torch.where(same, 0.0, (actual - truth).abs() / sigma)
     z = torch.where(same | (actual.isfinite() & truth.isfinite()), z, torch.inf)  # a non-finite element out of place
     flat = int(torch.where(z.isnan(), torch.inf, z).argmax())

@@ -151,7 +151,10 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | 
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, *, scale: float = 1.0, out_dtype: torch.dtype | None = None):
-    """scale * a @ b. a (m, k), b (k, n), the same dtype, any strides; c (m, n) in out_dtype (default: a's)."""
+    """scale * a @ b. a (m, k), b (k, n), the same dtype, any strides; c (m, n) in out_dtype (default: a's).
+
+    Raises TypeError or ValueError naming the argument; nothing is launched then.
+    """
     for name, t in (("a", a), ("b", b)):
         validate.check_tensor(name, t)
         if t.dim() != 2:
@@ -161,6 +164,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, scale: float = 1.0, out_dtype: t
             f"b: expected ({a.shape[1]}, n), {a.dtype}, {a.device}, got {tuple(b.shape)}, {b.dtype}, {b.device}"
         )
     validate.check_out_dtype(out_dtype)
+    scale = validate.check_scale(scale, 1)
     c = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype, device=a.device)
     if c.numel() == 0:
         return c

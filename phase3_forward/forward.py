@@ -88,6 +88,7 @@ def attention_forward(
     Returns o (batch, heads_q, seq_q, head_dim) in q's dtype, contiguous, and lse (batch, heads_q, seq_q), fp32, natural
     logarithm. A row without a visible key, or with all its logits at -inf, has o = 0 and lse = -inf. NaN and infinity
     propagate as in SDPA; under a causal mask a non-finite value in v may also reach earlier rows of its tile (0 * inf).
+    No gradient flows through it: differentiable attention is phase 4's.
 
     Raises TypeError or ValueError naming the argument, its shape and what was expected; nothing is launched then.
     Source: Dao, arXiv 2307.08691, Algorithm 1.

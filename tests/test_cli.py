@@ -4,12 +4,12 @@ import json
 import re
 import subprocess
 import sys
-import time
 
-from common import doctor
+from common import cli, doctor, phases
 from common.phases import PHASES, ROOT, find
 
 import pytest
+from typer.testing import CliRunner
 
 
 def course(*arguments, **kwargs):
@@ -17,12 +17,10 @@ def course(*arguments, **kwargs):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, **kwargs)
 
 
-def test_help_comes_at_once_and_names_every_command():
-    start = time.perf_counter()
+def test_help_names_every_command():
     done = course("--help")
     assert done.returncode == 0
     assert all(name in done.stdout for name in ("doctor", "verify", "run"))
-    assert time.perf_counter() - start < 3  # importing torch alone takes that long on a busy machine
 
 
 def test_without_a_command_it_shows_the_phases_and_what_is_next():
@@ -37,7 +35,7 @@ def test_verify_one_phase_prints_its_table():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Phase 1" in done.stdout
     assert "FAIL" not in done.stdout
-    passed, total = re.search(r"(\d+) of (\d+) cases passed", done.stdout).groups()
+    passed, total = re.search(r"^(\d+) of (\d+) cases passed", done.stdout, re.MULTILINE).groups()
     assert passed == total
     assert int(total) >= 10
 
@@ -133,3 +131,49 @@ def test_the_readme_names_only_commands_that_exist():
         assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (ROOT / link).exists(), link
+
+
+@pytest.fixture
+def broken_course(tmp_path, monkeypatch):
+    """A function that runs `course run` on a course whose only module is the given text."""
+    monkeypatch.setattr(phases, "ROOT", tmp_path)
+    monkeypatch.setattr(phases, "PHASES", (phases.Phase("phase1_x", "t", "q", ("module",), None),))
+
+    def run(text):
+        folder = tmp_path / "phase1_x"
+        folder.mkdir()
+        (folder / "module.py").write_text(text)
+        return CliRunner().invoke(cli.app, ["run"])
+
+    return run
+
+
+ROW = json.dumps(dict(what="c", passed=True, z=1.0, seconds=0.1, done=1, of=1, text=None))
+
+
+def test_a_module_may_print_what_it_likes(broken_course):
+    """More to stderr than a pipe holds, and lines that are no JSON or not text."""
+    done = broken_course(
+        "import sys\n"
+        "sys.stderr.write(300_000 * 'x')\n"
+        "print({'a': 1}, 3, flush=True)\n"
+        "sys.stdout.buffer.write(b'\\xff{\\n3\\n')\n"
+        f"print({ROW!r})\n"
+    )
+    assert done.exit_code == 0, done.output
+    assert "1/1" in done.output
+
+
+def test_a_module_that_dies_fails_with_its_code(broken_course):
+    done = broken_course(f"import os\nprint({ROW!r}, flush=True)\nos.kill(os.getpid(), 9)")
+    assert done.exit_code == 1
+    assert "ended with code -9" in done.output
+
+
+def test_doctor_prints_brackets_as_they_are(monkeypatch):
+    finding = dict(what="x", level="problem", found="no [/such] thing", todo="see [link]")
+    monkeypatch.setattr(cli._Child, "rows", lambda self: iter([finding]))
+    done = CliRunner().invoke(cli.app, ["doctor"])
+    assert "no [/such] thing" in done.output
+    assert "see [link]" in done.output
+    assert "'[/x]'" in course("verify", "[/x]").stdout

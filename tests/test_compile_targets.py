@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from pathlib import Path
 
 from common import make_qkv, make_tensor, runtime
 from common.hardware import SHARED_LIMIT, Compiled, compile_launches, record_launches
@@ -160,6 +161,35 @@ def test_a_launch_is_described_as_the_jit_would_specialize_it():
     assert {"q_ptr", "o_ptr", "seq_k"} <= divisible
     assert "seq_q" not in divisible
     assert launch.options == dict(num_warps=4, num_stages=3)
+
+
+@triton.jit
+def _any_kernel(x_ptr, bias_ptr, flag, n=5, BLOCK: tl.constexpr = 16):
+    """Stands for a kernel with arguments of every sort."""
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0)
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + offs)
+    if flag:
+        tl.store(x_ptr + offs, x, mask=offs < n)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "args", "types", "divisible"),
+    [
+        (FP32, 0, (None, True), ["*fp32", "constexpr", "u1", "i32"], [[0]]),
+        (torch.int32, 1, (None, False, 2**40), ["*i32", "constexpr", "u1", "i64"], [[3]]),
+    ],
+    ids=["defaults", "misaligned"],
+)
+def test_arguments_of_every_sort(monkeypatch, dtype, first, args, types, divisible):
+    x = torch.zeros(64, dtype=dtype, device=runtime.DEVICE)[first:]
+    (launch,) = record_launches(lambda: _any_kernel[(1,)](x, *args))
+    assert list(launch.signature.values()) == [*types, "constexpr"]
+    assert launch.constexprs == [[[1], None], [[4], 16]]
+    assert launch.divisible == divisible
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where the child finds this module
+    assert compile_launches([launch])[0].error is None
 
 
 def test_recording_runs_nothing_and_leaves_no_trace():

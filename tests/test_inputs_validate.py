@@ -9,6 +9,7 @@ from phase1_softmax import logsumexp, softmax, softmax_fused, softmax_online
 from phase2_tiling import attention, attention_resident, attention_unfused, matmul
 from phase3_forward import attention_forward
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,7 +72,7 @@ def test_kinds_are_what_they_are_named_for():
     assert logits("low")[0].amax() < -100
 
 
-@pytest.mark.parametrize("bad", [dict(layout="bdsh"), dict(poison=True, layout="sliced")])
+@pytest.mark.parametrize("bad", [dict(layout="bdsh"), dict(kind="norml"), dict(poison=True, layout="sliced")])
 def test_make_tensor_names_a_bad_option(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         make_tensor((1, 1, 2, 2), **bad)
@@ -116,6 +117,7 @@ WRONG_TENSORS = {
     "complex": (lambda shape: tensor(*shape, dtype=torch.complex64), TypeError, ["torch.float32", "torch.complex64"]),
     "fp8": (lambda shape: tensor(*shape).to(torch.float8_e4m3fn), TypeError, ["torch.float16", "torch.float8_e4m3fn"]),
     "sparse": (lambda shape: tensor(*shape).to_sparse(), TypeError, ["strided", "torch.sparse_coo"]),
+    "nested": (lambda shape: torch.nested.nested_tensor([tensor(*shape)]), TypeError, ["strided", "nested"]),
     "meta": (lambda shape: tensor(*shape, device="meta"), ValueError, ["CUDA", "meta", str]),
 }
 # The argument, a tensor that does not fit the others, the error, and what its message must say.
@@ -138,6 +140,8 @@ WRONG_SCALES = {
     "nan": (float("nan"), ValueError, ["finite", "nan"]),
     "inf": (float("inf"), ValueError, ["finite", "inf"]),
     "-inf": (float("-inf"), ValueError, ["finite", "-inf"]),
+    "inf in fp32": (1e39, ValueError, ["finite", "fp32", "1e+39"]),
+    "huge int": (-(10**400), ValueError, ["finite"]),
     "str": ("0.125", TypeError, ["real number", "str"]),
     "bool": (True, TypeError, ["real number", "bool"]),
     "complex": (1j, TypeError, ["real number", "complex"]),
@@ -145,6 +149,7 @@ WRONG_SCALES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("wrong", WRONG_TENSORS)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize(("fn", "rank"), [(attention_forward, 4), (attention, 2), (attention_unfused, 2)])
@@ -179,7 +184,7 @@ def test_trap25_a_scale_that_is_not_a_finite_number(fn, wrong):
 
 
 @pytest.mark.parametrize("flag", ["is_causal", "enable_gqa"])
-@pytest.mark.parametrize("value", [1, None, "yes", torch.tensor(True)])
+@pytest.mark.parametrize("value", [1, None, "yes", torch.tensor(True), np.True_])
 def test_a_flag_that_is_not_a_bool(flag, value):
     tensors = [tensor(*shape) for shape in (Q, K, K)]
     refused(lambda: attention_forward(*tensors, **{flag: value}), TypeError, flag, "bool", type(value).__name__)
@@ -207,6 +212,7 @@ def test_phase_2_sends_other_head_dims_to_phase_3(fn, head_dim):
     refused(lambda: fn(*tensors), ValueError, "q", "head_dim", "phase 3", str((5, head_dim)))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("wrong", WRONG_TENSORS)
 @pytest.mark.parametrize("fn", [softmax, softmax_fused, softmax_online, logsumexp])
 def test_trap47_softmax_of_something_else(fn, wrong):
@@ -252,6 +258,20 @@ def test_a_block_that_is_no_power_of_two(block_n):
 def test_matmul_of_matrices_that_do_not_fit(name, make, error, words):
     matrices = dict(a=tensor(3, 8), b=tensor(8, 5)) | {name: make()}
     refused(lambda: matmul(**matrices), error, name, *words)
+
+
+@pytest.mark.parametrize("wrong", WRONG_SCALES)
+def test_matmul_by_a_scale_that_is_not_a_finite_number(wrong):
+    scale, error, words = WRONG_SCALES[wrong]
+    a, b = tensor(3, 8), tensor(8, 5)
+    refused(lambda: matmul(a, b, scale=scale), error, "scale", *words)
+
+
+@pytest.mark.parametrize("scale", [np.float32(0.5), np.float64(0.5), np.int64(2), 2])
+def test_a_scale_may_be_any_real_number(scale):
+    a = torch.eye(16, device=runtime.DEVICE)
+    assert torch.equal(matmul(a, a, scale=scale), float(scale) * a)
+    assert attention(a, a, a, scale=scale).isfinite().all()
 
 
 def test_the_scale_defaults_to_the_true_head_dim():

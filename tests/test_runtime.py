@@ -69,6 +69,13 @@ def test_dynamo_before_a_phase_raises_the_clear_error():
     assert child.stderr.splitlines()[-1].startswith("RuntimeError: triton was imported before the course could choose")
 
 
+def test_a_switch_that_is_set_too_late_raises_a_clear_error():
+    child = _child("import os, triton; os.environ['TRITON_INTERPRET'] = '1'; import phase1_softmax.online_softmax")
+    assert child.returncode == 1
+    assert child.stderr.splitlines()[-1].startswith("RuntimeError: TRITON_INTERPRET was changed after triton")
+    assert _child("import triton, common.runtime", TRITON_INTERPRET="1").returncode == 0
+
+
 def test_importing_a_phase_first_chooses():
     child = _child("import phase3_forward.forward; import triton; print(triton.knobs.runtime.interpret)")
     assert child.stdout.strip() == "True", child.stderr
@@ -137,6 +144,13 @@ def test_kernel_dtype_leaves_other_tensors_alone():
             assert after.dtype == torch.float32
         else:
             assert after is before
+
+
+def test_a_lazily_negated_view_is_written_out():
+    values = torch.arange(12.0, device=runtime.DEVICE).view(3, 4)
+    x = torch.complex(values, values).conj().imag
+    assert x.is_neg()  # its memory holds `values`
+    torch.testing.assert_close(softmax(x), (-values).softmax(-1))
 
 
 # --- launching -----------------------------------------------------------------------------------------------------

@@ -21,6 +21,12 @@ def test_source_without_a_docstring_is_left_alone():
     assert source.source(notebooks.find, docstring=False).startswith("def find")
     assert source.source(lambda: 0).strip()
 
+    def call_first():
+        print("one")
+        print("two")
+
+    assert 'print("one")' in source.source(call_first, docstring=False)
+
 
 def test_diff_says_what_phase_3_adds():
     lines = source.diff(_attention_tiled_kernel, _attn_fwd_kernel).splitlines()
@@ -55,6 +61,10 @@ def test_executing_leaves_the_file_alone_and_reports_every_cell(notebook):
 def test_a_failing_cell_is_returned_with_its_error(notebook):
     error = notebooks.execute(notebook("x = 1", "raise ValueError('no')"))
     assert "ValueError: no" in error
+
+
+def test_a_kernel_that_dies_is_an_error_like_any_other(notebook):
+    assert "DeadKernelError" in notebooks.execute(notebook("import os", "os._exit(3)"))
 
 
 def test_storing_writes_outputs_without_times(notebook):

@@ -127,3 +127,13 @@ def test_measuring_refuses_where_kernels_are_compiled(monkeypatch):
     monkeypatch.setattr(runtime, "INTERPRETED", False)
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"), traffic.measure():
         pass
+
+
+def test_a_block_inside_a_block_is_counted_in_both():
+    x = matrix(3, 100, FP16)
+    with traffic.measure() as outer:
+        softmax_fused(x)
+        with traffic.measure() as inner:
+            softmax_fused(x)
+        softmax_fused(x)
+    assert outer.total == 3 * inner.total == 3 * traffic.softmax_bytes(3, 100, 1, 2)

@@ -379,10 +379,11 @@ def test_non_finite_inputs_must_reach_the_result():
         (lambda o, lse: (o, lse[..., None]), "lse", "expected shape (1, 2, 30), got (1, 2, 30, 1)"),
         (lambda o, lse: (o.float(), lse), "o", "expected torch.float16, got torch.float32"),
         (lambda o, lse: (o, lse.half()), "lse", "expected torch.float32, got torch.float16"),
+        (lambda o, lse: (o, lse.to("meta")), "lse", "expected device cpu, got meta"),
         (lambda o, lse: (o, None), "lse", "expected a tensor, got NoneType"),
         (lambda o, lse: (o.tolist(), lse), "o", "expected a tensor, got list"),
     ],
-    ids=["o shape", "lse shape", "o dtype", "lse dtype", "lse None", "o list"],
+    ids=["o shape", "lse shape", "o dtype", "lse dtype", "lse device", "lse None", "o list"],
 )
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "gradients"])
 def test_a_tensor_of_the_wrong_kind_fails(change, name, problem, grad):
@@ -394,6 +395,45 @@ def test_a_tensor_of_the_wrong_kind_fails(change, name, problem, grad):
     assert not report.passed
     with pytest.raises(VerificationError, match=name):
         report.check()
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_writing_into_an_input_fails(name, when):
+    """Otherwise a kernel that doubles q and then computes with it would be right: so would be the truth."""
+    tensors = dict(zip(("q", "k", "v", "do"), Case(1, 2, 30, 32, seq_k=30, grad=True).inputs(), strict=True))
+
+    def fn(q, k, v, **options):
+        shared = dict(q=q.detach(), k=k.detach(), v=v.detach(), do=tensors["do"])[name]
+        if when == "before":
+            shared.mul_(2)
+        out = emulate(*(t.clone() for t in (q, k, v)), **options)
+        if when == "after":
+            shared.mul_(2)
+        return out
+
+    report = verify_results(fn, **tensors)
+    assert report[name].problem == "fn wrote into this input"
+    assert not report.passed
+    assert "only results may be written" in report.hint
+    if name != "do":
+        assert report["o"].passed == (when == "after")
+
+
+def test_writing_into_the_input_of_a_softmax_fails():
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    assert verify_softmax(lambda x: x.mul_(2).softmax(-1), x).verdict == "x FAIL, p FAIL"
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3).half(), torch.zeros(5 * [2])])
+def test_inputs_that_the_error_model_does_not_cover(bad):
+    with pytest.raises(ValueError, match="q: expected 2 to 4 dimensions in fp16, bf16 or fp32"):
+        verify_results(emulate, bad, bad, bad)
+
+
+def test_softmax_with_an_unknown_kind():
+    with pytest.raises(ValueError, match="Softmax"):
+        verify_softmax(lambda x: x, torch.zeros(2, 3), kind="Softmax")
 
 
 def test_a_gradient_that_does_not_arrive_fails():
@@ -493,6 +533,28 @@ def test_softmax_of_minus_infinity():
     assert verify_softmax(lambda x: torch.softmax(x, -1).nan_to_num(0.0), x).passed
     assert not verify_softmax(lambda x: torch.softmax(x, -1), x).passed
     assert verify_softmax(lambda x: torch.logsumexp(x, -1), x, kind="logsumexp").passed
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_softmax_of_infinity(value):
+    x = torch.zeros(3, 5)
+    x[1, 2] = value
+    assert verify_softmax(lambda x: torch.softmax(x, -1), x).passed
+    for as_computed in (value, math.nan):
+        lse = torch.logsumexp(x, -1)
+        lse[1] = as_computed
+        assert verify_softmax(lambda x, lse=lse: lse, x, kind="logsumexp").passed
+    wrong = torch.softmax(x, -1).nan_to_num(0.0)
+    assert not verify_softmax(lambda x: wrong, x).passed
+
+
+def test_the_lse_of_an_infinite_logit_may_be_nan():
+    q, k, v = make_qkv(1, 2, 30, 32, dtype=FP32, device="cpu")
+    q[0, 1, 5, 2] = math.inf
+    o, lse = emulate(q, k, v)
+    for value, passed in ((math.inf, True), (math.nan, True), (-math.inf, False), (0.0, False)):
+        lse[0, 1, 5] = value
+        assert verify_results(lambda *a, **_: (o, lse), q, k, v)["lse"].passed is passed
 
 
 # --- hints --------------------------------------------------------------------------------------------------------
