@@ -53,7 +53,7 @@ def _softmax_fused_kernel(x_ptr, y_ptr, stride_x, stride_y, rows, cols, BLOCK_M:
     Grid: (cdiv(rows, BLOCK_M),). Requires: BLOCK_N >= cols.
     Reads x once, writes y once: 2 rows cols elements.
     """
-    offs_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N).to(tl.int64)
     inside = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
     x_ptrs = x_ptr + offs_m[:, None] * stride_x[0] + offs_n[None, :] * stride_x[1]
@@ -74,13 +74,13 @@ def _softmax_online_kernel(x_ptr, y_ptr, stride_x, stride_y, rows, cols, BLOCK_M
     New here: maximum and sum come from one sweep over the row instead of two.
     Reads x twice, writes y once: 3 rows cols elements.
     """
-    offs_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     x_rows = x_ptr + offs_m[:, None] * stride_x[0]
     y_rows = y_ptr + offs_m[:, None] * stride_y[0]
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     for start_n in range(0, cols, BLOCK_N):
-        offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)
+        offs_n = tl.arange(0, BLOCK_N).to(tl.int64) + start_n
         inside = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
         x = tl.load(x_rows + offs_n[None, :] * stride_x[1], mask=inside, other=float("-inf")).to(tl.float32)
         m_i, l_i, _, _ = online_softmax_step(m_i, l_i, x)
@@ -88,7 +88,7 @@ def _softmax_online_kernel(x_ptr, y_ptr, stride_x, stride_y, rows, cols, BLOCK_M
     shift = tl.where(m_i == float("-inf"), 0.0, m_i)[:, None]
     norm = tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     for start_n in range(0, cols, BLOCK_N):
-        offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)
+        offs_n = tl.arange(0, BLOCK_N).to(tl.int64) + start_n
         inside = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
         x = tl.load(x_rows + offs_n[None, :] * stride_x[1], mask=inside, other=float("-inf")).to(tl.float32)
         y = tl.exp(x - shift) / norm
@@ -104,12 +104,12 @@ def _logsumexp_kernel(x_ptr, lse_ptr, stride_x, rows, cols, BLOCK_M: tl.constexp
     The merge is associative and commutative, so any grouping gives the same sum, and the loop needs no reduction.
     Reads x once: rows cols elements. Writes rows.
     """
-    offs_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     x_rows = x_ptr + offs_m[:, None] * stride_x[0]
     m_i = tl.full((BLOCK_M, BLOCK_N), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start_n in range(0, cols, BLOCK_N):
-        offs_n = (start_n + tl.arange(0, BLOCK_N)).to(tl.int64)
+        offs_n = tl.arange(0, BLOCK_N).to(tl.int64) + start_n
         inside = (offs_m < rows)[:, None] & (offs_n < cols)[None, :]
         x = tl.load(x_rows + offs_n[None, :] * stride_x[1], mask=inside, other=float("-inf")).to(tl.float32)
         m_i, l_i = merge_states(m_i, l_i, x, 1.0)  # a single value x is the state (x, 1)
