@@ -83,11 +83,9 @@ def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or
                 steps.append(_verify_module(phase, module, progress))
             if phase.notebook:
                 steps.append(_run_notebook(phase, progress))
-    table = Table(title="Summary", title_justify="left")
-    for column in ("phase", "checked", "cases or cells", "worst z (limit 6)", "time", "verdict"):
-        table.add_column(
-            column, justify="right" if column in ("cases or cells", "worst z (limit 6)", "time") else "left"
-        )
+    table = Table(title="Summary (z is the worst of all cases; up to 6 passes)", title_justify="left")
+    for column in ("phase", "checked", "passed", "z", "time", "verdict"):
+        table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")
     for step in steps:
         z = "" if step.z is None else f"{step.z:.2f}"
         table.add_row(step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed])
