@@ -83,7 +83,7 @@ def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or
                 steps.append(_verify_module(phase, module, progress))
             if phase.notebook:
                 steps.append(_run_notebook(phase, progress))
-    table = Table(title="Summary (z is the worst of all cases; up to 6 passes)", title_justify="left")
+    table = Table(title="Summary (z: the worst of all cases, limit 6)", title_justify="left")
     for column in ("phase", "checked", "passed", "z", "time", "verdict"):
         table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")
     for step in steps:
