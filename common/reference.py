@@ -88,24 +88,6 @@ def tiled_attention(q, k, v, *, is_causal=False, scale=None, block_m=32, block_n
     return o, lse
 
 
-class TiledAttention(torch.autograd.Function):
-    """`tiled_attention` as an autograd operator: what a forward pass keeps for later is q, k, v, o and the LSE.
-
-    `TiledAttention.apply(q, k, v, is_causal, scale)` returns (o, lse). Phase 4 derives the backward pass from exactly
-    what is saved here; until then asking for a gradient raises NotImplementedError.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, is_causal=False, scale=None):
-        o, lse = tiled_attention(q, k, v, is_causal=is_causal, scale=scale)
-        ctx.save_for_backward(q, k, v, o, lse)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, do, dlse):
-        raise NotImplementedError("the backward pass of TiledAttention is phase 4's subject")
-
-
 def naive_attention_backward(q, k, v, do, *, is_causal=False, scale=None):
     """Gradients of `naive_attention`'s o, written out. Returns (dq, dk, dv), each shaped like its input.
 
@@ -122,3 +104,60 @@ def naive_attention_backward(q, k, v, do, *, is_causal=False, scale=None):
     dk = scale * (ds.transpose(-1, -2) @ q).unflatten(1, (k.shape[1], group)).sum(dim=2)
     dv = (p.transpose(-1, -2) @ do).unflatten(1, (k.shape[1], group)).sum(dim=2)
     return dq, dk, dv
+
+
+def tiled_attention_backward(q, k, v, o, lse, do, dlse=None, *, is_causal=False, scale=None, block_m=32, block_n=32):
+    """FlashAttention-2's backward pass (arXiv 2307.08691, Algorithm 2) in plain PyTorch. Returns (dq, dk, dv).
+
+    The debugging twin of phase 4's kernels, with their roundings: P is recomputed from the LSE, P and dS are rounded to
+    the input dtype before they meet dO, K and Q. One pair of loops serves all three gradients, as nothing runs at the
+    same time here. dlse is the gradient of the LSE, or None where that is not used.
+    """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    heads_q, heads_kv, seq_q, seq_k = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+    group = heads_q // max(1, heads_kv)
+    delta = (do.to(acc_dtype) * o.to(acc_dtype)).sum(dim=-1)  # (batch, heads_q, seq_q)
+    if dlse is not None:
+        delta = delta - dlse
+    lse = torch.where(lse == NEG_INF, 0.0, lse)  # a row that saw no key: its S is -inf throughout, so P is 0
+    dq = torch.zeros(q.shape, dtype=acc_dtype, device=q.device)
+    dk, dv = (torch.zeros(t.shape, dtype=acc_dtype, device=t.device) for t in (k, v))
+    for start_n in range(0, seq_k, block_n):
+        cols = slice(start_n, min(start_n + block_n, seq_k))
+        k_tile, v_tile = (expand_heads(t[:, :, cols], heads_q).to(acc_dtype) for t in (k, v))
+        start = start_n // block_m * block_m if is_causal else 0  # queries before the tile's first key see none of it
+        for start_m in range(start, seq_q, block_m):
+            rows = slice(start_m, min(start_m + block_m, seq_q))
+            q_tile, do_tile = q[:, :, rows].to(acc_dtype), do[:, :, rows].to(acc_dtype)
+            s = scale * (q_tile @ k_tile.transpose(-1, -2))
+            if is_causal:
+                visible = causal_mask(s.shape[-2], s.shape[-1], first_row=start_m - start_n, device=q.device)
+                s = s.masked_fill(~visible, NEG_INF)
+            p = torch.exp(s - lse[:, :, rows, None])
+            dp = do_tile @ v_tile.transpose(-1, -2)
+            ds = (p * (dp - delta[:, :, rows, None])).to(q.dtype).to(acc_dtype)
+            p = p.to(q.dtype).to(acc_dtype)
+            dv[:, :, cols] += (p.transpose(-1, -2) @ do_tile).unflatten(1, (heads_kv, group)).sum(dim=2)
+            dk[:, :, cols] += scale * (ds.transpose(-1, -2) @ q_tile).unflatten(1, (heads_kv, group)).sum(dim=2)
+            dq[:, :, rows] += scale * ds @ k_tile
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+class TiledAttention(torch.autograd.Function):
+    """The two tiled passes as an autograd operator: `TiledAttention.apply(q, k, v, is_causal, scale)` -> (o, lse).
+
+    What the forward pass keeps is q, k, v, o and the LSE; the backward pass recomputes P from them.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False, scale=None):
+        o, lse = tiled_attention(q, k, v, is_causal=is_causal, scale=scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.is_causal, ctx.scale = is_causal, scale
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        options = dict(is_causal=ctx.is_causal, scale=ctx.scale)
+        return *tiled_attention_backward(*ctx.saved_tensors, do, dlse, **options), None, None

@@ -115,3 +115,38 @@ def tiled_attention_bytes(
         end_n = min(seq_k, start_m + block_m) if is_causal else seq_k
         kv_rows += min(seq_k, triton.cdiv(end_n, block_n) * block_n)
     return (2 * seq_q + 2 * kv_rows) * head_dim * size + (4 * seq_q if lse else 0)
+
+
+def attention_backward_bytes(
+    seq_q: int, seq_k: int, head_dim: int, block_m: int, block_n: int, size: int, *, is_causal=False
+) -> dict[str, int]:
+    """One head, phase 4's kernels by name: "delta", "dkdv", "dq". LSE and delta are fp32.
+
+    The dK/dV kernel reads q, do, LSE and delta once for every tile of keys, the dQ kernel k and v once for every tile
+    of queries; with is_causal both leave out the tiles in which nothing is visible.
+    """
+    row = 2 * head_dim * size  # of two tensors: o and do, k and v, q and do, dk and dv
+    delta = seq_q * (row + 4)
+    q_rows = 0
+    for start_n in range(0, seq_k, block_n):
+        q_rows += max(0, seq_q - (start_n // block_m * block_m if is_causal else 0))
+    dkdv = 2 * seq_k * row + q_rows * (row + 8)
+    kv_rows = 0
+    for start_m in range(0, seq_q, block_m):
+        end_n = min(seq_k, start_m + block_m) if is_causal else seq_k
+        kv_rows += min(seq_k, triton.cdiv(end_n, block_n) * block_n)
+    dq = seq_q * (3 * head_dim * size + 8) + kv_rows * row
+    return dict(delta=delta, dkdv=dkdv, dq=dq)
+
+
+def stored_backward_bytes(seq_q: int, seq_k: int, head_dim: int, block: int, size: int) -> int:
+    """One head's backward pass that reads a stored P: four products by phase 2's `matmul` and one elementwise step.
+
+    dP in fp32 and dS in the input dtype go through memory; delta is a sum over a row of P * dP, taken on the way.
+    """
+    dv = matmul_bytes(seq_k, head_dim, seq_q, block, block, size, size)
+    dp = matmul_bytes(seq_q, seq_k, head_dim, block, block, size, 4)
+    ds = seq_q * seq_k * (size + 4 + size)
+    dq = matmul_bytes(seq_q, head_dim, seq_k, block, block, size, size)
+    dk = matmul_bytes(seq_k, head_dim, seq_q, block, block, size, size)
+    return dv + dp + ds + dq + dk

@@ -5,6 +5,7 @@ from phase1_softmax import logsumexp, softmax_fused, softmax_online
 from phase2_tiling import attention, attention_resident, attention_unfused, matmul
 from phase2_tiling.tiling import MATMUL_BLOCK
 from phase3_forward import attention_forward
+from phase4_backward import attention_backward
 
 import pytest
 import torch
@@ -106,6 +107,37 @@ def test_a_causal_mask_halves_what_is_read_of_k_and_v():
             attention_forward(q, k, v, is_causal)
     tiles = 512 // runtime.tile_sizes(16, FP16)["BLOCK_M"]
     assert moved[True].loaded_from["k"] / moved[False].loaded_from["k"] == (tiles + 1) / (2 * tiles)
+
+
+@interpreted_only
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k", "head_dim"), [(128, 128, 64), (200, 330, 64), (150, 70, 40), (70, 300, 200)]
+)
+def test_attention_backward(seq_q, seq_k, head_dim, is_causal):
+    q, k, v = make_qkv(1, 1, seq_q, head_dim, seq_k=seq_k, dtype=torch.float16)
+    o, lse = attention_forward(q, k, v, is_causal)
+    tiles = runtime.tile_sizes(head_dim, q.dtype, backward=True)
+    blocks = tiles["BLOCK_M"], tiles["BLOCK_N"]
+    expected = traffic.attention_backward_bytes(seq_q, seq_k, head_dim, *blocks, 2, is_causal=is_causal)
+    for needs, kernels in (((True, False), ("delta", "dq")), ((False, True), ("delta", "dkdv"))):
+        with traffic.measure() as moved:
+            attention_backward(q, k, v, o, lse, o, is_causal=is_causal, needs=needs)
+        assert moved.total == sum(expected[kernel] for kernel in kernels)
+
+
+@interpreted_only
+def test_backward_from_a_stored_p():
+    seq_q, seq_k, head_dim = 130, 200, 64
+    q, k, v = (t[0, 0] for t in make_qkv(1, 1, seq_q, head_dim, seq_k=seq_k, dtype=torch.float16))
+    p, do = softmax_fused(q @ k.T), torch.randn_like(q)
+    with traffic.measure() as moved:
+        matmul(p.T, do)
+        ds = matmul(do, v.T, out_dtype=torch.float32).half()
+        matmul(ds, k)
+        matmul(ds.T, q)
+    elementwise = seq_q * seq_k * (2 + 4 + 2)
+    assert moved.total + elementwise == traffic.stored_backward_bytes(seq_q, seq_k, head_dim, MATMUL_BLOCK, 2)
 
 
 def test_nothing_is_counted_outside_the_block():
