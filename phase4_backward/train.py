@@ -97,6 +97,11 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
+def precision(dtype: torch.dtype):
+    """Autocast to float16 or bfloat16; nothing for float32."""
+    return torch.autocast(runtime.DEVICE, dtype=dtype, enabled=dtype != torch.float32)
+
+
 def train(
     attention: Callable,
     steps: int,
@@ -123,7 +128,7 @@ def train(
     for step in range(steps):
         starts = torch.randint(len(data) - model.context - 1, (batch,), generator=chosen)
         window = torch.stack([data[s : s + model.context + 1] for s in starts.tolist()]).to(runtime.DEVICE)
-        with torch.autocast(runtime.DEVICE, dtype=dtype, enabled=dtype != torch.float32):
+        with precision(dtype):
             logits = model(window[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
         optimizer.zero_grad(set_to_none=True)
@@ -179,7 +184,8 @@ def record(steps: int = 2000) -> list[dict]:
         runs = {"ours": flash_attention, "SDPA fused": sdpa(backend), "SDPA math": sdpa(SDPBackend.MATH)}
         for name, attention in runs.items():
             losses, model = train(attention, steps, dtype=dtype, **sizes)
-            share, written = score(model)
+            with precision(dtype):
+                share, written = score(model)
             row = dict(dtype=str(dtype).removeprefix("torch."), attention=name, fused=backend.name, **sizes)
             rows.append(row | dict(score=share, written=written, losses=losses))
             print(row["dtype"], name, f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, {share:.1%} right", flush=True)

@@ -55,9 +55,18 @@ def one_head_times(record: dict) -> None:
 
 def forward_tflops(record: dict, seq: int = 4096) -> None:
     """Phase 3: TFLOP/s of the forward pass beside SDPA's backends, one group of bars a case."""
+    _tflops(record, seq, "phase 3", f"The forward pass at seq {seq}, fp16, before any tuning")
+
+
+def backward_tflops(record: dict, seq: int = 4096) -> None:
+    """Phase 4: the same for the backward pass."""
+    _tflops(record, seq, "phase 4", f"The backward pass at seq {seq}, fp16, before any tuning")
+
+
+def _tflops(record, seq, ours, title) -> None:
     fig, ax = new(8, 3.8)
     looks = {
-        "phase 3": dict(color=COLORS["tiled"]),
+        ours: dict(color=COLORS["tiled"]),
         "SDPA flash": dict(color=COLORS["peer"], hatch="//", edgecolor="white"),
         "SDPA cuDNN": dict(color=COLORS["s"], hatch="..", edgecolor="white"),
     }
@@ -73,7 +82,7 @@ def forward_tflops(record: dict, seq: int = 4096) -> None:
             ax.text(bar.get_x() + bar.get_width() / 2, height + 6, f"{height:.0f}", ha="center", fontsize=8)
     ax.set_xticks(range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases])
     ax.set_ylabel("TFLOP/s")
-    ax.set_title(f"The forward pass at seq {seq}, fp16, before any tuning")
+    ax.set_title(title)
     ax.legend(loc="upper left", ncols=3)
     ax.set_ylim(0, 1.2 * ax.get_ylim()[1])
     _signed(fig, record)
