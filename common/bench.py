@@ -123,10 +123,11 @@ def main(folder: str, kernels: Iterable, run: Callable[[], list[dict]], argv: li
         print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
         return 1
     start = time.perf_counter()
-    record = dict(provenance=provenance(kernels, args.commit), ceilings=ceilings(), rows=run())
+    head = dict(provenance=provenance(kernels, args.commit), ceilings=ceilings())
+    rows = ",\n  ".join(json.dumps(row) for row in run())
     path = ROOT / folder / "results" / f"{args.name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n')
     print(f"wrote {path.relative_to(ROOT)} in {time.perf_counter() - start:.0f} s")
     return 0
 
