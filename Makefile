@@ -17,7 +17,7 @@ test: $(READY) style
 
 # The same phases compiled, and what only a GPU can show.
 test-gpu: $(READY)
-	$(PY) -m pytest tests/gpu tests/test_phase1.py tests/test_phase2.py tests/test_phase3.py tests/test_phase4.py
+	$(PY) -m pytest tests/gpu tests/test_phase*.py tests/test_extensions*.py tests/test_train.py tests/test_exercises.py
 
 style: $(READY)
 	$(PY) -m ruff check .

@@ -145,7 +145,8 @@ def load(folder: str, name: str = "h200") -> dict:
 def describe(record: dict) -> str:
     """One sentence of provenance, to stand under a table or a picture."""
     p = record["provenance"]
+    timed = "; medians" if any("ms" in row for row in record["rows"]) else ""
     return (
         f"Measured on one {p['gpu']}, driver {p['driver']}, torch {p['torch']}, triton {p['triton']}, "
-        f"commit {p['commit'][:10]}, {p['date']}, `{p['command']}`; medians."
+        f"commit {p['commit'][:10]}, {p['date']}, `{p['command']}`{timed}."
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from common import phases
+from common import cli_exercises, phases
 
 import typer
 from rich.console import Console
@@ -29,13 +29,14 @@ VERDICT = {True: "[green]PASS[/]", False: "[bold red]FAIL[/]"}
 
 @app.callback(invoke_without_command=True)
 def overview(context: typer.Context) -> None:
-    """Without a command: the phases, and what to type next."""
+    """Without a command: how far you are, and what to type next."""
     if context.invoked_subcommand:
         return
-    for phase in phases.PHASES:
-        file = phase.notebook or f"{phase.modules[0]}.py (notebook to come)"
-        console.print(f"[bold]{phase.number}  {phase.title}[/]  {phase.folder}/{file}\n   {phase.question}")
-    console.print("\nNext: [bold]make lab[/] opens the first notebook; [bold]course --help[/] lists the commands.")
+    cli_exercises.overview()
+
+
+for _command in cli_exercises.COMMANDS:
+    app.command(_command.__name__.removesuffix("_task"))(_command)
 
 
 @app.command()
@@ -81,8 +82,7 @@ def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or
         for phase in _chosen(name):
             for module in phase.modules:
                 steps.append(_verify_module(phase, module, progress))
-            if phase.notebook:
-                steps.append(_run_notebook(phase, progress))
+            steps.append(_run_notebook(phase, progress))
     table = Table(title="Summary (z: the worst of all cases, limit 6)", title_justify="left")
     for column in ("phase", "checked", "passed", "z", "time", "verdict"):
         table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")

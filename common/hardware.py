@@ -29,6 +29,7 @@ from common import runtime
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Shared memory that one program may use, in bytes (CUDA C++ Programming Guide, compute capabilities; CDNA 3 ISA: LDS).
 SHARED_LIMIT = {
@@ -146,6 +147,9 @@ def _describe(kernel, args, kwargs) -> Launch:
         if constexpr or value is None or (type(value) is int and value == 1):
             constexprs.append([path, value])
             return "constexpr"
+        if isinstance(value, TensorDescriptor):
+            element = triton.runtime.jit.type_canonicalisation_dict[str(value.base.dtype).removeprefix("torch.")]
+            return f"tensordesc<{element}{list(value.block_shape)}>"
         if isinstance(value, torch.Tensor):
             if value.data_ptr() % 16 == 0:
                 divisible.append(path)
@@ -210,7 +214,11 @@ def _compile(launch: dict, target: str, sass: bool) -> Compiled:
         try:
             made = triton.compile(source, target=gpu, options=launch["options"])
         except Exception as error:  # the compiler raises many types; its message is the result
-            return Compiled(name, target, error=f"{type(error).__name__}: {error}")
+            reason = error
+            while reason.__cause__:  # an error inside a jitted function is wrapped in that of its caller
+                reason = reason.__cause__
+            text = f"{type(error).__name__}: {error}"
+            return Compiled(name, target, error=text if str(reason) in text else f"{text}\n{reason}")
     assembly = made.asm["ptx" if nvidia else "amdgcn"]
     counts = {what: len(re.findall(pattern, assembly)) for what, pattern in INSTRUCTIONS.items()}
     shared = made.metadata.shared

@@ -8,18 +8,23 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Phase:
-    """One folder of the course. `modules` verify themselves with `python -m folder.module`; the notebook may still be
-    missing (None) where the module came first."""
+    """One folder of the course. `modules` verify themselves with `python -m folder.module`; `kernel`, in the first of
+    them, is the one to compare with other phases."""
 
     folder: str
     title: str
     question: str
     modules: tuple[str, ...]
-    notebook: str | None
+    kernel: str
+    notebook: str
 
     @property
     def number(self) -> int:
         return int(self.folder.removeprefix("phase").split("_")[0])
+
+    @property
+    def module_path(self) -> Path:
+        return ROOT / self.folder / f"{self.modules[0]}.py"
 
     @property
     def notebook_path(self) -> Path:
@@ -32,6 +37,7 @@ PHASES = (
         "One pass is enough",
         "Can a softmax be computed while its row streams by?",
         ("online_softmax",),
+        "_softmax_online_kernel",
         "softmax.ipynb",
     ),
     Phase(
@@ -39,6 +45,7 @@ PHASES = (
         "Two walls and the way through",
         "Can both products stream with it, so that S and P never reach memory?",
         ("tiling",),
+        "_attention_tiled_kernel",
         "tiling.ipynb",
     ),
     Phase(
@@ -46,6 +53,7 @@ PHASES = (
         "A forward pass that real models can call",
         "What separates the minimal kernel from one that a model can use?",
         ("forward",),
+        "_attn_fwd_kernel",
         "forward.ipynb",
     ),
     Phase(
@@ -53,12 +61,13 @@ PHASES = (
         "Recompute instead of remember",
         "The backward pass needs P, which was never stored. What is the least to keep?",
         ("backward",),
-        None,
+        "_attn_bwd_dq_kernel",
+        "backward.ipynb",
     ),
 )
-NOTEBOOKS = tuple(phase for phase in PHASES if phase.notebook)
 
 
 def find(name: str) -> Phase | None:
-    """The phase called by its number ("3"), its folder, or the beginning of it."""
-    return next((p for p in PHASES if name == str(p.number) or (name and p.folder.startswith(name))), None)
+    """The phase called by its number ("3"), its folder, or a beginning of it that no other phase shares."""
+    found = [p for p in PHASES if name in (str(p.number), p.folder)] or [p for p in PHASES if p.folder.startswith(name)]
+    return found[0] if len(found) == 1 else None

@@ -5,13 +5,16 @@ import difflib
 import inspect
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 
 def source(obj, *, docstring: bool = True) -> str:
     """The source text of a function, class or kernel (jitted or interpreted); without its docstring if asked."""
     text = textwrap.dedent(inspect.getsource(getattr(obj, "fn", obj)))
-    if docstring:
-        return text
+    return text if docstring else _without_docstring(text)
+
+
+def _without_docstring(text: str) -> str:
     definition = ast.parse(text).body[0]
     if ast.get_docstring(definition) is None:
         return text
@@ -25,10 +28,22 @@ def show(*objs, docstring: bool = True) -> "Highlighted":
     return Highlighted("\n\n".join(source(obj, docstring=docstring).rstrip() for obj in objs))
 
 
+def function_in(path: Path, name: str) -> str:
+    """The source of a function in a file, without its docstring, and without importing the file."""
+    text = path.read_text()
+    node = next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == name)
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    return _without_docstring("\n".join(text.splitlines()[first - 1 : node.end_lineno]) + "\n")
+
+
+def diff_texts(old: str, new: str) -> str:
+    """Unified diff of two texts, without the lines that name files."""
+    return "\n".join(list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=3, lineterm=""))[2:])
+
+
 def diff(old, new) -> str:
     """Unified diff from the source of `old` to that of `new`, without their docstrings."""
-    old, new = (source(obj, docstring=False).splitlines() for obj in (old, new))
-    return "\n".join(list(difflib.unified_diff(old, new, n=3, lineterm=""))[2:])
+    return diff_texts(source(old, docstring=False), source(new, docstring=False))
 
 
 def show_diff(old, new) -> "Highlighted":

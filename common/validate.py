@@ -83,6 +83,29 @@ def check_qkv(q, k, v, scale=None, is_causal=False, enable_gqa=False, *, rank=4)
     return check_scale(scale, head_dim)
 
 
+def check_saved(q, k, v, o, lse, do, dlse, scale, is_causal) -> float:
+    """Raise unless a backward pass can work on these tensors, and return the scale to use.
+
+    q, k, v as in `check_qkv`, where heads may be shared; o and do like q; lse (contiguous) and dlse (or None)
+    (batch, heads_q, seq_q), fp32. Raises TypeError or ValueError naming the argument.
+    """
+    scale = check_qkv(q, k, v, scale, is_causal, enable_gqa=True)
+    row_dtype = torch.promote_types(q.dtype, torch.float32)
+    wanted = [("o", o, q.shape, q.dtype), ("do", do, q.shape, q.dtype), ("lse", lse, q.shape[:3], row_dtype)]
+    if dlse is not None:
+        wanted.append(("dlse", dlse, q.shape[:3], row_dtype))
+    for name, t, shape, dtype in wanted:
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+        if t.dtype != dtype:
+            raise TypeError(f"{name}: expected {dtype}, got {_describe(t)}")
+        if t.shape != shape or t.device != q.device:
+            raise ValueError(f"{name}: expected shape {tuple(shape)} on {q.device}, got {_describe(t)}")
+    if not lse.is_contiguous():
+        raise ValueError(f"lse: expected a contiguous tensor, got strides {lse.stride()}")
+    return scale
+
+
 def check_heads(q, k, enable_gqa: bool) -> None:
     """Every query head has a key head: one each, or with enable_gqa a whole number of query heads per key head."""
     heads_q, heads_kv = q.shape[1], k.shape[1]

@@ -180,9 +180,9 @@ def attention_backward(q, k, v, o, lse, do, dlse=None, is_causal=False, scale=No
 
     Source: Dao, arXiv 2307.08691, Algorithm 2, as two kernels, so that no program adds to what another one writes.
     """
+    scale = validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
     batch, heads_q, seq_q, head_dim = q.shape
     heads_kv, seq_k = k.shape[1:3]
-    scale = validate.check_scale(scale, head_dim)
     needs_q, needs_kv = needs
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if lse.numel() == 0 or seq_k == 0:  # no query or no key: nothing depends on the inputs

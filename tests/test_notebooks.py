@@ -2,17 +2,18 @@
 
 import re
 
-from common.phases import NOTEBOOKS, ROOT
+from common.phases import PHASES, ROOT
 
 import nbformat
 import pytest
 
 SECTIONS = ("1. The question", "2. The mathematics", "3. The kernel", "4. Proof", "5. Measurement", "6. Exercises")
 MACHINE_PATH = re.compile(r"(/home/|/root/|/tmp/|/usr/|/work/|/Users/|site-packages|\.venv|[A-Z]:\\)")
-EXPERIMENTS = {"phase1_softmax": 1, "phase2_tiling": 2, "phase3_forward": 0}  # cells that may define a kernel
+# Cells that may define a kernel.
+EXPERIMENTS = {"phase1_softmax": 1, "phase2_tiling": 2, "phase3_forward": 0, "phase4_backward": 1}
 
 
-@pytest.fixture(params=NOTEBOOKS, ids=lambda p: p.folder)
+@pytest.fixture(params=PHASES, ids=lambda p: p.folder)
 def phase(request):
     return request.param
 

@@ -3,7 +3,7 @@
 import textwrap
 
 from common import bench
-from common.figures.style import COLORS, new
+from common.figures.style import COLORS, new, use
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -85,6 +85,44 @@ def _tflops(record, seq, ours, title) -> None:
     ax.set_title(title)
     ax.legend(loc="upper left", ncols=3)
     ax.set_ylim(0, 1.2 * ax.get_ylim()[1])
+    _signed(fig, record)
+
+
+def training_record(record: dict) -> None:
+    """Phase 4: long training runs, a column for each dtype: the losses, and how far two right kernels drift apart."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in record["rows"]))
+    use()
+    options = dict(layout="constrained", sharex=True, sharey="row", squeeze=False)
+    fig, axes = plt.subplots(2, len(dtypes), figsize=(9, 5), **options)
+    looks = {
+        "SDPA math": dict(color=COLORS["s"], linewidth=6),
+        "SDPA fused": dict(color=COLORS["peer"], linewidth=3),
+        "ours": dict(color=COLORS["ink"], linewidth=0.8),
+    }
+    for (top, below), dtype in zip(axes.T, dtypes, strict=True):
+        runs = {row["attention"]: row for row in record["rows"] if row["dtype"] == dtype}
+        losses = {name: np.array(runs[name]["losses"]) for name in looks}
+        for name, look in looks.items():
+            top.plot(losses[name], label=name, **look)
+        for name, color in (("SDPA math", COLORS["s"]), ("ours", COLORS["ink"])):
+            apart = np.abs(losses[name] - losses["SDPA fused"])
+            window = 20
+            mean = np.convolve(apart, np.full(window, 1 / window), mode="valid")
+            steps = np.arange(len(mean)) + window // 2
+            below.plot(
+                steps, np.where(mean > 0, mean, np.nan), color=color, linewidth=1.2, label=f"{name} against SDPA fused"
+            )
+        fused = runs["SDPA fused"]["fused"].lower().replace("_", " ")
+        top.set_title(f"{dtype} (SDPA fused: {fused})", fontsize=10)
+        top.set_yscale("log")
+        top.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+        top.minorticks_off()
+        below.set_yscale("log")
+        below.set_xlabel("step")
+    axes[0, 0].set_ylabel("loss, nats a character")
+    axes[1, 0].set_ylabel("|difference of losses|,\nmean of 20 steps")
+    axes[0, 0].legend(fontsize=9)
+    axes[1, 0].legend(fontsize=9, loc="lower right")
     _signed(fig, record)
 
 

@@ -1,0 +1,112 @@
+"""The child's side of a check: `python -m common.checking FOLDER EXERCISE FILE VERDICT`.
+
+Loads an answer, gives it to the check of the same name in FOLDER/checks.py, and writes one JSON object to the file
+VERDICT: kind, message, and whether there is a GPU. A check is a function of the answer's module; it returns a few words
+on what was verified, and rejects with `reject` or with any VerificationError.
+"""
+
+import importlib
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
+from common.verify import VerificationError
+
+import torch
+
+
+class Rejected(Exception):
+    """An answer is wrong. The message says what is wrong, in words that help to find the mistake."""
+
+
+def reject(message: str) -> None:
+    raise Rejected(message)
+
+
+def expect_close(
+    what: str,
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    mistakes: Mapping[str, torch.Tensor] | None = None,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+) -> None:
+    """Reject unless `actual` is a tensor like `expected`: same shape, same values, NaN nowhere but where expected.
+
+    mistakes  sentence: what a well-known wrong answer gives. If that is what came out, the sentence is the message.
+    """
+    if not isinstance(actual, torch.Tensor):
+        reject(f"{what}: expected a tensor, got {type(actual).__name__}")
+    if actual.shape != expected.shape:
+        reject(f"{what}: expected shape {tuple(expected.shape)}, got {tuple(actual.shape)}")
+
+    def same(a, b):
+        return torch.allclose(a.double(), b.double(), rtol=rtol, atol=atol, equal_nan=True)
+
+    if same(actual, expected):
+        return
+    for sentence, wrong in (mistakes or {}).items():
+        if wrong.shape == actual.shape and same(actual, wrong):
+            reject(f"{what}: {sentence}")
+    off = ~torch.isclose(actual.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
+    index = tuple(off.nonzero()[0].tolist())
+    where = f"[{', '.join(map(str, index))}]" if index else ""
+    reject(
+        f"{what}: {int(off.sum())} of {off.numel()} elements are wrong; the first, {what}{where}, is "
+        f"{actual[index].item():.6g} where {expected[index].item():.6g} is right"
+    )
+
+
+def load(path: Path, name: str = "answer") -> ModuleType:
+    """The module in a file, executed anew each time."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
+    """Run a check on the answer in a file. Returns kind ("passed", "wrong", "error", "unfinished") and message."""
+    try:
+        return dict(kind="passed", message=check(load(path)) or "")
+    except (Rejected, VerificationError) as wrong:
+        return dict(kind="wrong", message=str(wrong))
+    except (Exception, SystemExit) as error:
+        root = error
+        while root.__cause__ or root.__context__:
+            root = root.__cause__ or root.__context__
+        kind = "unfinished" if isinstance(root, NotImplementedError) else "error"
+        return dict(kind=kind, message=_described(root, error, path))
+
+
+def _described(root: BaseException, error: BaseException, path: Path) -> str:
+    """What was raised and the last line of the learner's file that led there."""
+    frames = [frame for e in (root, error) for frame in traceback.extract_tb(e.__traceback__)]
+    own = [frame for frame in frames if Path(frame.filename) == path]
+    if isinstance(root, NotImplementedError):
+        return f"line {own[-1].lineno} still raises NotImplementedError" if own else "there is still something to write"
+    if isinstance(root, SyntaxError):
+        return "".join(traceback.format_exception_only(root)).strip().replace(str(path), path.name)
+    what = f"{type(root).__name__}: {root}"
+    if own:
+        return f"{path.name}, line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}\n{what}"
+    return what
+
+
+def main(folder: str, name: str, path: str, verdict: str) -> int:
+    torch.set_num_threads(1)  # tensors are small
+    check = getattr(importlib.import_module(f"{folder}.checks"), name)
+    found = judge(check, Path(path)) | dict(gpu=torch.cuda.is_available(), interpreted=runtime.INTERPRETED)
+    Path(verdict).write_text(json.dumps(found))
+    return int(found["kind"] != "passed")
+
+
+if __name__ == "__main__":
+    # The module that the checks import, not this second copy of it: there must be one Rejected.
+    raise SystemExit(importlib.import_module("common.checking").main(*sys.argv[1:]))

@@ -1,0 +1,198 @@
+"""The commands of `course` for learning: where one stands, the next task, check, hint, solution, diff, reset, watch."""
+
+import time
+from contextlib import nullcontext
+from typing import Annotated
+
+from common import exercises, phases
+from common.exercises import TIME_LIMIT, Exercise, Progress, Verdict
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.syntax import Syntax
+from rich.table import Table
+
+console = Console(highlight=False)
+MARKS = {
+    "passed": "[green]PASS[/]",
+    "wrong": "[bold red]not yet right[/]",
+    "error": "[bold red]raises an error[/]",
+    "unfinished": "[yellow]not finished[/]",
+    "timeout": "[bold red]out of time[/]",
+    "crashed": "[bold red]crashed[/]",
+}
+Name = Annotated[str, typer.Argument(help="its name, number (1.3) or file; without: the next one", show_default=False)]
+NameOrAll = Annotated[str, typer.Argument(help="its name, number (1.3) or file; without: all", show_default=False)]
+Limit = Annotated[int, typer.Option(help="seconds that an answer may take", min=1)]
+
+
+def overview() -> None:
+    """Where one stands, phase by phase, and what is next."""
+    progress = Progress.load()
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for phase in phases.PHASES:
+        names = [e.name for e in exercises.load() if e.phase == phase]
+        solved = sum(name in progress.passed for name in names)
+        bar = ProgressBar(total=max(1, len(names)), completed=solved, width=20)
+        title = f"[bold]{phase.number}  {phase.title}[/]\n   [dim]{phase.folder}/{phase.notebook}[/]"
+        table.add_row(title, bar, f"{solved} of {len(names)}")
+    console.print(table)
+    console.line()
+    _say_next(progress)
+
+
+def next_task() -> None:
+    """Show the next exercise: its task, its file, and where the notebook explains it."""
+    exercise = _chosen("")
+    console.print(f"[bold]{exercise.number}  {exercise.title}[/]")
+    console.print(f"[dim]{exercise.phase.folder}/{exercise.phase.notebook}, section {exercise.section}[/]\n")
+    console.print(_reflowed(exercise.task.split("\n", 1)[-1].strip()), markup=False)
+    console.print(f"\nYour file:  [bold]{exercise.file}[/]")
+    console.print(f"Then:       [bold]course check {exercise.name}[/]  (stuck? course hint)")
+
+
+def check(name: NameOrAll = "", limit: Limit = TIME_LIMIT) -> None:
+    """Check one exercise, or all of them without a name. Exit code 1 if any is not passed."""
+    chosen = [_chosen(name)] if name else list(exercises.load())
+    failed = 0
+    for exercise in chosen:
+        with console.status(f"checking {exercise.name}") if console.is_terminal else nullcontext():
+            verdict = exercises.check(exercise, limit=limit)
+        _print_verdict(exercise, verdict, short=not name)
+        failed += not verdict.passed
+    if not name:
+        console.print(f"\n{len(chosen) - failed} of {len(chosen)} exercises passed")
+    elif failed:
+        console.print(f"Your file: {exercise.file}\nHelp:      [bold]course hint {exercise.name}[/]")
+    if not failed or not name:
+        _say_next(Progress.load())
+    raise typer.Exit(int(failed > 0))
+
+
+def hint(name: Name = "") -> None:
+    """Show the next hint for an exercise; called again, the one after it. Each says more than the one before."""
+    exercise, progress = _chosen(name), Progress.load()
+    shown = min(progress.hints.get(exercise.name, 0) + 1, len(exercise.hints))
+    for number, text in enumerate(exercise.hints[:shown], start=1):
+        console.print(f"[bold]Hint {number} of {len(exercise.hints)}[/]  {escape(text)}")
+    if shown == len(exercise.hints):
+        console.print(f"[dim]These are all hints. The solution: course solution {exercise.name} --give-up[/]")
+    progress.hints[exercise.name] = shown
+    progress.save()
+
+
+def solution(
+    name: Name = "",
+    give_up: Annotated[bool, typer.Option("--give-up", help="show it although the exercise is not solved")] = False,
+) -> None:
+    """Show the solution of an exercise that you have solved, to compare; of any other with --give-up."""
+    if not name:
+        solved = [e for e in exercises.load() if e.name in Progress.load().passed]
+        exercise = solved[-1] if solved and not give_up else _chosen("")
+    else:
+        exercise = _chosen(name)
+    if exercise.name not in Progress.load().passed and not give_up:
+        console.print(f"{exercise.name} is not solved yet: [bold]course hint {exercise.name}[/] helps.")
+        console.print("To see the solution all the same, add [bold]--give-up[/].")
+        raise typer.Exit(1)
+    path = exercise.solution.relative_to(phases.ROOT)
+    console.print(f"[dim]{path}[/]")
+    console.print(Syntax(exercise.solution.read_text(), "python", background_color="default", word_wrap=True))
+
+
+def diff(
+    old: Annotated[str, typer.Argument(help="a phase, by number")],
+    new: Annotated[str, typer.Argument(help="a later phase")],
+) -> None:
+    """Show what one phase's kernel changed against another's, from the source as it is now."""
+    from common.source import diff_texts, function_in
+
+    found = [phases.find(name) for name in (old, new)]
+    for name, phase in zip((old, new), found, strict=True):
+        if phase is None:
+            known = ", ".join(str(p.number) for p in phases.PHASES)
+            console.print(f"There is no phase {name!r}; there are {known}.", markup=False, style="red")
+            raise typer.Exit(2)
+    texts = [function_in(phase.module_path, phase.kernel) for phase in found]
+    for sign, phase in zip("-+", found, strict=True):
+        console.print(f"[bold]{sign} {phase.module_path.relative_to(phases.ROOT)}: {phase.kernel}[/]")
+    for line in diff_texts(*texts).splitlines():
+        style = {"-": "red", "+": "green", "@": "cyan"}.get(line[:1])
+        console.print(line, style=style, markup=False, soft_wrap=True)
+
+
+def reset(name: Annotated[str, typer.Argument(help="its name, number or file")]) -> None:
+    """Bring an exercise back as it was shipped. What you had is kept beside it."""
+    exercise = _chosen(name)
+    kept = exercises.reset(exercise)
+    console.print(f"{exercise.file} is as shipped." + (f" What you had: {kept.name}" if kept else ""))
+
+
+def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
+    """Check an exercise each time its file is saved, and go on to the next one when it passes. Ctrl-C ends."""
+    exercise, seen = _chosen(name), None
+    console.print(f"Watching [bold]{exercise.file}[/]; save it to check. Ctrl-C ends.")
+    try:
+        while True:
+            now = exercise.path.stat().st_mtime_ns if exercise.path.exists() else None
+            if now != seen:
+                seen = now
+                verdict = exercises.check(exercise, limit=limit)
+                _print_verdict(exercise, verdict)
+                following = Progress.load().next()
+                if verdict.passed and following is None:
+                    console.print("All exercises are solved.")
+                    return
+                if verdict.passed and not name:
+                    exercise, seen = following, None
+                    console.print(f"\nNext: [bold]{exercise.number} {exercise.title}[/], {exercise.file}")
+            time.sleep(0.3)
+    except KeyboardInterrupt:
+        console.print("\nStopped.")
+
+
+def _chosen(name: str) -> Exercise:
+    """The exercise that is meant; the next one without a name. Ends the command where there is none."""
+    if not name:
+        exercise = Progress.load().next()
+        if exercise is None:
+            console.print("All exercises are solved: name one.")
+            raise typer.Exit(0)
+        return exercise
+    exercise = exercises.find(name)
+    if exercise is None:
+        similar = exercises.similar(name)
+        meant = f" Did you mean {' or '.join(similar)}?" if similar else " `course check` lists them all."
+        console.print(f"There is no exercise {name!r}.{meant}", style="red", markup=False)
+        raise typer.Exit(2)
+    return exercise
+
+
+def _print_verdict(exercise: Exercise, verdict: Verdict, *, short: bool = False) -> None:
+    seconds = f"  [dim]{verdict.seconds:.1f} s[/]" if verdict.seconds else ""
+    console.print(f"{exercise.number}  {exercise.name}  {MARKS[verdict.kind]}{seconds}")
+    if not short or verdict.kind not in ("passed", "unfinished"):
+        console.print(verdict.message, markup=False, style=None if verdict.passed else "red")
+
+
+def _reflowed(text: str) -> str:
+    """Paragraphs as one line each, for the terminal to break; what is indented stays as it is."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(p if "\n " in f"\n{p}" else " ".join(p.split()) for p in paragraphs)
+
+
+def _say_next(progress: Progress) -> None:
+    exercise = progress.next()
+    if exercise is None:
+        console.print("All exercises are solved.")
+        return
+    console.print(f"Next: [bold]{exercise.number}  {exercise.title}[/]\n      {exercise.file}")
+    if not progress.passed:
+        console.print("      [bold]make lab[/] opens the first notebook, [bold]course next[/] shows the task")
+    else:
+        console.print("      [bold]course next[/] shows the task")
+
+
+COMMANDS = (next_task, check, hint, solution, diff, reset, watch)

@@ -1,0 +1,31 @@
+"""Merge two partial results of attention.
+
+Two programs have attended with the same queries to two different sets of keys. Each returns its normalized output o
+and lse, the logarithm of the sum of exp(s) over its keys. Combine them into what one program would have returned for
+all the keys: with l_a = exp(lse_a) and l_b = exp(lse_b),
+
+    lse = log(l_a + l_b)        o = (l_a o_a + l_b o_b) / (l_a + l_b)
+
+but logits go into the hundreds, so neither l_a nor l_b can be computed as it stands. A set in which a query saw no key
+has o = 0 and lse = -inf there; merging it changes nothing, and two such sets give o = 0 and lse = -inf again.
+
+    o_a, o_b       (..., head_dim), fp32 or fp64; left as they are
+    lse_a, lse_b   (...), the same dtype
+    returns        o and lse, of these shapes and of this dtype
+
+Split-KV decoding (phase 3) and ring attention (phase 5) merge their parts with this very function.
+
+Notebook: phase1_softmax/softmax.ipynb, section 2, "One statistic to keep".
+"""
+
+import math
+
+import torch
+
+
+def merge(
+    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pair (o, lse) of two disjoint sets of keys together; o (..., head_dim), lse (...)."""
+    # your code: return o and lse
+    raise NotImplementedError

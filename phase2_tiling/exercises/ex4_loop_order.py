@@ -1,0 +1,72 @@
+"""Put the keys outside, as FlashAttention did.
+
+In the first paper's order (arXiv 2205.14135, Algorithm 1) a tile of keys and values is loaded once and all queries
+visit it. Between two visits the state of a row waits in memory: m, l, and the output o that is right for the keys seen
+so far, divided by its l already. A visit brings (m, l, o) to (m', l', o'):
+
+    (m', l', alpha, p) = online_softmax_step(m, l, s)      l o is the acc of phase 2      o' = ?
+
+Derive o' from acc' = alpha acc + p v, and write the inner loop: for each tile of queries load q and the state, take the
+tile of keys into it, store the state. Load it on every visit, the first included: what the kernel finds in memory is
+the state of keys seen before, and the launcher puts o = 0, m = -inf, l = 0 there, that of none.
+
+    q, k, v   fp16, bf16 or fp32, (seq_q, head_dim) and (seq_k, head_dim), any strides; any seq_q and seq_k
+    o         (seq_q, head_dim), fp32 (or fp16, to see what comes of it)
+    m, l      fp32, (seq_q,), contiguous
+
+There is one program. So the barrier after the loop: what some of its threads store, others load in the next turn.
+
+Notebook: phase2_tiling/tiling.ipynb, section 2, "2.5 Queries outside, or keys outside?".
+"""
+
+from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
+from phase1_softmax.online_softmax import online_softmax_step
+from phase2_tiling import tiling
+from phase2_tiling.tiling import tile_pointers
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _attention_keys_outside_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, m_ptr, l_ptr, stride_q, stride_k, stride_v, stride_o, seq_q, seq_k, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid: (1,): all turns of the outer loop update the same rows, one turn after another.
+
+    Reads k and v once, and q, o, m and l once for each tile of keys; writes o, m and l as often.
+    Requires: num_stages=1, so that no load of the state is moved ahead of a store.
+    """
+    offs_d = tl.arange(0, HEAD_DIM)
+    for start_n in range(0, seq_k, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        cols = (offs_n < seq_k)[:, None]  # (BLOCK_N, 1)
+        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[0], stride_k[1]), mask=cols, other=0.0)
+        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[0], stride_v[1]), mask=cols, other=0.0)
+        # your code: the loop over tiles of BLOCK_M queries
+        raise NotImplementedError
+        tl.debug_barrier()
+
+
+def attention_keys_outside(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, *, keep: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """softmax(scale q k^T) v for one head: arguments, result and errors are those of phase2_tiling.attention.
+
+    keep: the dtype in which o waits between visits, torch.float32 or torch.float16.
+    """
+    scale = tiling._check(q, k, v, scale)
+    o = torch.zeros(q.shape, dtype=keep, device=q.device)
+    m = torch.full(q.shape[:1], float("-inf"), device=q.device)
+    l = torch.zeros(q.shape[:1], device=q.device)
+    tiles = runtime.tile_sizes(q.shape[1], q.dtype, backward=True)  # small enough for a tile of o; num_stages is 1
+    dtype = q.dtype
+    q, k, v = runtime.to_kernel_dtype(q, k, v)
+    with runtime.on_device_of(q):
+        _attention_keys_outside_kernel[(1,)](
+            q, k, v, o, m, l, q.stride(), k.stride(), v.stride(), o.stride(), q.shape[0], k.shape[0], scale,
+            HEAD_DIM=q.shape[1], **tiles,
+        )  # fmt: skip
+    return o.to(dtype)

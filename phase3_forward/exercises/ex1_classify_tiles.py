@@ -1,0 +1,29 @@
+"""Classify the tiles of a causal mask that is aligned bottom-right.
+
+Counted from the end, query i sees the keys j <= i + seq_k - seq_q: the last query sees the last key. Cut S into tiles:
+tile (tile_m, tile_n) holds queries tile_m * block_m and the block_m - 1 after it, and keys tile_n * block_n and the
+block_n - 1 after it. seq_q and seq_k are any lengths. The last tiles may stick out: queries from seq_q on follow the
+same rule, keys from seq_k on are seen by nobody.
+
+kind         "skipped"   no pair of a query and a key in the tile is visible
+             "full"      all block_m * block_n pairs are visible: the tile needs no mask of any sort
+             "partial"   neither
+loop_bounds  two integers for the tiles of one row of tiles: how many are full (they come first), and where the loop
+             over keys ends. It visits tiles 0 ... end - 1, and those from `full` on need a mask.
+
+With seq_q > seq_k the first queries see nothing at all; a row of tiles without a visible pair has the bounds (0, 0).
+
+Notebook: phase3_forward/forward.ipynb, section 2, "The causal mask, a tile at a time" and the heading after it.
+"""
+
+
+def kind(tile_m: int, tile_n: int, block_m: int, block_n: int, seq_q: int, seq_k: int) -> str:
+    """ "skipped", "full" or "partial"; 0 <= tile_n < ceil(seq_k / block_n)."""
+    # your code: compare the corners of the tile
+    raise NotImplementedError
+
+
+def loop_bounds(tile_m: int, block_m: int, block_n: int, seq_q: int, seq_k: int) -> tuple[int, int]:
+    """(full, end): tiles 0 ... full - 1 need no mask, tiles full ... end - 1 need one, the rest is not visited."""
+    # your code: how many keys does the first query of the tile see, how many the last?
+    raise NotImplementedError

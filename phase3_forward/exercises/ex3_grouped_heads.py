@@ -1,0 +1,91 @@
+"""Find a program's heads: query heads that share a key head.
+
+heads_q query heads share heads_kv key heads in groups of group = heads_q / heads_kv neighbors. The launcher starts
+cdiv(seq_q, BLOCK_M) * batch * heads_q programs on one axis. In a program's number the tile of queries runs fastest,
+then the query head, then the batch. Everything after the first lines of the kernel is given and works on one head.
+
+Write these lines: pid_m, the tile of queries that this program computes, and the pointers q_ptr, k_ptr, v_ptr, o_ptr
+moved to the beginning of its head, lse_ptr to the beginning of its row. stride_q, stride_k, stride_v and stride_o hold
+four strides each, in elements, for the axes batch, head, seq, head_dim, and may be anything: nothing is contiguous but
+lse (batch, heads_q, seq_q). Keys and values may lie more than 2^31 elements apart.
+
+Notebook: phase3_forward/forward.ipynb, section 2, "Grouped heads"; for the numbers of programs, strides and 64 bits the
+headings from "Batch and heads" on.
+"""
+
+from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from phase2_tiling.tiling import attention_tile_step, tile_pointers
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _grouped_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, stride_q, stride_k, stride_v, stride_o,
+    heads_q, group, seq_q, seq_k, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (cdiv(seq_q, BLOCK_M) * batch * heads_q,). One tile of queries of one head."""
+    # your code: pid_m, and the five pointers moved to this program's head
+    raise NotImplementedError
+
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    in_d = (offs_d < HEAD_DIM)[None, :]
+    rows = (offs_m < seq_q)[:, None] & in_d
+    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
+
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    end_n = seq_k
+    if IS_CAUSAL:
+        end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
+    for start_n in range(0, end_n, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        cols = (offs_n < seq_k)[:, None] & in_d
+        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
+        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+        visible = (offs_n < seq_k)[None, :]
+        if IS_CAUSAL:
+            visible = visible & (offs_m[:, None] >= offs_n[None, :])
+        m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible)
+
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[2], stride_o[3])
+    tl.store(o_ptrs, (acc / l_safe[:, None]).to(o_ptr.dtype.element_ty), mask=rows)
+    tl.store(lse_ptr + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
+
+
+def grouped_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention whose query heads may share key heads; arguments, results and errors of phase 3's `attention_forward`.
+
+    q (batch, heads_q, seq_q, head_dim), k and v (batch, heads_kv, seq_k, head_dim), any strides. o has the strides of q
+    where q covers its memory without overlap, as PyTorch's `empty_like` does.
+    """
+    scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+    batch, heads_q, seq_q, head_dim = q.shape
+    o = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return o, lse
+    tiles = runtime.tile_sizes(head_dim, q.dtype)
+    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
+    grid = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads_q,)
+    with runtime.on_device_of(q):
+        _grouped_kernel[grid](
+            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(),
+            heads_q, heads_q // k.shape[1], seq_q, k.shape[2], scale,
+            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), IS_CAUSAL=is_causal, **tiles,
+        )  # fmt: skip
+    return out.to(o.dtype), lse

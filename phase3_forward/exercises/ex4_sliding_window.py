@@ -1,0 +1,93 @@
+"""Attend to the last keys only: a sliding window.
+
+Query i sees the last `window` keys up to its own, i - window < j <= i. Rows and columns are counted from the top left,
+keys j < 0 and j >= seq_k do not exist. S is then a band along the diagonal, and a tile of queries must walk over the
+tiles of keys that touch the band and over no others, on either side. That is what makes the cost grow like
+seq * window instead of seq^2.
+
+Write the walk: where it begins and ends, the loop with its loads, and what is visible in each tile. q is loaded, the
+state m_i, l_i, acc is set up, and the pointers stand at the beginning of their heads; attention_tile_step and
+tile_pointers are phase 2's. With tiles taller than the window a row may see no key of the first tiles visited, so its
+maximum is still -inf when its first key arrives.
+
+Notebook: phase3_forward/forward.ipynb, section 6, "3.4 A sliding window".
+"""
+
+from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from phase2_tiling.tiling import attention_tile_step, tile_pointers
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _window_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, stride_q, stride_k, stride_v, stride_o,
+    heads_q, group, seq_q, seq_k, window, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid: (cdiv(seq_q, BLOCK_M) * batch * heads_q,).
+
+    Reads q once, and for each program the tiles of keys and values that hold a key seen by one of its rows.
+    """
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    pid_m = tl.program_id(0) % tiles_m
+    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    b, h = pid_bh // heads_q, pid_bh % heads_q
+    q_ptr += b * stride_q[0] + h * stride_q[1]
+    k_ptr += b * stride_k[0] + (h // group) * stride_k[1]
+    v_ptr += b * stride_v[0] + (h // group) * stride_v[1]
+    o_ptr += b * stride_o[0] + h * stride_o[1]
+
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    in_d = (offs_d < HEAD_DIM)[None, :]
+    rows = (offs_m < seq_q)[:, None] & in_d
+    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
+
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    # your code: the walk over the tiles of keys in the band
+    raise NotImplementedError
+
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[2], stride_o[3])
+    tl.store(o_ptrs, (acc / l_safe[:, None]).to(o_ptr.dtype.element_ty), mask=rows)
+    tl.store(lse_ptr + pid_bh * seq_q + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
+
+
+def sliding_window_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention to the last `window` keys: query i sees the keys i - window < j <= i, counted from the top left.
+
+    q (batch, heads_q, seq_q, head_dim), k and v (batch, heads_kv, seq_k, head_dim): fp16, bf16 or fp32, any strides,
+    head_dim up to 256; with enable_gqa heads_q may be a multiple of heads_kv. window: an int from 1 to 2^31 - 1; one of
+    seq_q or more is a plain causal mask. Returns o like q and lse (batch, heads_q, seq_q) in fp32; a row that sees no
+    key (with seq_q > seq_k) has o = 0 and lse = -inf. Raises TypeError or ValueError naming the argument.
+    """
+    scale = validate.check_qkv(q, k, v, scale, enable_gqa=enable_gqa)
+    if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window < 2**31:
+        raise ValueError(f"window: expected an int from 1 to 2^31 - 1, got {window!r}")
+    batch, heads_q, seq_q, head_dim = q.shape
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return o, lse
+    tiles = runtime.tile_sizes(head_dim, q.dtype)
+    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
+    grid = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads_q,)
+    with runtime.on_device_of(q):
+        _window_kernel[grid](
+            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(),
+            heads_q, heads_q // k.shape[1], seq_q, k.shape[2], window, scale,
+            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), **tiles,
+        )  # fmt: skip
+    return out.to(o.dtype), lse

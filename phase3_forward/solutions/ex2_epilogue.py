@@ -1,0 +1,94 @@
+"""Finish the forward kernel: o and lse from the running state.
+
+When the loop over the keys is done, a program holds for its tile of queries, all in fp32,
+
+    m_i   (BLOCK_M,)           maximum of the logits that the row has seen
+    l_i   (BLOCK_M,)           sum of exp(s - m_i) over them
+    acc   (BLOCK_M, BLOCK_D)   sum of exp(s - m_i) v
+
+Write what follows: store o = acc / l_i, in the dtype of o, and lse = m_i + log(l_i), natural logarithm, in fp32. The
+rest is given. Its causal mask is aligned bottom-right as in exercise 1, so that with seq_q > seq_k the first rows see
+no key and arrive with m_i = -inf, l_i = 0, acc = 0. They must leave with o = 0 and lse = -inf.
+
+At that point o_ptr and lse_ptr stand at the beginning of this program's head. lse is contiguous, o has the strides
+stride_o[2] along seq_q and stride_o[3] along head_dim. Rows from seq_q on and columns from HEAD_DIM on do not exist:
+nothing may be stored there.
+
+Notebook: phase3_forward/forward.ipynb, section 2, "The logarithm of the row sum".
+"""
+
+from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from phase2_tiling.tiling import attention_tile_step, tile_pointers
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _attn_bottom_right_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, stride_q, stride_k, stride_v, stride_o, heads, seq_q, seq_k, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid: (cdiv(seq_q, BLOCK_M) * batch * heads,). Query i sees the keys j <= i + seq_k - seq_q."""
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    pid_m = tl.program_id(0) % tiles_m
+    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    b, h = pid_bh // heads, pid_bh % heads
+    q_ptr += b * stride_q[0] + h * stride_q[1]
+    k_ptr += b * stride_k[0] + h * stride_k[1]
+    v_ptr += b * stride_v[0] + h * stride_v[1]
+    o_ptr += b * stride_o[0] + h * stride_o[1]
+    lse_ptr += pid_bh * seq_q
+
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    in_d = (offs_d < HEAD_DIM)[None, :]
+    rows = (offs_m < seq_q)[:, None] & in_d  # (BLOCK_M, BLOCK_D)
+    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
+
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    shift = seq_k - seq_q
+    for start_n in range(0, tl.minimum(seq_k, (pid_m + 1) * BLOCK_M + shift), BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        cols = (offs_n < seq_k)[:, None] & in_d
+        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
+        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+        visible = (offs_n < seq_k)[None, :] & (offs_m[:, None] + shift >= offs_n[None, :])
+        m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible)
+
+    # your code: store o and lse of this tile of queries
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    o = acc / l_safe[:, None]
+    lse = m_i + tl.log(l_safe)
+    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[2], stride_o[3])
+    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=rows)
+    tl.store(lse_ptr + offs_m, lse, mask=offs_m < seq_q)
+    # end of your code
+
+
+def bottom_right_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None):
+    """Causal attention in which the last query sees the last key: query i sees the keys j <= i + seq_k - seq_q.
+
+    q (batch, heads, seq_q, head_dim), k and v (batch, heads, seq_k, head_dim): fp16, bf16 or fp32, any strides,
+    head_dim up to 256. Returns o like q and lse (batch, heads, seq_q) in fp32; a row that sees no key has o = 0 and
+    lse = -inf.
+    Raises TypeError or ValueError naming the argument.
+    """
+    scale = validate.check_qkv(q, k, v, scale)
+    batch, heads, seq_q, head_dim = q.shape
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return o, lse
+    tiles = runtime.tile_sizes(head_dim, q.dtype)
+    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
+    grid = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads,)
+    with runtime.on_device_of(q):
+        _attn_bottom_right_kernel[grid](
+            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(), heads, seq_q, k.shape[2], scale,
+            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), **tiles,
+        )  # fmt: skip
+    return out.to(o.dtype), lse

@@ -1,0 +1,169 @@
+"""Split the keys among programs: decoding with a long cache.
+
+A single query against a long cache is one program for each head, and most of the GPU idles. So the keys are split into
+`splits` parts. One kernel computes o and lse of every part as if there were no other keys; a second one merges them:
+
+    lse = log(sum_a exp(lse_a))        o = sum_a exp(lse_a - lse) o_a
+
+Each part takes ceil(tiles / splits) tiles of BLOCK_N keys, where tiles = ceil(seq_k / BLOCK_N): part 0 the first ones,
+part 1 the next, as far as there are any. Parts that come away empty have o = 0 and lse = -inf. Write
+
+1. in the first kernel, begin_n and end_n: the keys begin_n ... end_n - 1 are those of this part;
+2. in the second, how a part enters the state. Its lse counts as one logit and its o as that key's value, so the state
+   is the one you know: m_i the maximum of the lse so far, l_i the sum of exp(lse - m_i), acc the sum of
+   exp(lse - m_i) o. Any part may be empty, also the first, also all;
+3. at its end, o (BLOCK_M, BLOCK_D) and lse (BLOCK_M,) from the state.
+
+Notebook: phase3_forward/forward.ipynb, section 2, "Two results become one".
+"""
+
+from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from phase2_tiling.tiling import attention_tile_step, tile_pointers
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _split_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, stride_q, stride_k, stride_v,
+    splits, heads_q, group, rows, seq_q, seq_k, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one head against one part of the keys.
+
+    Grid: (cdiv(seq_q, BLOCK_M) * splits * batch * heads_q,). o (splits, rows, HEAD_DIM) and lse (splits, rows) are fp32
+    and contiguous, rows = batch * heads_q * seq_q.
+    """
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    pid_m = tl.program_id(0) % tiles_m
+    part = tl.program_id(0) // tiles_m % splits
+    pid_bh = (tl.program_id(0) // tiles_m // splits).to(tl.int64)
+    b, h = pid_bh // heads_q, pid_bh % heads_q
+    q_ptr += b * stride_q[0] + h * stride_q[1]
+    k_ptr += b * stride_k[0] + (h // group) * stride_k[1]
+    v_ptr += b * stride_v[0] + (h // group) * stride_v[1]
+
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    in_d = (offs_d < HEAD_DIM)[None, :]
+    inside = (offs_m < seq_q)[:, None] & in_d
+    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=inside, other=0.0)
+
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    # your code: begin_n and end_n of this part
+    keys = tl.cdiv(tl.cdiv(seq_k, BLOCK_N), splits) * BLOCK_N  # in a part
+    begin_n = part * keys
+    end_n = tl.minimum(seq_k, begin_n + keys)
+    # end of your code
+    for start_n in range(begin_n, end_n, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        cols = (offs_n < seq_k)[:, None] & in_d
+        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
+        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+        m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, (offs_n < seq_k)[None, :])
+
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    offs_row = part.to(tl.int64) * rows + pid_bh * seq_q + offs_m
+    tl.store(tile_pointers(o_ptr, offs_row, offs_d, HEAD_DIM, 1), acc / l_safe[:, None], mask=inside)
+    tl.store(lse_ptr + offs_row, m_i + tl.log(l_safe), mask=offs_m < seq_q)
+
+
+@triton.jit
+def _merge_kernel(
+    o_parts_ptr, lse_parts_ptr, o_ptr, lse_ptr, splits, rows,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The parts of BLOCK_M rows become one.
+
+    Grid: (cdiv(rows, BLOCK_M),). o_parts (splits, rows, HEAD_DIM), lse_parts (splits, rows), o (rows, HEAD_DIM), lse
+    (rows,), all contiguous; all fp32 but o.
+    """
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    inside = (offs_m < rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    offs_row = offs_m
+    for _ in range(0, splits):
+        lse_part = tl.load(lse_parts_ptr + offs_row, mask=offs_m < rows, other=float("-inf"))  # (BLOCK_M,)
+        o_part = tl.load(tile_pointers(o_parts_ptr, offs_row, offs_d, HEAD_DIM, 1), mask=inside, other=0.0)
+        # your code: take the part into m_i, l_i and acc
+        m_new = tl.maximum(m_i, lse_part)
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha, weight = tl.exp(m_i - shift), tl.exp(lse_part - shift)
+        l_i = alpha * l_i + weight
+        acc = alpha[:, None] * acc + weight[:, None] * o_part
+        m_i = m_new
+        # end of your code
+        offs_row += rows
+
+    # your code: o and lse of these rows
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    o = acc / l_safe[:, None]
+    lse = m_i + tl.log(l_safe)
+    # end of your code
+    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, HEAD_DIM, 1)
+    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=inside)
+    tl.store(lse_ptr + offs_m, lse, mask=offs_m < rows)
+
+
+def split_parts(q, k, v, splits: int, scale: float | None = None, enable_gqa: bool = False):
+    """o (splits, batch, heads_q, seq_q, head_dim) and lse (splits, batch, heads_q, seq_q) of the parts, both fp32."""
+    scale = validate.check_qkv(q, k, v, scale, enable_gqa=enable_gqa)
+    if not isinstance(splits, int) or isinstance(splits, bool) or splits < 1:
+        raise ValueError(f"splits: expected an int from 1 upwards, got {splits!r}")
+    batch, heads_q, seq_q, head_dim = q.shape
+    o_parts = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+    lse_parts = torch.empty(splits, *q.shape[:3], dtype=torch.float32, device=q.device)
+    if lse_parts.numel() == 0:
+        return o_parts, lse_parts
+    tiles = runtime.tile_sizes(head_dim, q.dtype) | dict(BLOCK_M=16)  # queries are few: the least that tl.dot takes
+    q, k, v = runtime.to_kernel_dtype(q, k, v)
+    grid = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * splits * batch * heads_q,)
+    with runtime.on_device_of(q):
+        _split_kernel[grid](
+            q, k, v, o_parts, lse_parts, q.stride(), k.stride(), v.stride(),
+            splits, heads_q, heads_q // k.shape[1], batch * heads_q * seq_q, seq_q, k.shape[2], scale,
+            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), **tiles,
+        )  # fmt: skip
+    return o_parts, lse_parts
+
+
+def merge_parts(o_parts: torch.Tensor, lse_parts: torch.Tensor, dtype: torch.dtype = torch.float32):
+    """One o (..., head_dim) in `dtype` and one lse (...), fp32, from contiguous fp32 parts along the first axis."""
+    splits, *lead, head_dim = o_parts.shape
+    o = torch.empty(*lead, head_dim, dtype=dtype, device=o_parts.device)
+    lse = torch.empty(lead, dtype=torch.float32, device=o_parts.device)
+    if lse.numel() == 0:
+        return o, lse
+    (out,) = runtime.to_kernel_dtype(o)
+    block_m = 16
+    with runtime.on_device_of(o_parts):
+        _merge_kernel[(triton.cdiv(lse.numel(), block_m),)](
+            o_parts, lse_parts, out, lse, splits, lse.numel(),
+            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=block_m,
+        )  # fmt: skip
+    return out.to(dtype), lse
+
+
+def split_kv_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    splits: int = 8,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention without a mask for few queries and many keys, the keys split among programs.
+
+    q (batch, heads_q, seq_q, head_dim), k and v (batch, heads_kv, seq_k, head_dim): fp16, bf16 or fp32, any strides,
+    head_dim up to 256; with enable_gqa heads_q may be a multiple of heads_kv. splits: an int from 1 upwards, also more
+    than there are tiles of keys. Returns o like q and lse (batch, heads_q, seq_q) in fp32, rounded once whatever the
+    number of parts. Raises TypeError or ValueError naming the argument.
+    """
+    return merge_parts(*split_parts(q, k, v, splits, scale, enable_gqa), q.dtype)

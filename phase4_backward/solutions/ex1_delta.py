@@ -1,0 +1,80 @@
+"""Compute delta in two ways, and write the kernel for the cheaper one.
+
+dS = P * (dP - delta) needs one number a row. Two formulas give it:
+
+    delta_i = sum_j P_ij dP_ij, dP = dO V^T      (over keys)
+    delta_i = sum_d dO_id O_id                   (over head_dim)
+
+Write both in PyTorch, for any leading axes, in the dtype of the inputs:
+
+    delta_over_keys(p, do, v)    p (..., seq_q, seq_k), do (..., seq_q, head_dim), v (..., seq_k, head_dim)
+    delta_over_head_dim(o, do)   o, do (..., seq_q, head_dim)
+
+and the second as a kernel:
+
+    o, do    (batch, heads, seq_q, head_dim), fp16, bf16 or fp32, any strides
+    delta    (batch, heads, seq_q), fp32, contiguous
+
+do comes from autograd as it pleases: the gradient of a sum has stride 0 everywhere, and that of a slice lies in
+something larger. Multiply and add in fp32. Pointers come from phase 2's `tile_pointers`.
+
+Notebook: phase4_backward/backward.ipynb, section 2, "Delta without P".
+"""
+
+from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
+from phase2_tiling.tiling import tile_pointers
+
+import torch
+import triton
+import triton.language as tl
+
+
+def delta_over_keys(p: torch.Tensor, do: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """rowsum(P * dP), (..., seq_q)."""
+    # your code: dP, and the sum over keys
+    return (p * (do @ v.mT)).sum(dim=-1)
+    # end of your code
+
+
+def delta_over_head_dim(o: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
+    """rowsum(dO * O), (..., seq_q)."""
+    # your code: the sum over head_dim
+    return (do * o).sum(dim=-1)
+    # end of your code
+
+
+@triton.jit
+def _delta_kernel(
+    o_ptr, do_ptr, delta_ptr, stride_o, stride_do, heads, seq_q,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Grid: (cdiv(seq_q, BLOCK_M) * batch * heads,). A program owns BLOCK_M rows of head h of batch b."""
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    pid_m = tl.program_id(0) % tiles_m
+    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    b, h = pid_bh // heads, pid_bh % heads
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)  # BLOCK_D: HEAD_DIM, padded to a power of two
+    delta_ptr += pid_bh * seq_q
+    # your code: load the tiles of o and do, each by its own four strides, and store delta of the rows that exist
+    rows = (offs_m < seq_q)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    o_ptr += b * stride_o[0] + h * stride_o[1]
+    do_ptr += b * stride_do[0] + h * stride_do[1]
+    o = tl.load(tile_pointers(o_ptr, offs_m, offs_d, stride_o[2], stride_o[3]), mask=rows, other=0.0)
+    do = tl.load(tile_pointers(do_ptr, offs_m, offs_d, stride_do[2], stride_do[3]), mask=rows, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
+    tl.store(delta_ptr + offs_m, delta, mask=offs_m < seq_q)
+    # end of your code
+
+
+def delta(o: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
+    """The kernel's result: (batch, heads, seq_q), fp32."""
+    batch, heads, seq_q, head_dim = o.shape
+    delta = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
+    o, do = runtime.to_kernel_dtype(o, do)
+    with runtime.on_device_of(o):
+        _delta_kernel[(triton.cdiv(seq_q, 32) * batch * heads,)](
+            o, do, delta, o.stride(), do.stride(), heads, seq_q,
+            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=32,
+        )  # fmt: skip
+    return delta

@@ -1,0 +1,78 @@
+"""Recompute P from the LSE, and get dV from it.
+
+A program owns one tile of keys. The forward pass left one number for each query, LSE_i, and that is enough to have P
+back, tile by tile, and to add up
+
+    dV_j = sum_i P_ij dO_i,      P_ij = exp(S_ij - LSE_i),      S = scale Q K^T
+
+without ever having all of P. No mask but the ends of the sequences: every query sees every key. Write the loop over
+queries.
+
+    q, do    (batch, heads, seq_q, head_dim), fp16, bf16 or fp32, any strides
+    k, dv    (batch, heads, seq_k, head_dim), the same
+    lse      (batch, heads, seq_q), fp32, contiguous; natural logarithm, finite
+
+Products: `tl.dot(a, b, input_precision="ieee")`, and `tl.dot(a, b, acc, input_precision="ieee")` to add to acc. Both
+operands need the same dtype, so P goes into its product in that of dO.
+
+Notebook: phase4_backward/backward.ipynb, section 2, "P from one number a row".
+"""
+
+from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from phase2_tiling.tiling import tile_pointers
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _dv_kernel(
+    q_ptr, k_ptr, do_ptr, lse_ptr, dv_ptr, stride_q, stride_k, stride_do, stride_dv, heads, seq_q, seq_k, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Grid: (cdiv(seq_k, BLOCK_N) * batch * heads,)."""
+    tiles_n = tl.cdiv(seq_k, BLOCK_N)
+    pid_n = tl.program_id(0) % tiles_n
+    pid_bh = (tl.program_id(0) // tiles_n).to(tl.int64)
+    b, h = pid_bh // heads, pid_bh % heads
+    q_ptr += b * stride_q[0] + h * stride_q[1]
+    k_ptr += b * stride_k[0] + h * stride_k[1]
+    do_ptr += b * stride_do[0] + h * stride_do[1]
+    dv_ptr += b * stride_dv[0] + h * stride_dv[1]
+    lse_ptr += pid_bh * seq_q  # every pointer is now that of this program's head
+
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    in_d = (offs_d < HEAD_DIM)[None, :]
+    cols = (offs_n < seq_k)[:, None] & in_d
+    k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    # your code: for every tile of queries, load q, do and lse, recompute p (BLOCK_M, BLOCK_N), add its share to dv
+    for start_m in range(0, seq_q, BLOCK_M):
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        rows = (offs_m < seq_q)[:, None] & in_d
+        q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
+        do = tl.load(tile_pointers(do_ptr, offs_m, offs_d, stride_do[2], stride_do[3]), mask=rows, other=0.0)
+        lse = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        p = tl.exp(s - lse[:, None])  # queries past the end meet a dO of 0; keys past the end are not stored
+        dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
+    # end of your code
+    dv_ptrs = tile_pointers(dv_ptr, offs_n, offs_d, stride_dv[2], stride_dv[3])
+    tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=cols)
+
+
+def attention_dv(q, k, do, lse, scale: float | None = None) -> torch.Tensor:
+    """dV of attention without a mask, (batch, heads, seq_k, head_dim), in k's dtype. v is not needed."""
+    batch, heads, seq_q, head_dim = q.shape
+    seq_k = k.shape[2]
+    scale = validate.check_scale(scale, head_dim)
+    dv = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    q, k, do, out = runtime.to_kernel_dtype(q, k, do, dv)
+    with runtime.on_device_of(q):
+        _dv_kernel[(triton.cdiv(seq_k, 32) * batch * heads,)](
+            q, k, do, lse, out, q.stride(), k.stride(), do.stride(), out.stride(), heads, seq_q, seq_k, scale,
+            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=16, BLOCK_N=32, num_stages=1,
+        )  # fmt: skip
+    return out.to(dv.dtype)

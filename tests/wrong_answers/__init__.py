@@ -1,0 +1,30 @@
+"""Wrong answers that people give: each an edit of the solution, and the words with which it must be rejected."""
+
+import importlib
+from dataclasses import dataclass
+
+from common import phases
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """The solution with every `old` replaced by its `new`; `says` is a part of the message that names the mistake."""
+
+    mistake: str
+    edits: dict[str, str]
+    says: str
+
+    def applied_to(self, solution: str) -> str:
+        for old, new in self.edits.items():
+            assert solution.count(old) == 1, f"{old!r} occurs {solution.count(old)} times"
+            solution = solution.replace(old, new)
+        return solution
+
+
+def load() -> dict[str, list[Wrong]]:
+    """By name of the exercise, from tests/wrong_answers/phaseN.py."""
+    found = {}
+    for phase in phases.PHASES:
+        if (phases.ROOT / phase.folder / "exercises").exists():
+            found |= importlib.import_module(f"wrong_answers.phase{phase.number}").WRONG
+    return found

@@ -1,0 +1,92 @@
+"""What goes wrong in phase 1's exercises."""
+
+from wrong_answers import Wrong
+
+WRONG = {
+    "ex1_masked_add": [
+        Wrong("the store is not masked", {"2 * x + y, mask=inside": "2 * x + y"}, "does the store have a mask?"),
+        Wrong("a load is not masked", {"y_ptr + offsets, mask=inside": "y_ptr + offsets"}, "do both loads have the"),
+        Wrong("every program takes the first block", {"tl.program_id(0) * BLOCK + ": ""}, "only the first block"),
+    ],
+    "ex2_safe_softmax": [
+        Wrong("no maximum is subtracted", {"s - torch.where(m == -math.inf, 0.0, m)": "s"}, "What may be subtracted"),
+        Wrong("-inf minus -inf", {"torch.where(m == -math.inf, 0.0, m)": "m"}, "no logit is left, so the maximum"),
+        Wrong("0 divided by 0", {"torch.where(l == 0, 1.0, l)": "l"}, "and so is 0/0"),
+        Wrong("the maximum of the whole tensor", {"s.amax(dim=-1, keepdim=True)": "s.max()"}, "that of each row"),
+        Wrong("the maximum is at least 0", {"keepdim=True)\n    e": "keepdim=True).clamp(min=0)\n    e"}, "each row"),
+        Wrong("all of it in 16 bits", {"x.float()": "x"}, "is all of it computed in fp32"),
+        Wrong("NaN is hidden", {".to(x.dtype)": ".nan_to_num(0).to(x.dtype)"}, "a row with a NaN"),
+        Wrong("returned in fp32", {".to(x.dtype)": ""}, "torch.float16, so the result must be as well"),
+        Wrong(
+            "the input is written",
+            {"s = x.float()": "s = x.float().sub_(x.amax(-1, keepdim=True))"},
+            "writes into its argument 1",
+        ),
+        Wrong("PyTorch's softmax", {"(e / torch.where(l == 0, 1.0, l))": "torch.softmax(s, -1)"}, "write it out"),
+    ],
+    "ex3_online_step": [
+        Wrong("PyTorch: no rescale", {"l * torch.exp(m - shift)": "l"}, "measured against the old maximum: is it resc"),
+        Wrong("PyTorch: rescaled the wrong way around", {"torch.exp(m - shift)": "torch.exp(shift - m)"}, "never grow"),
+        Wrong("PyTorch: the old maximum is lost", {"torch.maximum(m, tile.amax(dim=1))": "tile.amax(dim=1)"}, "alone"),
+        Wrong("PyTorch: no guard", {"torch.where(m_new == -math.inf, 0.0, m_new)": "m_new"}, "-inf subtracted"),
+        Wrong("PyTorch: -inf becomes 0", {"return m_new, l *": "return shift, l *"}, "became 0"),
+        Wrong(
+            "PyTorch: one maximum for all rows",
+            {"tile.amax(dim=1)": "tile.amax()"},
+            "which axis is reduced?",
+        ),
+        Wrong("PyTorch: in place", {"return m_new, l *": "m[:] = m_new\n    return m_new, l *"}, "writes into"),
+        Wrong(
+            "PyTorch: NaN is hidden",
+            {
+                "torch.where(m_new == -math.inf, 0.0, m_new)": "m_new",
+                "l * torch.exp(m - shift) + torch.exp(tile - shift[:, None]).sum(dim=1)": "torch.nan_to_num("
+                "l * torch.exp(m - shift) + torch.exp(tile - shift[:, None]).sum(dim=1))",
+            },
+            "with a NaN in row 1",
+        ),
+        Wrong(
+            "PyTorch: always fp32",
+            {"tile.amax(dim=1)": "tile.float().amax(dim=1).double()"},
+            "the precision of fp32 only",
+        ),
+        Wrong("Triton: no rescale", {"l_i * tl.exp(m_i - shift)": "l_i"}, "in Triton, a tile with larger logits: l"),
+        Wrong("Triton: no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf subtracted"),
+        Wrong(
+            "Triton: a large negative number for -inf",
+            {"m_new = tl.maximum(m_i, tl": "m_new = tl.maximum(tl.maximum(m_i, -5000.0), tl"},
+            "logits near -10000",
+        ),
+    ],
+    "ex4_merge": [
+        Wrong(
+            "exp of the logits' size", {"torch.logaddexp(lse_a, lse_b)": "(lse_a.exp() + lse_b.exp()).log()"}, "range"
+        ),
+        Wrong("weights that do not add up to 1", {"0.0, lse)": "0.0, torch.maximum(lse_a, lse_b))"}, "add up to 1"),
+        Wrong("no guard", {"torch.where(lse == -math.inf, 0.0, lse)": "lse"}, "both: o is NaN"),
+        Wrong("the larger lse", {"torch.logaddexp(lse_a, lse_b)": "torch.maximum(lse_a, lse_b)"}, "the larger one"),
+        Wrong("swapped weights", {"w_a, w_b =": "w_b, w_a ="}, "swapped"),
+        Wrong("the plain average", {"w_a[..., None] * o_a + w_b[..., None] * o_b": "(o_a + o_b) / 2"}, "plain average"),
+    ],
+    "ex5_erratum": [
+        Wrong("as printed", {"return torch.exp(m1 - m2) * o1": "return o1 / torch.exp(m1 - m2)"}, "must it grow?"),
+        Wrong("not rescaled", {"return torch.exp(m1 - m2) * o1": "return o1"}, "not rescaled"),
+        Wrong(
+            "both terms",
+            {"return torch.exp(m1 - m2) * o1 + p2 @ v2": "return torch.exp(m1 - m2) * (o1 + p2 @ v2)"},
+            "both terms are rescaled",
+        ),
+        Wrong(
+            "the new term",
+            {"torch.exp(m1 - m2) * o1 + p2 @ v2\n    #": "o1 + torch.exp(m1 - m2) * (p2 @ v2)\n    #"},
+            "not the new one",
+        ),
+        Wrong(
+            "a telling input that hides", {"torch.tensor([[3.0, 0.0]])": "torch.tensor([[1.5, 0.0]])"}, "is right too"
+        ),
+        Wrong("a hiding input that tells", {"return s2, v2, s1, v1  #": "return s1, v1, s2, v2  #"}, "is wrong (by"),
+        Wrong(
+            "a hiding input of zeros", {"return s2, v2, s1, v1  #": "return s2, 0 * v2, s1, v1  #"}, "both tiles must"
+        ),
+    ],
+}
