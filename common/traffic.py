@@ -15,6 +15,7 @@ from unittest import mock
 
 from common import runtime
 
+import numpy as np
 import torch
 import triton
 
@@ -53,24 +54,25 @@ def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
         spans.append((start, start + t.untyped_storage().nbytes(), name))
 
     def size_and_owner(ptrs, mask):
-        count = int(mask.data.sum())
-        address = int(ptrs.data[mask.data][0]) if count else 0
+        inside = np.asarray(mask.data)  # of a descriptor's load the mask is the array itself
+        count = int(inside.sum())
+        address = int(ptrs.data[inside][0]) if count else 0
         owner = next((name for start, end, name in spans if start <= address < end), "other")
         return count * (ptrs.get_element_ty().primitive_bitwidth // 8), owner
 
     load, store = builder.create_masked_load, builder.create_masked_store
 
-    def counting_load(ptrs, mask, *args):
+    def counting_load(ptrs, mask, *args, **kwargs):
         size, owner = size_and_owner(ptrs, mask)
         traffic.loaded += size
         traffic.loaded_from[owner] += size
-        return load(ptrs, mask, *args)
+        return load(ptrs, mask, *args, **kwargs)
 
-    def counting_store(ptrs, value, mask, *args):
+    def counting_store(ptrs, value, mask, *args, **kwargs):
         size, owner = size_and_owner(ptrs, mask)
         traffic.stored += size
         traffic.stored_to[owner] += size
-        return store(ptrs, value, mask, *args)
+        return store(ptrs, value, mask, *args, **kwargs)
 
     with mock.patch.multiple(builder, create_masked_load=counting_load, create_masked_store=counting_store):
         yield traffic

@@ -1,0 +1,190 @@
+"""Time every rung of the ladder beside its peers, in one run: `course bench`, or `python -m phase5_tuning.bench`.
+
+    --head-dim 64,128 --seq-len 1024,4096 --mode fwd,bwd,both --causal no,yes --dtype fp16 --provider ours,sdpa-flash
+    --tokens 16384 --width 2048     batch = tokens / seq and heads = width / head_dim, the same work in every case
+    --batch 1 --heads 16            or fixed
+    --check                         verify each case against SDPA in fp64 before it is timed
+    --name h200                     store the rows, with provenance, as phase5_tuning/results/NAME.json
+
+The backward pass is timed by itself, on a graph that exists already. A case that a peer does not support, or that does
+not fit into memory, is a row that says so. FLOP/s count what the algorithm needs (4 batch heads seq_q seq_k head_dim
+forward, 2.5 times that backward, half under a causal mask), not what a kernel recomputes.
+"""
+
+import argparse
+import functools
+import itertools
+import math
+import sys
+
+from common import bench, runtime  # before triton: chooses whether kernels are compiled or interpreted
+from common.inputs import make_qkv
+from common.verify import verify_results
+from phase4_backward import backward as phase4
+from phase5_tuning import attention, tuning_backward, tuning_forward
+from phase5_tuning.attention import FlashAttention
+from phase5_tuning.tuning_forward import LADDER
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+KERNELS = (
+    tuning_forward._attn_fwd_tuned_kernel,
+    tuning_backward._rows_kernel,
+    tuning_backward._attn_bwd_dkdv_tuned_kernel,
+    tuning_backward._attn_bwd_dq_tuned_kernel,
+)
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # of the forward pass
+
+
+def naive(q, k, v, is_causal):
+    """Attention as one writes it: S and P in memory."""
+    s = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+    if is_causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), float("-inf"))
+    return torch.softmax(s, dim=-1) @ v
+
+
+def sdpa(backend, q, k, v, is_causal):
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+@functools.cache
+def _compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.lru_cache(maxsize=2)
+def _causal_blocks(seq):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, seq, seq, device=runtime.DEVICE)
+
+
+def flex(q, k, v, is_causal):
+    return _compiled_flex()(q, k, v, block_mask=_causal_blocks(q.shape[2]) if is_causal else None)
+
+
+def flash_attn_4(q, k, v, is_causal):
+    from flash_attn.cute import flash_attn_func
+
+    o = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=is_causal)
+    return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
+
+
+def ours(rung, q, k, v, is_causal):
+    return FlashAttention.apply(q, k, v, is_causal, None, rung)[0]
+
+
+PROVIDERS = {
+    "naive": naive,
+    "sdpa-efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa-flash": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa-cudnn": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "flex": flex,
+    "flash-attn-4": flash_attn_4,
+    "phase 4": phase4.flash_attention,
+    **{f"rung: {rung.name}": functools.partial(ours, i) for i, rung in enumerate(LADDER[1:], start=1)},
+    "ours": functools.partial(ours, attention.LAST),
+}
+
+
+def timed(provider, mode, q, k, v, do, is_causal):
+    """A function of no arguments that does what `mode` says, once a call."""
+    fn = PROVIDERS[provider]
+    graph = []
+
+    def forward():
+        with torch.no_grad():
+            return fn(q, k, v, is_causal)
+
+    def backward():
+        if not graph:  # in the first call, which is not timed
+            graph.append(fn(q, k, v, is_causal))
+        return torch.autograd.grad(graph[0], (q, k, v), do, retain_graph=True)
+
+    def both():
+        return torch.autograd.grad(fn(q, k, v, is_causal), (q, k, v), do)
+
+    return {"fwd": forward, "bwd": backward, "both": both}[mode]
+
+
+def check(head_dim, seq, is_causal, dtype):
+    """Verify ours on one head of this shape. Raises VerificationError."""
+    q, k, v = make_qkv(1, 1, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
+    verify_results(
+        lambda q, k, v, *, is_causal, scale, enable_gqa: FlashAttention.apply(q, k, v, is_causal),
+        q, k, v, do=torch.randn_like(q), is_causal=is_causal, compare_sdpa=False,
+    ).check()  # fmt: skip
+
+
+def run(args) -> list[dict]:
+    """Every case, every provider: one row each."""
+    rows = []
+    for dtype, head_dim, causal, seq in itertools.product(args.dtype, args.head_dim, args.causal, args.seq_len):
+        is_causal = causal == "yes"
+        batch = args.batch or max(1, args.tokens // seq)
+        heads = args.heads or max(1, args.width // head_dim)
+        if args.check:
+            check(head_dim, seq, is_causal, dtype)
+        q, k, v = make_qkv(batch, heads, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
+        q, k, v, do = (t.requires_grad_() for t in (q, k, v, torch.randn_like(q)))
+        flops = bench.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
+        case = dict(dtype=dtype, batch=batch, heads=heads, seq=seq, head_dim=head_dim, is_causal=is_causal)
+        for mode, provider in itertools.product(args.mode, args.provider):
+            fn = timed(provider, mode, q, k, v, do.detach(), is_causal)
+            made = bench.measure({provider: fn}, **case, mode=mode)
+            rows += bench.with_tflops(made, FLOPS[mode] * flops)
+            del fn
+            torch.cuda.empty_cache()
+    return rows
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="course bench",
+        description=__doc__.split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+
+    def listed(choices=None, of=str):
+        def parse(text):
+            values = [of(x.strip()) for x in text.split(",")]
+            for value in values:
+                if choices is not None and value not in choices:
+                    raise argparse.ArgumentTypeError(f"{value!r}: expected some of {', '.join(map(str, choices))}")
+            return values
+
+        return parse
+
+    parser.add_argument("--head-dim", type=listed(of=int), default="64,128")
+    parser.add_argument("--seq-len", type=listed(of=int), default="1024,4096")
+    parser.add_argument("--mode", type=listed(FLOPS), default="fwd,bwd")
+    parser.add_argument("--causal", type=listed(("no", "yes")), default="no,yes")
+    parser.add_argument("--dtype", type=listed(DTYPES), default="fp16")
+    parser.add_argument("--provider", type=listed(PROVIDERS), default="sdpa-flash,sdpa-cudnn,flex,ours")
+    parser.add_argument("--tokens", type=int, default=16384, help="batch * seq, without --batch")
+    parser.add_argument("--width", type=int, default=2048, help="heads * head_dim, without --heads")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--heads", type=int)
+    parser.add_argument("--check", action="store_true", help="verify each case before it is timed")
+    parser.add_argument("--name", help="store the rows as phase5_tuning/results/NAME.json")
+    parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
+    args = parser.parse_args(argv)
+    if runtime.DEVICE != "cuda":
+        print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
+        return 1
+    if args.name:
+        commit = ["--commit", args.commit] if args.commit else []
+        return bench.main("phase5_tuning", KERNELS, lambda: run(args), ["--name", args.name, *commit])
+    run(args)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,120 @@
+"""Which tiles, how many warps, how many stages: few candidates, chosen by measurement once for a GPU, then remembered.
+
+    config = choose("forward", launch, head_dim=64, dtype=torch.float16, is_causal=True)
+
+For GPUs that were measured the choice is shipped (CHOSEN), so that a first call costs nothing; on any other, the
+candidates are timed with the call at hand. A candidate that the GPU has too little shared memory for is passed over;
+the last one, phase 4's tiles, fits every GPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+
+from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile of BLOCK_M queries and BLOCK_N keys, warps of a program, stages of its software pipeline."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+
+    def options(self) -> dict[str, int]:
+        return asdict(self)
+
+
+# By kernel and padded head_dim, fp16 and bf16. Measured on an H200 among 6 to 14 shapes each; the others lost by more.
+CANDIDATES = {
+    "forward": {
+        64: [Config(64, 128, 4, 2), Config(128, 64, 4, 3)],
+        128: [Config(128, 64, 4, 2), Config(64, 64, 4, 3), Config(64, 128, 4, 1)],
+        256: [Config(128, 64, 8, 2), Config(64, 64, 4, 2)],
+    },
+    "dkdv": {
+        64: [Config(64, 64, 4, 3), Config(128, 64, 4, 2), Config(64, 64, 4, 2)],
+        128: [Config(64, 64, 4, 2), Config(64, 128, 8, 3)],
+        256: [Config(64, 64, 8, 1), Config(32, 64, 4, 1)],
+    },
+    "dq": {
+        64: [Config(128, 64, 8, 3), Config(64, 64, 4, 2)],
+        128: [Config(128, 64, 8, 3), Config(64, 64, 4, 2)],
+        256: [Config(64, 64, 8, 1), Config(64, 32, 4, 1)],
+    },
+}
+# By compute capability, kernel, padded head_dim and mask: what won there. H100 and H200 share theirs.
+CHOSEN = {
+    ((9, 0), "forward", 64, False): Config(64, 128, 4, 2),
+    ((9, 0), "forward", 64, True): Config(64, 128, 4, 2),
+    ((9, 0), "forward", 128, False): Config(128, 64, 4, 2),
+    ((9, 0), "forward", 128, True): Config(128, 64, 4, 2),
+    ((9, 0), "dkdv", 64, False): Config(64, 64, 4, 3),
+    ((9, 0), "dkdv", 64, True): Config(128, 64, 4, 2),
+    ((9, 0), "dkdv", 128, False): Config(64, 64, 4, 2),
+    ((9, 0), "dkdv", 128, True): Config(64, 64, 4, 2),
+    ((9, 0), "dq", 64, False): Config(128, 64, 8, 3),
+    ((9, 0), "dq", 64, True): Config(128, 64, 8, 3),
+    ((9, 0), "dq", 128, False): Config(128, 64, 8, 3),
+    ((9, 0), "dq", 128, True): Config(128, 64, 8, 3),
+}
+_measured = {}
+
+
+def plain(kind: str, head_dim: int, dtype: torch.dtype) -> Config:
+    """The tiles of phases 3 and 4: fit every GPU."""
+    return Config(**runtime.tile_sizes(head_dim, dtype, backward=kind != "forward"))
+
+
+def candidates(kind: str, head_dim: int, dtype: torch.dtype) -> list[Config]:
+    """What is worth measuring, likeliest first. fp32 has one: its products want small tiles wherever they run."""
+    fallback = plain(kind, head_dim, dtype)
+    if dtype == torch.float32:
+        return [fallback]
+    padded = max(64, triton.next_power_of_2(head_dim))
+    return [*CANDIDATES[kind][padded], *([] if fallback in CANDIDATES[kind][padded] else [fallback])]
+
+
+def choose(
+    kind: str, launch: Callable[[Config], object], *, head_dim: int, dtype: torch.dtype, is_causal: bool
+) -> Config:
+    """The config for a kernel ("forward", "dkdv" or "dq"), so that launch(config) can run it.
+
+    Interpreted, and while a CUDA graph is being captured, nothing is measured: the first candidate is taken.
+    """
+    found = candidates(kind, head_dim, dtype)
+    if runtime.DEVICE != "cuda" or len(found) == 1:
+        return found[0] if runtime.DEVICE == "cuda" else plain(kind, head_dim, dtype)
+    device = torch.cuda.current_device()
+    padded = max(64, triton.next_power_of_2(head_dim))
+    key = (_capability(device), kind, padded, is_causal)
+    known = CHOSEN.get(key) or _measured.get((device, dtype, *key))
+    if known or torch.cuda.is_current_stream_capturing():
+        return known or found[0]
+    _measured[device, dtype, *key] = best = measured(found, launch)
+    return best
+
+
+def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
+    """The fastest of the configs that this GPU has room for. Raises RuntimeError if there is none."""
+    times = {}
+    for config in found:
+        try:
+            launch(config)
+            times[config] = triton.testing.do_bench(lambda: launch(config), warmup=10, rep=40)  # noqa: B023
+        except OutOfResources:
+            continue
+    if not times:
+        raise RuntimeError("no tile of this kernel fits the GPU's shared memory")
+    return min(times, key=times.get)
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

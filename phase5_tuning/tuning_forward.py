@@ -1,0 +1,317 @@
+"""The forward pass, tuned: phase 3's kernel and what makes it faster, one idea a rung.
+
+    rung            the idea                                                          where it lives
+    tiles           tile shape, warps and stages chosen by measurement                launcher (phase5_tuning.configs)
+    base 2          exp(x) = 2^(x log2 e), with log2 e folded into the scale          softmax_step
+    split loop      a mask only where a tile needs one                                two walks instead of one
+    heavy first     programs with long walks start before those with short ones       launcher
+    descriptors     tiles are fetched by the tensor memory accelerator                load_tile
+
+Each is a flag of one kernel, so that every rung can be verified, compiled and measured on its own; the dead ends are
+in the notebook, with their measurements.
+
+Builds on: phase 1's `online_softmax_step`, phase 2's `tile_pointers`.
+"""
+
+import math
+from dataclasses import dataclass
+
+from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from phase1_softmax.online_softmax import online_softmax_step
+from phase2_tiling.tiling import tile_pointers
+from phase5_tuning import configs
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+LOG2E = tl.constexpr(math.log2(math.e))
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Which of the ideas are in force; all of them in the last one."""
+
+    name: str
+    tuned: bool = True
+    base2: bool = False
+    split: bool = False
+    heavy_first: bool = False
+    tma: bool = False
+    transposed: bool = False  # dK and dV from S^T: backward only
+
+
+LADDER = (
+    Rung("as in phases 3 and 4", tuned=False),
+    Rung("tiles"),
+    Rung("base 2", base2=True),
+    Rung("split loop", base2=True, split=True),
+    Rung("heavy first", base2=True, split=True, heavy_first=True),
+    Rung("descriptors", base2=True, split=True, heavy_first=True, tma=True),
+    Rung("transposed dK, dV", base2=True, split=True, heavy_first=True, tma=True, transposed=True),
+)
+
+# --- kernels -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def head_of(source, stride, b, h, TMA: tl.constexpr):
+    """Where one head of a (batch, heads, seq, head_dim) tensor begins; a descriptor finds heads by itself."""
+    return source if TMA else source + b.to(tl.int64) * stride[0] + h.to(tl.int64) * stride[1]
+
+
+@triton.jit
+def load_tile(
+    source, stride, b, h, start, seq, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows start ... of one head, (BLOCK, BLOCK_D), 0 beyond its last row and beyond HEAD_DIM.
+
+    source: a descriptor of the whole tensor, 4-D, so that no tile reaches into the next head; or the head's pointer.
+    """
+    if TMA:
+        tile = source.load([b, h, start, 0]).reshape(BLOCK, BLOCK_D)
+    else:
+        offs, offs_d = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+        inside = (offs < seq)[:, None]
+        if HEAD_DIM < BLOCK_D:
+            inside = inside & (offs_d < HEAD_DIM)[None, :]
+        tile = tl.load(tile_pointers(source, offs, offs_d, stride[2], stride[3]), mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def softmax_step(m_i, l_i, s, scale, BASE2: tl.constexpr):
+    """Phase 1's step on the raw logits s. In base 2, scale holds log2(e) as well, and m_i counts in powers of two.
+
+    Then scaling and subtracting are one multiply-add an element, and exp2 is what the hardware has. Requires scale > 0.
+    """
+    if not BASE2:
+        return online_softmax_step(m_i, l_i, s * scale)
+    m_new = tl.maximum(m_i, tl.max(s, axis=1) * scale)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m_i - shift)
+    p = tl.exp2(s * scale - shift[:, None])
+    return m_new, alpha * l_i + tl.sum(p, axis=1), alpha, p
+
+
+@triton.jit
+def _walk(
+    m_i, l_i, acc, q, k_head, v_head, stride_k, stride_v, b, h_kv, offs_m, start, end, seq_k, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr, BASE2: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take the keys start ... end into the state of a tile of queries; hidden ones are masked only where MASKED."""
+    for start_n in range(start, end, BLOCK_N):
+        k = load_tile(k_head, stride_k, b, h_kv, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if MASKED:
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            visible = (offs_n < seq_k)[None, :]
+            if IS_CAUSAL:
+                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+            s = tl.where(visible, s, float("-inf"))
+        m_i, l_i, alpha, p = softmax_step(m_i, l_i, s, scale, BASE2)
+        v = load_tile(v_head, stride_v, b, h_kv, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return m_i, l_i, acc
+
+
+@triton.jit
+def _attn_fwd_tuned_kernel(
+    q_src, k_src, v_src, o_ptr, lse_ptr, stride_q, stride_k, stride_v, stride_o,
+    heads_q, group, seq_q, seq_k, scale, first_m, step_m,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, SPLIT: tl.constexpr, BASE2: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of query rows of one head against all keys it may see, as phase 3's `_attn_fwd_kernel`.
+
+    Grid: (cdiv(seq_q, BLOCK_M) * batch * heads_q,); tiles of a head in the order first_m, first_m + step_m, ...
+    New here: what the flags switch on. q_src, k_src, v_src: descriptors if TMA, else pointers.
+    """
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    pid_m = first_m + step_m * (tl.program_id(0) % tiles_m)
+    pid_bh = tl.program_id(0) // tiles_m
+    b, h = pid_bh // heads_q, pid_bh % heads_q
+    q_head = head_of(q_src, stride_q, b, h, TMA)
+    k_head = head_of(k_src, stride_k, b, h // group, TMA)
+    v_head = head_of(v_src, stride_v, b, h // group, TMA)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    q = load_tile(q_head, stride_q, b, h, pid_m * BLOCK_M, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, TMA)
+
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    end_n = seq_k
+    full_n = seq_k // BLOCK_N * BLOCK_N  # before it no tile needs a mask
+    if IS_CAUSAL:
+        end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
+        full_n = tl.minimum(full_n, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)
+    if SPLIT:
+        m_i, l_i, acc = _walk(
+            m_i, l_i, acc, q, k_head, v_head, stride_k, stride_v, b, h // group, offs_m, 0, full_n, seq_k, scale,
+            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, False, BASE2, TMA, PRECISION,
+        )  # fmt: skip
+    m_i, l_i, acc = _walk(
+        m_i, l_i, acc, q, k_head, v_head, stride_k, stride_v, b, h // group, offs_m, full_n if SPLIT else 0, end_n,
+        seq_k, scale, HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, True, BASE2, TMA, PRECISION,
+    )  # fmt: skip
+
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: o = 0, lse = -inf
+    o_head = head_of(o_ptr, stride_o, b, h, False)
+    offs_d = tl.arange(0, BLOCK_D)
+    rows = (offs_m < seq_q)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    o_ptrs = tile_pointers(o_head, offs_m, offs_d, stride_o[2], stride_o[3])
+    tl.store(o_ptrs, (acc / l_safe[:, None]).to(o_ptr.dtype.element_ty), mask=rows)
+    lse = (m_i + tl.log2(l_safe)) / LOG2E if BASE2 else m_i + tl.log(l_safe)
+    tl.store(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, lse, mask=offs_m < seq_q)
+
+
+# --- launcher ------------------------------------------------------------------------------------------------------
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    rung: Rung = LADDER[-1],
+    config: configs.Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale q k^T) v and its LSE: arguments, results and errors as phase 3's `attention_forward`.
+
+    rung: which ideas are used. config: tiles to use instead of the chosen ones.
+    fp32 is computed to fp32 accuracy, or with TF32 where PyTorch's own switch allows it
+    (torch.set_float32_matmul_precision("high")).
+    """
+    scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+    batch, heads_q, seq_q, head_dim = q.shape
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return o, lse
+    if k.shape[2] == 0:
+        return o.zero_(), lse.fill_(float("-inf"))
+    q, scale, _ = positive_scale(q, scale)
+    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
+    tma = rung.tma and descriptors_allowed(q, k, v)
+    scale *= LOG2E.value if rung.base2 else 1.0
+
+    def launch(config):
+        tiles = triton.cdiv(seq_q, config.BLOCK_M)
+        blocks = ((q, config.BLOCK_M), (k, config.BLOCK_N), (v, config.BLOCK_N))
+        _attn_fwd_tuned_kernel[(tiles * batch * heads_q,)](
+            *(descriptor(t, block) if tma else t for t, block in blocks), out, lse,
+            q.stride(), k.stride(), v.stride(), out.stride(),
+            heads_q, heads_q // k.shape[1], seq_q, k.shape[2], scale, *order(tiles, is_causal and rung.heavy_first),
+            HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), IS_CAUSAL=is_causal, SPLIT=rung.split, BASE2=rung.base2,
+            TMA=tma, PRECISION=precision(), **config.options(),
+        )  # fmt: skip
+
+    with runtime.on_device_of(q):
+        launch(config or pick("forward", launch, rung, head_dim, q.dtype, is_causal))
+    return out.to(o.dtype), lse
+
+
+def pick(kind, launch, rung, head_dim, dtype, is_causal) -> configs.Config:
+    """The config of a rung: chosen by measurement from the second on."""
+    if not rung.tuned:
+        return configs.plain(kind, head_dim, dtype)
+    return configs.choose(kind, launch, head_dim=head_dim, dtype=dtype, is_causal=is_causal)
+
+
+def positive_scale(q, scale):
+    """(q', scale', sign) with scale' > 0, the same logits, and q = sign * q' wherever sign is not 0.
+
+    A maximum may be scaled after it is taken only if the scale is positive; 0 becomes q' = 0 and scale' = 1.
+    """
+    sign = (scale > 0) - (scale < 0)
+    return (q, scale, 1) if sign > 0 else (sign * q, abs(scale) or 1.0, sign)
+
+
+def padded(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def order(tiles: int, heavy_first: bool) -> tuple[int, int]:
+    """(first, step) in which a head's tiles of queries start; under a causal mask the last ones walk longest."""
+    return (tiles - 1, -1) if heavy_first else (0, 1)
+
+
+def precision() -> str:
+    """How fp32 tiles are multiplied: exactly, unless torch.set_float32_matmul_precision allows less."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def descriptors_allowed(*tensors: torch.Tensor) -> bool:
+    """True if the tensor memory accelerator can fetch tiles of all tensors, and is there (Hopper and later).
+
+    It wants rows that are contiguous and begin at multiples of 16 bytes. In fp32 the products want their operands in
+    registers, and tiles that arrive in shared memory only make the compiler spill.
+    """
+    device = tensors[0].device
+    if not runtime.INTERPRETED and (torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0)):
+        return False
+    return all(_rows_aligned(t) for t in tensors)
+
+
+def _rows_aligned(t: torch.Tensor) -> bool:
+    steps = [stride * t.itemsize for stride, size in zip(t.stride()[:-1], t.shape[:-1], strict=True) if size > 1]
+    aligned = t.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+    return t.stride(-1) == 1 and aligned and (t.itemsize == 2 or runtime.INTERPRETED)
+
+
+def descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:
+    """Tiles of `block` rows of one head. All four axes are described, so that nothing outside a head is ever read."""
+    strides = [s if n > 1 else 16 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]  # of one: any will do
+    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, block, padded(t.shape[-1])])
+
+
+# --- python -m phase5_tuning.tuning_forward ------------------------------------------------------------------------
+
+
+def cases():
+    """What this module must get right, small enough for the interpreter."""
+    from common.inputs import make_qkv
+    from common.selfcheck import Case
+    from common.verify import verify_results
+
+    def case(what, *sizes, is_causal=False, scale=None, rung=LADDER[-1], config=None, **inputs):
+        def attention(q, k, v, **options):
+            return attention_forward(q, k, v, **options, rung=rung, config=config)
+
+        q, k, v = make_qkv(*sizes, **inputs)
+        options = dict(is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return Case(what, lambda: verify_results(attention, q, k, v, **options))
+
+    for rung in LADDER[:-1]:  # the last one differs in the backward pass only
+        for is_causal in (False, True):
+            yield case(f"rung: {rung.name}", 2, 2, 70, 64, seq_k=100, rung=rung, is_causal=is_causal)
+    for head_dim in (64, 128, 256):
+        for config in configs.CANDIDATES["forward"][head_dim]:
+            what = "tiles {BLOCK_M} x {BLOCK_N}, head_dim {d}".format(**config.options(), d=head_dim)
+            yield case(what, 1, 2, 150, head_dim, seq_k=140, config=config, is_causal=True)
+    for dtype in runtime.DTYPES:
+        yield case("ragged, causal", 2, 2, 70, 64, seq_k=100, dtype=dtype, is_causal=True)
+    for head_dim in (16, 40, 80):
+        yield case(f"head_dim {head_dim}", 1, 2, 70, head_dim, is_causal=True)
+    yield case("fewer keys than queries", 1, 2, 150, 64, seq_k=70, is_causal=True)
+    yield case("grouped heads 6 / 2", 2, 6, 70, 64, heads_kv=2, is_causal=True)
+    for layout in ("bshd", "transposed", "sliced", "expanded"):
+        yield case(f"{layout} memory", 2, 3, 70, 64, layout=layout, is_causal=True)
+    yield case("NaN all around", 2, 2, 65, 80, poison=True, is_causal=True)
+    yield case("one query, one key", 1, 1, 1, 64)
+    yield case("no keys", 1, 2, 17, 64, seq_k=0)
+    for kind in ("positive", "peaked", "flat", "large", "low"):
+        yield case(f"{kind} inputs", 1, 2, 100, 64, kind=kind, is_causal=True)
+    yield case("scale 0", 1, 2, 70, 64, scale=0.0)
+    yield case("negative scale", 1, 2, 70, 64, scale=-0.5, is_causal=True)
+
+
+if __name__ == "__main__":
+    from common import selfcheck
+
+    raise SystemExit(selfcheck.main("Phase 5: the forward pass, tuned", cases()))

@@ -1,0 +1,184 @@
+"""The tuned passes compiled: every rung, every tile, and what the interpreter cannot show."""
+
+import functools
+import time
+from unittest import mock
+
+from common import make_qkv, make_tensor, runtime, verify_results
+from phase5_tuning import configs
+from phase5_tuning.attention import LAST, FlashAttention, flash_attention
+from phase5_tuning.tuning_forward import LADDER
+
+import pytest
+import torch
+from helpers import guarded
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)
+MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+def tuned(q, k, v, *, is_causal, scale, enable_gqa, rung=LAST):
+    return FlashAttention.apply(q, k, v, is_causal, scale, rung)
+
+
+def verify(q, k, v, fn=tuned, do_layout="bhsd", **options):
+    generator = torch.Generator().manual_seed(1)
+    do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=generator)
+    gqa = q.shape[1] != k.shape[1]
+    return verify_results(fn, q, k, v, do=do, enable_gqa=gqa, compare_sdpa=False, **options).check()
+
+
+@DTYPES
+@MASKS
+@pytest.mark.parametrize("rung", range(LAST + 1), ids=[rung.name for rung in LADDER])
+def test_every_rung(rung, is_causal, dtype):
+    fn = functools.partial(tuned, rung=rung)
+    verify(*make_qkv(2, 4, 333, 64, heads_kv=2, seq_k=500, dtype=dtype), fn, is_causal=is_causal)
+
+
+@DTYPES
+@MASKS
+@pytest.mark.parametrize("head_dim", [16, 40, 80, 96, 128, 160, 256])
+def test_every_head_dim(head_dim, is_causal, dtype):
+    verify(*make_qkv(2, 4, 333, head_dim, heads_kv=2, seq_k=500, dtype=dtype), is_causal=is_causal)
+
+
+def choices():
+    for kind, by_head_dim in configs.CANDIDATES.items():
+        for head_dim, found in by_head_dim.items():
+            yield from ((kind, head_dim, config) for config in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "head_dim", "config"), choices(), ids=str)
+def test_trap36_every_tile_shape_with_results_full_of_nan(kind, head_dim, config, dtype):
+    real = configs.choose
+
+    def chosen(asked, launch, **options):
+        return config if asked == kind else real(asked, launch, **options)
+
+    with mock.patch.object(configs, "choose", chosen):
+        for is_causal, seq in ((False, 300), (True, 257), (False, 256)):
+            verify(*make_qkv(1, 2, seq, head_dim, dtype=dtype), guarded(tuned), is_causal=is_causal)
+
+
+@DTYPES
+@MASKS
+@pytest.mark.parametrize("kind", ["normal", "positive", "peaked", "flat", "large", "low"])
+def test_every_kind_of_number(kind, is_causal, dtype):
+    verify(*make_qkv(1, 2, 1000, 64, dtype=dtype, kind=kind), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "transposed", "sliced", "expanded"])
+@pytest.mark.parametrize("do_layout", ["bhsd", "bshd", "sliced", "expanded"])
+def test_every_layout(layout, do_layout):
+    verify(*make_qkv(2, 4, 130, 64, layout=layout), do_layout=do_layout, is_causal=True)
+
+
+@pytest.mark.parametrize("seq", [500, 1000])
+def test_trap1_no_tile_reaches_into_the_next_head(seq):
+    verify(*make_qkv(2, 4, seq, 128, dtype=torch.bfloat16), guarded(tuned), is_causal=True)
+
+
+def test_nan_all_around():
+    verify(*make_qkv(2, 4, 130, 80, poison=True), is_causal=True)
+
+
+@MASKS
+def test_long_sequences(is_causal):
+    verify(*make_qkv(1, 2, 4099, 128, dtype=torch.bfloat16), is_causal=is_causal)
+
+
+@DTYPES
+def test_trap40_the_same_bits_in_50_runs(dtype):
+    q, k, v = (t.requires_grad_() for t in make_qkv(2, 8, 1000, 64, heads_kv=2, dtype=dtype))
+    do = torch.randn_like(q)
+
+    def gradients():
+        return torch.autograd.grad(FlashAttention.apply(q, k, v, True)[0], (q, k, v), do)
+
+    first = gradients()
+    for _ in range(49):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
+
+
+def test_trap13_2_31_elements():
+    heads = 2**31 // (256 * 64) // 2 + 2
+    q, k, v = (torch.randn(2, heads, 256, 64, dtype=torch.float16, device="cuda") for _ in range(3))
+    assert q.numel() > 2**31
+    o = flash_attention(q, k, v, is_causal=True)
+    last = [t[-1:, -2:].clone() for t in (q, k, v)]
+    assert torch.equal(o[-1:, -2:], flash_attention(*last, is_causal=True))
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["after warm-up", "cold"])
+def test_trap37_a_graph_of_forward_and_backward_replays(warm):
+    q, k, v = (t.requires_grad_() for t in make_qkv(2, 4, 500, 64))
+    do = torch.randn_like(q)
+
+    def step():
+        return torch.autograd.grad(FlashAttention.apply(q, k, v, True)[0], (q, k, v), do)
+
+    expected = step()  # compiles; what is cold is the choice of tiles
+    with mock.patch.object(configs, "CHOSEN", {} if not warm else configs.CHOSEN):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step() if warm else None
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+    for t in captured:
+        t.fill_(float("nan"))
+    graph.replay()
+    torch.testing.assert_close(captured, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_a_second_stream():
+    q, k, v = make_qkv(2, 4, 500, 64)
+    expected = flash_attention(q, k, v)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = flash_attention(q, k, v)
+    stream.synchronize()
+    assert torch.equal(got, expected)
+
+
+def test_torch_compile_with_inductor():
+    q, k, v = (t.requires_grad_() for t in make_qkv(2, 4, 500, 64))
+
+    def loss(q, k, v):
+        return (flash_attention(2 * q, k, v, is_causal=True).float() ** 2).sum()
+
+    torch._dynamo.reset()
+    got, expected = (torch.autograd.grad(fn(q, k, v), (q, k, v)) for fn in (torch.compile(loss, fullgraph=True), loss))
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_an_unknown_gpu_is_tuned_in_less_than_20_seconds():
+    q, k, v = (t.requires_grad_() for t in make_qkv(4, 16, 1024, 64, dtype=torch.bfloat16))
+    with mock.patch.object(configs, "CHOSEN", {}), mock.patch.object(configs, "_measured", {}) as measured:
+        start = time.perf_counter()
+        flash_attention(q, k, v, is_causal=True).sum().backward()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        assert {key[3] for key in measured} == {"forward", "dkdv", "dq"}
+    print(f"tuned in {seconds:.1f} s: {measured}")
+    assert seconds < 20
+    verify(*make_qkv(1, 2, 300, 64), is_causal=True)
+
+
+def test_fp32_is_exact_unless_tf32_is_allowed():
+    q, k, v = make_qkv(1, 2, 500, 64, dtype=torch.float32)
+    exact = flash_attention(q, k, v)
+    torch.set_float32_matmul_precision("high")
+    try:
+        rough = flash_attention(q, k, v)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    verify(q, k, v)
+    assert 1e-5 < (rough - exact).abs().max() < 1e-2

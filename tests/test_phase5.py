@@ -1,0 +1,335 @@
+"""The tuned passes: every rung and every tile against SDPA, the choice of tiles, and SDPA's signature."""
+
+import functools
+from unittest import mock
+
+from common import hardware, make_qkv, runtime, traffic, verify_results
+from common.inputs import make_tensor
+from phase5_tuning import attention, configs, tuning_backward, tuning_forward
+from phase5_tuning.attention import LAST, FlashAttention, flash_attention
+from phase5_tuning.tuning_forward import LADDER
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import guarded, interpreted_only
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.runtime.errors import OutOfResources
+
+FORWARD, BOTH = list(tuning_forward.cases()), list(attention.cases())
+
+
+def tuned(q, k, v, *, is_causal, scale, enable_gqa, rung=LAST):
+    return FlashAttention.apply(q, k, v, is_causal, scale, rung)
+
+
+def leaves(*sizes, **inputs):
+    return [t.requires_grad_() for t in make_qkv(*sizes, **inputs)]
+
+
+@pytest.mark.parametrize("case", FORWARD, ids=lambda case: case.what)
+def test_every_case_of_the_forward_module(case):
+    case.run().check()
+
+
+@pytest.mark.parametrize("case", BOTH, ids=lambda case: case.what)
+def test_every_case_of_the_operator(case):
+    case.run().check()
+
+
+@settings(max_examples=12)
+@given(
+    heads_kv=st.integers(1, 2),
+    group=st.integers(1, 3),
+    seq_q=st.integers(1, 100),
+    seq_k=st.integers(1, 100),
+    head_dim=st.sampled_from([16, 24, 40, 64]),
+    dtype=st.sampled_from(runtime.DTYPES),
+    layout=st.sampled_from(["bhsd", "bshd", "transposed", "sliced"]),
+    do_layout=st.sampled_from(["bhsd", "bshd", "sliced", "expanded"]),
+    is_causal=st.booleans(),
+    scale=st.sampled_from([None, 0.3, -0.2]),
+    rung=st.integers(0, LAST),
+)
+def test_any_input_on_any_rung(
+    heads_kv, group, seq_q, seq_k, head_dim, dtype, layout, do_layout, is_causal, scale, rung
+):
+    options = dict(heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, layout=layout)
+    q, k, v = make_qkv(1, heads_kv * group, seq_q, head_dim, **options)
+    do = make_tensor(q.shape, dtype=dtype, layout=do_layout, generator=torch.Generator().manual_seed(1))
+    fn = functools.partial(tuned, rung=rung)
+    verify_results(
+        fn, q, k, v, do=do, is_causal=is_causal, scale=scale, enable_gqa=group > 1, compare_sdpa=False
+    ).check()
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_trap2_and_51_nothing_outside_is_read_or_written(is_causal):
+    q, k, v = make_qkv(2, 4, 70, 40, heads_kv=2, seq_k=90, poison=True)
+    options = dict(is_causal=is_causal, enable_gqa=True, compare_sdpa=False)
+    for rung in (LADDER[4], LADDER[-1]):
+        fn = guarded(functools.partial(tuning_forward.attention_forward, rung=rung))
+        verify_results(fn, q, k, v, **options).check()
+
+
+def test_trap31_the_gradient_of_the_lse_may_be_expanded():
+    q, k, v = leaves(1, 2, 40, 16, dtype=torch.float32)
+    dq, dk, dv = torch.autograd.grad(FlashAttention.apply(q, k, v)[1].sum(), (q, k, v))
+    truth = torch.autograd.grad(torch.logsumexp(q @ k.mT / 4, dim=-1).sum(), (q, k))
+    torch.testing.assert_close((dq, dk), truth, rtol=1e-4, atol=1e-5)
+    assert not dv.any()
+
+
+def test_trap22_and_20_rows_of_minus_infinity_on_every_rung():
+    q, k, v = make_qkv(1, 1, 40, 16, kind="positive")
+    k[:, :, :3] = float("-inf")  # causal: the first three rows see nothing else
+    for rung in range(LAST + 1):
+        leaf = [t.clone().requires_grad_() for t in (q, k, v)]
+        o, lse = FlashAttention.apply(*leaf, True, None, rung)
+        assert (o[:, :, :3] == 0).all()
+        assert (lse[:, :, :3] == float("-inf")).all()
+        assert o.isfinite().all()
+        o.sum().backward()
+        assert leaf[2].grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)
+def test_trap40_the_same_bits_twice(dtype):
+    q, k, v = leaves(1, 4, 70, 32, heads_kv=2, dtype=dtype)
+    first, again = (torch.autograd.grad(FlashAttention.apply(q, k, v, True)[0].sum(), (q, k, v)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@interpreted_only
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("rung", LADDER[:-1], ids=lambda rung: rung.name)
+def test_no_rung_moves_more_bytes_than_the_formula(rung, is_causal):
+    q, k, v = make_qkv(1, 1, 200, 64, seq_k=330)
+    config = configs.Config(64, 32, 4, 2)
+    with traffic.measure() as moved:
+        tuning_forward.attention_forward(q, k, v, is_causal, rung=rung, config=config)
+    assert moved.total == traffic.tiled_attention_bytes(200, 330, 64, 64, 32, 2, is_causal=is_causal, lse=True)
+
+
+# --- descriptors ---------------------------------------------------------------------------------------------------
+
+
+@interpreted_only
+def test_trap14_descriptors_only_where_rows_are_aligned():
+    allowed = tuning_forward.descriptors_allowed
+    base = torch.zeros(2, 3, 40, 64, dtype=torch.float16)
+    assert allowed(base, base.transpose(1, 2).contiguous().transpose(1, 2), base[:, :, 8:], base[..., :40])
+    assert not allowed(base, base[..., 1:])  # begins at an odd address
+    assert not allowed(torch.zeros(2, 3, 40, 60, dtype=torch.float16))  # rows of 120 bytes
+    assert not allowed(base.mT)  # the last axis is not contiguous
+    assert not allowed(base[:, :1].expand(2, 3, 40, 64))  # a step of 0
+    assert allowed(base[:, :1, :1])  # an axis of one element has no step
+
+
+@interpreted_only
+def test_a_descriptor_never_reaches_into_the_next_head():
+    t = torch.arange(2.0 * 3 * 5 * 16).view(2, 3, 5, 16)
+    made = tuning_forward.descriptor(t, 8)
+    assert made.shape == [2, 3, 5, 16]
+    assert made.block_shape == [1, 1, 8, 16]
+
+
+# --- the choice of tiles -------------------------------------------------------------------------------------------
+
+
+def test_every_shipped_choice_is_a_candidate():
+    for (_, kind, head_dim, _), config in configs.CHOSEN.items():
+        assert config in configs.CANDIDATES[kind][head_dim]
+
+
+@pytest.mark.parametrize("kind", ["forward", "dkdv", "dq"])
+def test_the_last_candidate_is_the_plain_one(kind):
+    for head_dim in (16, 64, 100, 256):
+        for dtype in runtime.DTYPES:
+            found = configs.candidates(kind, head_dim, dtype)
+            assert configs.plain(kind, head_dim, dtype) in found
+            assert len(found) == len(set(found)) <= 4
+    assert configs.candidates(kind, 64, torch.float32) == [configs.plain(kind, 64, torch.float32)]
+
+
+@interpreted_only
+def test_trap41_nothing_is_measured_on_a_cpu():
+    def launch(config):
+        raise AssertionError("launched")
+
+    chosen = configs.choose("forward", launch, head_dim=64, dtype=torch.float16, is_causal=True)
+    assert chosen == configs.plain("forward", 64, torch.float16)
+
+
+@pytest.fixture
+def unknown_gpu():
+    """A GPU that no choice is shipped for; yields what is measured there."""
+    with (
+        mock.patch.object(configs.runtime, "DEVICE", "cuda"),
+        mock.patch.object(configs, "_capability", return_value=(8, 6)),
+        mock.patch.object(configs, "_measured", {}) as measured,
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(configs.triton.testing, "do_bench", lambda fn, **_: fn()),
+    ):
+        yield measured
+
+
+def choose(launch):
+    return configs.choose("dkdv", launch, head_dim=64, dtype=torch.float16, is_causal=False)
+
+
+def test_trap39_the_fastest_that_fits_is_chosen_once(unknown_gpu):
+    found = configs.candidates("dkdv", 64, torch.float16)
+    times, launched = {found[1]: 2.0, found[2]: 3.0, found[3]: 4.0}, []
+
+    def launch(config):
+        launched.append(config)
+        if config not in times:
+            raise OutOfResources(200_000, 100_000, "shared memory")
+        return times[config]
+
+    assert choose(launch) == found[1]
+    assert set(launched) == set(found)
+    launched.clear()
+    assert choose(launch) == found[1]
+    assert not launched
+    assert len(unknown_gpu) == 1
+
+
+def test_trap39_a_gpu_too_small_for_all_says_so(unknown_gpu):
+    def launch(config):
+        raise OutOfResources(200_000, 1000, "shared memory")
+
+    with pytest.raises(RuntimeError, match="shared memory"):
+        choose(launch)
+
+
+def test_trap37_nothing_is_measured_while_a_graph_is_captured(unknown_gpu):
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        assert choose(lambda config: pytest.fail("launched")) == configs.candidates("dkdv", 64, torch.float16)[0]
+    assert not unknown_gpu
+
+
+def test_a_known_gpu_measures_nothing(unknown_gpu):
+    with mock.patch.object(configs, "_capability", return_value=(9, 0)):
+        assert choose(lambda config: pytest.fail("launched")) == configs.CHOSEN[(9, 0), "dkdv", 64, False]
+
+
+# --- SDPA's signature, and PyTorch around it -----------------------------------------------------------------------
+
+
+def test_it_takes_sdpas_place():
+    q, k, v = make_qkv(1, 4, 40, 16, heads_kv=2, dtype=torch.float32)
+    for options in (dict(), dict(is_causal=True), dict(scale=0.1), dict(attn_mask=None, dropout_p=0.0)):
+        ours = flash_attention(query=q, key=k, value=v, enable_gqa=True, **options)
+        theirs = F.scaled_dot_product_attention(query=q, key=k, value=v, enable_gqa=True, **options)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_supported_says_so():
+    q, k, v = make_qkv(1, 1, 20, 16)
+    with pytest.raises(NotImplementedError, match="attn_mask: expected None"):
+        flash_attention(q, k, v, torch.ones(20, 20, dtype=torch.bool))
+    with pytest.raises(NotImplementedError, match=r"dropout_p: expected 0, got 0\.1"):
+        flash_attention(q, k, v, dropout_p=0.1)
+    with pytest.raises(ValueError, match="k: expected head_dim 16 like q"):
+        flash_attention(q, k[..., :8], v)
+    with pytest.raises(ValueError, match="do: expected shape"):
+        tuning_backward.attention_backward(q, k, v, q, torch.zeros(1, 1, 20), q[:, :, :5])
+
+
+def test_trap42_only_what_is_needed_is_computed():
+    for frozen, expected in (((0,), (False, True)), ((1, 2), (True, False)), ((1,), (True, True))):
+        tensors = make_qkv(1, 2, 20, 16)
+        for i, t in enumerate(tensors):
+            t.requires_grad_(i not in frozen)
+        with mock.patch.object(attention, "attention_backward", wraps=attention.attention_backward) as called:
+            flash_attention(*tensors).sum().backward()
+        assert called.call_args.args[9] == expected
+        assert [t.grad is None for t in tensors] == [i in frozen for i in range(3)]
+
+
+def test_trap43_a_second_derivative_is_refused():
+    q, k, v = leaves(1, 1, 20, 16)
+    (dq,) = torch.autograd.grad((flash_attention(q, k, v) ** 2).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="gradient of a gradient"):
+        dq.sum().backward()
+
+
+def test_trap44_compiles_into_one_graph():
+    def loss(q, k, v):
+        return (flash_attention(2 * q, k, v, is_causal=True) ** 2).sum()
+
+    torch._dynamo.reset()
+    q, k, v = leaves(1, 2, 20, 16, dtype=torch.float32)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got, expected = (torch.autograd.grad(fn(q, k, v), (q, k, v)) for fn in (compiled, loss))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trap44_opcheck():
+    q, k, v = make_qkv(1, 4, 20, 16, heads_kv=2)
+    torch.library.opcheck(attention._forward_op, (q, k, v, True, 0.25, LAST))
+    o, lse = attention._forward_op(q, k, v, True, 0.25, LAST)
+    for dlse, needs in ((None, (True, True)), (torch.randn_like(lse), (False, True))):
+        torch.library.opcheck(attention._backward_op, (q, k, v, o, lse, o, dlse, True, 0.25, LAST, *needs))
+
+
+def test_trap45_autocast_casts_as_for_sdpa():
+    q, k, v = leaves(1, 2, 20, 16, dtype=torch.float32)
+    with torch.autocast(runtime.DEVICE, dtype=torch.bfloat16):
+        assert flash_attention(q, k, v).dtype == torch.bfloat16
+
+
+def test_tf32_follows_pytorchs_switch():
+    assert tuning_forward.precision() == "ieee"
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert tuning_forward.precision() == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+# --- machine code --------------------------------------------------------------------------------------------------
+
+
+def launches(rung, head_dim=64, heads_kv=2, **fixed):
+    q, k = (torch.empty(1, heads, 512, head_dim, dtype=torch.float16) for heads in (4, heads_kv))
+    lse = torch.empty(1, 4, 512)
+    forward = configs.CANDIDATES["forward"][head_dim][0]
+    dkdv, dq = (configs.CANDIDATES[kind][head_dim][0] for kind in ("dkdv", "dq"))
+    made = hardware.record_launches(
+        lambda: tuning_forward.attention_forward(q, k, k, True, enable_gqa=True, rung=rung, config=forward)
+    )
+    return made + hardware.record_launches(
+        lambda: tuning_backward.attention_backward(
+            q, k, k, q, lse, q, is_causal=True, rung=rung, dkdv_config=dkdv, dq_config=dq
+        )
+    )
+
+
+@interpreted_only
+def test_every_rung_compiles_for_hopper_without_spills():
+    made = {rung.name: hardware.compile_launches(launches(rung), ["sm_90"]) for rung in LADDER[1:]}
+    for name, kernels in made.items():
+        for c in kernels:
+            assert c.error is None, c
+            assert c.fits, c
+            assert c.spills <= 64, (name, c)
+            if c.kernel != "_rows_kernel":
+                assert c.instructions["wgmma"] > 0, c
+    with_descriptors, without = (sum(c.instructions["TMA"] for c in made[n]) for n in ("descriptors", "heavy first"))
+    assert with_descriptors > 0 == without
+
+
+@interpreted_only
+@pytest.mark.parametrize("target", ["sm_80", "sm_100"])
+def test_the_last_rungs_compile_elsewhere(target):
+    rung = LADDER[-1] if target == "sm_100" else LADDER[4]  # where there are no descriptors, pointers
+    for c in hardware.compile_launches(launches(rung), [target]):
+        assert c.error is None, c
+        assert c.fits, c
+        assert c.spills <= 64, c
