@@ -56,10 +56,15 @@ def expect_close(
             reject(f"{what}: {sentence}")
     off = ~torch.isclose(actual.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
     index = tuple(off.nonzero()[0].tolist())
-    where = f"[{', '.join(map(str, index))}]" if index else ""
+    got, right = actual[index].item(), expected[index].item()
+    digits = next((d for d in (6, 9, 17) if f"{got:.{d}g}" != f"{right:.{d}g}"), 17)
+    where = f"element [{', '.join(map(str, index))}]" if index else "it"
+    dtypes = (
+        f" (computed in {actual.dtype}, where {expected.dtype} is right?)" if actual.dtype != expected.dtype else ""
+    )
     reject(
-        f"{what}: {int(off.sum())} of {off.numel()} elements are wrong; the first, {what}{where}, is "
-        f"{actual[index].item():.6g} where {expected[index].item():.6g} is right"
+        f"{what}: {int(off.sum())} of {off.numel()} elements are wrong; the first: {where} is {got:.{digits}g} where "
+        f"{right:.{digits}g} is right{dtypes}"
     )
 
 
@@ -77,7 +82,7 @@ def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
         return dict(kind="passed", message=check(load(path)) or "")
     except (Rejected, VerificationError) as wrong:
         return dict(kind="wrong", message=str(wrong))
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too, if the answer raises them
         root = error
         while root.__cause__ or root.__context__:
             root = root.__cause__ or root.__context__
@@ -86,17 +91,27 @@ def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
 
 
 def _described(root: BaseException, error: BaseException, path: Path) -> str:
-    """What was raised and the last line of the learner's file that led there."""
-    frames = [frame for e in (root, error) for frame in traceback.extract_tb(e.__traceback__)]
-    own = [frame for frame in frames if Path(frame.filename) == path]
+    """What was raised, and the innermost line of the learner's file that led there.
+
+    The interpreter wraps an error inside a kernel in one of the launch; the innermost line is in the root's traceback.
+    """
+    chain = [root]
+    while error is not root:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    own = next((own for e in chain if (own := _own_frames(e, path))), None)
     if isinstance(root, NotImplementedError):
         return f"line {own[-1].lineno} still raises NotImplementedError" if own else "there is still something to write"
     if isinstance(root, SyntaxError):
         return "".join(traceback.format_exception_only(root)).strip().replace(str(path), path.name)
-    what = f"{type(root).__name__}: {root}"
+    what = "".join(traceback.format_exception_only(root)).strip().replace("module 'answer'", path.name)
     if own:
         return f"{path.name}, line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}\n{what}"
     return what
+
+
+def _own_frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
 
 
 def main(folder: str, name: str, path: str, verdict: str) -> int:

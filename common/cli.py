@@ -20,8 +20,9 @@ from rich.table import Table
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
-    help="FlashAttention from the online softmax to tuned kernels, in five verified steps.",
+    help="FlashAttention, from the online softmax to tuned kernels.",
 )
 console = Console(highlight=False)
 VERDICT = {True: "[green]PASS[/]", False: "[bold red]FAIL[/]"}

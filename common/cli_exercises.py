@@ -33,73 +33,80 @@ def overview() -> None:
     progress = Progress.load()
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for phase in phases.PHASES:
-        names = [e.name for e in exercises.load() if e.phase == phase]
-        solved = sum(name in progress.passed for name in names)
-        bar = ProgressBar(total=max(1, len(names)), completed=solved, width=20)
+        found = [e for e in exercises.load() if e.phase == phase]
+        solved = sum(map(progress.solved, found))
+        bar = ProgressBar(total=max(1, len(found)), completed=solved, width=20)
         title = f"[bold]{phase.number}  {phase.title}[/]\n   [dim]{phase.folder}/{phase.notebook}[/]"
-        table.add_row(title, bar, f"{solved} of {len(names)}")
+        table.add_row(title, bar, f"{solved} of {len(found)}")
     console.print(table)
     console.line()
     _say_next(progress)
 
 
-def next_task() -> None:
-    """Show the next exercise: its task, its file, and where the notebook explains it."""
-    exercise = _chosen("")
+def next_task(name: Name = "") -> None:
+    """Show the next exercise, or another one: its task, its file, and where the notebook explains it."""
+    exercise = _chosen(name)
     console.print(f"[bold]{exercise.number}  {exercise.title}[/]")
     console.print(f"[dim]{exercise.phase.folder}/{exercise.phase.notebook}, section {exercise.section}[/]\n")
-    console.print(_reflowed(exercise.task.split("\n", 1)[-1].strip()), markup=False)
-    console.print(f"\nYour file:  [bold]{exercise.file}[/]")
-    console.print(f"Then:       [bold]course check {exercise.name}[/]  (stuck? course hint)")
+    _print_task(exercise.task.split("\n", 1)[-1].strip())
+    console.print(f"Your file:  [bold]{exercise.file}[/]")
+    console.print(f"Then:       [bold]course check {exercise.number}[/]  (stuck? course hint)")
 
 
 def check(name: NameOrAll = "", limit: Limit = TIME_LIMIT) -> None:
-    """Check one exercise, or all of them without a name. Exit code 1 if any is not passed."""
-    chosen = [_chosen(name)] if name else list(exercises.load())
+    """Check one exercise, all of a phase (course check 2), or all. Exit code 1 if any is not passed."""
+    phase = phases.find(name) if name else None
+    one = bool(name) and phase is None
+    chosen = [_chosen(name)] if one else [e for e in exercises.load() if phase in (None, e.phase)]
     failed = 0
     for exercise in chosen:
         with console.status(f"checking {exercise.name}") if console.is_terminal else nullcontext():
             verdict = exercises.check(exercise, limit=limit)
-        _print_verdict(exercise, verdict, short=not name)
+        _print_verdict(exercise, verdict, short=not one)
         failed += not verdict.passed
-    if not name:
+    if not one:
         console.print(f"\n{len(chosen) - failed} of {len(chosen)} exercises passed")
     elif failed:
-        console.print(f"Your file: {exercise.file}\nHelp:      [bold]course hint {exercise.name}[/]")
-    if not failed or not name:
-        _say_next(Progress.load())
+        console.print(f"Your file: {exercise.file}\nHelp:      [bold]course hint {exercise.number}[/]")
+    if not failed or not one:
+        _say_next(Progress.load(), after=chosen[-1] if not failed else None)
     raise typer.Exit(int(failed > 0))
 
 
 def hint(name: Name = "") -> None:
     """Show the next hint for an exercise; called again, the one after it. Each says more than the one before."""
     exercise, progress = _chosen(name), Progress.load()
+    console.print(f"[bold]{exercise.number}  {exercise.title}[/]")
     shown = min(progress.hints.get(exercise.name, 0) + 1, len(exercise.hints))
     for number, text in enumerate(exercise.hints[:shown], start=1):
         console.print(f"[bold]Hint {number} of {len(exercise.hints)}[/]  {escape(text)}")
     if shown == len(exercise.hints):
-        console.print(f"[dim]These are all hints. The solution: course solution {exercise.name} --give-up[/]")
+        console.print(f"[dim]These are all hints. The solution: course solution {exercise.number} --give-up[/]")
     progress.hints[exercise.name] = shown
     progress.save()
 
 
 def solution(
-    name: Name = "",
+    name: Annotated[
+        str, typer.Argument(help="its name, number or file; without: the last one solved", show_default=False)
+    ] = "",
     give_up: Annotated[bool, typer.Option("--give-up", help="show it although the exercise is not solved")] = False,
 ) -> None:
     """Show the solution of an exercise that you have solved, to compare; of any other with --give-up."""
-    if not name:
-        solved = [e for e in exercises.load() if e.name in Progress.load().passed]
-        exercise = solved[-1] if solved and not give_up else _chosen("")
-    else:
-        exercise = _chosen(name)
-    if exercise.name not in Progress.load().passed and not give_up:
-        console.print(f"{exercise.name} is not solved yet: [bold]course hint {exercise.name}[/] helps.")
+    progress = Progress.load()
+    solved = [e for e in exercises.load() if progress.solved(e)]
+    exercise = solved[-1] if solved and not name and not give_up else _chosen(name)
+    if exercise not in solved and not give_up:
+        console.print(f"{exercise.number} is not solved yet: [bold]course hint {exercise.number}[/] helps.")
         console.print("To see the solution all the same, add [bold]--give-up[/].")
         raise typer.Exit(1)
     path = exercise.solution.relative_to(phases.ROOT)
     console.print(f"[dim]{path}[/]")
-    console.print(Syntax(exercise.solution.read_text(), "python", background_color="default", word_wrap=True))
+    text = exercise.solution.read_text()
+    if console.is_terminal:
+        console.print(Syntax(text, "python", background_color="default"))
+    else:
+        print(text, end="")
 
 
 def diff(
@@ -118,6 +125,8 @@ def diff(
     texts = [function_in(phase.module_path, phase.kernel) for phase in found]
     for sign, phase in zip("-+", found, strict=True):
         console.print(f"[bold]{sign} {phase.module_path.relative_to(phases.ROOT)}: {phase.kernel}[/]")
+    if texts[0] == texts[1]:
+        console.print("They are the same.")
     for line in diff_texts(*texts).splitlines():
         style = {"-": "red", "+": "green", "@": "cyan"}.get(line[:1])
         console.print(line, style=style, markup=False, soft_wrap=True)
@@ -131,7 +140,7 @@ def reset(name: Annotated[str, typer.Argument(help="its name, number or file")])
 
 
 def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
-    """Check an exercise each time its file is saved, and go on to the next one when it passes. Ctrl-C ends."""
+    """Check an exercise each time its file is saved until it passes; without a name, then the next. Ctrl-C ends."""
     exercise, seen = _chosen(name), None
     console.print(f"Watching [bold]{exercise.file}[/]; save it to check. Ctrl-C ends.")
     try:
@@ -141,11 +150,11 @@ def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
                 seen = now
                 verdict = exercises.check(exercise, limit=limit)
                 _print_verdict(exercise, verdict)
-                following = Progress.load().next()
-                if verdict.passed and following is None:
-                    console.print("All exercises are solved.")
+                following = Progress.load().next(after=exercise)
+                if verdict.passed and (name or following is None):
+                    console.print("Solved." if following else "All exercises are solved.")
                     return
-                if verdict.passed and not name:
+                if verdict.passed:
                     exercise, seen = following, None
                     console.print(f"\nNext: [bold]{exercise.number} {exercise.title}[/], {exercise.file}")
             time.sleep(0.3)
@@ -164,7 +173,7 @@ def _chosen(name: str) -> Exercise:
     exercise = exercises.find(name)
     if exercise is None:
         similar = exercises.similar(name)
-        meant = f" Did you mean {' or '.join(similar)}?" if similar else " `course check` lists them all."
+        meant = f" Did you mean {' or '.join(similar)}?" if similar else _known()
         console.print(f"There is no exercise {name!r}.{meant}", style="red", markup=False)
         raise typer.Exit(2)
     return exercise
@@ -177,14 +186,22 @@ def _print_verdict(exercise: Exercise, verdict: Verdict, *, short: bool = False)
         console.print(verdict.message, markup=False, style=None if verdict.passed else "red")
 
 
-def _reflowed(text: str) -> str:
-    """Paragraphs as one line each, for the terminal to break; what is indented stays as it is."""
-    paragraphs = text.split("\n\n")
-    return "\n\n".join(p if "\n " in f"\n{p}" else " ".join(p.split()) for p in paragraphs)
+def _known() -> str:
+    """The numbers that exist: "There are 1.1 to 1.5, 2.1 to 2.4." """
+    numbers = [[e.number for e in exercises.load() if e.phase == phase] for phase in phases.PHASES]
+    return f" There are {', '.join(f'{found[0]} to {found[-1]}' for found in numbers if found)}."
 
 
-def _say_next(progress: Progress) -> None:
-    exercise = progress.next()
+def _print_task(text: str) -> None:
+    """Paragraphs for the terminal to break; formulas and lists as they are."""
+    for paragraph in text.split("\n\n"):
+        indented = any(line.startswith((" ", "- ", "1. ", "2. ")) for line in paragraph.splitlines())
+        console.print(paragraph if indented else " ".join(paragraph.split()), markup=False, soft_wrap=indented)
+        console.line()
+
+
+def _say_next(progress: Progress, after: Exercise | None = None) -> None:
+    exercise = progress.next(after)
     if exercise is None:
         console.print("All exercises are solved.")
         return

@@ -148,9 +148,15 @@ class Progress:
         new.write_text(json.dumps(dict(passed=self.passed, hints=self.hints), indent=1) + "\n")
         new.replace(self.path())  # at once: a reader never sees half a file
 
-    def next(self) -> Exercise | None:
-        """The first exercise that has not been solved."""
-        return next((e for e in load() if e.name not in self.passed), None)
+    def solved(self, exercise: Exercise) -> bool:
+        """True if the file is still the answer that passed."""
+        return exercise.path.exists() and self.passed.get(exercise.name) == _hash(exercise.path)
+
+    def next(self, after: Exercise | None = None) -> Exercise | None:
+        """The first exercise that is not solved; the first of those after another one, if there is any."""
+        everything = list(load())
+        start = everything.index(after) + 1 if after else 0
+        return next((e for e in everything[start:] + everything[:start] if not self.solved(e)), None)
 
 
 # --- check ---------------------------------------------------------------------------------------------------------
@@ -175,7 +181,7 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
         return Verdict("error", f"{exercise.file} is missing: `course reset {exercise.name}` brings it back")
     answer = exercise.path.read_text(errors="replace")
     if answer == exercise.stub:
-        return Verdict("unfinished", "as shipped: nothing has been written yet")
+        return Verdict("unfinished", "the file is as shipped: nothing has been changed yet")
     start = time.perf_counter()
     found = _in_child(exercise, limit, interpret=True)
     if found.get("gpu") and found["kind"] == "passed":
@@ -187,11 +193,15 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
     verdict = Verdict(found["kind"], found["message"], time.perf_counter() - start)
     progress = Progress.load()
     if verdict.passed:
-        progress.passed[exercise.name] = hashlib.sha256(answer.encode()).hexdigest()[:16]
+        progress.passed[exercise.name] = _hash(exercise.path)
     else:
         progress.passed.pop(exercise.name, None)
     progress.save()
     return verdict
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
@@ -226,7 +236,8 @@ def reset(exercise: Exercise) -> Path | None:
     """Restore the file as shipped. What was there is kept beside it, in the returned path; None if nothing was."""
     kept = None
     if exercise.path.exists() and exercise.path.read_text(errors="replace") != exercise.stub:
-        kept = exercise.path.with_suffix(".py.old")
+        taken = len(list(exercise.path.parent.glob(f"{exercise.path.name}.old*")))
+        kept = exercise.path.with_suffix(f".py.old{taken + 1}")
         exercise.path.replace(kept)
     exercise.path.write_text(exercise.stub)
     progress = Progress.load()

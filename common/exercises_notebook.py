@@ -12,4 +12,4 @@ def check(name: str) -> None:
     what = {"passed": "PASS", "unfinished": "not finished"}.get(verdict.kind, "not yet right")
     print(f"{exercise.number} {exercise.name}: {what}. {verdict.message}")
     if not verdict.passed:
-        print(f"    your file: {exercise.file}    help: course hint {exercise.name}")
+        print(f"    your file: {exercise.file}    help: course hint {exercise.number}")

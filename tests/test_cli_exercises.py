@@ -1,5 +1,7 @@
 """The learner's commands, typed into a real terminal, in a copy of the course."""
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -12,7 +14,7 @@ from common import exercises, phases
 import pexpect
 import pytest
 
-PHASE_1 = [e for e in exercises.load() if e.phase.number == 1]
+PHASE_1, PHASE_2 = ([e for e in exercises.load() if e.phase.number == n] for n in (1, 2))
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
@@ -68,7 +70,8 @@ def test_the_path_of_a_learner_through_phase_1(copy, terminal):
     shown, code = terminal.run("course next")
     assert code == 0
     assert first.title in shown
-    assert f"course check {first.name}" in shown
+    assert f"course check {first.number}" in shown
+    assert PHASE_1[2].title in terminal.run("course next 1.3")[0]
 
     shown, code = terminal.run(f"course check {first.name}")
     assert code == 1
@@ -107,7 +110,7 @@ def test_the_path_of_a_learner_through_phase_1(copy, terminal):
     shown, code = terminal.run(f"course reset {second.name}")
     assert code == 0
     assert (copy / second.file).read_text() == second.stub
-    assert (copy / second.file).with_suffix(".py.old").exists()
+    assert (copy / second.file).with_suffix(".py.old1").read_text() == second.solution.read_text()
     assert second.file in terminal.run("course")[0]
 
 
@@ -128,7 +131,24 @@ def test_names_that_do_not_exist(terminal):
         shown, code = terminal.run(f"course {command} masked_ad")
         assert code == 2
         assert "Did you mean ex1_masked_add?" in " ".join(shown.split())
-    assert "`course check`" in terminal.run("course check xyz")[0]
+    assert "There are 1.1 to 1.5, 2.1 to" in " ".join(terminal.run("course check xyz")[0].split())
+
+
+def test_check_of_a_phase_and_what_is_piped_is_not_wrapped(copy, terminal):
+    shown, code = terminal.run("course check 2")
+    assert code == 1
+    assert "0 of 4 exercises passed" in shown
+    terminal.run("course solution 2.1 --give-up > out.py")
+    assert PHASE_2[0].solution.read_text() in (copy / "out.py").read_text()
+    assert "They are the same" in terminal.run("course diff 2 2")[0]
+
+
+def test_a_file_changed_after_it_passed_is_not_solved(copy, terminal):
+    (copy / PHASE_1[0].file).write_text(PHASE_1[0].solution.read_text())
+    assert terminal.run("course check 1.1")[1] == 0
+    assert "1 of 5" in terminal.run("course")[0]
+    (copy / PHASE_1[0].file).write_text(PHASE_1[0].stub)
+    assert "1 of 5" not in terminal.run("course")[0]
 
 
 def test_diff_shows_what_changed_in_color_and_without(terminal):
@@ -154,8 +174,8 @@ def test_help_comes_at_once(terminal):
 
 def test_all_solved(copy, terminal):
     (copy / ".course").mkdir()
-    names = ", ".join(f'"{e.name}": ""' for e in exercises.load())
-    (copy / ".course" / "progress.json").write_text(f'{{"passed": {{{names}}}, "hints": {{}}}}')
+    hashes = {e.name: hashlib.sha256((copy / e.file).read_bytes()).hexdigest()[:16] for e in exercises.load()}
+    (copy / ".course" / "progress.json").write_text(json.dumps(dict(passed=hashes, hints={})))
     assert "All exercises are solved" in terminal.run("course")[0]
     for command in ("next", "hint", "watch"):
         shown, code = terminal.run(f"course {command}")

@@ -119,6 +119,13 @@ def test_an_exercise_goes_by_many_names(name):
     assert exercises.find(name).name == "ex1_masked_add"
 
 
+def test_an_error_in_a_kernel_names_the_line_of_the_kernel(tmp_path):
+    exercise = exercises.find("2.2")  # its own launcher is in the traceback too
+    found = judged(exercise, exercise.solution.read_text().replace("tl.trans(k)", "tl.trans(kk)"), tmp_path)
+    assert found["kind"] == "error"
+    assert "in _attention_kernel: s = tl.dot(q, tl.trans(kk)" in found["message"]
+
+
 def test_a_misspelled_name_is_recognized():
     assert exercises.find("masked_ad") is None
     assert exercises.similar("maskd_ad") == ["ex1_masked_add"]
@@ -173,6 +180,7 @@ ADD = exercises.find("1.1").solution.read_text()
         ("import sys; sys.exit(0)", "error", "SystemExit"),
         ("undefined_name", "error", "undefined_name"),
         ("1 +", "error", "SyntaxError"),
+        ("raise KeyboardInterrupt", "error", "line 25, in _masked_add_kernel"),
         ("raise NotImplementedError", "unfinished", "line 25 still raises"),
     ],
 )
@@ -194,9 +202,9 @@ def test_a_solved_exercise_that_is_broken_later_is_no_longer_solved(learner):
 
 def test_progress_survives_a_damaged_file(learner, tmp_path):
     learner("ex1_masked_add")
-    Progress({"ex1_masked_add": "0"}, {"ex1_masked_add": 2}).save()
-    assert Progress.load() == Progress({"ex1_masked_add": "0"}, {"ex1_masked_add": 2})
-    assert Progress.load().next() is not exercises.find("1.1")
+    stored = Progress({"ex1_masked_add": "0"}, {"ex1_masked_add": 2})
+    stored.save()
+    assert Progress.load() == stored
     Progress.path().write_text("{")
     assert Progress.load() == Progress()
 
@@ -205,10 +213,19 @@ def test_reset_keeps_what_was_there(learner):
     answer = learner("ex1_masked_add")
     answer(ADD)
     kept = exercises.reset(answer.exercise)
-    assert kept.read_text() == ADD
     assert answer.exercise.path.read_text() == answer.exercise.stub
     assert not Progress.load().passed
     assert exercises.reset(answer.exercise) is None
+    answer("# again")
+    assert exercises.reset(answer.exercise) != kept
+    assert kept.read_text() == ADD
+
+
+def test_the_next_exercise_is_the_one_after(learner):
+    learner("ex1_masked_add")
+    assert Progress().next() is EXERCISES[0]
+    assert Progress().next(after=EXERCISES[3]) is EXERCISES[4]
+    assert Progress().next(after=EXERCISES[-1]) is EXERCISES[0]
 
 
 def test_a_missing_file_says_how_to_get_it_back(learner):
@@ -225,8 +242,12 @@ def test_the_runner_does_not_load_torch(module):
 def test_expect_close_names_the_first_wrong_element():
     import torch
 
-    with pytest.raises(checking.Rejected, match=r"x: 1 of 2 elements are wrong; the first, x\[1\], is nan where 2"):
+    with pytest.raises(
+        checking.Rejected, match=r"x: 1 of 2 elements are wrong; the first: element \[1\] is nan"
+    ):
         checking.expect_close("x", torch.tensor([1, float("nan")]), torch.tensor([1.0, 2.0]))
+    with pytest.raises(checking.Rejected, match=r"is 1\.00000012 where 1 is right \(computed in torch.float32"):
+        checking.expect_close("x", torch.tensor([1 + 2**-23]), torch.ones(1, dtype=torch.float64), rtol=0, atol=1e-9)
     with pytest.raises(checking.Rejected, match="doubled"):
         checking.expect_close("x", torch.tensor([2.0]), torch.tensor([1.0]), mistakes={"doubled": torch.tensor([2.0])})
     with pytest.raises(checking.Rejected, match=r"expected shape \(1,\), got \(2,\)"):

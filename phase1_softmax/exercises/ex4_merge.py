@@ -13,7 +13,7 @@ has o = 0 and lse = -inf there; merging it changes nothing, and two such sets gi
     lse_a, lse_b   (...), the same dtype
     returns        o and lse, of these shapes and of this dtype
 
-Split-KV decoding (phase 3) and ring attention (phase 5) merge their parts with this very function.
+Split-KV decoding (phase 3) merges its parts with this very function, and ring attention does so across GPUs.
 
 Notebook: phase1_softmax/softmax.ipynb, section 2, "One statistic to keep".
 """

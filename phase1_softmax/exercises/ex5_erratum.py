@@ -14,7 +14,7 @@ of both tiles. One of the four CANDIDATES gives the numerator for both tiles; A 
     m1, m2   (rows, 1)
     p2       (rows, cols)
     v2       (cols, head_dim)
-    s1, s2   (rows, cols) each, v1, v2 (cols, head_dim) each, fp64; cols may differ between the tiles
+    s1, s2   (rows, cols) each, v1, v2 (cols, head_dim) each; cols may differ between the tiles
 
 `attend` computes the output from two tiles with any of the updates, to try them on.
 
@@ -48,11 +48,11 @@ def update(o1, m1, m2, p2, v2) -> torch.Tensor:
 
 def telling_input() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """s1, v1, s2, v2 for which no wrong candidate gives the right output."""
-    # your code: return four fp64 tensors
+    # your code: return four tensors
     raise NotImplementedError
 
 
 def hiding_input() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """s1, v1, s2, v2 for which all four candidates give the right output."""
-    # your code: return four fp64 tensors
+    # your code: return four tensors
     raise NotImplementedError

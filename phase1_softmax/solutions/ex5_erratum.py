@@ -14,7 +14,7 @@ of both tiles. One of the four CANDIDATES gives the numerator for both tiles; A 
     m1, m2   (rows, 1)
     p2       (rows, cols)
     v2       (cols, head_dim)
-    s1, s2   (rows, cols) each, v1, v2 (cols, head_dim) each, fp64; cols may differ between the tiles
+    s1, s2   (rows, cols) each, v1, v2 (cols, head_dim) each; cols may differ between the tiles
 
 `attend` computes the output from two tiles with any of the updates, to try them on.
 
@@ -49,7 +49,7 @@ def update(o1, m1, m2, p2, v2) -> torch.Tensor:
 
 def telling_input() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """s1, v1, s2, v2 for which no wrong candidate gives the right output."""
-    # your code: return four fp64 tensors
+    # your code: return four tensors
     s1, s2 = torch.tensor([[1.0, 2.0]]).double(), torch.tensor([[3.0, 0.0]]).double()
     v1, v2 = torch.tensor([[1.0], [2.0]]).double(), torch.tensor([[-1.0], [4.0]]).double()
     return s1, v1, s2, v2
@@ -58,7 +58,7 @@ def telling_input() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 def hiding_input() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """s1, v1, s2, v2 for which all four candidates give the right output."""
-    # your code: return four fp64 tensors
+    # your code: return four tensors
     s1, v1, s2, v2 = telling_input()
     return s2, v2, s1, v1  # the maximum comes with the first tile: m1 = m2, and the factor is 1
     # end of your code

@@ -13,7 +13,7 @@ What is at hand: `tile_pointers(base_ptr, offs_row, offs_col, stride_row, stride
 The module's `attention_tile_step` is what you are about to write, so leave it aside.
 
 `tl.dot(a, b, acc)` is a b + acc in fp32; a and b must have one dtype (`p.to(v.dtype)`), and `input_precision="ieee"`
-keeps fp32 inputs from being rounded on a GPU.
+keeps fp32 inputs from being rounded on a GPU (the interpreter never rounds, so the check cannot see it).
 
     q, k, v   fp16, bf16 or fp32, (seq_q, head_dim) and (seq_k, head_dim), any strides; any seq_q and seq_k
 

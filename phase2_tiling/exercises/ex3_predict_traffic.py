@@ -1,7 +1,7 @@
 """Predict how many bytes `tiling.attention` moves.
 
-Without running it: how many bytes do its programs load from q, k and v, and how many do they store to o? The tile of
-queries comes from `runtime.tile_sizes(head_dim, dtype)`. What a mask hides is not moved. The check runs the kernel,
+Without running it: how many bytes do its programs load from q, k and v, and how many do they store to o? A tile has
+`runtime.tile_sizes(head_dim, dtype)["BLOCK_M"]` queries. What a mask hides is not moved. The check runs the kernel,
 counts every load and store, and wants the same numbers, to the byte.
 
     seq_q, seq_k   any lengths, also 0

@@ -8,6 +8,8 @@ belongs to somebody else, and takes keys into account that do not exist. Repair 
 - nothing is read or written outside of the tensors, and
 - keys that do not exist have no influence. The logits may all be far below zero.
 
+A mask must broadcast to its pointers: for a tile of q it is (BLOCK_M, 1).
+
     q, k   fp16 or fp32, (seq_q, head_dim) and (seq_k, head_dim), any strides
     out    fp32, (seq_q,), contiguous; to be overwritten
 
