@@ -21,7 +21,7 @@ from common import bench, runtime  # before triton: chooses whether kernels are 
 from common.inputs import make_qkv
 from common.verify import verify_results
 from phase4_backward import backward as phase4
-from phase5_tuning import attention, tuning_backward, tuning_forward
+from phase5_tuning import attention, configs, tuning_backward, tuning_forward
 from phase5_tuning.attention import FlashAttention
 from phase5_tuning.tuning_forward import LADDER
 
@@ -56,6 +56,7 @@ def sdpa(backend, q, k, v, is_causal):
 def _compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
 
+    torch._dynamo.config.recompile_limit = 1000  # past it, flex would run uncompiled without a word
     return torch.compile(flex_attention, dynamic=False)
 
 
@@ -81,6 +82,10 @@ def ours(rung, q, k, v, is_causal):
     return FlashAttention.apply(q, k, v, is_causal, None, rung)[0]
 
 
+def with_tiles(tiles, q, k, v, is_causal):
+    return tuning_forward.attention_forward(q, k, v, is_causal, config=configs.Config(*tiles))[0]
+
+
 PROVIDERS = {
     "naive": naive,
     "sdpa-efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
@@ -91,12 +96,19 @@ PROVIDERS = {
     "phase 4": phase4.flash_attention,
     **{f"rung: {rung.name}": functools.partial(ours, i) for i, rung in enumerate(LADDER[1:], start=1)},
     "ours": functools.partial(ours, attention.LAST),
+    # What did not help: a K that lies transposed in memory (transposing it is not counted), and other tiles (forward).
+    "K pre-transposed": functools.partial(ours, attention.LAST),
+    "128x128, 8 warps": functools.partial(with_tiles, (128, 128, 8, 2)),
+    "64x64, 3 stages": functools.partial(with_tiles, (64, 64, 4, 3)),
+    "64x64, 1 stage": functools.partial(with_tiles, (64, 64, 4, 1)),
 }
 
 
 def timed(provider, mode, q, k, v, do, is_causal):
     """A function of no arguments that does what `mode` says, once a call."""
     fn = PROVIDERS[provider]
+    if provider == "K pre-transposed":
+        k = k.detach().mT.contiguous().mT.requires_grad_()
     graph = []
 
     def forward():

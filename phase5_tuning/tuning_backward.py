@@ -129,8 +129,10 @@ def _attn_bwd_dkdv_tuned_kernel(
             lse = tl.load(row_lse_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
             s = _product(k, q, TRANSPOSED, PRECISION)
             if IS_CAUSAL or RAGGED:  # queries past the end see nothing: 0 times an infinite key would be NaN
-                last = tl.where(offs_m < seq_q, offs_m if IS_CAUSAL else seq_k, -1)
-                s = tl.where(_across(last, TRANSPOSED) >= _across(offs_n, not TRANSPOSED), s, float("-inf"))
+                last_seen = offs_m if IS_CAUSAL else seq_k + 0 * offs_m
+                if RAGGED:
+                    last_seen = tl.where(offs_m < seq_q, last_seen, -1)
+                s = tl.where(_across(last_seen, TRANSPOSED) >= _across(offs_n, not TRANSPOSED), s, float("-inf"))
             p = probabilities(s, _across(lse, TRANSPOSED), scale, BASE2)
             do = load_tile(do_head, stride_do, b, h, start_m, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, TMA)
             delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
