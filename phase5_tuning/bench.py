@@ -98,9 +98,9 @@ PROVIDERS = {
     "ours": functools.partial(ours, attention.LAST),
     # What did not help: a K that lies transposed in memory (transposing it is not counted), and other tiles (forward).
     "K pre-transposed": functools.partial(ours, attention.LAST),
-    "128x128, 8 warps": functools.partial(with_tiles, (128, 128, 8, 2)),
-    "64x64, 3 stages": functools.partial(with_tiles, (64, 64, 4, 3)),
-    "64x64, 1 stage": functools.partial(with_tiles, (64, 64, 4, 1)),
+    "128x128 by 8 warps": functools.partial(with_tiles, (128, 128, 8, 2)),
+    "64x64 in 3 stages": functools.partial(with_tiles, (64, 64, 4, 3)),
+    "64x64 in 1 stage": functools.partial(with_tiles, (64, 64, 4, 1)),
 }
 
 
