@@ -6,7 +6,8 @@ block_n - 1 after it. seq_q and seq_k are any lengths. The last tiles may stick 
 same rule, keys from seq_k on are seen by nobody.
 
 kind         "skipped"   no pair of a query and a key in the tile is visible
-             "full"      all block_m * block_n pairs are visible: the tile needs no mask of any sort
+             "full"      all block_m * block_n pairs are visible: the tile needs no mask of any sort. (Its first query
+                         sees its last key; that this key exists follows, if tile_m is in bounds.)
              "partial"   neither
 loop_bounds  two integers for the tiles of one row of tiles: how many are full (they come first), and where the loop
              over keys ends. It visits tiles 0 ... end - 1, and those from `full` on need a mask.
@@ -18,12 +19,15 @@ Notebook: phase3_forward/forward.ipynb, section 2, "The causal mask, a tile at a
 
 
 def kind(tile_m: int, tile_n: int, block_m: int, block_n: int, seq_q: int, seq_k: int) -> str:
-    """ "skipped", "full" or "partial"; 0 <= tile_n < ceil(seq_k / block_n)."""
+    """ "skipped", "full" or "partial"; 0 <= tile_m < ceil(seq_q / block_m), 0 <= tile_n < ceil(seq_k / block_n)."""
     # your code: compare the corners of the tile
     raise NotImplementedError
 
 
 def loop_bounds(tile_m: int, block_m: int, block_n: int, seq_q: int, seq_k: int) -> tuple[int, int]:
-    """(full, end): tiles 0 ... full - 1 need no mask, tiles full ... end - 1 need one, the rest is not visited."""
+    """(full, end): tiles 0 ... full - 1 need no mask, tiles full ... end - 1 need one, the rest is not visited.
+
+    0 <= tile_m < ceil(seq_q / block_m).
+    """
     # your code: how many keys does the first query of the tile see, how many the last?
     raise NotImplementedError

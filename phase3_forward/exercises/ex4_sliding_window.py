@@ -8,7 +8,8 @@ seq * window instead of seq^2.
 Write the walk: where it begins and ends, the loop with its loads, and what is visible in each tile. q is loaded, the
 state m_i, l_i, acc is set up, and the pointers stand at the beginning of their heads; attention_tile_step and
 tile_pointers are phase 2's. With tiles taller than the window a row may see no key of the first tiles visited, so its
-maximum is still -inf when its first key arrives.
+maximum is still -inf when its first key arrives. The window may be as long as 2^31 - 1, the largest number of 32 bits.
+What a masked load without `other` returns there is undefined.
 
 Notebook: phase3_forward/forward.ipynb, section 6, "3.4 A sliding window".
 """

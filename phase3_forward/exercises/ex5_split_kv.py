@@ -8,16 +8,19 @@ A single query against a long cache is one program for each head, and most of th
 Each part takes ceil(tiles / splits) tiles of BLOCK_N keys, where tiles = ceil(seq_k / BLOCK_N): part 0 the first ones,
 part 1 the next, as far as there are any. Parts that come away empty have o = 0 and lse = -inf. Write
 
-1. in the first kernel, begin_n and end_n: the keys begin_n ... end_n - 1 are those of this part;
+1. in the first kernel, begin_n and end_n: the keys begin_n ... end_n - 1 are those of this part (end_n may pass seq_k,
+   the loop masks);
 2. in the second, how a part enters the state. Its lse counts as one logit and its o as that key's value, so the state
    is the one you know: m_i the maximum of the lse so far, l_i the sum of exp(lse - m_i), acc the sum of
-   exp(lse - m_i) o. Any part may be empty, also the first, also all;
+   exp(lse - m_i) o. Any part may be empty, also the first, also all. (Phase 1's online_softmax_step does it with one
+   column, lse_part[:, None]; it is imported, use it if you like);
 3. at its end, o (BLOCK_M, BLOCK_D) and lse (BLOCK_M,) from the state.
 
 Notebook: phase3_forward/forward.ipynb, section 2, "Two results become one".
 """
 
 from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from phase1_softmax.online_softmax import online_softmax_step  # noqa: F401, for answers that call it
 from phase2_tiling.tiling import attention_tile_step, tile_pointers
 
 import torch

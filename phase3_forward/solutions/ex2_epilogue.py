@@ -10,9 +10,9 @@ Write what follows: store o = acc / l_i, in the dtype of o, and lse = m_i + log(
 rest is given. Its causal mask is aligned bottom-right as in exercise 1, so that with seq_q > seq_k the first rows see
 no key and arrive with m_i = -inf, l_i = 0, acc = 0. They must leave with o = 0 and lse = -inf.
 
-At that point o_ptr and lse_ptr stand at the beginning of this program's head. lse is contiguous, o has the strides
-stride_o[2] along seq_q and stride_o[3] along head_dim. Rows from seq_q on and columns from HEAD_DIM on do not exist:
-nothing may be stored there.
+At that point o_ptr and lse_ptr stand at the beginning of this program's head already. lse is contiguous, o has the
+strides stride_o[2] along seq_q and stride_o[3] along head_dim, whatever they are. Rows from seq_q on and columns from
+HEAD_DIM on do not exist: nothing may be stored there.
 
 Notebook: phase3_forward/forward.ipynb, section 2, "The logarithm of the row sum".
 """
@@ -73,13 +73,13 @@ def bottom_right_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sc
     """Causal attention in which the last query sees the last key: query i sees the keys j <= i + seq_k - seq_q.
 
     q (batch, heads, seq_q, head_dim), k and v (batch, heads, seq_k, head_dim): fp16, bf16 or fp32, any strides,
-    head_dim up to 256. Returns o like q and lse (batch, heads, seq_q) in fp32; a row that sees no key has o = 0 and
-    lse = -inf.
+    head_dim up to 256. Returns o like q, as `empty_like` makes it, and lse (batch, heads, seq_q) in fp32; a row that
+    sees no key has o = 0 and lse = -inf.
     Raises TypeError or ValueError naming the argument.
     """
     scale = validate.check_qkv(q, k, v, scale)
     batch, heads, seq_q, head_dim = q.shape
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = torch.empty_like(q)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return o, lse

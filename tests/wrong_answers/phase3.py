@@ -15,6 +15,21 @@ WRONG = {
             "there are",
         ),
         Wrong("a full tile too few", {"if last_key <= first else": "if last_key < first else"}, "counting its pairs"),
+        Wrong(
+            "the shift the wrong way round",
+            {"    first = tile_m * block_m + seq_k - seq_q": "    first = tile_m * block_m + seq_q - seq_k"},
+            "kind: this is right for j <= i + seq_q - seq_k: is the shift the wrong way round? (kind(0, 0, 32, 32, 70,",
+        ),
+        Wrong(
+            "the bounds' shift the wrong way round",
+            {"= tile_m * block_m + seq_k - seq_q + 1": "= tile_m * block_m + seq_q - seq_k + 1"},
+            "loop_bounds: this is right for j <= i + seq_q - seq_k: is the shift the wrong way round? (loop_bounds(",
+        ),
+        Wrong(
+            "loop_bounds is not begun",
+            {"    seen_by_first =": "    raise NotImplementedError\n    seen_by_first ="},
+            "kind is right; loop_bounds is still to be written (line",
+        ),
         Wrong("the end is negative", {"(max(0, seen_by_last) +": "(seen_by_last +"}, "Can an end be negative?"),
         Wrong("the diagonal is not visited", {"- seq_q + 1": "- seq_q"}, "loop_bounds: the diagonal is hidden"),
         Wrong(
@@ -26,34 +41,113 @@ WRONG = {
     "ex2_epilogue": [
         Wrong("an empty row divides 0 by 0", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i"}, "0 / 0"),
         Wrong("the LSE lacks the maximum", {"m_i + tl.log(l_safe)": "tl.log(l_safe)"}, "Is m_i part of it?"),
+        Wrong("the LSE overflows", {"m_i + tl.log(l_safe)": "tl.log(tl.exp(m_i) * l_safe)"}, "exp(m_i) overflows"),
         Wrong("the LSE in base 2", {"m_i + tl.log(l_safe)": "m_i + tl.log2(l_safe)"}, "log2"),
         Wrong("o is not divided", {"acc / l_safe[:, None]": "acc"}, "not divided by the row sum"),
-        Wrong("the store of o is not masked", {"element_ty), mask=rows": "element_ty)"}, "outside of the results"),
-        Wrong("the store of lse is not masked", {"lse, mask=offs_m < seq_q": "lse"}, "outside of the results"),
+        Wrong("the store of o is not masked", {"element_ty), mask=rows": "element_ty)"}, "outside of o"),
+        Wrong("the store of lse is not masked", {"lse, mask=offs_m < seq_q": "lse"}, "outside of lse: is its store"),
         Wrong(
             "padding columns are stored",
             {"element_ty), mask=rows": "element_ty), mask=(offs_m < seq_q)[:, None]"},
-            "outside of the results",
+            "outside of o: is its store masked",
         ),
-        Wrong("rows are contiguous", {"offs_d, stride_o[2],": "offs_d, BLOCK_D,"}, "outside of the results"),
+        Wrong("rows are contiguous", {"offs_d, stride_o[2],": "offs_d, BLOCK_D,"}, "is it stored with stride_o"),
+        Wrong("o is contiguous", {"offs_d, stride_o[2], stride_o[3])": "offs_d, HEAD_DIM, 1)"}, "with stride_o[2]"),
+        Wrong("columns lie side by side", {"offs_d, stride_o[2], stride_o[3])": "offs_d, stride_o[2], 1)"}, "stride_o"),
+        Wrong(
+            "the head is added twice",
+            {"tl.store(lse_ptr + offs_m": "tl.store(lse_ptr + pid_bh * seq_q + offs_m"},
+            "lse_ptr already stands at this head",
+        ),
+        Wrong("lse is not stored", {"    tl.store(lse_ptr + offs_m, lse, mask=offs_m < seq_q)\n": ""}, "never stored"),
+        Wrong("sums along columns", {"o = acc / l_safe[:, None]": "o = acc / l_safe"}, "l_i[:, None] is a column"),
     ],
     "ex3_grouped_heads": [
-        Wrong("by modulo", {"h // group": "h % (heads_q // group)"}, "h // (heads_q / heads_kv)"),
-        Wrong("the query head's keys", {"h_kv = h // group": "h_kv = h"}, "query head h reads key head h,"),
+        Wrong("by modulo", {"h // group": "h % (heads_q // group)"}, "query head 1 reads k of key head 1; it should"),
+        Wrong("within the group", {"h // group": "h % group"}, "reads k of key head 1; it should read 0 (h // group)"),
+        Wrong("the query head's keys", {"h_kv = h // group": "h_kv = h"}, "it should read 0 (h // group)"),
         Wrong(
             "offsets of 32 bits", {"(tl.program_id(0) // tiles_m).to(tl.int64)": "tl.program_id(0) // tiles_m"}, "64"
         ),
         Wrong("the batch stride of k is forgotten", {"k_ptr += b * stride_k[0] + ": "k_ptr += "}, "batch"),
-        Wrong("v with the strides of k", {"h_kv * stride_v[1]": "h * stride_v[1]"}, "query heads on"),
-        Wrong("every head writes the lse of the first", {"lse_ptr += pid_bh * seq_q": "lse_ptr += b"}, "lse"),
+        Wrong("v with the strides of k", {"h_kv * stride_v[1]": "h * stride_v[1]"}, "k is found: look at v_ptr"),
+        Wrong("q stands still", {"    q_ptr += b * stride_q[0] + h * stride_q[1]\n": ""}, "Is q_ptr moved?"),
+        Wrong("o stands still", {"    o_ptr += b * stride_o[0] + h * stride_o[1]\n": ""}, "where does o_ptr stand?"),
+        Wrong(
+            "lse stands still",
+            {"    lse_ptr += pid_bh * seq_q\n": ""},
+            "lse[0, 1, 0] first: o is complete; where does lse_ptr",
+        ),
+        Wrong("every head writes the lse of the first", {"lse_ptr += pid_bh * seq_q": "lse_ptr += b"}, "lse_ptr stand"),
+        Wrong(
+            "batch and head swapped",
+            {"b, h = pid_bh // heads_q, pid_bh % heads_q": "h, b = pid_bh // heads_q, pid_bh % heads_q"},
+            "b is the number of the head // heads_q",
+        ),
+        Wrong(
+            "the tile from the front",
+            {
+                "pid_m = tl.program_id(0) % tiles_m": "pid_m = tl.program_id(0) // heads_q",
+                "(tl.program_id(0) // tiles_m)": "(tl.program_id(0) % heads_q)",
+            },
+            "the number % tiles_m",
+        ),
+        Wrong(
+            "the other operator",
+            {
+                "pid_m = tl.program_id(0) % tiles_m": "pid_m = tl.program_id(0) // tiles_m",
+                "(tl.program_id(0) // tiles_m)": "(tl.program_id(0) % tiles_m)",
+            },
+            "the number % tiles_m",
+        ),
     ],
     "ex4_sliding_window": [
         Wrong("a key too many", {"(age < window)": "(age <= window)"}, "one key too many"),
         Wrong("no left edge", {" & (age < window)": ""}, "left edge of the band are not masked"),
         Wrong("no right edge", {" & (age >= 0)": ""}, "keys after the query's own are visible"),
         Wrong(
-            "begins at the first key", {"tl.maximum(0, pid_m * BLOCK_M - window + 1) // BLOCK_N * BLOCK_N": "0"}, "load"
+            "begins at the first key",
+            {"tl.maximum(0, pid_m * BLOCK_M - window + 1) // BLOCK_N * BLOCK_N": "0"},
+            "Are there tiles before the window",
         ),
+        Wrong(
+            "the window overflows",
+            {"(age < window)": "(offs_n[None, :] + window > offs_m[:, None])"},
+            "compare offs_m - offs_n with window",
+        ),
+        Wrong("a key early", {"pid_m * BLOCK_M - window + 1)": "pid_m * BLOCK_M - window)"}, "is i - window + 1"),
+        Wrong(
+            "v without other",
+            {
+                "v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)": (
+                    "v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols)"
+                )
+            },
+            "Give it other=0.0",
+        ),
+        Wrong(
+            "begins at a negative key",
+            {"tl.maximum(0, pid_m * BLOCK_M - window + 1)": "(pid_m * BLOCK_M - window + 1)"},
+            "the walk begins at a negative key",
+        ),
+        Wrong("keys that do not exist", {"(offs_n < seq_k)[None, :] & (age": "(age"}, "keys from seq_k on are visible"),
+        Wrong(
+            "keys that do not exist, and the walk goes there",
+            {
+                "(offs_n < seq_k)[None, :] & (age": "(age",
+                "tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)": "(pid_m + 1) * BLOCK_M",
+            },
+            "keys from seq_k on are visible",
+        ),
+        Wrong(
+            "ends before the own tile", {"(seq_k, (pid_m + 1) * BLOCK_M)": "(seq_k, pid_m * BLOCK_M)"}, "ends too early"
+        ),
+        Wrong(
+            "ends with the first own key",
+            {"(seq_k, (pid_m + 1) * BLOCK_M)": "(seq_k, pid_m * BLOCK_M + 1)"},
+            "tiles of 64 queries and 32 keys, window 40: query 32, which sees",
+        ),
+        Wrong("begins at a tile's number", {" // BLOCK_N * BLOCK_N": " // BLOCK_N"}, "begin is a key, a multiple of"),
         Wrong("ends at the last key", {"tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)": "seq_k"}, "after the diagonal"),
         Wrong("begins with the own tile", {"pid_m * BLOCK_M - window + 1)": "pid_m * BLOCK_M)"}, "earlier tiles are"),
         Wrong(
@@ -79,10 +173,31 @@ WRONG = {
         Wrong(
             "whole tiles only",
             {"tl.cdiv(tl.cdiv(seq_k, BLOCK_N), splits)": "seq_k // BLOCK_N // splits"},
-            "lse of part 0",
+            "part 0 of 3, 200 keys in tiles of 32: it took keys 0 ... 63; it should take keys 0 ... 95",
         ),
-        Wrong("every part takes the first keys", {"begin_n = part * keys": "begin_n = 0"}, "those of part 0"),
-        Wrong("the end is not bounded", {"tl.minimum(seq_k, begin_n + keys)": "seq_k"}, "all keys"),
+        Wrong("every part takes the first keys", {"begin_n = part * keys": "begin_n = 0"}, "it took keys 0 ... 95; it"),
+        Wrong("the end is not bounded", {"tl.minimum(seq_k, begin_n + keys)": "seq_k"}, "it took keys 0 ... 199; it"),
+        Wrong(
+            "parts are not whole tiles",
+            {"tl.cdiv(tl.cdiv(seq_k, BLOCK_N), splits) * BLOCK_N": "tl.cdiv(seq_k, splits)"},
+            "it took keys",
+        ),
+        Wrong(
+            "the keys are not shared out yet",
+            {"    keys = tl.cdiv(tl": "    raise NotImplementedError\n    keys = tl.cdiv(tl"},
+            "the merge is right; the sharing out of keys, begin_n and end_n, is still to be written (line",
+        ),
+        Wrong(
+            "the end of the merge is not begun",
+            {"    o = acc / l_safe[:, None]\n    lse =": "    raise NotImplementedError\n    o = 0\n    lse ="},
+            "the sharing out of keys, begin_n and end_n, is right; the merge is still to be written (line",
+        ),
+        Wrong("l_i is not rescaled", {"l_i = alpha * l_i + weight": "l_i = l_i + weight"}, "sum l_i is not rescaled"),
+        Wrong(
+            "nothing is rescaled",
+            {"l_i = alpha * l_i + weight": "l_i = l_i + weight", "alpha[:, None] * acc + weight": "acc + weight"},
+            "neither l_i nor acc is rescaled",
+        ),
         Wrong("no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "exp(-inf - -inf)"),
         Wrong("no maximum", {"m_new = tl.maximum(m_i, lse_part)": "m_new = tl.zeros_like(m_i)"}, "exp(-inf - -inf)"),
         Wrong("acc is not rescaled", {"alpha[:, None] * acc + weight": "acc + weight"}, "accumulator is not rescaled"),
@@ -92,7 +207,7 @@ WRONG = {
         Wrong(
             "empty rows divide 0 by 0",
             {"l_safe = tl.where(l_i == 0.0, 1.0, l_i)\n    o =": "l_safe = l_i\n    o ="},
-            "merge",
+            "0 / 0 at the end, l_i being 0?",
         ),
         Wrong(
             "the LSE lacks the maximum",
