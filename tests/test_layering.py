@@ -39,7 +39,10 @@ def kernels(path):
 
 
 def modules():
-    return [(phase.folder, ROOT / phase.folder / f"{module}.py") for phase in PHASES for module in phase.modules]
+    """Every module of a phase that verifies itself, and what it is split into."""
+    named = [(phase.folder, module) for phase in PHASES for module in phase.modules]
+    named.append(("phase5_tuning", "tuning_backward"))  # verified together with its forward pass
+    return [(folder, ROOT / folder / f"{module}.py") for folder, module in named]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "common").rglob("*.py")), ids=lambda p: p.name)

@@ -10,13 +10,15 @@ Write both in PyTorch, for any leading axes, in the dtype of the inputs:
     delta_over_keys(p, do, v)    p (..., seq_q, seq_k), do (..., seq_q, head_dim), v (..., seq_k, head_dim)
     delta_over_head_dim(o, do)   o, do (..., seq_q, head_dim)
 
-and the second as a kernel:
+and the second as a kernel, which also takes care of a loss that uses LSE: where LSE has a gradient dlse, what dS needs
+is delta - dlse (section 2, "When the loss uses LSE too"), and that is what the kernel stores.
 
     o, do    (batch, heads, seq_q, head_dim), fp16, bf16 or fp32, any strides
+    dlse     (batch, heads, seq_q), fp32, contiguous; or None, where the loss does not use LSE
     delta    (batch, heads, seq_q), fp32, contiguous
 
 do comes from autograd as it pleases: the gradient of a sum has stride 0 everywhere, and that of a slice lies in
-something larger. Multiply and add in fp32. Pointers come from phase 2's `tile_pointers`.
+something larger. The kernel multiplies and adds in fp32. Pointers come from phase 2's `tile_pointers`.
 
 Notebook: phase4_backward/backward.ipynb, section 2, "Delta without P".
 """
@@ -43,7 +45,7 @@ def delta_over_head_dim(o: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _delta_kernel(
-    o_ptr, do_ptr, delta_ptr, stride_o, stride_do, heads, seq_q,
+    o_ptr, do_ptr, dlse_ptr, delta_ptr, stride_o, stride_do, heads, seq_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Grid: (cdiv(seq_q, BLOCK_M) * batch * heads,). A program owns BLOCK_M rows of head h of batch b."""
@@ -52,20 +54,20 @@ def _delta_kernel(
     pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
     b, h = pid_bh // heads, pid_bh % heads
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)  # BLOCK_D: HEAD_DIM, padded to a power of two
-    delta_ptr += pid_bh * seq_q
-    # your code: load the tiles of o and do, each by its own four strides, and store delta of the rows that exist
+    offs_d = tl.arange(0, BLOCK_D)  # HEAD_DIM padded to a power of two; the columns past HEAD_DIM are not o's
+    delta_ptr += pid_bh * seq_q  # delta_ptr is now that of this head; the other pointers are not
+    # your code: masked loads of o and do, each by its own four strides; store delta, less dlse if dlse_ptr is not None
     raise NotImplementedError
 
 
-def delta(o: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
-    """The kernel's result: (batch, heads, seq_q), fp32."""
+def delta(o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None = None) -> torch.Tensor:
+    """The kernel's result: rowsum(dO * O), less dlse if there is one. (batch, heads, seq_q), fp32."""
     batch, heads, seq_q, head_dim = o.shape
     delta = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
     o, do = runtime.to_kernel_dtype(o, do)
     with runtime.on_device_of(o):
         _delta_kernel[(triton.cdiv(seq_q, 32) * batch * heads,)](
-            o, do, delta, o.stride(), do.stride(), heads, seq_q,
+            o, do, dlse, delta, o.stride(), do.stride(), heads, seq_q,
             HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_M=32,
         )  # fmt: skip
     return delta

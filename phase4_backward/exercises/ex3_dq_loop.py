@@ -6,7 +6,8 @@ A program owns BLOCK_M queries and walks over tiles of BLOCK_N keys,
 
 Phase 4's `recompute_tile` returns P and dS of a tile (without the scale; it is multiplied at the end). With IS_CAUSAL
 query i sees the keys 0..i, and a tile of keys that none of the program's queries sees must not even be loaded. BLOCK_M
-and BLOCK_N may differ, either way.
+and BLOCK_N may differ, either way. (Stopping at seq_k as well, where that comes first, saves iterations only: keys past
+the end are masked in any case.)
 
     q, do       (batch, heads, seq_q, head_dim)      k, v   (batch, heads, seq_k, head_dim)      fp16, bf16 or fp32
     lse, delta  (batch, heads, seq_q), fp32          seq_q, seq_k: any lengths, also different ones

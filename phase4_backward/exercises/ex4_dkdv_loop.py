@@ -6,8 +6,8 @@ A program owns BLOCK_N keys of one key head and walks over tiles of BLOCK_M quer
 
 in each of the `group` query heads that share the key head: query head h uses key head h // group. Phase 4's
 `recompute_tile` returns P and dS of a tile (without the scale; it is multiplied at the end). With IS_CAUSAL query i
-sees the keys 0..i, and a tile of queries that sees none of the program's keys must not even be loaded. BLOCK_M and
-BLOCK_N may differ, either way.
+sees the keys 0..i, and no tile of queries that lies wholly before the tile's first key may be loaded: the check counts
+bytes. BLOCK_M and BLOCK_N may differ, either way.
 
     q, do       (batch, heads_q, seq_q, head_dim)    k, v   (batch, heads_kv, seq_k, head_dim)    fp16, bf16 or fp32
     lse, delta  (batch, heads_q, seq_q), fp32        group = heads_q / heads_kv
@@ -36,7 +36,7 @@ def _dkdv_kernel(
     pid_n = tl.program_id(0) % tiles_n
     pid_bh = (tl.program_id(0) // tiles_n).to(tl.int64)
     b, h_kv = pid_bh // heads_kv, pid_bh % heads_kv
-    q_ptr += b * stride_q[0]  # q and do: of batch b; their head is yours to choose
+    q_ptr += b * stride_q[0]  # q and do: of batch b; their head is yours to choose, in a new pointer for each
     do_ptr += b * stride_do[0]
     lse_ptr += b * heads_kv * group * seq_q  # lse and delta: (heads_q, seq_q) of batch b, contiguous
     delta_ptr += b * heads_kv * group * seq_q

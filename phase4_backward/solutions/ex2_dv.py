@@ -6,7 +6,7 @@ back, tile by tile, and to add up
     dV_j = sum_i P_ij dO_i,      P_ij = exp(S_ij - LSE_i),      S = scale Q K^T
 
 without ever having all of P. No mask but the ends of the sequences: every query sees every key. Write the loop over
-queries.
+queries, seq_q of them in tiles of BLOCK_M.
 
     q, do    (batch, heads, seq_q, head_dim), fp16, bf16 or fp32, any strides
     k, dv    (batch, heads, seq_k, head_dim), the same
@@ -14,6 +14,8 @@ queries.
 
 Products: `tl.dot(a, b, input_precision="ieee")`, and `tl.dot(a, b, acc, input_precision="ieee")` to add to acc. Both
 operands need the same dtype, so P goes into its product in that of dO.
+
+Why does dV need neither V nor delta? (Hint 3 answers.)
 
 Notebook: phase4_backward/backward.ipynb, section 2, "P from one number a row".
 """

@@ -7,7 +7,7 @@ is kept and 0 where it is dropped, and a star for entry by entry,
     dV = (P * Z)^T dO / (1 - p)       dP = Z * (dO V^T) / (1 - p)       dS = P * (dP - delta)
 
 and dQ, dK follow from dS as ever. The softmax comes first: its sums, and so the LSE, know nothing of Z. And delta =
-rowsum(P * dP) is still rowsum(dO * O); derive it.
+rowsum(P * dP) is still rowsum(dO * O): sum_j P_ij Z_ij / (1 - p) sum_d dO_id V_jd = sum_d dO_id O_id.
 
 Both passes need the same Z, in tiles of any shape, and to store Z would be to store P. `tl.rand(seed, offset)` is a
 pure function (the Philox generator) from two integers to a number in [0, 1): the same wherever and whenever it is
@@ -16,7 +16,7 @@ whatever the tiles: take the place that the weight would have in a contiguous P,
 may have more than 2^32 entries, after which a 32-bit offset would start over and repeat the mask: count in int64.
 
 Yours are `kept` and the heart of each of three loops. In the two of the backward pass, note that `recompute_tile` with
-delta = 0 returns P and P * (dO V^T).
+a delta of zeros, `tl.zeros_like(delta)`, returns P and P * (dO V^T).
 
 Notebook: phase4_backward/backward.ipynb, section 6, "Exercises, and what we still cannot do".
 """

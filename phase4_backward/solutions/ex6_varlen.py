@@ -11,9 +11,12 @@ Queries of sequence b see the keys of sequence b and no others; with is_causal, 
 behind a sequence belongs to its neighbor: it must not be written, and what it holds (NaN, say) must not get in.
 
 The grid has as many programs for each (sequence, head) as the longest sequence needs, so that some have nothing to do:
-they may `return`. A kernel that knows its sequence is otherwise that of phase 3 or 4. Yours are `sequence`, the forward
-kernel up to the end of its loop, and the beginning of the two others. A head's rows lie heads * head_dim elements
-apart; `load_tile` knows that. lse and delta are (heads, total_q), contiguous.
+they may `return`; but whatever is part of a result must be written, also where it is 0: o and dq of a sequence without
+keys, dk and dv of one without queries. A kernel that knows its sequence is otherwise that of phase 3 or 4. Yours are
+`sequence`, the forward kernel up to the end of its loop, and the beginning of the two others. A head's rows lie
+heads * head_dim elements apart; `load_tile` knows that. lse and delta are (heads, total_q), contiguous: total_q, given
+to every kernel, is the distance of two heads in them. To stop the causal walk at the diagonal saves work in the forward
+kernel; no result depends on it, and the check does not count.
 
 Notebook: phase4_backward/backward.ipynb, section 6, "Exercises, and what we still cannot do".
 """
@@ -31,7 +34,7 @@ import triton.language as tl
 
 @triton.jit
 def sequence(cu_seqlens_ptr, b):
-    """The first token of sequence b, int64, and its length."""
+    """The first token of sequence b, int64 (times heads * head_dim it may exceed 2^31), and its length."""
     # your code: two numbers of cu_seqlens
     first = tl.load(cu_seqlens_ptr + b)
     return first.to(tl.int64), tl.load(cu_seqlens_ptr + b + 1) - first
@@ -67,7 +70,7 @@ def _forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, total_q, heads, scale, IS_CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch * heads, tiles of the longest sequence of queries)."""
+    """Grid: (batch * heads, tiles of the longest sequence of queries). total_q: distance of two heads in lse."""
     b, h, pid_m = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # of the sequence
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -105,7 +108,7 @@ def _dkdv_kernel(
     total_q, heads, scale, IS_CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch * heads, tiles of the longest sequence of keys)."""
+    """Grid: (batch * heads, tiles of the longest sequence of keys). total_q: distance of two heads in lse and delta."""
     b, h, pid_n = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
     # your code: seq_q, seq_k, and all eight pointers moved to this sequence and head
     first_q, seq_q = sequence(cu_q_ptr, b)
@@ -149,7 +152,7 @@ def _dq_kernel(
     total_q, heads, scale, IS_CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (batch * heads, tiles of the longest sequence of queries)."""
+    """Grid: (batch * heads, tiles of the longest sequence of queries). total_q: as above."""
     b, h, pid_m = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
     # your code: seq_q, seq_k, and all seven pointers moved to this sequence and head
     first_q, seq_q = sequence(cu_q_ptr, b)

@@ -10,6 +10,14 @@ WRONG = {
         ),
         Wrong("16-bit products", {"o.to(tl.float32) * do.to(tl.float32)": "(o * do).to(tl.float32)"}, "to fp32 first"),
         Wrong("the store is not masked", {"delta, mask=offs_m < seq_q": "delta"}, "does the store have a mask?"),
+        Wrong("fp32 inside", {"p * (do @ v.mT)": "p.float() * (do @ v.mT).float()"}, "computed in fp32"),
+        Wrong("head_dim not masked", {" & (offs_d < HEAD_DIM)[None, :]": " & (offs_d >= 0)[None, :]"}, "mask offs_d"),
+        Wrong("delta_ptr moved twice", {"delta_ptr + offs_m": "delta_ptr + pid_bh * seq_q + offs_m"}, "already"),
+        Wrong("no batch stride", {"b * stride_do[0] + h": "h"}, "batch 0 is right, batch 1 is not"),
+        Wrong("no head stride", {" + h * stride_do[1]": ""}, "head 0 is right, the others are not"),
+        Wrong("dlse added", {"delta -= ": "delta += "}, "dlse is added"),
+        Wrong("dlse forgotten", {"delta -= tl.load": "tl.load"}, "dlse is not subtracted"),
+        Wrong("dlse of head 0", {"dlse_ptr + pid_bh * seq_q": "dlse_ptr"}, "the dlse of head 0"),
     ],
     "ex2_dv": [
         Wrong("LSE forgotten", {"tl.exp(s - lse[:, None])": "tl.exp(s)"}, "subtract the LSE"),
@@ -18,7 +26,19 @@ WRONG = {
         Wrong(
             "LSE of the first head",
             {"lse_ptr + offs_m": "lse_ptr - pid_bh * seq_q + offs_m"},
-            "the first head is right",
+            "head 0 is right",
+        ),
+        Wrong("LSE moved twice", {"lse_ptr + offs_m": "lse_ptr + pid_bh * seq_q + offs_m"}, "is it moved again?"),
+        Wrong("steps by BLOCK_N", {"seq_q, BLOCK_M)": "seq_q, BLOCK_N)"}, "the walk goes by BLOCK_M"),
+        Wrong("loops over keys", {"range(0, seq_q,": "range(0, seq_k,"}, "the walk ends at seq_k"),
+        Wrong(
+            "softmax of a tile",
+            {"tl.exp(s - lse[:, None])": "tl.exp(s) / tl.sum(tl.exp(s), axis=1)[:, None]"},
+            "its own sum: use LSE",
+        ),
+        Wrong("exp2", {"tl.exp(": "tl.exp2("}, "LSE is a natural logarithm"),
+        Wrong(
+            "do has q's strides", {"stride_do[2], stride_do[3]), mask": "stride_q[2], stride_q[3]), mask"}, "its own"
         ),
     ],
     "ex3_dq_loop": [
@@ -26,16 +46,42 @@ WRONG = {
         Wrong("stops a tile early", {"(pid_m + 1) * BLOCK_M": "pid_m * BLOCK_M"}, "leaves out tiles on the diagonal"),
         Wrong("diagonal hidden", {">= offs_n": "> offs_n"}, "query i sees key i"),
         Wrong("no mask", {"visible = visible & (offs_m[:, None] >= offs_n[None, :])": "pass"}, "not masked inside"),
+        Wrong(
+            "keys past the end not masked",
+            {"visible = (offs_n < seq_k)[None, :]": "visible = (offs_n >= 0)[None, :]"},
+            "keys past the end are not masked",
+        ),
+        Wrong("end in keys", {"(pid_m + 1) * BLOCK_M": "(pid_m + 1) * BLOCK_N"}, "pid_m counts tiles of queries"),
+        Wrong("P K", {"_, ds = ": "ds, _ = "}, "this is P K"),
+        Wrong("dS V", {"ds.to(k.dtype), k, dq": "ds.to(v.dtype), v, dq"}, "this is dS V"),
+        Wrong("scale twice", {"dq = tl.dot(ds.to": "dq = tl.dot((ds * scale).to"}, "the scale is in it twice"),
+        Wrong("delta twice", {"dq = tl.dot(ds.to": "dq = tl.dot((ds - _ * delta[:, None]).to"}, "subtracted twice"),
     ],
     "ex4_dkdv_loop": [
         Wrong("last head of the group", {"range(0, group)": "range(group - 1, group)"}, "only the last query head"),
         Wrong("heads by modulo", {"h_kv * group + g\n": "g * heads_kv + h_kv\n"}, "a group is made of neighbors"),
         Wrong(
-            "start rounded up", {"pid_n * BLOCK_N // BLOCK_M": "tl.cdiv(pid_n * BLOCK_N, BLOCK_M)"}, "the start down"
+            "start rounded up", {"pid_n * BLOCK_N // BLOCK_M": "tl.cdiv(pid_n * BLOCK_N, BLOCK_M)"}, "starts too late"
         ),
         Wrong(
             "starts at 0", {"start = pid_n * BLOCK_N // BLOCK_M * BLOCK_M": "start = 0"}, "where does the walk start?"
         ),
+        Wrong(
+            "start in queries",
+            {"pid_n * BLOCK_N // BLOCK_M * BLOCK_M": "pid_n * BLOCK_M"},
+            "the first query is pid_n * BLOCK_N",
+        ),
+        Wrong("head of the group alone", {"h = h_kv * group + g": "h = g"}, "begin at h_kv * group"),
+        Wrong("LSE of head 0", {"lse_ptr + h * seq_q": "lse_ptr"}, "the lse of head 0"),
+        Wrong("delta of head 0", {"delta_ptr + h * seq_q": "delta_ptr"}, "the delta of head 0"),
+        Wrong(
+            "pointer moved in the loop",
+            {"q_head = q_ptr + h * stride_q[1]": "q_ptr += h * stride_q[1]", "(q_head, ": "(q_ptr, "},
+            "stays moved",
+        ),
+        Wrong("P and dS exchanged", {"p, ds = ": "ds, p = "}, "returns p, ds in this order"),
+        Wrong("dK with dO", {"tl.trans(ds.to(q.dtype)), q, dk": "tl.trans(ds.to(do.dtype)), do, dk"}, "dK takes Q"),
+        Wrong("dK scaled twice", {"tl.trans(ds.to": "tl.trans((ds * scale).to"}, "the scale is in it twice"),
     ],
     "ex5_dropout": [
         Wrong("keeps what it should drop", {">= p_drop": "< p_drop"}, "this keeps what should be dropped"),
@@ -62,6 +108,22 @@ WRONG = {
             },
             "Z drops delta too",
         ),
+        Wrong("divided by p", {"p / (1 - p_drop), 0.0": "p / p_drop, 0.0"}, "divided by p: divide by 1 - p"),
+        Wrong("acc not rescaled", {"acc * alpha[:, None]": "acc"}, "acc is not rescaled"),
+        Wrong(
+            "rows of a head",
+            {"kept(seed, row, offs_n, seq_k, p_drop), p /": "kept(seed, offs_m, offs_n, seq_k, p_drop), p /"},
+            "head 0 is right",
+        ),
+        Wrong(
+            "delta twice in dq",
+            {
+                "p * delta[:, None]\n        dq": (
+                    "p * delta[:, None]\n        ds -= z * p * delta[:, None]\n        dq"
+                )
+            },
+            "delta is subtracted twice",
+        ),
     ],
     "ex6_varlen": [
         Wrong("length is the end", {"b + 1) - first": "b + 1)"}, "how long is a sequence"),
@@ -72,7 +134,7 @@ WRONG = {
                     "return\n    q_ptr += first_q * heads * HEAD_DIM\n    k_ptr"
                 )
             },
-            "its head 0 is right",
+            "its head 0 of o is right",
         ),
         Wrong(
             "values begin where the queries do",
@@ -91,6 +153,36 @@ WRONG = {
                 )
             },
             "those before it are right",
+        ),
+        Wrong("first token in 32 bits", {"first.to(tl.int64)": "first"}, "convert it to int64"),
+        Wrong(
+            "no queries, no dk",
+            {"if pid_n * BLOCK_N >= seq_k:": "if pid_n * BLOCK_N >= seq_k or seq_q == 0:"},
+            "sequence 1 of lengths_q = (20, 0, 40, 1, 17), lengths_k = (33, 7, 20, 0, 17): it has keys but no queries",
+        ),
+        Wrong(
+            "no keys, no o",
+            {
+                "    q = load_tile(q_ptr, offs_m, seq_q, heads, HEAD_DIM, BLOCK_D)\n    end_n": (
+                    "    if seq_k == 0:\n        return\n"
+                    "    q = load_tile(q_ptr, offs_m, seq_q, heads, HEAD_DIM, BLOCK_D)\n    end_n"
+                )
+            },
+            "it has queries but no keys: its o is 0",
+        ),
+        Wrong(
+            "return at the other length",
+            {"if pid_n * BLOCK_N >= seq_k:": "if pid_n * BLOCK_N >= seq_q:"},
+            "are never written",
+        ),
+        Wrong(
+            "LSE of head 0 in dq",
+            {
+                "    lse = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=0.0)\n    delta": (
+                    "    lse = tl.load(lse_ptr - h * total_q + offs_m, mask=offs_m < seq_q, other=0.0)\n    delta"
+                )
+            },
+            "its head 0 of dq is right",
         ),
     ],
 }
