@@ -5,7 +5,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/ready
 
-.PHONY: course test test-gpu lab style clean
+.PHONY: course test test-gpu compile-all lab style clean
 
 course: $(READY)
 	$(PY) -m common.cli run
@@ -18,6 +18,10 @@ test: $(READY) style
 # The same phases compiled, and what only a GPU can show.
 test-gpu: $(READY)
 	$(PY) -m pytest tests/gpu tests/test_phase*.py tests/test_extensions*.py tests/test_train.py tests/test_exercises.py
+
+# Every rung and every tile of phase 5 for three generations of GPUs, without one: several minutes.
+compile-all: $(READY)
+	$(PY) -m phase5_tuning.compile_all
 
 style: $(READY)
 	$(PY) -m ruff check .

@@ -64,6 +64,14 @@ PHASES = (
         "_attn_bwd_dq_kernel",
         "backward.ipynb",
     ),
+    Phase(
+        "phase5_tuning",
+        "From correct to fast, measured",
+        "Where does the time go, and how close to the machine's limit can a readable kernel get?",
+        ("tuning_forward", "attention"),
+        "_attn_fwd_tuned_kernel",
+        "tuning.ipynb",
+    ),
 )
 
 

@@ -242,9 +242,7 @@ def test_the_runner_does_not_load_torch(module):
 def test_expect_close_names_the_first_wrong_element():
     import torch
 
-    with pytest.raises(
-        checking.Rejected, match=r"x: 1 of 2 elements are wrong; the first: element \[1\] is nan"
-    ):
+    with pytest.raises(checking.Rejected, match=r"x: 1 of 2 elements are wrong; the first: element \[1\] is nan"):
         checking.expect_close("x", torch.tensor([1, float("nan")]), torch.tensor([1.0, 2.0]))
     with pytest.raises(checking.Rejected, match=r"is 1\.00000012 where 1 is right \(computed in torch.float32"):
         checking.expect_close("x", torch.tensor([1 + 2**-23]), torch.ones(1, dtype=torch.float64), rtol=0, atol=1e-9)

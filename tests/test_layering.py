@@ -39,10 +39,12 @@ def kernels(path):
 
 
 def modules():
-    """Every module of a phase that verifies itself, and what it is split into."""
-    named = [(phase.folder, module) for phase in PHASES for module in phase.modules]
-    named.append(("phase5_tuning", "tuning_backward"))  # verified together with its forward pass
-    return [(folder, ROOT / folder / f"{module}.py") for folder, module in named]
+    """Every module of a phase: those that verify themselves, and what one is split into."""
+    return [*runnable(), ("phase5_tuning", ROOT / "phase5_tuning" / "tuning_backward.py")]
+
+
+def runnable():
+    return [(phase.folder, ROOT / phase.folder / f"{module}.py") for phase in PHASES for module in phase.modules]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "common").rglob("*.py")), ids=lambda p: p.name)
@@ -94,7 +96,7 @@ def test_the_command_line_imports_neither_torch_nor_a_phase(name):
     assert out.strip() == ("['common.phases']")
 
 
-@pytest.mark.parametrize(("folder", "path"), modules(), ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize(("folder", "path"), runnable(), ids=lambda x: getattr(x, "name", x))
 def test_running_a_module_loads_its_kernels_once(folder, path):
     code = (
         f"import runpy, sys; sys.argv = ['x', '--help']\n"

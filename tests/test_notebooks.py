@@ -10,7 +10,7 @@ import pytest
 SECTIONS = ("1. The question", "2. The mathematics", "3. The kernel", "4. Proof", "5. Measurement", "6. Exercises")
 MACHINE_PATH = re.compile(r"(/home/|/root/|/tmp/|/usr/|/work/|/Users/|site-packages|\.venv|[A-Z]:\\)")
 # Cells that may define a kernel.
-EXPERIMENTS = {"phase1_softmax": 1, "phase2_tiling": 2, "phase3_forward": 0, "phase4_backward": 1}
+EXPERIMENTS = {"phase1_softmax": 1, "phase2_tiling": 2, "phase3_forward": 0, "phase4_backward": 1, "phase5_tuning": 1}
 
 
 @pytest.fixture(params=PHASES, ids=lambda p: p.folder)

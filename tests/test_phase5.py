@@ -38,7 +38,7 @@ def test_every_case_of_the_operator(case):
     case.run().check()
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     heads_kv=st.integers(1, 2),
     group=st.integers(1, 3),

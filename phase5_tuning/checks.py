@@ -1,0 +1,704 @@
+"""Checks of phase 5's exercises: one function each, given the answer's module (see common.checking)."""
+
+import ast
+import inspect
+import itertools
+import math
+import random
+import warnings
+from unittest import mock
+
+from common import make_qkv, runtime, traffic, verify_results
+from common.checking import expect_close, reject
+from common.reference import naive_attention
+from common.verify import UNIT_ROUNDOFF, Z_MAX, E, VerificationError
+from phase3_forward.checks import guarded
+from phase5_tuning.configs import Config
+
+import torch
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+INF = float("inf")
+LN2 = math.log(2)
+
+
+def _expect(what, found, right, *, mistakes, rtol=1e-4, atol=1e-4):
+    """expect_close in fp64. A mistake is recognized if what came out is far nearer to it than to the truth."""
+    if isinstance(found, torch.Tensor) and found.shape == right.shape:
+        found = found.double()
+        if not torch.allclose(found, right, rtol=rtol, atol=atol):
+            distances = {sentence: (found - wrong).norm().item() for sentence, wrong in mistakes.items()}
+            nearest = min(distances, key=lambda sentence: distances[sentence], default=None)
+            if nearest and distances[nearest] < 0.05 * (found - right).norm().item():
+                reject(f"{what}: {nearest}")
+    expect_close(what, found, right, rtol=rtol, atol=atol)
+
+
+def _expect_verified(what, fn, q, k, v, **options):
+    """verify_results(...).check() with `what` in front of its message; nothing may be stored beside the results."""
+    try:
+        verify_results(guarded(fn), q, k, v, compare_sdpa=False, **options).check()
+    except VerificationError as wrong:
+        reject(f"{what}: {wrong}")
+
+
+# --- exercise 1 ----------------------------------------------------------------------------------------------------
+
+
+def ex1_count_flops(answer):
+    drawn = random.Random()  # anew each time, so that no list of right answers will do
+    cases = [(1, 1, 64, 64, 64), (2, 3, 100, 100, 64), (1, 2, 33, 200, 64), (2, 1, 200, 33, 80), (1, 1, 1, 7, 3)]
+    cases += [(1, 4, 0, 64, 64), (1, 4, 64, 0, 64), (32, 16, 16384, 16384, 128)]
+    cases += [tuple(drawn.randint(1, n) for n in (5, 9, 300, 300, 256)) for _ in range(4)]
+    for sizes, is_causal, mode in itertools.product(cases, (False, True), ("fwd", "bwd", "both")):
+        call = f"flops{(*sizes, is_causal, mode)}"
+        full = 2 * math.prod(sizes)
+        products = {"fwd": 2, "bwd": 5, "both": 7}[mode]
+        right = full * products // (2 if is_causal else 1)
+        mistakes = {
+            "under a causal mask the count is half": full * products,
+            "an addition and a multiplication are two operations: 2 a b c": right // 2,
+            "backward counts 2.5 times as much as forward, by convention, whatever kernels recompute": (
+                full * {"fwd": 2, "bwd": 7, "both": 9}[mode] // (2 if is_causal else 1)
+            ),
+        }
+        _expect_int(call, answer.flops(*sizes, is_causal, mode), right, mistakes)
+
+    blocks = [((64, 64), (128, 64)), ((32, 128), (128, 32)), ((64, 128), (16, 16))]
+    for sizes, is_causal, tiles in itertools.product(cases[:7] + cases[8:], (False, True), blocks):
+        _expect_int(
+            f"executed_flops{(*sizes, is_causal, *tiles)}",
+            answer.executed_flops(*sizes, is_causal, *tiles),
+            executed(*sizes, is_causal, *tiles),
+            _executed_mistakes(*sizes, is_causal, *tiles),
+        )
+    return f"{len(cases)} sizes by convention, {len(cases) - 1} as executed, four of them drawn at random"
+
+
+def _expect_int(what, got, right, mistakes):
+    if got == right:
+        if isinstance(got, bool) or not isinstance(got, int):
+            reject(f"{what}: expected an int, got {type(got).__name__}. A float is not exact past 2^53: divide with //")
+        return
+    why = next((f": {sentence}" for sentence, wrong in mistakes.items() if got == wrong), "")
+    reject(f"{what} is {got!r}, where {right} is right{why}")
+
+
+def executed(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles, products=(4, 3), padded=True, counts=None):
+    """What the backward kernels execute. counts(first_m, last_m, first_n, last_n): is this tile one that counts?"""
+    count = 0
+    for of_tile, (block_m, block_n) in zip(products, tiles, strict=True):
+        for first_m, first_n in itertools.product(range(0, seq_q, block_m), range(0, seq_k, block_n)):
+            last_m, last_n = first_m + block_m - 1, first_n + block_n - 1
+            if (counts(first_m, last_m, first_n, last_n)) if counts else (not is_causal or first_n <= last_m):
+                count += of_tile * 2 * block_m * block_n
+    return batch * heads * count * (_padded(head_dim) if padded else head_dim)
+
+
+def _executed_mistakes(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles):
+    case = batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles
+
+    def whole(m, first_n, last_n):
+        return last_n < seq_k and (not is_causal or last_n <= m)
+
+    mistakes = {
+        "both kernels compute S and dP for themselves: 4 + 3 products": executed(*case, products=(4, 1)),
+        "dK/dV makes S, dP, dV, dK: 4 products; dQ makes S, dP, dQ: 3": executed(*case, products=(3, 4)),
+        "each of the five products counts once only, as in the convention": executed(*case, products=(3, 2)),
+        "there are batch * heads such heads": executed(1, 1, *case[2:]),
+        "head_dim is padded to a power of two, 16 or more": executed(*case, padded=False),
+        "a multiplication and an addition are two operations": executed(*case) // 2,
+        "only visible pairs count here; a tile is computed whole": _pairs(*case),
+        "a part of a tile is computed as a whole tile: round up": (
+            executed(*case, counts=lambda first_m, last_m, first_n, last_n: whole(last_m, first_n, last_n))
+        ),
+    }
+    if is_causal:
+        mistakes |= {
+            "tiles above the diagonal are left out under a causal mask": executed(*case[:5], False, *tiles),
+            "tiles on the diagonal are computed whole: they are missing": (
+                executed(*case, counts=lambda first_m, last_m, first_n, last_n: first_n < first_m)
+            ),
+            "only tiles that are visible as a whole count here: those on the diagonal are computed, too": (
+                executed(*case, counts=lambda first_m, last_m, first_n, last_n: whole(first_m, first_n, last_n))
+            ),
+            "queries past the last one follow the same rule": (
+                executed(*case, counts=lambda first_m, last_m, first_n, last_n: first_n <= min(last_m, seq_q - 1))
+            ),
+        }
+    return mistakes
+
+
+def _pairs(batch, heads, seq_q, seq_k, head_dim, is_causal, *_):
+    pairs = sum(min(seq_k, i + 1) for i in range(seq_q)) if is_causal else seq_q * seq_k
+    return batch * heads * 14 * pairs * _padded(head_dim)
+
+
+# --- exercise 2 ----------------------------------------------------------------------------------------------------
+
+
+def ex2_fold_log2e(answer):
+    for node in ast.walk(ast.parse(inspect.getsource(answer))):
+        name = getattr(node, "attr", None) or getattr(node, "id", None)
+        if name in ("exp", "online_softmax_step"):
+            reject(f"line {node.lineno} uses {name}: with log2(e) in the scale, exp2 is enough")
+    _check_states(answer.step)
+
+    q, k, v = make_qkv(1, 2, 40, 16, seq_k=70, dtype=FP32)
+    s = q.double() @ k.double().mT / 4
+
+    def o_of(factor):
+        return torch.softmax(factor * s, dim=-1) @ v.double()
+
+    log2e = 1 / LN2
+    got = answer.attention(q, k, v)
+    mistakes = {
+        "P is 2^S: does the scale that the kernel is given hold log2(e)?": o_of(LN2),
+        "log2(e) has been multiplied to the scale twice, or 2^x divided by it": o_of(log2e),
+        "the scale is divided by log2(e), which is to be multiplied": o_of(LN2 * LN2),
+    }
+    _expect("o", got[0], o_of(1), mistakes=mistakes)
+    lse = s.logsumexp(-1)
+    mistakes = {"this is the LSE in base 2: multiply by ln(2)": lse * log2e}
+    _expect("lse", got[1], lse, mistakes=mistakes)
+
+    def base2(q, k, v, *, is_causal, scale, enable_gqa):
+        return answer.attention(q, k, v, is_causal, scale)
+
+    for dtype, kind in ((FP16, "normal"), (BF16, "peaked"), (FP32, "low"), (FP16, "large")):
+        inputs = make_qkv(1, 2, 40, 24, seq_k=70, dtype=dtype, kind=kind, layout="bshd")
+        _expect_verified(f"{kind} inputs, {dtype}", base2, *inputs, is_causal=kind != "low", scale=0.3)
+    _expect_verified("no keys", base2, *make_qkv(1, 1, 3, 16, seq_k=0))
+    return "states of five kinds, LSE, attention in fp16, bf16 and fp32, logits from tiny to hundreds; no exp"
+
+
+def _check_states(step):
+    def randn(*shape, seed):
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(runtime.DEVICE).double()
+
+    scale, log2e = 0.3 / LN2, 1 / LN2
+    s, m, l = 5 * randn(16, 32, seed=0), 3 * randn(16, seed=1), 1 + 9 * randn(16, seed=2).abs()
+    fresh, none = torch.full_like(m, -INF), torch.zeros_like(l)
+    masked = s.clone()
+    masked[::2, 1:] = masked[1] = -INF
+    cases = {
+        "a tile with larger logits": (m, l, s + 40),
+        "a tile with smaller logits": (m, l, s - 40),
+        "the first tile": (fresh, none, s - 1000),
+        "a tile masked in part": (torch.where(m > 0, m, fresh), torch.where(m > 0, l, none), masked),
+        "a tile of -inf": (torch.where(m > 0, m, fresh), torch.where(m > 0, l, none), torch.full_like(s, -INF)),
+    }
+    for what, state in cases.items():
+        m, l, s = (t.float() for t in state)
+        m_got, l_got, alpha_got, p_got, lse_got = step(m, l, s, scale)
+        m, l, s = m.double(), l.double(), s.double()
+
+        def largest(factor, m=m, s=s):
+            return torch.maximum(m, s.amax(1) * factor)
+
+        m_new = largest(scale)
+        shift = torch.where(m_new == -INF, 0.0, m_new)
+        alpha, p = torch.exp2(m - shift), torch.exp2(s * scale - shift[:, None])
+        l_new = alpha * l + p.sum(1)
+        for name, t in dict(m=m_got, l=l_got, alpha=alpha_got, p=p_got).items():
+            if t.isnan().any():
+                reject(f"{what}: {name} is NaN in row {int(t.isnan().nonzero()[0, 0])}. Is it -inf minus -inf?")
+        wrong_m = {
+            "the largest logit of the tile is not scaled: m counts scaled logits": largest(1.0),
+            "log2(e) is multiplied a second time: the scale holds it already": largest(scale * log2e),
+            "m is in natural units here: it counts in powers of two": largest(scale * LN2),
+            "m_i is scaled again: it was scaled when it came in": torch.maximum(m, s.amax(1)) * scale,
+            "what was seen before is forgotten: m' = max(m, ...)": s.amax(1) * scale,
+        }
+        wrong_p = {
+            "this is e^x: use exp2": torch.exp(s * scale - shift[:, None]),
+            "the logits are not scaled": torch.exp2(s - shift[:, None]),
+            "log2(e) is multiplied a second time: the scale holds it already": (
+                torch.exp2(s * scale * log2e - shift[:, None])
+            ),
+            "the difference is scaled, m' with it, which is scaled already": torch.exp2((s - shift[:, None]) * scale),
+            "the old maximum is subtracted: it must be the new one": (
+                torch.exp2(s * scale - torch.where(m == -INF, 0.0, m)[:, None])
+            ),
+        }
+        wrong_alpha = {
+            "this is e^x: use exp2": torch.exp(m - shift),
+            "it is upside down: 2^(m - m')": torch.exp2(shift - m),
+            "the difference is scaled, but m is scaled already": torch.exp2((m - shift) * scale),
+        }
+        wrong_l = {
+            "the old l is not rescaled by alpha": l + p.sum(1),
+            "the old l is missing": p.sum(1),
+            "the sum over the tile is missing": alpha * l,
+        }
+        l_safe = torch.where(l_new == 0, 1.0, l_new)
+        natural = m_new * LN2 + torch.log(l_safe)
+        wrong_lse = {
+            "it is in base 2: divide by log2(e)": m_new + torch.log2(l_safe),
+            "m counts in powers of two, log(l) does not": m_new + torch.log(l_safe),
+            "log2(l) is one of two terms in powers of two": m_new * LN2 + torch.log2(l_safe),
+            "it is multiplied by log2(e) where it should be divided": (m_new + torch.log2(l_safe)) * log2e,
+            "log(l) is natural already": (m_new + torch.log(l_safe)) * LN2,
+        }
+        tolerance = dict(rtol=1e-4, atol=1e-5)  # exponents up to about 300 in fp32: 300 * 2^-24 * ln(2) = 1.3e-5
+        _expect(f"m, {what}", m_got, m_new, mistakes=wrong_m, **tolerance)
+        _expect(f"alpha, {what}", alpha_got, alpha, mistakes=wrong_alpha, **tolerance)
+        _expect(f"p, {what}", p_got, p, mistakes=wrong_p, **tolerance)
+        _expect(f"l, {what}", l_got, l_new, mistakes=wrong_l, **tolerance)
+        _expect(f"lse, {what}", lse_got, natural, mistakes=wrong_lse, **tolerance)
+
+
+# --- exercise 3 ----------------------------------------------------------------------------------------------------
+
+BLOCKS = ((32, 32), (64, 16), (16, 64))
+
+
+def ex3_split_causal_loop(answer):
+    lengths = ((64, 64), (70, 100), (100, 70), (1, 80), (65, 64), (33, 0))
+    seen = 0
+    if runtime.INTERPRETED:  # compiled, nobody can look on
+        for blocks, (seq_q, seq_k), is_causal in itertools.product(BLOCKS, lengths, (False, True)):
+            seen += _check_walks(answer, *blocks, seq_q, seq_k, is_causal)
+
+    for (block_m, block_n), dtype in zip(BLOCKS, (FP16, BF16, FP32), strict=True):
+
+        def split(q, k, v, *, is_causal, scale, enable_gqa, tiles=(block_m, block_n)):
+            return answer.attention(q, k, v, is_causal, scale, block_m=tiles[0], block_n=tiles[1])
+
+        for seq_q, seq_k, is_causal in ((40, 70, True), (70, 40, True), (20, 77, False)):
+            inputs = make_qkv(1, 2, seq_q, 24, seq_k=seq_k, dtype=dtype, layout="bshd", poison=True)
+            what = f"tiles {block_m} x {block_n}, {seq_q} queries, {seq_k} keys, {dtype}"
+            _expect_verified(what, split, *inputs, is_causal=is_causal)
+        _expect_verified("no keys", split, *make_qkv(1, 1, 20, 16, seq_k=0, dtype=dtype), is_causal=True)
+    counted = f"{seen} tiles walked, each with a mask only if it needs one; " if seen else ""
+    return f"{counted}o and lse in fp16, bf16 and fp32, tiles 32 x 32, 64 x 16 and 16 x 64"
+
+
+def _check_walks(answer, block_m, block_n, seq_q, seq_k, is_causal) -> int:
+    """Which tiles each program walks over, with and without a mask. Nothing is computed. Returns their number."""
+    walks = {pid_m: [] for pid_m in range(math.ceil(seq_q / block_m))}
+    signature = inspect.signature(answer.walk.fn)
+
+    def look_on(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        pid_m, start, end = (int(given[name]) for name in ("pid_m", "start", "end"))
+        masked = bool(getattr(given["MASKED"], "value", given["MASKED"]))
+        walks[pid_m] += [(start_n, masked) for start_n in range(start, end, block_n)]
+        return given["m_i"], given["l_i"], given["acc"]
+
+    q, k, v = make_qkv(1, 1, seq_q, 16, seq_k=seq_k, dtype=FP32)
+    with mock.patch.object(answer, "walk", look_on):
+        answer.attention(q, k, v, is_causal, block_m=block_m, block_n=block_n)
+    where = f"tiles {block_m} x {block_n}, {seq_q} queries, {seq_k} keys, {'causal' if is_causal else 'no mask'}"
+    for pid_m, visited in walks.items():
+        first, last = pid_m * block_m, (pid_m + 1) * block_m - 1  # its queries
+        seen_by_first, seen_by_last = (min(seq_k, i + 1) if is_causal else seq_k for i in (first, last))
+        must = min(seq_k, min(last, seq_q - 1) + 1) if is_causal else seq_k
+        tile = f"{where}: the queries {first} ... {last} visit the keys"
+        for start_n, masked in visited:
+            keys = f"{tile} {start_n} ... {start_n + block_n - 1}"
+            if start_n >= seen_by_last:
+                reject(f"{keys}, and see none of them: where does the walk end?")
+            if start_n + block_n > seen_by_first and not masked:
+                why = "which do not all exist" if start_n + block_n > seq_k else f"query {first} does not see them all"
+                reject(f"{keys} without a mask, but {why}: where does the part without a mask end?")
+            if start_n + block_n <= seen_by_first and masked:
+                reject(f"{keys} with a mask, and see all of them: this tile belongs to the part without one")
+        missing = set(range(must)) - {n for start_n, _ in visited for n in range(start_n, start_n + block_n)}
+        if missing:
+            hint = " (the walks are to be done by `walk`)" if not visited else ""
+            reject(f"{where}: the queries {first} ... {last} never meet key {min(missing)}{hint}")
+        starts = sorted(start_n for start_n, _ in visited)
+        if any(b - a < block_n for a, b in itertools.pairwise(starts)):
+            reject(f"{where}: the queries {first} ... {last} meet some keys twice, in the tiles that start at {starts}")
+    return sum(map(len, walks.values()))
+
+
+# --- exercise 4 ----------------------------------------------------------------------------------------------------
+
+# What the compiler made of the last rung of `_attn_fwd_tuned_kernel` (fp16, causal): Triton 3.7.1, target sm_90.
+# head_dim, BLOCK_M, BLOCK_N, num_warps, num_stages, bytes of shared memory, registers, bytes spilled
+COMPILED = [
+    (64, 64, 64, 4, 1, 16392, 113, 0),
+    (64, 64, 64, 4, 2, 41984, 106, 0),
+    (64, 64, 64, 4, 3, 58368, 106, 0),
+    (64, 128, 64, 4, 2, 49184, 205, 0),
+    (64, 128, 64, 8, 3, 66560, 118, 0),
+    (64, 64, 128, 4, 1, 25600, 148, 0),
+    (64, 64, 128, 4, 2, 74752, 155, 0),
+    (64, 128, 128, 8, 2, 82944, 156, 0),
+    (64, 128, 128, 4, 2, 82944, 255, 0),
+    (64, 128, 256, 8, 2, 148480, 252, 0),
+    (128, 64, 32, 4, 2, 49184, 114, 0),
+    (128, 64, 64, 4, 1, 32776, 128, 0),
+    (128, 64, 64, 4, 2, 82944, 138, 0),
+    (128, 64, 64, 4, 3, 115712, 138, 0),
+    (128, 128, 64, 4, 2, 98336, 255, 104),
+    (128, 128, 64, 8, 2, 98336, 138, 0),
+    (128, 64, 128, 4, 1, 50176, 187, 0),
+    (128, 64, 128, 8, 3, 214016, 160, 0),
+    (128, 128, 128, 8, 1, 65544, 180, 0),
+    (128, 128, 128, 8, 2, 164864, 194, 0),
+    (128, 128, 128, 4, 2, 164864, 255, 608),
+    (256, 64, 32, 4, 2, 98336, 202, 0),
+    (256, 64, 64, 4, 1, 65544, 253, 0),
+    (256, 64, 64, 4, 2, 164864, 227, 0),
+    (256, 128, 64, 4, 2, 196640, 255, 1904),
+    (256, 128, 64, 8, 2, 196640, 229, 0),
+    (256, 64, 128, 8, 3, 427008, 214, 0),
+    (256, 128, 128, 8, 1, 131080, 255, 80),
+]
+MARGIN = 0.05
+BUDGET = 160  # registers for acc and S: in none of the compiles with no more than that was anything spilled
+
+
+def ex4_pick_tiles(answer):
+    recorded = [(Config(*row[1:5]), row[0], *row[5:]) for row in COMPILED]
+    for config, head_dim, itemsize in itertools.product((c for c, *_ in recorded), (16, 40, 64, 80, 256), (1, 2, 4)):
+        call = f"({config}, {head_dim}" + ", {})"
+        right = _shared(config, head_dim, itemsize)
+        mistakes = _shared_mistakes(config, head_dim, itemsize)
+        got = answer.shared_bytes(config, head_dim, itemsize)
+        _expect_int("shared_bytes" + call.format(itemsize), got, right, mistakes)
+        acc_and_s = config.BLOCK_M * (_padded(head_dim) + config.BLOCK_N)
+        mistakes = {
+            "a warp has 32 threads": acc_and_s // config.num_warps,
+            "S is missing, (BLOCK_M, BLOCK_N)": config.BLOCK_M * _padded(head_dim) // (32 * config.num_warps),
+            "acc is missing, (BLOCK_M, head_dim)": config.BLOCK_M * config.BLOCK_N // (32 * config.num_warps),
+            "a register has 4 bytes, as has an element of fp32": acc_and_s * 4 // (32 * config.num_warps),
+            "head_dim is padded to a power of two, 16 or more": (
+                config.BLOCK_M * (head_dim + config.BLOCK_N) // (32 * config.num_warps)
+            ),
+        }
+        right = acc_and_s // (32 * config.num_warps)
+        _expect_int("registers" + call.replace(", {}", ""), answer.registers(config, head_dim), right, mistakes)
+    for config, head_dim, shared, _, spilled in recorded:
+        got = answer.shared_bytes(config, head_dim, 2)
+        if abs(got - shared) > MARGIN * shared:
+            reject(f"{config}, head_dim {head_dim}: the compiler asks for {shared} bytes of shared memory, not {got}")
+        if answer.registers(config, head_dim) <= BUDGET and spilled:
+            reject(f"{config}, head_dim {head_dim}: {spilled} bytes were spilled")
+
+    drawn = random.Random()
+    everything = list(itertools.product((16, 32, 64, 128, 256), (16, 32, 64, 128, 256), (4, 8), (1, 2, 3, 4)))
+    chips = (64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024)
+    cases = [([Config(*c) for c in everything], d, 2, chip, BUDGET) for d in (64, 80, 128, 256) for chip in chips]
+    cases.append((cases[0][0], 256, 4, 1024, BUDGET))
+    exact = Config(128, 64, 8, 2)  # takes all there is
+    limits = _shared(exact, 128, 2), exact.BLOCK_M * (128 + exact.BLOCK_N) // 256
+    cases.append(([Config(16, 16, 4, 1), exact], 128, 2, *limits))
+    for _ in range(40):
+        some = [Config(*c) for c in drawn.sample(everything, 12)]
+        budget = drawn.choice((96, 128, 160, 255)), drawn.choice((16, 40, 64, 128, 200, 256))
+        cases.append((some, budget[1], drawn.choice((1, 2, 4)), drawn.choice(chips), budget[0]))
+    for candidates, *limits in cases:
+        given = list(candidates)
+        got, right = answer.pick(candidates, *limits), _pick(candidates, *limits)
+        if candidates != given:
+            reject("pick: the list of candidates is not as it was")
+        if got != right:
+            reject(_why_not(got, right, given, *limits))
+    return f"{len(recorded)} compiles within {MARGIN:.0%}, {len(cases)} choices, most of them drawn at random"
+
+
+def _padded(head_dim):
+    return 2 ** max(4, math.ceil(math.log2(head_dim)))
+
+
+def _shared(config, head_dim, itemsize):
+    tiles_of_keys = 2 * config.num_stages if config.num_stages > 1 else 1
+    return (config.BLOCK_M + tiles_of_keys * config.BLOCK_N) * _padded(head_dim) * itemsize
+
+
+def _shared_mistakes(config, head_dim, itemsize):
+    row, stages = _padded(head_dim) * itemsize, config.num_stages
+    q, k = config.BLOCK_M * row, config.BLOCK_N * row
+    return {
+        "these are elements: how many bytes has each?": _shared(config, head_dim, 1),
+        "q stays for the whole walk": _shared(config, head_dim, itemsize) - q,
+        "there is a tile of k and one of v in each stage": q + stages * k,
+        "with one stage, k and v take turns in the place of one": q + 2 * stages * k,
+        "q is loaded once, it has no stages": stages * (q + 2 * k),
+        "head_dim is padded to a power of two, 16 or more": _shared(config, head_dim, itemsize)
+        // _padded(head_dim)
+        * head_dim,
+    }
+
+
+def _fits(config, head_dim, itemsize, shared_limit, register_budget):
+    of_acc_and_s = config.BLOCK_M * (_padded(head_dim) + config.BLOCK_N) // (32 * config.num_warps)
+    return _shared(config, head_dim, itemsize) <= shared_limit and of_acc_and_s <= register_budget
+
+
+def _pick(candidates, *limits):
+    best = None
+    for c in candidates:
+        size = c.BLOCK_M * c.BLOCK_N, c.BLOCK_M, c.num_stages
+        if _fits(c, *limits) and (best is None or size > (best.BLOCK_M * best.BLOCK_N, best.BLOCK_M, best.num_stages)):
+            best = c
+    return best
+
+
+def _why_not(got, right, candidates, *limits):
+    what = "pick(..., head_dim={}, itemsize={}, shared_limit={}, register_budget={})".format(*limits)
+    if right is None:
+        return f"{what}: nothing fits, and the answer is {got}; expected None"
+    if got is not None:
+        if got not in candidates:
+            return f"{what}: {got!r} is not one of the candidates"
+        if not _fits(got, *limits):
+            over = "shared memory" if _shared(got, *limits[:2]) > limits[2] else "registers"
+            return f"{what}: {got} does not fit, it takes too much of {over}"
+    of_acc_and_s = right.BLOCK_M * (_padded(limits[0]) + right.BLOCK_N) // (32 * right.num_warps)
+    if _shared(right, *limits[:2]) == limits[2] or of_acc_and_s == limits[3]:
+        return f"{what}: {right} fits, it takes all of a budget, which it may; the answer is {got}"
+    if got is None:
+        return f"{what}: the answer is None, but {right} fits"
+    if got.BLOCK_M * got.BLOCK_N < right.BLOCK_M * right.BLOCK_N:
+        return f"{what}: {right} fits as well and is larger than {got}"
+    if got.BLOCK_M != right.BLOCK_M:
+        return f"{what}: {right} is as large as {got}, and has more queries"
+    if got.num_stages != right.num_stages:
+        return f"{what}: {right} is a tile like {got}, and has more stages"
+    return f"{what}: {right} is as good as {got} and comes first"
+
+
+# --- exercise 5 ----------------------------------------------------------------------------------------------------
+
+
+def ex5_cross_head_store(answer):
+    attend = guarded(answer.attention)
+    for seq_q, seq_k, is_causal in ((70, 70, False), (33, 45, False), (45, 33, True), (64, 64, True), (1, 1, False)):
+        q, k, v = make_qkv(2, 2, seq_q, 16, seq_k=seq_k, dtype=FP32)
+        right, _, _ = naive_attention(q.double(), k.double(), v.double(), is_causal=is_causal)
+        sentence = "the first rows of every head but the first hold what the last program of the head before it stored"
+        mistakes = {
+            sentence + end: _overwritten(q, k, v, right, 32, is_causal, q_past=n)
+            for n, end in enumerate(("; it loaded zeros for them", ""))
+        }
+        what = f"o, {seq_q} queries, {seq_k} keys{', causal' if is_causal else ''}"
+        _expect(what, attend(q, k, v, is_causal), right, mistakes=mistakes)
+
+    for name in ("q", "k", "v", "all"):
+        inputs = dict(zip("qkv", make_qkv(1, 3, 40, 16, seq_k=37, dtype=FP32), strict=True))
+        right = naive_attention(*(t.double() for t in inputs.values()))[0][:, 1]
+        for n in "qkv" if name == "all" else name:
+            inputs[n][:, (0, 2)] = float("nan")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, for rows that are NaN on purpose
+            got = attend(**inputs)[:, 1]
+        if got.isnan().any():
+            row = int(got.isnan().nonzero()[0, 1])
+            reject(
+                f"NaN in {name} of the heads beside it reaches row {row} of a head: does a load, or a store of a "
+                "neighbor, cross the border? (0 * NaN is NaN, so a mask on S does not help)"
+            )
+        _expect(f"o beside heads with NaN in {name}", got, right, mistakes={})
+
+    if runtime.INTERPRETED:  # a program that stores a neighbor's rows, right or not, is in a race with it
+        q, k, v = make_qkv(2, 3, 45, 32, seq_k=40)
+        with traffic.measure(q=q) as moved:
+            o = answer.attention(q, k, v)
+        if moved.stored != o.nbytes:
+            reject(
+                f"o has {o.nbytes} bytes, {moved.stored} are stored: some rows are stored twice, by two programs, and "
+                "on a GPU it is open which one comes last"
+            )
+        if moved.loaded_from["q"] != q.nbytes:
+            reject(f"q has {q.nbytes} bytes, {moved.loaded_from['q']} are loaded: a tile reaches into the next head")
+    for seq_q, seq_k in ((100, 77), (64, 128), (17, 70)):
+
+        def repaired(q, k, v, *, is_causal, scale, enable_gqa):
+            return answer.attention(q, k, v, is_causal, scale)
+
+        for is_causal in (False, True):
+            inputs = make_qkv(1, 3, seq_q, 32, seq_k=seq_k)
+            _expect_verified(f"{seq_q} queries, {seq_k} keys", repaired, *inputs, is_causal=is_causal)
+    return "eight pairs of lengths, full and causal; NaN in neighbors stays there; every element of o is stored once"
+
+
+def _overwritten(q, k, v, right, block, is_causal, *, q_past):
+    """o when the last tile of every head is stored last, and whole, into the flat matrix; its rows past the end come
+    from q times q_past."""
+    (seq, head_dim), seq_k = q.shape[2:], k.shape[2]
+    flat_q, o = (t.double().reshape(-1, head_dim) for t in (q, right.clone()))
+    start = (seq - 1) // block * block
+    i, j = start + torch.arange(block, device=q.device)[:, None], torch.arange(seq_k, device=q.device)
+    for head, (k1, v1) in enumerate(zip(k.double().flatten(0, 1), v.double().flatten(0, 1), strict=True)):
+        rows = slice(head * seq + start, min(len(o), head * seq + start + block))
+        s = flat_q[rows] @ k1.T / math.sqrt(head_dim)
+        s[seq - start :] *= q_past
+        if is_causal:
+            s = s.masked_fill((j > i)[: len(s)], -INF)
+        o[rows] = torch.softmax(s, dim=-1) @ v1
+    return o.view(right.shape)
+
+
+# --- exercise 6 ----------------------------------------------------------------------------------------------------
+
+FP8, ROWS, LARGEST = torch.float8_e4m3fn, 64, 448.0
+U8 = 2.0**-4  # half of the spacing between neighbors, relative: 3 bits of mantissa
+
+
+def ex6_fp8(answer):
+    _check_quantize(answer.quantize)
+    for seq_q, seq_k, head_dim, is_causal in ((150, 200, 32, False), (100, 90, 40, True), (64, 64, 16, False)):
+        check_quantized_attention(answer, 1, 2, seq_q, seq_k, head_dim, is_causal=is_causal)
+
+    q, k, v = make_qkv(1, 2, 140, 64, seq_k=200, dtype=FP32)
+    z = rounding_z(answer.attention_fp8(q, k, v), q, k, v)
+    if not z <= Z_MAX:
+        reject(f"o is {z:.1f} times as far off as rounding to FP8 can explain (at most {Z_MAX:g} times is usual)")
+    ours, one_scale = outlier_errors(answer.attention_fp8)
+    if not ours < one_scale / 2:
+        reject(
+            f"with an outlier in the last block the rows before it are {ours:.1%} off, with one scale for the whole "
+            f"tensor {one_scale:.1%}: does a block's scale depend on its own rows only?"
+        )
+    return (
+        f"FP8 and scales to the bit, ragged and empty blocks too; o within rounding ({z:.1f} of at most {Z_MAX:g}); "
+        f"beside an outlier an error of {ours:.1%}, with one scale a tensor {one_scale:.1%}"
+    )
+
+
+def quantized(t, rows=ROWS):
+    """(t8, scales) with a scale for `rows` rows of a head."""
+    seq = t.shape[2]
+    blocks = t.float().split(rows, dim=2)
+    amax = [b.abs().amax(dim=(2, 3), keepdim=True) for b in blocks]
+    scales = [torch.where(a == 0, 1.0, a / LARGEST) for a in amax]
+    t8 = torch.cat([b / s for b, s in zip(blocks, scales, strict=True)], dim=2).to(FP8)
+    assert t8.shape[2] == seq
+    return t8, torch.cat([s[..., 0, 0][..., None] for s in scales], dim=2)
+
+
+def restored(t8, scales, rows=ROWS):
+    """t8 * scales, fp64."""
+    return t8.double() * scales.double().repeat_interleave(rows, dim=2)[:, :, : t8.shape[2], None]
+
+
+def _check_quantize(quantize):
+    for seq, dtype, layout in ((150, FP32, "bhsd"), (64, FP16, "bshd"), (5, BF16, "transposed"), (128, FP16, "sliced")):
+        t = make_qkv(2, 3, seq, 24, dtype=dtype, layout=layout)[0]
+        t.mul_(2.0 ** torch.arange(-4, 2, device=t.device).view(2, 3, 1, 1).to(dtype))
+        t[:, :, : seq // 2] *= 8
+        t[1, 1, :64] = 0
+        before = t.clone()
+        t8, scales = quantize(t)
+        what = f"quantize, seq {seq}, {dtype}"
+        if not torch.equal(t, before):
+            reject(f"{what}: t has been changed")
+        right8, right = quantized(t)
+        if t8.dtype != FP8 or t8.shape != t.shape:
+            reject(f"{what}: expected t8 {tuple(t.shape)} in {FP8}, got {tuple(t8.shape)} in {t8.dtype}")
+        if not t8.is_contiguous():
+            reject(f"{what}: t8 is not contiguous, but the kernel counts on it")
+        if scales.dtype != FP32:
+            reject(f"{what}: expected scales in {FP32}, got {scales.dtype}")
+        heads, amax = (2, 3), t.float().abs()
+        of_rows = torch.stack([b.amax(dim=2).mean(2) for b in amax.split(64, dim=2)], dim=2) / LARGEST
+        per_head = amax.amax(dim=(2, 3)) / LARGEST
+        mistakes = {
+            "a block of zeros has the scale 0: 0 / 0 is NaN, take 1": torch.where(right == 1, 0.0, right),
+            "this is 1 / scale: t8 = t / scale": 1 / right,
+            "448 is missing: the largest element becomes the largest number of FP8": torch.where(
+                right == 1, right, right * LARGEST
+            ),
+            "one scale for the whole tensor: each block has its own": ((amax.max() / LARGEST).expand(right.shape)),
+            "one scale for a head: each block of 64 rows has its own": per_head[..., None].expand(right.shape),
+            "a mean is taken: the largest |element| counts": of_rows,
+        }
+        if scales.shape == (*heads, seq):
+            reject(f"{what}: a scale for every row; wanted is one for a block of 64 rows")
+        if scales.isnan().any() or t8.float().isnan().any():
+            reject(f"{what}: there is NaN in t8 or scales. Is there a block of zeros?")
+        _expect(f"scales, {what}", scales, right.double(), rtol=1e-6, atol=0, mistakes=mistakes)
+        x = t.double() / _of_rows(right, seq).double()
+        off, least = ((each.double() - x).abs() for each in (t8, right8))
+        nearest = off <= least + 2.0**-20 * x.abs()  # between two numbers as near, any may be taken
+        _expect(
+            f"t8, {what}", t8.double(), torch.where(nearest, t8.double(), right8.double()), rtol=0, atol=0,
+            mistakes={
+                "t is multiplied by the scale": (t.float() * _of_rows(right, seq)).to(FP8).double(),
+                "t is not divided by the scale": t.to(FP8).double(),
+                "t is divided in 16 bits: convert it to fp32 first": (
+                    (t / _of_rows(right, seq).to(dtype)).to(FP8).double()
+                ),
+            },
+        )  # fmt: skip
+
+
+def _of_rows(scales, seq):
+    return scales.repeat_interleave(ROWS, dim=2)[:, :, :seq, None]
+
+
+def check_quantized_attention(answer, batch, heads, seq_q, seq_k, head_dim, *, is_causal=False, scale=None, dtype=FP32):
+    """The kernel on given t8 and scales, which differ by powers of two from block to block, against fp64."""
+    pairs = []
+    for n, t in enumerate(make_qkv(batch, heads, seq_q, head_dim, seq_k=seq_k, dtype=FP32)):
+        t8, scales = quantized(t)
+        blocks = torch.arange(scales.numel(), device=t.device).view(scales.shape)
+        pairs.append((t8, scales * torch.tensor([0.25, 1.0, 2.0], device=t.device)[(blocks + n) % 3]))
+    o = answer.attention_quantized(*itertools.chain(*pairs), is_causal, scale, dtype)
+    factor = 1 / math.sqrt(head_dim) if scale is None else scale
+    hidden = torch.ones(seq_q, seq_k, dtype=torch.bool, device=o.device).triu(1) & is_causal
+
+    def attention(q=None, k=None, v=None, factor=factor):
+        q, k, v = (restored(t8, scales) if t is None else t for t, (t8, scales) in zip((q, k, v), pairs, strict=True))
+        return torch.softmax((factor * q @ k.mT).masked_fill(hidden, -INF), dim=-1) @ v
+
+    raw = [t8.double() for t8, _ in pairs]
+    q, k, v = (restored(*pair) for pair in pairs)
+    last = [t8.double() * scales[:, :, -1:, None].double() for t8, scales in pairs]
+    first = [t8.double() * scales[:, :, :1, None].double() for t8, scales in pairs]
+    mistakes = {
+        "the scale of q is missing": attention(q=raw[0]),
+        "the scale of k is missing": attention(k=raw[1]),
+        "the scale of v is missing": attention(v=raw[2]),
+        "the scale of the softmax, 1 / sqrt(head_dim), is missing": attention(factor=1.0),
+        "all of acc is multiplied by the scale of the last block of v: each share of it has its own": (
+            attention(v=last[2])
+        ),
+        "every tile of k has the scale of the first one": attention(k=first[1]),
+        "every tile of v has the scale of the first one": attention(v=first[2]),
+        "every tile of q has the scale of the first one": attention(q=first[0]),
+        "only the scales are multiplied, not K and V of this tile": attention(k=raw[1], v=raw[2]),
+    }
+    # P in fp16, sums in fp32. Compiled, tensor cores add up FP8 products with few bits more than fp16 has.
+    of_logits = (factor * q.abs() @ k.abs().mT).max().item() * (E if runtime.INTERPRETED else 2.0**-12)
+    size = attention(v=v.abs()).max().item()
+    atol = 4 * (UNIT_ROUNDOFF[FP16] + of_logits + 4 * E + (0 if dtype == FP32 else UNIT_ROUNDOFF[dtype])) * size
+    what = f"o from t8 and scales, {seq_q} queries, {seq_k} keys{', causal' if is_causal else ''}"
+    _expect(what, o, attention(), rtol=0, atol=atol, mistakes=mistakes)
+
+
+def rounding_z(o, q, k, v) -> float:
+    """The error of o in units of what rounding q, k and v to FP8 explains, U8 for each element, to first order.
+
+    dO_i = sum_j P_ij (dS_ij (V_j - O_i) + dV_j), with dS = scale (dQ K^T + Q dK^T). The error of a query is the same
+    for all keys, so its part is summed over keys before it is squared.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    scale = 1 / math.sqrt(q.shape[-1])
+    p = torch.softmax(scale * q @ k.mT, dim=-1)
+    truth = p @ v
+    off = v[..., None, :, :] - truth[..., :, None, :]  # (..., queries, keys, head_dim)
+    of_q = scale * torch.einsum("...ij,...jc,...ijd->...icd", p, k, off)  # dO_id / dQ_ic
+    var = torch.einsum("...icd,...ic->...id", of_q**2, q**2)
+    var += torch.einsum("...ij,...ijd->...id", (scale * p) ** 2 * (q**2 @ k.mT**2), off**2)
+    var += p**2 @ v**2
+    return ((o.double() - truth).abs() / (U8 * var.sqrt())).max().item()
+
+
+def outlier_errors(fp8) -> tuple[float, float]:
+    """RMS error of o, relative, with a scale for a block and with one for the tensor, in rows before an outlier.
+
+    The last block of q, k and v is 30,000 times as large. Under the causal mask the rows before it do not see it.
+    """
+    inputs = [t.clone() for t in make_qkv(1, 2, 128, 64, dtype=FP32)]
+    for t in inputs:
+        t[:, :, 64:] *= 3e4
+    truth = naive_attention(*(t.double()[:, :, :64] for t in inputs), is_causal=True)[0]
+    coarse = [restored(*quantized(t, rows=t.shape[2]), rows=t.shape[2])[:, :, :64] for t in inputs]
+    found = fp8(*inputs, True)[:, :, :64].double(), naive_attention(*coarse, is_causal=True)[0]
+    return tuple(((o - truth).square().mean() / truth.square().mean()).sqrt().item() for o in found)

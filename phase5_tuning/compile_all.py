@@ -1,0 +1,63 @@
+"""`make compile-all`: compile every rung and every tile for every GPU named, without one, and print what came out.
+
+    python -m phase5_tuning.compile_all [sm_80 sm_90 sm_100]
+
+A line for each kernel: registers, bytes spilled, shared memory, tensor-core instructions. Exit code 1 if one does not
+compile, or if a 16-bit kernel has no tile that fits the GPU and spills at most SPILLS bytes: among its candidates, the
+choice by measurement finds that one. fp32 with exact products always spills; it is listed, not judged.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+
+from common import hardware, runtime  # before triton: chooses whether kernels are compiled or interpreted
+from phase5_tuning import configs
+from phase5_tuning.tuning_backward import attention_backward
+from phase5_tuning.tuning_forward import LADDER, attention_forward
+
+import torch
+
+TARGETS = ("sm_80", "sm_90", "sm_100")
+SPILLS = 512
+
+
+def launches(rung, dtype, head_dim) -> Iterator[tuple[str, hardware.Launch]]:
+    """(tiles, launch) of each kernel of a rung: of every candidate on the last rungs, of the first one below."""
+    q = torch.empty(1, 4, 512, head_dim, dtype=dtype, device=runtime.DEVICE)
+    lse = torch.empty(1, 4, 512, device=runtime.DEVICE)
+    backward = dict(is_causal=True, rung=rung)
+    for kind in ("forward", "dkdv", "dq"):
+        found = configs.candidates(kind, head_dim, dtype)
+        for config in found if rung in (LADDER[-1], LADDER[4]) else found[:1]:
+            if kind == "forward":
+                made = hardware.record_launches(lambda: attention_forward(q, q, q, True, rung=rung, config=config))  # noqa: B023
+            else:
+                needs = dict(needs=(kind == "dq", kind == "dkdv")) | {f"{kind}_config": config}
+                made = hardware.record_launches(lambda: attention_backward(q, q, q, q, lse, q, **backward, **needs))  # noqa: B023
+            yield "{BLOCK_M}x{BLOCK_N} w{num_warps} s{num_stages}".format(**config.options()), made[-1]
+
+
+def main(targets) -> int:
+    bad = 0
+    for target in targets or TARGETS:
+        # Descriptors exist from Hopper on; elsewhere the launcher never asks for them.
+        rungs = [rung for rung in LADDER[1:] if target != "sm_80" or not rung.tma]
+        for dtype, head_dim, rung in itertools.product((torch.float16, torch.float32), (64, 128, 256), rungs):
+            made = list(launches(rung, dtype, head_dim))
+            compiled = hardware.compile_launches([launch for _, launch in made], [target])
+            good = {c.kernel: False for c in compiled}
+            for (tiles, _), c in zip(made, compiled, strict=True):
+                good[c.kernel] |= c.fits and c.spills <= SPILLS
+                note = "" if c.fits else "does not fit"
+                print(f"{rung.name:20} {str(dtype)[6:]} head_dim {head_dim:3} {tiles:16} {c} {note}", flush=True)
+            missing = [name for name, found in good.items() if not found and dtype == torch.float16]
+            bad += sum(c.error is not None for c in compiled) + len(missing)
+            for name in missing:
+                print(f"{name}: no tile that fits and spills at most {SPILLS} bytes", flush=True)
+    print("all good" if not bad else f"{bad} problems")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,47 @@
+"""Pick a tile that fits: shared memory and registers as budgets.
+
+What does a program of the tuned forward kernel keep on the chip, compiled for Hopper (sm_90) with all rungs? In
+shared memory:
+
+    the tile of q, for the whole walk;
+    tiles of k and v: with num_stages of 2 or more, that many of each, so that later ones arrive while this one is used;
+    with 1 stage a tile of k and one of v take turns in a single place.
+
+In registers, fp32, spread evenly over the threads (32 in a warp): acc and S. Everything else, P, the state of the rows
+and addresses, has to make do with the rest of the 255 that a thread can have. Write
+
+1. `shared_bytes` and `registers`, the numbers that follow, as ints. head_dim is padded to a power of two, 16 or more;
+2. `pick`: of the candidates that fit both budgets the one with the largest BLOCK_M * BLOCK_N; among equals the one with
+   the larger BLOCK_M (the larger it is, the less often k and v are read), then with more stages, then the first one.
+   None if nothing fits.
+
+The check compares with sizes of its own, and with what the compiler asks for: shared memory within 5 % (there are
+a few barriers as well) where BLOCK_M is 64 or more.
+
+    Config     BLOCK_M, BLOCK_N, num_warps, num_stages
+    itemsize   bytes of an element, 2 for fp16
+
+Notebook: phase5_tuning/tuning.ipynb, section 6, "5.4 Pick a tile that fits".
+"""
+
+from phase5_tuning.configs import Config
+
+
+def shared_bytes(config: Config, head_dim: int, itemsize: int) -> int:
+    """Bytes of shared memory of one program."""
+    # your code: q, k and v
+    raise NotImplementedError
+
+
+def registers(config: Config, head_dim: int) -> int:
+    """Registers of one thread for acc and S, 4 bytes each."""
+    # your code: acc and S
+    raise NotImplementedError
+
+
+def pick(
+    candidates: list[Config], head_dim: int, itemsize: int, shared_limit: int, register_budget: int
+) -> Config | None:
+    """The largest tile whose shared memory and registers stay within the limits, which themselves are allowed."""
+    # your code: which fit, and which of them is the largest?
+    raise NotImplementedError

@@ -1,0 +1,146 @@
+"""Fold log2(e) into the scale, and count exponents in powers of two.
+
+A GPU has an instruction for 2^x; exp(x) costs it a multiplication more, exp(x) = 2^(x log2(e)), in every element of S.
+The logits are multiplied by the scale anyway. So let the scale hold log2(e) as well, scale2 = scale log2(e), and write
+
+1. the step of the online softmax on the raw logits s = q k^T, with exp2 alone. Its maximum counts in powers of two:
+
+       m' = max(m, scale2 max(s))   alpha = 2^(m - m')   p = 2^(scale2 s - m')   l' = alpha l + sum of p
+
+   As in phase 1 this holds row by row, also where a row has seen nothing but -inf so far: m' = -inf, and alpha and p
+   are 0. (The scale is positive here, so the maximum may be taken first and scaled once a row.)
+2. the LSE of the logits at the end, natural logarithm, from m in powers of two and l;
+3. in the launcher, the scale that the kernel is given.
+
+The step multiplies by the scale it is given and by nothing else; exp is not to be used.
+
+    m_i, l_i   (BLOCK_M,), fp32          s   (BLOCK_M, BLOCK_N), fp32; -inf where a logit is masked
+    returns    m_i, l_i, alpha (BLOCK_M,) and p (BLOCK_M, BLOCK_N), in this order
+
+Notebook: phase5_tuning/tuning.ipynb, section 6, "5.2 Fold log2(e) into the scale".
+"""
+
+import math
+
+from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from phase2_tiling.tiling import tile_pointers
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(math.log2(math.e))  # log2(e) = 1 / ln(2) = 1.4427; LOG2E.value outside of kernels
+
+
+@triton.jit
+def step_base2(m_i, l_i, s, scale):
+    """The state after one more tile of raw logits; scale > 0 holds log2(e)."""
+    # your code: return m_i, l_i, alpha and p
+    m_new = tl.maximum(m_i, tl.max(s, axis=1) * scale)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m_i - shift)
+    p = tl.exp2(s * scale - shift[:, None])
+    return m_new, alpha * l_i + tl.sum(p, axis=1), alpha, p
+    # end of your code
+
+
+@triton.jit
+def lse_base2(m_i, l_i):
+    """log(sum of exp(logits)) of every row, -inf for a row that saw no key (m_i = -inf, l_i = 0)."""
+    # your code: return the LSE, natural logarithm
+    return (m_i + tl.log2(tl.where(l_i == 0.0, 1.0, l_i))) / LOG2E
+    # end of your code
+
+
+@triton.jit
+def _attention_base2_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, stride_q, stride_k, stride_v, stride_o, heads, seq_q, seq_k, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Phase 3's walk, with the step above. Grid: (cdiv(seq_q, BLOCK_M) * batch * heads,)."""
+    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    pid_m = tl.program_id(0) % tiles_m
+    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    b, h = pid_bh // heads, pid_bh % heads
+    q_ptr += b * stride_q[0] + h * stride_q[1]
+    k_ptr += b * stride_k[0] + h * stride_k[1]
+    v_ptr += b * stride_v[0] + h * stride_v[1]
+    o_ptr += b * stride_o[0] + h * stride_o[1]
+
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    in_d = (offs_d < HEAD_DIM)[None, :]
+    rows = (offs_m < seq_q)[:, None] & in_d
+    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
+    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    end_n = seq_k
+    if IS_CAUSAL:
+        end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
+    for start_n in range(0, end_n, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        cols = (offs_n < seq_k)[:, None] & in_d
+        visible = (offs_n < seq_k)[None, :]
+        if IS_CAUSAL:
+            visible = visible & (offs_m[:, None] >= offs_n[None, :])
+        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
+        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # raw: not scaled yet
+        s = tl.where(visible, s, float("-inf"))
+        m_i, l_i, alpha, p = step_base2(m_i, l_i, s, scale)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[2], stride_o[3])
+    tl.store(o_ptrs, (acc / l_safe[:, None]).to(o_ptr.dtype.element_ty), mask=rows)
+    tl.store(lse_ptr + pid_bh * seq_q + offs_m, lse_base2(m_i, l_i), mask=offs_m < seq_q)
+
+
+def attention(q, k, v, is_causal=False, scale=None):
+    """o like q, and lse (batch, heads, seq_q), fp32, natural logarithm. scale > 0; q, k, v have the same heads."""
+    scale = validate.check_qkv(q, k, v, scale, is_causal)
+    if not scale > 0:
+        raise ValueError(f"scale: expected a positive number, got {scale}")
+    batch, heads, seq_q, head_dim = q.shape
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return o, lse
+    tiles = runtime.tile_sizes(head_dim, q.dtype)
+    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
+    # your code: the scale for the kernel
+    scale *= LOG2E.value
+    # end of your code
+    with runtime.on_device_of(q):
+        _attention_base2_kernel[(triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads,)](
+            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(), heads, seq_q, k.shape[2], scale,
+            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), IS_CAUSAL=is_causal, **tiles,
+        )  # fmt: skip
+    return out.to(o.dtype), lse
+
+
+# --- to try them on ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _step_kernel(m_ptr, l_ptr, s_ptr, alpha_ptr, p_ptr, lse_ptr, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """One step on one tile. Grid: (1,)."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs = offs_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    s = tl.load(s_ptr + offs)
+    m_i, l_i, alpha, p = step_base2(tl.load(m_ptr + offs_m), tl.load(l_ptr + offs_m), s, scale)
+    tl.store(m_ptr + offs_m, m_i)
+    tl.store(l_ptr + offs_m, l_i)
+    tl.store(alpha_ptr + offs_m, alpha)
+    tl.store(p_ptr + offs, p)
+    tl.store(lse_ptr + offs_m, lse_base2(m_i, l_i))
+
+
+def step(m, l, s, scale):
+    """(m, l, alpha, p, lse) after a step: m, l (rows,), s (rows, cols), fp32, contiguous, both sizes powers of two."""
+    m, l, alpha, lse, p = m.clone(), l.clone(), torch.empty_like(m), torch.empty_like(m), torch.empty_like(s)
+    with runtime.on_device_of(s):
+        _step_kernel[(1,)](m, l, s, alpha, p, lse, scale, BLOCK_M=s.shape[0], BLOCK_N=s.shape[1])
+    return m, l, alpha, p, lse

@@ -1,0 +1,129 @@
+"""Store Q, K and V in eight bits, with a scale for every block of rows.
+
+float8_e4m3fn has a sign, 4 bits of exponent and 3 of mantissa: between two powers of two lie 8 numbers, so rounding
+changes a number by up to 2^-4 of its size; the largest is 448, and below 2^-6 they are 2^-9 apart. A tensor must be
+scaled to make use of that range. One scale for all of it is set by its largest element, and if that is an outlier the
+rest is left with few bits, or with none. So every BLOCK = 64 rows of a head get their own:
+
+    scale of a block = its largest |element| / 448, or 1 if that is 0      t8 = t / scale, in float8_e4m3fn
+
+and t is about t8 * scale. A tile of queries and a tile of keys are such blocks, so their scales are two numbers:
+
+    S = (scale_q scale_k / sqrt(head_dim)) Q8 K8^T
+
+and the block of V has a third. Write
+
+1. `quantize`, in PyTorch. The last block of a head may have fewer rows;
+2. the kernel's loop. The products read eight bits: Q8 K8^T as it is, P V8 with both in fp16, which holds every number
+   of e4m3 exactly. The scales of the blocks change along the walk; they are to be multiplied to what is fp32.
+
+P is not quantized here. A kernel for speed would do that as well, as tensor cores want both operands in eight bits.
+
+Notebook: phase5_tuning/tuning.ipynb, section 6, "5.6 Eight bits".
+"""
+
+from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from phase1_softmax.online_softmax import online_softmax_step
+from phase2_tiling.tiling import tile_pointers
+
+import torch
+import triton
+import triton.language as tl
+
+FP8 = torch.float8_e4m3fn
+BLOCK = 64  # rows that share a scale: a tile of the kernel
+LARGEST = 448.0  # of FP8
+
+
+def quantize(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """t8 like t (batch, heads, seq, head_dim) in FP8, contiguous, and scales (batch, heads, ceil(seq / 64)), fp32.
+
+    t is fp16, bf16 or fp32; the division is to be done in fp32.
+    """
+    # your code: return t8 and scales
+    seq = t.shape[2]
+    padded = torch.nn.functional.pad(t.float(), (0, 0, 0, -seq % BLOCK))
+    blocks = padded.unflatten(2, (-1, BLOCK))  # (batch, heads, blocks, BLOCK, head_dim)
+    scales = blocks.abs().amax(dim=(3, 4)) / LARGEST
+    scales = torch.where(scales == 0, 1.0, scales)
+    t8 = (blocks / scales[..., None, None]).to(FP8)
+    return t8.flatten(2, 3)[:, :, :seq].contiguous(), scales
+    # end of your code
+
+
+@triton.jit
+def _attention_fp8_kernel(
+    q_ptr, k_ptr, v_ptr, q_scales_ptr, k_scales_ptr, v_scales_ptr, o_ptr, seq_q, seq_k, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (cdiv(seq_q, BLOCK) * batch * heads,). All tensors are contiguous; scales: (batch * heads, blocks)."""
+    tiles_m, tiles_n = tl.cdiv(seq_q, BLOCK), tl.cdiv(seq_k, BLOCK)
+    pid_m = tl.program_id(0) % tiles_m
+    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    q_ptr += pid_bh * seq_q * HEAD_DIM
+    k_ptr += pid_bh * seq_k * HEAD_DIM
+    v_ptr += pid_bh * seq_k * HEAD_DIM
+    o_ptr += pid_bh * seq_q * HEAD_DIM
+    q_scales_ptr += pid_bh * tiles_m  # one number a tile: those of this head
+    k_scales_ptr += pid_bh * tiles_n
+    v_scales_ptr += pid_bh * tiles_n
+
+    offs_m = pid_m * BLOCK + tl.arange(0, BLOCK)
+    offs_d = tl.arange(0, BLOCK_D)
+    in_d = (offs_d < HEAD_DIM)[None, :]
+    rows = (offs_m < seq_q)[:, None] & in_d
+    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, HEAD_DIM, 1), mask=rows, other=0.0)
+    m_i = tl.full((BLOCK,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK,), tl.float32)
+    acc = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    last = tl.minimum(tiles_n, pid_m + 1) if IS_CAUSAL else tiles_n
+    for pid_n in range(0, last):
+        offs_n = pid_n * BLOCK + tl.arange(0, BLOCK)
+        visible = (offs_n < seq_k)[None, :]
+        if IS_CAUSAL:
+            visible = visible & (offs_m[:, None] >= offs_n[None, :])
+        cols = (offs_n < seq_k)[:, None] & in_d
+        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, HEAD_DIM, 1), mask=cols, other=0.0)
+        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, HEAD_DIM, 1), mask=cols, other=0.0)
+        # your code: s with its scales, the online step, and p v with its scale added to acc
+        scale_s = scale * tl.load(q_scales_ptr + pid_m) * tl.load(k_scales_ptr + pid_n)
+        s = tl.where(visible, tl.dot(q, tl.trans(k)) * scale_s, float("-inf"))
+        m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)
+        pv = tl.dot(p.to(tl.float16), v.to(tl.float16))
+        acc = acc * alpha[:, None] + pv * tl.load(v_scales_ptr + pid_n)
+        # end of your code
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    o = (acc / l_safe[:, None]).to(o_ptr.dtype.element_ty)
+    tl.store(tile_pointers(o_ptr, offs_m, offs_d, HEAD_DIM, 1), o, mask=rows)
+
+
+def attention_quantized(q8, q_scales, k8, k_scales, v8, v_scales, is_causal=False, scale=None, dtype=torch.float32):
+    """o (batch, heads, seq_q, head_dim) in fp16 or fp32, from three pairs as `quantize` returns them."""
+    batch, heads, seq_q, head_dim = q8.shape
+    scale = validate.check_scale(scale, head_dim)
+    o = torch.empty(q8.shape, dtype=dtype, device=q8.device)
+    if o.numel() == 0:
+        return o
+    if o.is_cuda and not has_fp8(o.device):
+        q8, k8, v8 = (t.half() for t in (q8, k8, v8))  # the same numbers
+    with runtime.on_device_of(o):
+        _attention_fp8_kernel[(triton.cdiv(seq_q, BLOCK) * batch * heads,)](
+            q8, k8, v8, q_scales, k_scales, v_scales, o, seq_q, k8.shape[2], scale,
+            HEAD_DIM=head_dim, BLOCK_D=max(32, triton.next_power_of_2(head_dim)), BLOCK=BLOCK, IS_CAUSAL=is_causal,
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
+    return o
+
+
+def has_fp8(device) -> bool:
+    """True if this GPU can read FP8: NVIDIA's from Ada and Hopper on."""
+    return not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def attention_fp8(q, k, v, is_causal=False, scale=None) -> torch.Tensor:
+    """Attention of q, k, v (batch, heads, seq, head_dim), fp16, bf16 or fp32, rounded to FP8 first; o is fp32.
+
+    The three have the same heads; is_causal as in SDPA. Raises TypeError or ValueError naming the argument.
+    """
+    scale = validate.check_qkv(q, k, v, scale, is_causal)
+    return attention_quantized(*quantize(q), *quantize(k), *quantize(v), is_causal, scale)
