@@ -136,12 +136,14 @@ def check(head_dim, seq, is_causal, dtype):
 
 
 def run(args) -> list[dict]:
-    """Every case, every provider: one row each."""
+    """Every case, every provider: one row each, printed as it is measured."""
     rows = []
-    for dtype, head_dim, causal, seq in itertools.product(args.dtype, args.head_dim, args.causal, args.seq_len):
+    cases = list(itertools.product(args.dtype, args.head_dim, args.causal, args.seq_len))
+    for done, (dtype, head_dim, causal, seq) in enumerate(cases, start=1):
         is_causal = causal == "yes"
         batch = args.batch or max(1, args.tokens // seq)
         heads = args.heads or max(1, args.width // head_dim)
+        print(f"case {done} of {len(cases)}", flush=True)
         if args.check:
             check(head_dim, seq, is_causal, dtype)
         q, k, v = make_qkv(batch, heads, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
@@ -153,11 +155,29 @@ def run(args) -> list[dict]:
             made = bench.measure({provider: fn}, **case, mode=mode)
             rows += bench.with_tflops(made, FLOPS[mode] * flops)
             del fn
-            torch.cuda.empty_cache()
+            if runtime.DEVICE == "cuda":
+                torch.cuda.empty_cache()
     return rows
 
 
-def main(argv=None) -> int:
+def table(rows: list[dict]):
+    """The rows as a rich Table: a line a case and mode, a column a provider, in TFLOP/s."""
+    from rich.table import Table
+
+    providers = list(dict.fromkeys(row["provider"] for row in rows))
+    made = Table("dtype", "head_dim", "mask", "batch x heads", "seq", "mode", *providers, title="TFLOP/s, medians")
+    cases = {}
+    for row in rows:
+        mask = "causal" if row["is_causal"] else "full"
+        case = (row["dtype"], row["head_dim"], mask, f"{row['batch']} x {row['heads']}", row["seq"], row["mode"])
+        speed = f"{row['tflops']:.0f}" if "tflops" in row else row["note"][:24]
+        cases.setdefault(case, {})[row["provider"]] = speed
+    for case, speeds in cases.items():
+        made.add_row(*map(str, case), *(speeds.get(provider, "") for provider in providers))
+    return made
+
+
+def arguments(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="course bench",
         description=__doc__.split("\n\n")[0],
@@ -187,15 +207,26 @@ def main(argv=None) -> int:
     parser.add_argument("--check", action="store_true", help="verify each case before it is timed")
     parser.add_argument("--name", help="store the rows as phase5_tuning/results/NAME.json")
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv=None) -> int:
+    from rich.console import Console
+
+    args = arguments(argv)
     if runtime.DEVICE != "cuda":
         print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
         return 1
+    rows = []
     if args.name:
         commit = ["--commit", args.commit] if args.commit else []
-        return bench.main("phase5_tuning", KERNELS, lambda: run(args), ["--name", args.name, *commit])
-    run(args)
-    return 0
+        code = bench.main(
+            "phase5_tuning", KERNELS, lambda: rows.extend(run(args)) or rows, ["--name", args.name, *commit]
+        )
+    else:
+        rows, code = run(args), 0
+    Console().print(table(rows))
+    return code
 
 
 if __name__ == "__main__":

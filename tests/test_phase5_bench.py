@@ -1,0 +1,73 @@
+"""Phase 5's benchmark without a GPU: what it makes of its arguments, and that every case becomes a row."""
+
+from unittest import mock
+
+from common import bench as common_bench
+from common import runtime
+from phase5_tuning import bench
+
+import pytest
+import torch
+
+SMALL = ["--head-dim", "16", "--tokens", "64", "--width", "32", "--seq-len", "32", "--causal", "yes"]
+
+
+@pytest.fixture
+def clock():
+    """A clock that runs what it is given once and says one millisecond."""
+
+    def once(fn, **_):
+        fn()
+        return 1.0, 0.5, 2.0
+
+    with mock.patch.object(common_bench, "time_ms", once):
+        yield
+
+
+def test_every_case_mode_and_provider_is_a_row(clock, capsys):
+    args = bench.arguments(
+        [*SMALL, "--mode", "fwd,bwd,both", "--provider", "naive,phase 4,ours,K pre-transposed", "--check"]
+    )
+    rows = bench.run(args)
+    assert len(rows) == 3 * 4
+    assert all(row["ms"] == 1.0 and row["batch"] == row["heads"] == 2 for row in rows)
+    forward = 4 * 2 * 2 * 32 * 32 * 16 / 2
+    assert [row["tflops"] for row in rows[::4]] == pytest.approx([c * forward / 1e9 for c in (1, 2.5, 3.5)])
+    assert "case 1 of 1" in capsys.readouterr().out
+
+
+def test_what_a_peer_cannot_do_is_a_row_that_says_so(clock):
+    if runtime.DEVICE == "cuda":
+        pytest.skip("cuDNN is there")
+    rows = bench.run(bench.arguments([*SMALL, "--mode", "fwd", "--provider", "sdpa-cudnn,ours"]))
+    assert "note" in rows[0]
+    assert "ms" in rows[1]
+    made = bench.table(rows)
+    assert made.row_count == 1
+    assert [column.header for column in made.columns][-2:] == ["sdpa-cudnn", "ours"]
+
+
+@pytest.mark.parametrize(
+    "provider", [name for name in bench.PROVIDERS if name.startswith(("rung", "ours", "phase", "naive"))]
+)
+def test_every_provider_of_ours_computes_attention(provider):
+    q, k, v = (torch.randn(1, 2, 40, 16, device=runtime.DEVICE) for _ in range(3))
+    for is_causal in (False, True):
+        got = bench.PROVIDERS[provider](q, k, v, is_causal)
+        torch.testing.assert_close(got, bench.naive(q, k, v, is_causal), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--mode", "sideways"], ["--provider", "nobody"], ["--head-dim", "x"], ["--causal", "maybe"]]
+)
+def test_wrong_arguments_are_named(wrong, capsys):
+    with pytest.raises(SystemExit):
+        bench.arguments(wrong)
+    assert wrong[0] in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    if runtime.DEVICE == "cuda":
+        pytest.skip("there is one")
+    assert bench.main([]) == 1
+    assert "no GPU" in capsys.readouterr().err
