@@ -19,6 +19,7 @@ from common.source import source
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 
 
 def attention_flops(batch: int, heads: int, seq_q: int, seq_k: int, head_dim: int, *, is_causal: bool = False) -> float:
@@ -53,7 +54,7 @@ def measure(providers: dict[str, Callable[[], object]], **case) -> list[dict]:
             row["ms"], row["ms_min"], row["ms_max"] = time_ms(fn)
         except torch.cuda.OutOfMemoryError:
             row["note"] = "out of memory"
-        except RuntimeError as error:
+        except (RuntimeError, ImportError, ValueError, OutOfResources) as error:
             row["note"] = str(error).splitlines()[0][:120]
         rows.append(row)
         print("  ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)

@@ -57,6 +57,21 @@ def to_kernel_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.resolve_neg().to(KERNEL_DTYPE.get(t.dtype, t.dtype)) for t in tensors]
 
 
+def as_sdpa_takes(q, k, v) -> list:
+    """q, k, v cast as autocast casts SDPA's, if it is on; and as three tensors where one was given twice.
+
+    (torch.compile refuses an autograd.Function that gets the same tensor twice.) What no kernel takes is left as it is,
+    for validation to name.
+    """
+    made = []
+    for t in (q, k, v):
+        usual = isinstance(t, torch.Tensor) and t.dtype in DTYPES and t.device.type in ("cpu", "cuda")
+        if usual and torch.is_autocast_enabled(t.device.type):
+            t = t.to(torch.get_autocast_dtype(t.device.type))
+        made.append(t.view_as(t) if any(t is other for other in made) else t)
+    return made
+
+
 def on_device_of(tensor: torch.Tensor):
     """Context manager that makes `tensor`'s GPU the current one, as Triton launches on the current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -294,8 +294,7 @@ def flash_attention(q, k, v, is_causal: bool = False, scale: float | None = None
 
     Under autocast the inputs are cast as SDPA's are. Works in torch.compile(fullgraph=True).
     """
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
+    q, k, v = runtime.as_sdpa_takes(q, k, v)
     validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
     return FlashAttention.apply(q, k, v, is_causal, scale)[0]
 

@@ -100,8 +100,7 @@ def flash_attention(
         raise NotImplementedError("attn_mask: expected None; of masks only is_causal=True is supported")
     if dropout_p:
         raise NotImplementedError(f"dropout_p: expected 0, got {dropout_p}; phase 4's exercise 5 has a kernel for it")
-    if torch.is_autocast_enabled(query.device.type):
-        query, key, value = (t.to(torch.get_autocast_dtype(query.device.type)) for t in (query, key, value))
+    query, key, value = runtime.as_sdpa_takes(query, key, value)
     validate.check_qkv(query, key, value, scale, is_causal, enable_gqa)
     return FlashAttention.apply(query, key, value, is_causal, scale)[0]
 

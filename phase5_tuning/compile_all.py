@@ -10,6 +10,7 @@ choice by measurement finds that one. fp32 with exact products always spills; it
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 from common import hardware, runtime  # before triton: chooses whether kernels are compiled or interpreted
 from phase5_tuning import configs
@@ -23,13 +24,13 @@ SPILLS = 512
 
 
 def launches(rung, dtype, head_dim) -> Iterator[tuple[str, hardware.Launch]]:
-    """(tiles, launch) of each kernel of a rung: of every candidate on the last rungs, of the first one below."""
+    """(tiles, launch) of each kernel of a rung: of every candidate on two rungs, the last by pointers and the last."""
     q = torch.empty(1, 4, 512, head_dim, dtype=dtype, device=runtime.DEVICE)
     lse = torch.empty(1, 4, 512, device=runtime.DEVICE)
     backward = dict(is_causal=True, rung=rung)
     for kind in ("forward", "dkdv", "dq"):
         found = configs.candidates(kind, head_dim, dtype)
-        for config in found if rung in (LADDER[-1], LADDER[4]) else found[:1]:
+        for config in found if rung.name in (LADDER[4].name, LADDER[-1].name) else found[:1]:
             if kind == "forward":
                 made = hardware.record_launches(lambda: attention_forward(q, q, q, True, rung=rung, config=config))  # noqa: B023
             else:
@@ -41,8 +42,9 @@ def launches(rung, dtype, head_dim) -> Iterator[tuple[str, hardware.Launch]]:
 def main(targets) -> int:
     bad = 0
     for target in targets or TARGETS:
-        # Descriptors exist from Hopper on; elsewhere the launcher never asks for them.
-        rungs = [rung for rung in LADDER[1:] if target != "sm_80" or not rung.tma]
+        rungs = LADDER[1:]
+        if target == "sm_80":  # no descriptors before Hopper: there the last rungs load by pointers
+            rungs = [replace(rung, tma=False) for rung in LADDER[1:] if rung.name != "descriptors"]
         for dtype, head_dim, rung in itertools.product((torch.float16, torch.float32), (64, 128, 256), rungs):
             made = list(launches(rung, dtype, head_dim))
             compiled = hardware.compile_launches([launch for _, launch in made], [target])

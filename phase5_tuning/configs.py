@@ -4,7 +4,7 @@
 
 For GPUs that were measured the choice is shipped (CHOSEN), so that a first call costs nothing; on any other, the
 candidates are timed with the call at hand. A candidate that the GPU has too little shared memory for is passed over;
-the last one, phase 4's tiles, fits every GPU.
+the last one, of phases 3 and 4, fits every GPU.
 """
 
 from collections.abc import Callable
@@ -70,11 +70,9 @@ def plain(kind: str, head_dim: int, dtype: torch.dtype) -> Config:
 
 def candidates(kind: str, head_dim: int, dtype: torch.dtype) -> list[Config]:
     """What is worth measuring, likeliest first. fp32 has one: its products want small tiles wherever they run."""
-    fallback = plain(kind, head_dim, dtype)
     if dtype == torch.float32:
-        return [fallback]
-    padded = max(64, triton.next_power_of_2(head_dim))
-    return [*CANDIDATES[kind][padded], *([] if fallback in CANDIDATES[kind][padded] else [fallback])]
+        return [plain(kind, head_dim, dtype)]
+    return [*CANDIDATES[kind][max(64, triton.next_power_of_2(head_dim))], plain(kind, head_dim, dtype)]
 
 
 def choose(
@@ -82,18 +80,19 @@ def choose(
 ) -> Config:
     """The config for a kernel ("forward", "dkdv" or "dq"), so that launch(config) can run it.
 
-    Interpreted, and while a CUDA graph is being captured, nothing is measured: the first candidate is taken.
+    Interpreted, and while a CUDA graph is being captured on a GPU that is not known, nothing is measured: the last one
+    is taken, which fits everywhere.
     """
     found = candidates(kind, head_dim, dtype)
     if runtime.DEVICE != "cuda" or len(found) == 1:
-        return found[0] if runtime.DEVICE == "cuda" else plain(kind, head_dim, dtype)
-    device = torch.cuda.current_device()
-    padded = max(64, triton.next_power_of_2(head_dim))
-    key = (_capability(device), kind, padded, is_causal)
-    known = CHOSEN.get(key) or _measured.get((device, dtype, *key))
+        return found[-1]
+    device, padded = torch.cuda.current_device(), triton.next_power_of_2(head_dim)
+    known = _measured.get((device, dtype, kind, padded, is_causal))
+    if torch.version.hip is None:  # AMD counts its generations in the same numbers
+        known = CHOSEN.get((_capability(device), kind, max(64, padded), is_causal), known)
     if known or torch.cuda.is_current_stream_capturing():
-        return known or found[0]
-    _measured[device, dtype, *key] = best = measured(found, launch)
+        return known or found[-1]
+    _measured[device, dtype, kind, padded, is_causal] = best = measured(found, launch)
     return best
 
 

@@ -9,7 +9,8 @@
     transposed      dK/dV from S^T = K Q^T, which leaves P^T where dV = P^T dO wants  dK/dV's walk
                     it; dP is issued before dV, so that dS need not wait for both
 
-delta is computed once for both kernels, as in phase 4 already. Two kernels, no atomics: the same bits in every run.
+delta is computed once for both kernels, as in phase 4 already. Two kernels, no atomics: the same
+bits in every run with the same tiles.
 
 Builds on: phase 2's `tile_pointers`, this phase's `tuning_forward`.
 """
@@ -24,6 +25,7 @@ from phase5_tuning.tuning_forward import (
     descriptor,
     descriptors_allowed,
     head_of,
+    in_base_2,
     load_tile,
     order,
     padded,
@@ -245,12 +247,13 @@ def attention_backward(
     q, scale, sign = positive_scale(q, scale)
     q, k, v, o, do, dq_out, dk_out, dv_out = runtime.to_kernel_dtype(q, k, v, o, do, dq, dk, dv)
     delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
-    dlse = None if dlse is None else dlse.contiguous()  # of lse.sum() it is one number, expanded
+    lse, dlse = lse.resolve_neg(), None if dlse is None else dlse.resolve_neg().contiguous()  # may be expanded
+    base2 = in_base_2(rung, scale)
     tma = rung.tma and descriptors_allowed(q, k, v, do)
     strides = q.stride(), k.stride(), v.stride(), do.stride()
-    sizes = heads_q // heads_kv, seq_q, seq_k, scale * (LOG2E.value if rung.base2 else 1.0)
+    sizes = heads_q // heads_kv, seq_q, seq_k, scale * (LOG2E.value if base2 else 1.0)
     head = dict(HEAD_DIM=head_dim, BLOCK_D=padded(head_dim))
-    flags = dict(IS_CAUSAL=is_causal, BASE2=rung.base2, TMA=tma, PRECISION=precision(), **head)
+    flags = dict(IS_CAUSAL=is_causal, BASE2=base2, TMA=tma, PRECISION=precision(q.dtype), **head)
 
     def sources(config):
         m, n = config.BLOCK_M, config.BLOCK_N
@@ -274,7 +277,7 @@ def attention_backward(
     with runtime.on_device_of(q):
         _rows_kernel[(triton.cdiv(seq_q, 64) * batch * heads_q,)](
             o, do, lse, dlse, delta, row_lse, o.stride(), do.stride(), heads_q, seq_q,
-            BLOCK_M=64, BASE2=rung.base2, HAS_DLSE=dlse is not None, **head,
+            BLOCK_M=64, BASE2=base2, HAS_DLSE=dlse is not None, **head,
         )  # fmt: skip
         if needs_kv:
             launch_dkdv(dkdv_config or pick("dkdv", launch_dkdv, rung, head_dim, q.dtype, is_causal))

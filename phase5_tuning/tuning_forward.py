@@ -198,7 +198,8 @@ def attention_forward(
     q, scale, _ = positive_scale(q, scale)
     q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
     tma = rung.tma and descriptors_allowed(q, k, v)
-    scale *= LOG2E.value if rung.base2 else 1.0
+    base2 = in_base_2(rung, scale)
+    scale *= LOG2E.value if base2 else 1.0
 
     def launch(config):
         tiles = triton.cdiv(seq_q, config.BLOCK_M)
@@ -207,8 +208,8 @@ def attention_forward(
             *(descriptor(t, block) if tma else t for t, block in blocks), out, lse,
             q.stride(), k.stride(), v.stride(), out.stride(),
             heads_q, heads_q // k.shape[1], seq_q, k.shape[2], scale, *order(tiles, is_causal and rung.heavy_first),
-            HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), IS_CAUSAL=is_causal, SPLIT=rung.split, BASE2=rung.base2,
-            TMA=tma, PRECISION=precision(), **config.options(),
+            HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), IS_CAUSAL=is_causal, SPLIT=rung.split, BASE2=base2,
+            TMA=tma, PRECISION=precision(q.dtype), **config.options(),
         )  # fmt: skip
 
     with runtime.on_device_of(q):
@@ -226,10 +227,17 @@ def pick(kind, launch, rung, head_dim, dtype, is_causal) -> configs.Config:
 def positive_scale(q, scale):
     """(q', scale', sign) with scale' > 0, the same logits, and q = sign * q' wherever sign is not 0.
 
-    A maximum may be scaled after it is taken only if the scale is positive; 0 becomes q' = 0 and scale' = 1.
+    A maximum may be scaled after it is taken only if the scale is positive. A scale of 0, also one that is 0 only in
+    fp32, becomes q' = 0 and scale' = 1.
     """
+    scale = torch.tensor(scale, dtype=torch.float32).item()
     sign = (scale > 0) - (scale < 0)
     return (q, scale, 1) if sign > 0 else (sign * q, abs(scale) or 1.0, sign)
+
+
+def in_base_2(rung: Rung, scale: float) -> bool:
+    """True if the rung works in base 2 and the scale times log2(e) is still a number in fp32."""
+    return rung.base2 and scale * LOG2E.value <= validate.MAX_SCALE
 
 
 def padded(head_dim: int) -> int:
@@ -241,9 +249,15 @@ def order(tiles: int, heavy_first: bool) -> tuple[int, int]:
     return (tiles - 1, -1) if heavy_first else (0, 1)
 
 
-def precision() -> str:
-    """How fp32 tiles are multiplied: exactly, unless torch.set_float32_matmul_precision allows less."""
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+def precision(dtype: torch.dtype) -> str:
+    """How tiles are multiplied: exactly, unless they are fp32 and PyTorch has been told that TF32 will do."""
+    if dtype != torch.float32:
+        return "ieee"
+    try:
+        allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    except (AttributeError, RuntimeError):  # not there before torch 2.9
+        allowed = torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if allowed else "ieee"
 
 
 def descriptors_allowed(*tensors: torch.Tensor) -> bool:
