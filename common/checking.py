@@ -7,12 +7,14 @@ on what was verified, and rejects with `reject` or with any VerificationError.
 
 import importlib
 import importlib.util
+import itertools
 import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
 from common.verify import VerificationError
@@ -66,6 +68,52 @@ def expect_close(
         f"{what}: {int(off.sum())} of {off.numel()} elements are wrong; the first: {where} is {got:.{digits}g} where "
         f"{right:.{digits}g} is right{dtypes}"
     )
+
+
+def guarded(fn, ask=lambda unwritten, outside: "is every store masked, and does its pointer stand at this head?"):
+    """`fn`, its results o and lse allocated inside larger memory: rejects stores beside them and elements never stored.
+
+    ask(unwritten, outside) returns the question that ends the message; both are lists of "o" and "lse".
+    """
+    edge, canary = 2**16, 1024.0  # room on each side for a tile of the largest head_dim, and for batch and head swapped
+    empty, empty_like = torch.empty, torch.empty_like
+    bits = {2: torch.int16, 4: torch.int32}
+
+    def call(*args, **options):
+        made = []
+
+        def between(allocate):
+            def allocated(*args, **options):
+                wanted = allocate(*args, **options)
+                elements = wanted.untyped_storage().nbytes() // wanted.itemsize
+                # -1, all bits set, is a NaN in every dtype, and one that arithmetic does not give.
+                memory = torch.full((elements + 2 * edge,), -1, dtype=bits[wanted.itemsize], device=wanted.device)
+                memory = memory.view(wanted.dtype)
+                memory[:edge] = memory[-edge:] = canary
+                made.append((memory, memory.as_strided(wanted.shape, wanted.stride(), edge)))
+                return made[-1][1]
+
+            return allocated
+
+        with mock.patch.multiple(torch, empty=between(empty), empty_like=between(empty_like)):
+            result = fn(*args, **options)
+        said, unwritten, outside = [], [], []
+        for name, (memory, inner) in zip(itertools.cycle(("o", "lse")), made):
+            left = inner.view(bits[inner.itemsize]) == -1
+            if left.any() and inner.dtype not in runtime.KERNEL_DTYPE:  # those are copied
+                unwritten.append(name)
+                index = ", ".join(map(str, left.nonzero()[0].tolist()))
+                said.append(
+                    f"{name}: {int(left.sum())} of {left.numel()} elements were never stored, {name}[{index}] first"
+                )
+            if (torch.cat([memory[:edge], memory[-edge:]]) != canary).any():
+                outside.append(name)
+                said.append(f"something was stored outside of {name}")
+        if said:
+            reject(f"{'; '.join(said)}: {ask(unwritten, outside)}")
+        return result
+
+    return call
 
 
 def load(path: Path, name: str = "answer") -> ModuleType:

@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 from common import make_qkv, runtime, traffic, verify_results
-from common.checking import expect_close, reject
+from common.checking import expect_close, guarded, reject
 from common.verify import VerificationError
 
 import torch
@@ -131,52 +131,6 @@ def ex1_classify_tiles(answer):
 
 
 # --- kernels -------------------------------------------------------------------------------------------------------
-
-
-def guarded(fn, ask=lambda unwritten, outside: "is a store not masked, or its pointer that of no head?"):
-    """`fn`, its results o and lse allocated inside larger memory: rejects stores beside them and elements never stored.
-
-    ask(unwritten, outside) returns the question that ends the message; both are lists of "o" and "lse".
-    """
-    edge, canary = 2**16, 1024.0  # room on each side for a tile of the largest head_dim, and for batch and head swapped
-    empty, empty_like = torch.empty, torch.empty_like
-    bits = {2: torch.int16, 4: torch.int32}
-
-    def call(*args, **options):
-        made = []
-
-        def between(allocate):
-            def allocated(*args, **options):
-                wanted = allocate(*args, **options)
-                elements = wanted.untyped_storage().nbytes() // wanted.itemsize
-                # -1, all bits set, is a NaN in every dtype, and one that arithmetic does not give.
-                memory = torch.full((elements + 2 * edge,), -1, dtype=bits[wanted.itemsize], device=wanted.device)
-                memory = memory.view(wanted.dtype)
-                memory[:edge] = memory[-edge:] = canary
-                made.append((memory, memory.as_strided(wanted.shape, wanted.stride(), edge)))
-                return made[-1][1]
-
-            return allocated
-
-        with mock.patch.multiple(torch, empty=between(empty), empty_like=between(empty_like)):
-            result = fn(*args, **options)
-        said, unwritten, outside = [], [], []
-        for name, (memory, inner) in zip(itertools.cycle(("o", "lse")), made):
-            left = inner.view(bits[inner.itemsize]) == -1
-            if left.any() and inner.dtype not in runtime.KERNEL_DTYPE:  # those are copied
-                unwritten.append(name)
-                index = ", ".join(map(str, left.nonzero()[0].tolist()))
-                said.append(
-                    f"{name}: {int(left.sum())} of {left.numel()} elements were never stored, {name}[{index}] first"
-                )
-            if (torch.cat([memory[:edge], memory[-edge:]]) != canary).any():
-                outside.append(name)
-                said.append(f"something was stored outside of {name}")
-        if said:
-            reject(f"{'; '.join(said)}: {ask(unwritten, outside)}")
-        return result
-
-    return call
 
 
 @contextlib.contextmanager

@@ -9,10 +9,9 @@ import warnings
 from unittest import mock
 
 from common import make_qkv, runtime, traffic, verify_results
-from common.checking import expect_close, reject
+from common.checking import expect_close, guarded, reject
 from common.reference import naive_attention
 from common.verify import UNIT_ROUNDOFF, Z_MAX, E, VerificationError
-from phase3_forward.checks import guarded
 from phase5_tuning.configs import Config
 
 import torch

@@ -1,4 +1,4 @@
-"""`make compile-all`: compile every rung and every tile for every GPU named, without one, and print what came out.
+"""`make compile-all`: compile the rungs, and all tiles of the last, for GPUs that are not here; print what came out.
 
     python -m phase5_tuning.compile_all [sm_80 sm_90 sm_100]
 
