@@ -7,6 +7,7 @@ show the record, plainly labeled, where no GPU is present.
 import argparse
 import hashlib
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -42,20 +43,31 @@ def time_ms(fn: Callable[[], object], *, warmup_ms: int = 50, repeat_ms: int = 2
     return tuple(quantiles)
 
 
-def measure(providers: dict[str, Callable[[], object]], **case) -> list[dict]:
+def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **case) -> list[dict]:
     """Time every provider on one case, in the same run. Each row holds the case, the provider and its times.
 
+    rounds: how many turns each provider gets; "ms" is the median of the turns' medians. A GPU that has worked for a
+    second runs slower than one that has rested, and by taking turns all providers meet it in both states.
     Out of memory and unsupported calls are recorded as such ("note"), not left out.
     """
+    times, notes = {provider: [] for provider in providers}, {}
+    for _ in range(rounds):
+        for provider in [p for p in providers if p not in notes]:
+            try:
+                turn = time_ms(providers[provider], warmup_ms=50 // rounds, repeat_ms=200 // rounds)
+                times[provider].append(turn)
+            except torch.cuda.OutOfMemoryError:
+                notes[provider] = "out of memory"
+            except (RuntimeError, ImportError, ValueError, OutOfResources) as error:
+                notes[provider] = str(error).splitlines()[0][:120]
     rows = []
-    for provider, fn in providers.items():
+    for provider in providers:
         row = case | dict(provider=provider)
-        try:
-            row["ms"], row["ms_min"], row["ms_max"] = time_ms(fn)
-        except torch.cuda.OutOfMemoryError:
-            row["note"] = "out of memory"
-        except (RuntimeError, ImportError, ValueError, OutOfResources) as error:
-            row["note"] = str(error).splitlines()[0][:120]
+        if provider in notes:
+            row["note"] = notes[provider]
+        else:
+            medians, fastest, slowest = zip(*times[provider], strict=True)
+            row |= dict(ms=statistics.median(medians), ms_min=min(fastest), ms_max=max(slowest))
         rows.append(row)
         print("  ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
     return rows

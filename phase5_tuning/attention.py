@@ -20,9 +20,17 @@ LAST = len(LADDER) - 1
 # --- autograd ------------------------------------------------------------------------------------------------------
 
 
+def _traced(*tensors) -> bool:
+    """True if torch.compile or a tensor subclass (a fake tensor, say) looks on, and must see operators.
+
+    Otherwise the passes are called directly: an operator takes longer to call than some kernels run.
+    """
+    return torch.compiler.is_compiling() or any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+
+
 @torch.library.custom_op("flash_attention_course::tuned_forward", mutates_args=())
 def _forward_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float, rung: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None, rung: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return attention_forward(q, k, v, is_causal, scale, enable_gqa=True, rung=LADDER[rung])
 
@@ -35,7 +43,7 @@ def _(q, k, v, is_causal, scale, rung):
 @torch.library.custom_op("flash_attention_course::tuned_backward", mutates_args=())
 def _backward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
-    dlse: torch.Tensor | None, is_causal: bool, scale: float, rung: int, needs_q: bool, needs_kv: bool,
+    dlse: torch.Tensor | None, is_causal: bool, scale: float | None, rung: int, needs_q: bool, needs_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     grads = attention_backward(q, k, v, o, lse, do, dlse, is_causal, scale, (needs_q, needs_kv), LADDER[rung])
     return tuple(t.new_empty(0) if g is None else g for t, g in zip((q, k, v), grads, strict=True))
@@ -62,8 +70,11 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None, rung=LAST):
-        scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa=True)
-        o, lse = _forward_op(q, k, v, is_causal, scale, rung)
+        if _traced(q, k, v):
+            validate.check_qkv(q, k, v, scale, is_causal, enable_gqa=True)
+            o, lse = _forward_op(q, k, v, is_causal, scale, rung)
+        else:
+            o, lse = attention_forward(q, k, v, is_causal, scale, enable_gqa=True, rung=LADDER[rung])
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.options = is_causal, scale, rung
         ctx.set_materialize_grads(False)
@@ -76,7 +87,12 @@ class FlashAttention(torch.autograd.Function):
             return (None,) * 6
         q, k, v, o, lse = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        grads = _backward_op(q, k, v, o, lse, do, dlse, *ctx.options, needs[0], needs[1] or needs[2])
+        is_causal, scale, rung = ctx.options
+        wanted = needs[0], needs[1] or needs[2]
+        if torch.is_grad_enabled() or _traced(q, k, v, o, do):  # create_graph: the operator refuses a second derivative
+            grads = _backward_op(q, k, v, o, lse, do, dlse, is_causal, scale, rung, *wanted)
+        else:
+            grads = attention_backward(q, k, v, o, lse, do, dlse, is_causal, scale, wanted, LADDER[rung])
         return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), None, None, None
 
 

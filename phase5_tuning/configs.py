@@ -35,7 +35,7 @@ class Config:
 CANDIDATES = {
     "forward": {
         64: [Config(64, 128, 4, 2), Config(64, 128, 4, 1), Config(128, 64, 4, 3)],
-        128: [Config(128, 64, 4, 2), Config(64, 64, 4, 3), Config(64, 128, 4, 1)],
+        128: [Config(64, 128, 4, 1), Config(128, 64, 4, 2), Config(64, 64, 4, 3)],
         256: [Config(128, 64, 8, 2), Config(64, 64, 4, 1)],
     },
     "dkdv": {
@@ -58,6 +58,7 @@ CHOSEN = {
     for is_causal in (False, True)
 } | {
     (HOPPER, "forward", 64, False): Config(64, 128, 4, 1),
+    (HOPPER, "forward", 256, True): Config(64, 64, 4, 1),
     (HOPPER, "dkdv", 64, True): Config(128, 64, 4, 2),
 }
 _measured = {}
@@ -86,10 +87,10 @@ def choose(
     found = candidates(kind, head_dim, dtype)
     if runtime.DEVICE != "cuda" or len(found) == 1:
         return found[-1]
-    device, padded = torch.cuda.current_device(), triton.next_power_of_2(head_dim)
+    device, padded = torch.cuda.current_device(), 1 << (head_dim - 1).bit_length()
     known = _measured.get((device, dtype, kind, padded, is_causal))
     if torch.version.hip is None:  # AMD counts its generations in the same numbers
-        known = CHOSEN.get((_capability(device), kind, max(64, padded), is_causal), known)
+        known = CHOSEN.get((capability(device), kind, max(64, padded), is_causal), known)
     if known or torch.cuda.is_current_stream_capturing():
         return known or found[-1]
     _measured[device, dtype, kind, padded, is_causal] = best = measured(found, launch)
@@ -111,5 +112,6 @@ def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
 
 
 @cache
-def _capability(device: int) -> tuple[int, int]:
+def capability(device: int | torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU, remembered: asking takes a few microseconds."""
     return torch.cuda.get_device_capability(device)

@@ -3,7 +3,7 @@
     rung            the idea                                                          where it lives
     tiles           dK/dV and dQ each get tiles of their own                          launcher (phase5_tuning.configs)
     base 2          P = 2^(S - LSE) with the LSE in base 2, converted once a row      _rows_kernel, probabilities
-    split loop      dQ masks only where a tile needs it                               two walks instead of one
+    masks at edges  dQ masks only where a tile needs it                               a condition in its loop
     heavy first     dQ's longest walks start first (dK/dV's do anyway)                launcher
     descriptors     as in the forward pass                                            load_tile
     transposed      dK/dV from S^T = K Q^T, which leaves P^T where dV = P^T dO wants  dK/dV's walk
@@ -22,11 +22,13 @@ from phase5_tuning.tuning_forward import (
     LADDER,
     LOG2E,
     Rung,
+    cdiv,
     descriptor,
     descriptors_allowed,
     head_of,
     in_base_2,
     load_tile,
+    masked_tiles,
     order,
     padded,
     pick,
@@ -131,7 +133,7 @@ def _attn_bwd_dkdv_tuned_kernel(
             lse = tl.load(row_lse_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
             s = _product(k, q, TRANSPOSED, PRECISION)
             if IS_CAUSAL or RAGGED:  # queries past the end see nothing: 0 times an infinite key would be NaN
-                last_seen = offs_m if IS_CAUSAL else seq_k + 0 * offs_m
+                last_seen = offs_m if IS_CAUSAL else tl.full((BLOCK_M,), seq_k - 1, tl.int32)
                 if RAGGED:
                     last_seen = tl.where(offs_m < seq_q, last_seen, -1)
                 s = tl.where(_across(last_seen, TRANSPOSED) >= _across(offs_n, not TRANSPOSED), s, float("-inf"))
@@ -155,35 +157,11 @@ def _attn_bwd_dkdv_tuned_kernel(
 
 
 @triton.jit
-def _walk_dq(
-    dq, q, do, lse, delta, k_head, v_head, stride_k, stride_v, b, h_kv, offs_m, start, end, seq_k, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, BASE2: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add what the keys start ... end give to the dQ of a tile of queries; hidden ones are masked only where MASKED."""
-    for start_n in range(start, end, BLOCK_N):
-        k = load_tile(k_head, stride_k, b, h_kv, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if MASKED:
-            offs_n = start_n + tl.arange(0, BLOCK_N)
-            visible = (offs_n < seq_k)[None, :]
-            if IS_CAUSAL:
-                visible = visible & (offs_m[:, None] >= offs_n[None, :])
-            s = tl.where(visible, s, float("-inf"))
-        p = probabilities(s, lse[:, None], scale, BASE2)
-        v = load_tile(v_head, stride_v, b, h_kv, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        ds = (p * (dp - delta[:, None])).to(k.dtype)
-        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
-    return dq
-
-
-@triton.jit
 def _attn_bwd_dq_tuned_kernel(
     q_src, k_src, v_src, do_src, row_lse_ptr, delta_ptr, dq_ptr, stride_q, stride_k, stride_v, stride_do, stride_dq,
     heads_q, group, seq_q, seq_k, scale, grad_scale, first_m, step_m,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, SPLIT: tl.constexpr, BASE2: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, BASE2: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, as phase 4's `_attn_bwd_dq_kernel`; walks like `_attn_fwd_tuned_kernel`.
 
@@ -209,15 +187,20 @@ def _attn_bwd_dq_tuned_kernel(
     if IS_CAUSAL:
         end_n = tl.minimum(seq_k, start_m + BLOCK_M)
         full_n = tl.minimum(full_n, start_m // BLOCK_N * BLOCK_N)
-    if SPLIT:
-        dq = _walk_dq(
-            dq, q, do, lse, delta, k_head, v_head, stride_k, stride_v, b, h // group, offs_m, 0, full_n, seq_k, scale,
-            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, False, BASE2, TMA, PRECISION,
-        )  # fmt: skip
-    dq = _walk_dq(
-        dq, q, do, lse, delta, k_head, v_head, stride_k, stride_v, b, h // group, offs_m, full_n if SPLIT else 0, end_n,
-        seq_k, scale, HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, True, BASE2, TMA, PRECISION,
-    )  # fmt: skip
+    for start_n in range(0, end_n, BLOCK_N):
+        k = load_tile(k_head, stride_k, b, h // group, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+        if MASK == "all" or (MASK == "edges" and start_n >= full_n):
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            visible = (offs_n < seq_k)[None, :]
+            if IS_CAUSAL:
+                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+            s = tl.where(visible, s, float("-inf"))
+        p = probabilities(s, lse[:, None], scale, BASE2)
+        v = load_tile(v_head, stride_v, b, h // group, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        ds = (p * (dp - delta[:, None])).to(k.dtype)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
 
     offs_d = tl.arange(0, BLOCK_D)
     rows = (offs_m < seq_q)[:, None] & (offs_d < HEAD_DIM)[None, :]
@@ -260,22 +243,22 @@ def attention_backward(
         return [descriptor(t, block) if tma else t for t, block in ((q, m), (k, n), (v, n), (do, m))]
 
     def launch_dkdv(config):
-        _attn_bwd_dkdv_tuned_kernel[(triton.cdiv(seq_k, config.BLOCK_N) * batch * heads_kv,)](
+        _attn_bwd_dkdv_tuned_kernel[(cdiv(seq_k, config.BLOCK_N) * batch * heads_kv,)](
             *sources(config), row_lse, delta, dk_out, dv_out, *strides, dk_out.stride(), dv_out.stride(),
             heads_kv, *sizes, scale, TRANSPOSED=rung.transposed, RAGGED=seq_q % config.BLOCK_M != 0,
             **flags, **config.options(),
         )  # fmt: skip
 
     def launch_dq(config):
-        tiles = triton.cdiv(seq_q, config.BLOCK_M)
+        tiles = cdiv(seq_q, config.BLOCK_M)
         _attn_bwd_dq_tuned_kernel[(tiles * batch * heads_q,)](
             *sources(config), row_lse, delta, dq_out, *strides, dq_out.stride(),
             heads_q, *sizes, sign * scale, *order(tiles, is_causal and rung.heavy_first),
-            SPLIT=rung.split, **flags, **config.options(),
+            MASK=masked_tiles(rung, is_causal, seq_k % config.BLOCK_N), **flags, **config.options(),
         )  # fmt: skip
 
     with runtime.on_device_of(q):
-        _rows_kernel[(triton.cdiv(seq_q, 64) * batch * heads_q,)](
+        _rows_kernel[(cdiv(seq_q, 64) * batch * heads_q,)](
             o, do, lse, dlse, delta, row_lse, o.stride(), do.stride(), heads_q, seq_q,
             BLOCK_M=64, BASE2=base2, HAS_DLSE=dlse is not None, **head,
         )  # fmt: skip

@@ -3,7 +3,7 @@
     rung            the idea                                                          where it lives
     tiles           tile shape, warps and stages chosen by measurement                launcher (phase5_tuning.configs)
     base 2          exp(x) = 2^(x log2 e), with log2 e folded into the scale          softmax_step
-    split loop      a mask only where a tile needs one                                two walks instead of one
+    masks at edges  a mask only where a tile needs one                                a condition in the loop
     heavy first     programs with long walks start before those with short ones       launcher
     descriptors     tiles are fetched by the tensor memory accelerator                load_tile
 
@@ -36,7 +36,7 @@ class Rung:
     name: str
     tuned: bool = True
     base2: bool = False
-    split: bool = False
+    edges: bool = False
     heavy_first: bool = False
     tma: bool = False
     transposed: bool = False  # dK and dV from S^T: backward only
@@ -46,10 +46,10 @@ LADDER = (
     Rung("as in phases 3 and 4", tuned=False),
     Rung("tiles"),
     Rung("base 2", base2=True),
-    Rung("split loop", base2=True, split=True),
-    Rung("heavy first", base2=True, split=True, heavy_first=True),
-    Rung("descriptors", base2=True, split=True, heavy_first=True, tma=True),
-    Rung("transposed dK, dV", base2=True, split=True, heavy_first=True, tma=True, transposed=True),
+    Rung("masks at edges", base2=True, edges=True),
+    Rung("heavy first", base2=True, edges=True, heavy_first=True),
+    Rung("descriptors", base2=True, edges=True, heavy_first=True, tma=True),
+    Rung("transposed dK, dV", base2=True, edges=True, heavy_first=True, tma=True, transposed=True),
 )
 
 # --- kernels -------------------------------------------------------------------------------------------------------
@@ -97,33 +97,11 @@ def softmax_step(m_i, l_i, s, scale, BASE2: tl.constexpr):
 
 
 @triton.jit
-def _walk(
-    m_i, l_i, acc, q, k_head, v_head, stride_k, stride_v, b, h_kv, offs_m, start, end, seq_k, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, BASE2: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Take the keys start ... end into the state of a tile of queries; hidden ones are masked only where MASKED."""
-    for start_n in range(start, end, BLOCK_N):
-        k = load_tile(k_head, stride_k, b, h_kv, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if MASKED:
-            offs_n = start_n + tl.arange(0, BLOCK_N)
-            visible = (offs_n < seq_k)[None, :]
-            if IS_CAUSAL:
-                visible = visible & (offs_m[:, None] >= offs_n[None, :])
-            s = tl.where(visible, s, float("-inf"))
-        m_i, l_i, alpha, p = softmax_step(m_i, l_i, s, scale, BASE2)
-        v = load_tile(v_head, stride_v, b, h_kv, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return m_i, l_i, acc
-
-
-@triton.jit
 def _attn_fwd_tuned_kernel(
     q_src, k_src, v_src, o_ptr, lse_ptr, stride_q, stride_k, stride_v, stride_o,
     heads_q, group, seq_q, seq_k, scale, first_m, step_m,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, SPLIT: tl.constexpr, BASE2: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, BASE2: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one head against all keys it may see, as phase 3's `_attn_fwd_kernel`.
 
@@ -148,15 +126,18 @@ def _attn_fwd_tuned_kernel(
     if IS_CAUSAL:
         end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
         full_n = tl.minimum(full_n, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)
-    if SPLIT:
-        m_i, l_i, acc = _walk(
-            m_i, l_i, acc, q, k_head, v_head, stride_k, stride_v, b, h // group, offs_m, 0, full_n, seq_k, scale,
-            HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, False, BASE2, TMA, PRECISION,
-        )  # fmt: skip
-    m_i, l_i, acc = _walk(
-        m_i, l_i, acc, q, k_head, v_head, stride_k, stride_v, b, h // group, offs_m, full_n if SPLIT else 0, end_n,
-        seq_k, scale, HEAD_DIM, BLOCK_D, BLOCK_N, IS_CAUSAL, True, BASE2, TMA, PRECISION,
-    )  # fmt: skip
+    for start_n in range(0, end_n, BLOCK_N):
+        k = load_tile(k_head, stride_k, b, h // group, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+        if MASK == "all" or (MASK == "edges" and start_n >= full_n):
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            visible = (offs_n < seq_k)[None, :]
+            if IS_CAUSAL:
+                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+            s = tl.where(visible, s, float("-inf"))
+        m_i, l_i, alpha, p = softmax_step(m_i, l_i, s, scale, BASE2)
+        v = load_tile(v_head, stride_v, b, h // group, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: o = 0, lse = -inf
     o_head = head_of(o_ptr, stride_o, b, h, False)
@@ -202,14 +183,15 @@ def attention_forward(
     scale *= LOG2E.value if base2 else 1.0
 
     def launch(config):
-        tiles = triton.cdiv(seq_q, config.BLOCK_M)
+        tiles = cdiv(seq_q, config.BLOCK_M)
         blocks = ((q, config.BLOCK_M), (k, config.BLOCK_N), (v, config.BLOCK_N))
         _attn_fwd_tuned_kernel[(tiles * batch * heads_q,)](
             *(descriptor(t, block) if tma else t for t, block in blocks), out, lse,
             q.stride(), k.stride(), v.stride(), out.stride(),
             heads_q, heads_q // k.shape[1], seq_q, k.shape[2], scale, *order(tiles, is_causal and rung.heavy_first),
-            HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), IS_CAUSAL=is_causal, SPLIT=rung.split, BASE2=base2,
-            TMA=tma, PRECISION=precision(q.dtype), **config.options(),
+            HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), IS_CAUSAL=is_causal, BASE2=base2,
+            MASK=masked_tiles(rung, is_causal, k.shape[2] % config.BLOCK_N), TMA=tma, PRECISION=precision(q.dtype),
+            **config.options(),
         )  # fmt: skip
 
     with runtime.on_device_of(q):
@@ -240,8 +222,22 @@ def in_base_2(rung: Rung, scale: float) -> bool:
     return rung.base2 and scale * LOG2E.value <= validate.MAX_SCALE
 
 
+def masked_tiles(rung: Rung, is_causal: bool, rest: int) -> str:
+    """Which tiles are masked: "all", those at the "edges" (the diagonal, the last keys), or "none" if there are none.
+
+    rest: keys in the last tile, if it is not full.
+    """
+    return "all" if not rung.edges else "edges" if is_causal or rest else "none"
+
+
 def padded(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    """head_dim as the next power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def cdiv(a: int, b: int) -> int:
+    """Tiles of b that cover a. (Triton's own does for kernels as well, and takes a microsecond each on the host.)"""
+    return -(-a // b)
 
 
 def order(tiles: int, heavy_first: bool) -> tuple[int, int]:
@@ -263,18 +259,18 @@ def precision(dtype: torch.dtype) -> str:
 def descriptors_allowed(*tensors: torch.Tensor) -> bool:
     """True if the tensor memory accelerator can fetch tiles of all tensors, and is there (Hopper and later).
 
-    It wants rows that are contiguous and begin at multiples of 16 bytes. In fp32 the products want their operands in
-    registers, and tiles that arrive in shared memory only make the compiler spill.
+    It wants rows that are contiguous, do not overlap, and begin at multiples of 16 bytes. In fp32 the products want
+    their operands in registers, and tiles that arrive in shared memory only make the compiler spill.
     """
-    device = tensors[0].device
-    if not runtime.INTERPRETED and (torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0)):
+    if not runtime.INTERPRETED and (torch.version.hip or configs.capability(tensors[0].device) < (9, 0)):
         return False
     return all(_rows_aligned(t) for t in tensors)
 
 
 def _rows_aligned(t: torch.Tensor) -> bool:
+    row = t.shape[-1] * t.itemsize
     steps = [stride * t.itemsize for stride, size in zip(t.stride()[:-1], t.shape[:-1], strict=True) if size > 1]
-    aligned = t.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+    aligned = t.data_ptr() % 16 == 0 and all(step >= row and step % 16 == 0 for step in steps)
     return t.stride(-1) == 1 and aligned and (t.itemsize == 2 or runtime.INTERPRETED)
 
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from helpers import guarded, interpreted_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.errors import OutOfResources
 
 FORWARD, BOTH = list(tuning_forward.cases()), list(attention.cases())
@@ -130,6 +131,7 @@ def test_trap14_descriptors_only_where_rows_are_aligned():
     assert not allowed(torch.zeros(2, 3, 40, 60, dtype=torch.float16))  # rows of 120 bytes
     assert not allowed(base.mT)  # the last axis is not contiguous
     assert not allowed(base[:, :1].expand(2, 3, 40, 64))  # a step of 0
+    assert not allowed(base.as_strided((2, 3, 40, 64), (7680, 2560, 32, 1)))  # rows that overlap
     assert allowed(base[:, :1, :1])  # an axis of one element has no step
 
 
@@ -173,7 +175,7 @@ def unknown_gpu():
     """A GPU that no choice is shipped for; yields what is measured there."""
     with (
         mock.patch.object(configs.runtime, "DEVICE", "cuda"),
-        mock.patch.object(configs, "_capability", return_value=(8, 6)),
+        mock.patch.object(configs, "capability", return_value=(8, 6)),
         mock.patch.object(configs, "_measured", {}) as measured,
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
@@ -219,13 +221,13 @@ def test_trap37_nothing_is_measured_while_a_graph_is_captured(unknown_gpu):
 
 
 def test_an_amd_gpu_of_the_same_number_is_not_a_hopper(unknown_gpu):
-    with mock.patch.object(configs, "_capability", return_value=(9, 0)), mock.patch.object(torch.version, "hip", "6.4"):
+    with mock.patch.object(configs, "capability", return_value=(9, 0)), mock.patch.object(torch.version, "hip", "6.4"):
         assert choose(lambda config: 1.0) in configs.candidates("dkdv", 64, torch.float16)
     assert len(unknown_gpu) == 1
 
 
 def test_a_known_gpu_measures_nothing(unknown_gpu):
-    with mock.patch.object(configs, "_capability", return_value=(9, 0)):
+    with mock.patch.object(configs, "capability", return_value=(9, 0)):
         assert choose(lambda config: pytest.fail("launched")) == configs.CHOSEN[(9, 0), "dkdv", 64, False]
 
 
@@ -279,6 +281,14 @@ def test_trap44_compiles_into_one_graph():
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     got, expected = (torch.autograd.grad(fn(q, k, v), (q, k, v)) for fn in (compiled, loss))
     torch.testing.assert_close(got, expected)
+
+
+def test_trap44_a_fake_tensor_reaches_the_operator():
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 2, 20, 16, device=runtime.DEVICE, requires_grad=True) for _ in range(3))
+        o = flash_attention(q, k, v)
+        assert o.shape == q.shape
+        assert torch.autograd.grad(o.sum(), k)[0].shape == k.shape
 
 
 @pytest.mark.filterwarnings("ignore")
