@@ -1,6 +1,6 @@
 """Which tiles, how many warps, how many stages: few candidates, chosen by measurement once for a GPU, then remembered.
 
-    config = choose("forward", launch, head_dim=64, dtype=torch.float16, is_causal=True)
+    config = choose("forward", launch, head_dim=64, dtype=torch.float16, is_causal=True, tma=True)
 
 For GPUs that were measured the choice is shipped (CHOSEN), so that a first call costs nothing; on any other, the
 candidates are timed with the call at hand. A candidate that the GPU has too little shared memory for is passed over;
@@ -49,17 +49,27 @@ CANDIDATES = {
         256: [Config(64, 32, 4, 1), Config(64, 64, 8, 2)],
     },
 }
-# What won, by compute capability, kernel, padded head_dim and mask: the first candidate, but for these.
-HOPPER = (9, 0)  # H100 and H200
+HOPPER = (9, 0)  # compute capability of H100 and H200
+# What won there under a full and under a causal mask, by kernel, padded head_dim, and whether descriptors fetch tiles.
 CHOSEN = {
-    (HOPPER, kind, head_dim, is_causal): found[0]
-    for kind, by_head_dim in CANDIDATES.items()
-    for head_dim, found in by_head_dim.items()
-    for is_causal in (False, True)
-} | {
-    (HOPPER, "forward", 64, False): Config(64, 128, 4, 1),
-    (HOPPER, "forward", 256, True): Config(64, 64, 4, 1),
-    (HOPPER, "dkdv", 64, True): Config(128, 64, 4, 2),
+    (HOPPER, "forward", 64, True): (Config(64, 128, 4, 1), Config(64, 128, 4, 2)),
+    (HOPPER, "forward", 64, False): (Config(64, 128, 4, 1), Config(64, 128, 4, 2)),
+    (HOPPER, "forward", 128, True): (Config(64, 128, 4, 1), Config(64, 128, 4, 1)),
+    (HOPPER, "forward", 128, False): (Config(64, 128, 4, 1), Config(64, 128, 4, 1)),
+    (HOPPER, "forward", 256, True): (Config(128, 64, 8, 2), Config(64, 64, 4, 1)),
+    (HOPPER, "forward", 256, False): (Config(128, 64, 8, 2), Config(64, 64, 4, 1)),
+    (HOPPER, "dkdv", 64, True): (Config(64, 64, 4, 3), Config(128, 64, 4, 2)),
+    (HOPPER, "dkdv", 64, False): (Config(64, 64, 4, 3), Config(128, 64, 4, 2)),
+    (HOPPER, "dkdv", 128, True): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    (HOPPER, "dkdv", 128, False): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    (HOPPER, "dkdv", 256, True): (Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
+    (HOPPER, "dkdv", 256, False): (Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
+    (HOPPER, "dq", 64, True): (Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
+    (HOPPER, "dq", 64, False): (Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
+    (HOPPER, "dq", 128, True): (Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
+    (HOPPER, "dq", 128, False): (Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
+    (HOPPER, "dq", 256, True): (Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
+    (HOPPER, "dq", 256, False): (Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
 }
 _measured = {}
 
@@ -77,9 +87,9 @@ def candidates(kind: str, head_dim: int, dtype: torch.dtype) -> list[Config]:
 
 
 def choose(
-    kind: str, launch: Callable[[Config], object], *, head_dim: int, dtype: torch.dtype, is_causal: bool
+    kind: str, launch: Callable[[Config], object], *, head_dim: int, dtype: torch.dtype, is_causal: bool, tma: bool
 ) -> Config:
-    """The config for a kernel ("forward", "dkdv" or "dq"), so that launch(config) can run it.
+    """The config for a kernel ("forward", "dkdv" or "dq"), so that launch(config) can run it. tma: by descriptors.
 
     Interpreted, and while a CUDA graph is being captured on a GPU that is not known, nothing is measured: the last one
     is taken, which fits everywhere.
@@ -88,12 +98,14 @@ def choose(
     if runtime.DEVICE != "cuda" or len(found) == 1:
         return found[-1]
     device, padded = torch.cuda.current_device(), 1 << (head_dim - 1).bit_length()
-    known = _measured.get((device, dtype, kind, padded, is_causal))
+    case = device, dtype, kind, padded, is_causal, tma
+    known = _measured.get(case)
     if torch.version.hip is None:  # AMD counts its generations in the same numbers
-        known = CHOSEN.get((capability(device), kind, max(64, padded), is_causal), known)
+        full_and_causal = CHOSEN.get((capability(device), kind, max(64, padded), tma))
+        known = full_and_causal[is_causal] if full_and_causal else known
     if known or torch.cuda.is_current_stream_capturing():
         return known or found[-1]
-    _measured[device, dtype, kind, padded, is_causal] = best = measured(found, launch)
+    _measured[case] = best = measured(found, launch)
     return best
 
 

@@ -195,15 +195,15 @@ def attention_forward(
         )  # fmt: skip
 
     with runtime.on_device_of(q):
-        launch(config or pick("forward", launch, rung, head_dim, q.dtype, is_causal))
+        launch(config or pick("forward", launch, rung, head_dim, q.dtype, is_causal, tma))
     return out.to(o.dtype), lse
 
 
-def pick(kind, launch, rung, head_dim, dtype, is_causal) -> configs.Config:
+def pick(kind, launch, rung, head_dim, dtype, is_causal, tma) -> configs.Config:
     """The config of a rung: chosen by measurement from the second on."""
     if not rung.tuned:
         return configs.plain(kind, head_dim, dtype)
-    return configs.choose(kind, launch, head_dim=head_dim, dtype=dtype, is_causal=is_causal)
+    return configs.choose(kind, launch, head_dim=head_dim, dtype=dtype, is_causal=is_causal, tma=tma)
 
 
 def positive_scale(q, scale):

@@ -87,7 +87,8 @@ def test_fp8_the_same_numbers_in_fp16_give_the_same_result():
     pairs = [ex6_fp8.quantize(t) for t in make_qkv(1, 2, 70, 32)]
     o = ex6_fp8.attention_quantized(*itertools.chain(*pairs), True)
     wide = ex6_fp8.attention_quantized(*itertools.chain(*((t8.half(), scales) for t8, scales in pairs)), True)
-    torch.testing.assert_close(o, wide, rtol=1e-5, atol=1e-5)
+    off = 1e-5 if runtime.INTERPRETED else 2e-3  # Hopper's tensor cores add products of FP8 with fewer bits than fp32's
+    torch.testing.assert_close(o, wide, rtol=off, atol=off)
 
 
 def test_the_measure_of_rounding_errors_sees_a_wrong_result():
