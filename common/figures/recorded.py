@@ -158,7 +158,7 @@ _PEERS = {
     "sdpa-flash": dict(color=COLORS["peer"], marker="v", linestyle="--"),
     "flex": dict(color=COLORS["v"], marker="^", linestyle="-."),
     "sdpa-cudnn": dict(color=COLORS["s"], marker="D", linestyle="--"),
-    "flash-attn-4": dict(color=COLORS["ink"], marker="P", linestyle=":"),
+    "flash-attn-4": dict(color=COLORS["state"], marker="P", linestyle="--"),
     "ours": dict(color=COLORS["tiled"], marker="o"),
 }
 
