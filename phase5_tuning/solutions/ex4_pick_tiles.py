@@ -15,7 +15,7 @@ and addresses, has to make do with the rest of the 255 that a thread can have. W
    the larger BLOCK_M (the larger it is, the less often k and v are read), then with more stages, then the first one.
    None if nothing fits.
 
-The check compares with sizes of its own, and with what the compiler asks for: shared memory within 5 % (there are
+The check compares with sizes of its own, and with what the compiler asks for: shared memory within 8 % (there are
 a few barriers as well) where BLOCK_M is 64 or more.
 
     Config     BLOCK_M, BLOCK_N, num_warps, num_stages
