@@ -52,6 +52,28 @@ def test_every_row_has_times_or_losses_or_says_why_not(folder, name):
             assert all(0 < loss < 10 for loss in row["losses"])
 
 
+def ratios(folder, peer, ours, mode=None):
+    """Time of a peer / time of ours, smallest and largest over a record's cases, as the README writes it."""
+    times = {}
+    for row in bench.load(folder)["rows"]:
+        if row.get("mode") == mode:
+            times.setdefault((row["head_dim"], row["is_causal"], row["seq"]), {})[row["provider"]] = row.get("ms")
+    found = [case[peer] / case[ours] for case in times.values()]
+    return f"{min(found):.2f} to {max(found):.2f}"
+
+
+def test_the_readme_says_what_the_records_say():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    forward, backward = (
+        [ratios("phase5_tuning", peer, "ours", mode) for peer in ("sdpa-flash", "sdpa-cudnn", "flash-attn-4")]
+        for mode in ("fwd", "bwd")
+    )
+    assert f"at {forward[0]} times the speed of SDPA's FlashAttention-2 forward and {backward[0]} times back" in readme
+    assert f"at {forward[1]} and {backward[1]} of cuDNN; at {forward[2]} and {backward[2]} of FlashAtt" in readme
+    assert f"at {ratios('phase3_forward', 'SDPA flash', 'phase 3')} of its speed in fp16" in readme
+    assert f"at {ratios('phase4_backward', 'SDPA flash', 'phase 4')} of the speed of SDPA's FlashAttention-2" in readme
+
+
 def test_a_record_without_provenance_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "ROOT", tmp_path)
     (tmp_path / "phase" / "results").mkdir(parents=True)
