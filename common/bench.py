@@ -46,13 +46,16 @@ def time_ms(fn: Callable[[], object], *, warmup_ms: int = 50, repeat_ms: int = 2
 def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **case) -> list[dict]:
     """Time every provider on one case, in the same run. Each row holds the case, the provider and its times.
 
-    rounds: how many turns each provider gets; "ms" is the median of the turns' medians. A GPU that has worked for a
-    second runs slower than one that has rested, and by taking turns all providers meet it in both states.
+    rounds: how many turns each provider gets, from another provider on each time; "ms" is the median of the turns'
+    medians. A GPU that has worked for a second runs slower than one that has rested, and so does one that the provider
+    before has heated; by taking turns, providers meet it in several states.
     Out of memory and unsupported calls are recorded as such ("note"), not left out.
     """
     times, notes = {provider: [] for provider in providers}, {}
-    for _ in range(rounds):
-        for provider in [p for p in providers if p not in notes]:
+    names = list(providers)
+    for turn in range(rounds):
+        first = turn * len(names) // rounds
+        for provider in [p for p in names[first:] + names[:first] if p not in notes]:
             try:
                 turn = time_ms(providers[provider], warmup_ms=50 // rounds, repeat_ms=200 // rounds)
                 times[provider].append(turn)

@@ -21,11 +21,14 @@ LAST = len(LADDER) - 1
 
 
 def _traced(*tensors) -> bool:
-    """True if torch.compile or a tensor subclass (a fake tensor, say) looks on, and must see operators.
+    """True if somebody looks on and must see operators: a compiler, a tracer, a dispatch mode, a tensor without memory.
 
     Otherwise the passes are called directly: an operator takes longer to call than some kernels run.
     """
-    return torch.compiler.is_compiling() or any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
+        return True
+    plain = torch.Tensor, torch.nn.Parameter
+    return any(type(t) not in plain or not torch._C._has_storage(t) for t in tensors if t is not None)
 
 
 @torch.library.custom_op("flash_attention_course::tuned_forward", mutates_args=())
@@ -89,7 +92,8 @@ class FlashAttention(torch.autograd.Function):
         do = torch.zeros_like(o) if do is None else do
         is_causal, scale, rung = ctx.options
         wanted = needs[0], needs[1] or needs[2]
-        if torch.is_grad_enabled() or _traced(q, k, v, o, do):  # create_graph: the operator refuses a second derivative
+        traced = _traced(q, k, v, o, lse, do, dlse)
+        if traced or torch.is_grad_enabled():  # create_graph: the operator refuses a second derivative
             grads = _backward_op(q, k, v, o, lse, do, dlse, is_causal, scale, rung, *wanted)
         else:
             grads = attention_backward(q, k, v, o, lse, do, dlse, is_causal, scale, wanted, LADDER[rung])

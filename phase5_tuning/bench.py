@@ -6,10 +6,10 @@
     --check                         verify ours against SDPA in fp64 at each shape (one head) before it is timed
     --name h200                     store the rows, with provenance, as phase5_tuning/results/NAME.json
 
-Providers take turns, three each, so that all meet the GPU as cool and as hot as the others do. The backward pass is
-timed by itself, on a graph that exists already. A case that a peer does not support, or that does
-not fit into memory, is a row that says so. FLOP/s count what the algorithm needs (4 batch heads seq_q seq_k head_dim
-forward, 2.5 times that backward, half under a causal mask), not what a kernel recomputes.
+Providers take turns, three each and from another one on each time; naive runs by itself, as its graph may leave no
+memory to others. The backward pass is timed by itself, on a graph that exists already. A case that a peer does not
+support, or that does not fit into memory, is a row that says so. FLOP/s count what the algorithm needs (4 batch heads
+seq_q seq_k head_dim forward, 2.5 times that backward, half under a causal mask), not what a kernel recomputes.
 """
 
 import argparse
@@ -153,7 +153,7 @@ def run(args) -> list[dict]:
         q, k, v, do = (t.requires_grad_() for t in (q, k, v, torch.randn_like(q)))
         flops = bench.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
         case = dict(dtype=dtype, batch=batch, heads=heads, seq=seq, head_dim=head_dim, is_causal=is_causal)
-        alone = [p for p in args.provider if p == "naive"]  # its graph may leave no memory to the others
+        alone = [p for p in args.provider if p == "naive"]
         together = [p for p in args.provider if p not in alone]
         for mode, group in itertools.product(args.mode, (together, alone)):
             fns = {p: timed(p, mode, q, k, v, do.detach(), is_causal) for p in group}

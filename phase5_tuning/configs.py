@@ -1,6 +1,6 @@
 """Which tiles, how many warps, how many stages: few candidates, chosen by measurement once for a GPU, then remembered.
 
-    config = choose("forward", launch, head_dim=64, dtype=torch.float16, is_causal=True, tma=True)
+    config = choose("forward", launch, head_dim=64, dtype=torch.float16, is_causal=True, tma=True, rung=rung)
 
 For GPUs that were measured the choice is shipped (CHOSEN), so that a first call costs nothing; on any other, the
 candidates are timed with the call at hand. A candidate that the GPU has too little shared memory for is passed over;
@@ -31,7 +31,7 @@ class Config:
         return asdict(self)
 
 
-# By kernel and padded head_dim, fp16 and bf16. Measured on an H200 among 6 to 14 shapes each; the others lost by more.
+# By kernel and padded head_dim, fp16 and bf16: what won somewhere on an H200 among 6 to 14 shapes, or came close to it.
 CANDIDATES = {
     "forward": {
         64: [Config(64, 128, 4, 2), Config(64, 128, 4, 1), Config(128, 64, 4, 3)],
@@ -74,6 +74,11 @@ CHOSEN = {
 _measured = {}
 
 
+def padded(head_dim: int) -> int:
+    """head_dim as the next power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
 def plain(kind: str, head_dim: int, dtype: torch.dtype) -> Config:
     """The tiles of phases 3 and 4: fit every GPU."""
     return Config(**runtime.tile_sizes(head_dim, dtype, backward=kind != "forward"))
@@ -83,13 +88,22 @@ def candidates(kind: str, head_dim: int, dtype: torch.dtype) -> list[Config]:
     """What is worth measuring, likeliest first. fp32 has one: its products want small tiles wherever they run."""
     if dtype == torch.float32:
         return [plain(kind, head_dim, dtype)]
-    return [*CANDIDATES[kind][max(64, triton.next_power_of_2(head_dim))], plain(kind, head_dim, dtype)]
+    return [*CANDIDATES[kind][max(64, padded(head_dim))], plain(kind, head_dim, dtype)]
 
 
 def choose(
-    kind: str, launch: Callable[[Config], object], *, head_dim: int, dtype: torch.dtype, is_causal: bool, tma: bool
+    kind: str,
+    launch: Callable[[Config], object],
+    *,
+    head_dim: int,
+    dtype: torch.dtype,
+    is_causal: bool,
+    tma: bool,
+    rung,
 ) -> Config:
-    """The config for a kernel ("forward", "dkdv" or "dq"), so that launch(config) can run it. tma: by descriptors.
+    """The config for a kernel ("forward", "dkdv" or "dq"), so that launch(config) can run it.
+
+    tma: tiles are fetched by descriptors. rung: what is measured for one does not count for another.
 
     Interpreted, and while a CUDA graph is being captured on a GPU that is not known, nothing is measured: the last one
     is taken, which fits everywhere.
@@ -97,11 +111,11 @@ def choose(
     found = candidates(kind, head_dim, dtype)
     if runtime.DEVICE != "cuda" or len(found) == 1:
         return found[-1]
-    device, padded = torch.cuda.current_device(), 1 << (head_dim - 1).bit_length()
-    case = device, dtype, kind, padded, is_causal, tma
+    device = torch.cuda.current_device()
+    case = device, dtype, kind, padded(head_dim), is_causal, tma, rung
     known = _measured.get(case)
     if torch.version.hip is None:  # AMD counts its generations in the same numbers
-        full_and_causal = CHOSEN.get((capability(device), kind, max(64, padded), tma))
+        full_and_causal = CHOSEN.get((capability(device), kind, max(64, padded(head_dim)), tma))
         known = full_and_causal[is_causal] if full_and_causal else known
     if known or torch.cuda.is_current_stream_capturing():
         return known or found[-1]

@@ -6,11 +6,10 @@
     masks at edges  dQ masks only where a tile needs it                               a condition in its loop
     heavy first     dQ's longest walks start first (dK/dV's do anyway)                launcher
     descriptors     as in the forward pass                                            load_tile
-    transposed      dK/dV from S^T = K Q^T, which leaves P^T where dV = P^T dO wants  dK/dV's walk
-                    it; dP is issued before dV, so that dS need not wait for both
+    transposed      dK/dV from S^T = K Q^T: P^T is where dV = P^T dO wants it         dK/dV's walk
 
-delta is computed once for both kernels, as in phase 4 already. Two kernels, no atomics: the same
-bits in every run with the same tiles.
+delta is computed once for both kernels, as in phase 4 already. Two kernels, no atomics: the same bits in every run with
+the same tiles.
 
 Builds on: phase 2's `tile_pointers`, this phase's `tuning_forward`.
 """
@@ -30,7 +29,6 @@ from phase5_tuning.tuning_forward import (
     load_tile,
     masked_tiles,
     order,
-    padded,
     pick,
     positive_scale,
     precision,
@@ -235,7 +233,7 @@ def attention_backward(
     tma = rung.tma and descriptors_allowed(q, k, v, do)
     strides = q.stride(), k.stride(), v.stride(), do.stride()
     sizes = heads_q // heads_kv, seq_q, seq_k, scale * (LOG2E.value if base2 else 1.0)
-    head = dict(HEAD_DIM=head_dim, BLOCK_D=padded(head_dim))
+    head = dict(HEAD_DIM=head_dim, BLOCK_D=configs.padded(head_dim))
     flags = dict(IS_CAUSAL=is_causal, BASE2=base2, TMA=tma, PRECISION=precision(q.dtype), **head)
 
     def sources(config):

@@ -13,6 +13,7 @@ in the notebook, with their measurements.
 Builds on: phase 1's `online_softmax_step`, phase 2's `tile_pointers`.
 """
 
+import ctypes
 import math
 from dataclasses import dataclass
 
@@ -189,7 +190,7 @@ def attention_forward(
             *(descriptor(t, block) if tma else t for t, block in blocks), out, lse,
             q.stride(), k.stride(), v.stride(), out.stride(),
             heads_q, heads_q // k.shape[1], seq_q, k.shape[2], scale, *order(tiles, is_causal and rung.heavy_first),
-            HEAD_DIM=head_dim, BLOCK_D=padded(head_dim), IS_CAUSAL=is_causal, BASE2=base2,
+            HEAD_DIM=head_dim, BLOCK_D=configs.padded(head_dim), IS_CAUSAL=is_causal, BASE2=base2,
             MASK=masked_tiles(rung, is_causal, k.shape[2] % config.BLOCK_N), TMA=tma, PRECISION=precision(q.dtype),
             **config.options(),
         )  # fmt: skip
@@ -203,7 +204,7 @@ def pick(kind, launch, rung, head_dim, dtype, is_causal, tma) -> configs.Config:
     """The config of a rung: chosen by measurement from the second on."""
     if not rung.tuned:
         return configs.plain(kind, head_dim, dtype)
-    return configs.choose(kind, launch, head_dim=head_dim, dtype=dtype, is_causal=is_causal, tma=tma)
+    return configs.choose(kind, launch, head_dim=head_dim, dtype=dtype, is_causal=is_causal, tma=tma, rung=rung)
 
 
 def positive_scale(q, scale):
@@ -212,7 +213,7 @@ def positive_scale(q, scale):
     A maximum may be scaled after it is taken only if the scale is positive. A scale of 0, also one that is 0 only in
     fp32, becomes q' = 0 and scale' = 1.
     """
-    scale = torch.tensor(scale, dtype=torch.float32).item()
+    scale = ctypes.c_float(scale).value
     sign = (scale > 0) - (scale < 0)
     return (q, scale, 1) if sign > 0 else (sign * q, abs(scale) or 1.0, sign)
 
@@ -228,11 +229,6 @@ def masked_tiles(rung: Rung, is_causal: bool, rest: int) -> str:
     rest: keys in the last tile, if it is not full.
     """
     return "all" if not rung.edges else "edges" if is_causal or rest else "none"
-
-
-def padded(head_dim: int) -> int:
-    """head_dim as the next power of two, at least 16."""
-    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def cdiv(a: int, b: int) -> int:
@@ -277,7 +273,7 @@ def _rows_aligned(t: torch.Tensor) -> bool:
 def descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:
     """Tiles of `block` rows of one head. All four axes are described, so that nothing outside a head is ever read."""
     strides = [s if n > 1 else 16 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]  # of one: any will do
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, block, padded(t.shape[-1])])
+    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, block, configs.padded(t.shape[-1])])
 
 
 # --- python -m phase5_tuning.tuning_forward ------------------------------------------------------------------------

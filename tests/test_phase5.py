@@ -22,8 +22,11 @@ from helpers import guarded, interpreted_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import checkpoint
 from triton.runtime.errors import OutOfResources
 
+MUST_SAVE = checkpoint.CheckpointPolicy.MUST_SAVE
 FORWARD, BOTH = list(tuning_forward.cases()), list(attention.cases())
 
 
@@ -166,7 +169,9 @@ def test_trap41_nothing_is_measured_on_a_cpu():
     def launch(config):
         raise AssertionError("launched")
 
-    chosen = configs.choose("forward", launch, head_dim=64, dtype=torch.float16, is_causal=True, tma=True)
+    chosen = configs.choose(
+        "forward", launch, head_dim=64, dtype=torch.float16, is_causal=True, tma=True, rung=LADDER[-1]
+    )
     assert chosen == configs.plain("forward", 64, torch.float16)
 
 
@@ -184,8 +189,8 @@ def unknown_gpu():
         yield measured
 
 
-def choose(launch):
-    return configs.choose("dkdv", launch, head_dim=64, dtype=torch.float16, is_causal=False, tma=True)
+def choose(launch, rung=LADDER[-1]):
+    return configs.choose("dkdv", launch, head_dim=64, dtype=torch.float16, is_causal=False, tma=True, rung=rung)
 
 
 def test_trap39_the_fastest_that_fits_is_chosen_once(unknown_gpu):
@@ -204,6 +209,8 @@ def test_trap39_the_fastest_that_fits_is_chosen_once(unknown_gpu):
     assert choose(launch) == found[1]
     assert not launched
     assert len(unknown_gpu) == 1
+    choose(launch, LADDER[1])
+    assert launched  # another rung is another kernel
 
 
 def test_trap39_a_gpu_too_small_for_all_says_so(unknown_gpu):
@@ -289,6 +296,42 @@ def test_trap44_a_fake_tensor_reaches_the_operator():
         o = flash_attention(q, k, v)
         assert o.shape == q.shape
         assert torch.autograd.grad(o.sum(), k)[0].shape == k.shape
+
+
+def test_trap44_gradients_in_batches():
+    q, k, v = leaves(1, 2, 10, 16, dtype=torch.float32)
+    do = torch.randn(3, *q.shape, device=q.device)
+    o = flash_attention(q, k, v, is_causal=True)
+    together = torch.autograd.grad(o, (q, k, v), do, is_grads_batched=True, retain_graph=True)
+    one_by_one = [torch.autograd.grad(o, (q, k, v), do[i], retain_graph=True) for i in range(3)]
+    torch.testing.assert_close(together, tuple(map(torch.stack, zip(*one_by_one, strict=True))))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trap44_tracers_see_the_operators():
+    def attention(q, k, v):
+        return flash_attention(q, k, v)
+
+    made = [make_qkv(1, 2, 10, 16, dtype=torch.float32, seed=seed) for seed in (0, 1)]
+    graph = make_fx(attention)(*made[0])
+    assert "tuned_forward" in graph.code
+    for traced in (graph, torch.jit.trace(attention, made[0])):
+        torch.testing.assert_close(traced(*made[1]), attention(*made[1]))
+
+
+def test_trap44_selective_checkpointing():
+    q, k, v = leaves(1, 2, 10, 16, dtype=torch.float32)
+    keep = functools.partial(checkpoint.create_selective_checkpoint_contexts, lambda *_, **__: MUST_SAVE)
+    o = checkpoint.checkpoint(flash_attention, q, k, v, use_reentrant=False, context_fn=keep)
+    expected = torch.autograd.grad(flash_attention(q, k, v).sum(), (q, k, v))
+    torch.testing.assert_close(torch.autograd.grad(o.sum(), (q, k, v)), expected)
+
+
+def test_the_default_device_does_not_matter():
+    q, k, v = make_qkv(1, 2, 10, 16)
+    expected = flash_attention(q, k, v, scale=0.3)
+    with torch.device("meta"):
+        assert torch.equal(flash_attention(q, k, v, scale=0.3), expected)
 
 
 @pytest.mark.filterwarnings("ignore")
