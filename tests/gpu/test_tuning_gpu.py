@@ -7,7 +7,7 @@ from unittest import mock
 from common import make_qkv, make_tensor, runtime, verify_results
 from phase5_tuning import configs
 from phase5_tuning.attention import LAST, FlashAttention, flash_attention
-from phase5_tuning.tuning_forward import LADDER
+from phase5_tuning.tuning_forward import LADDER, descriptors_allowed
 
 import pytest
 import torch
@@ -59,7 +59,18 @@ def test_trap36_every_tile_shape_with_results_full_of_nan(kind, head_dim, config
 
     with mock.patch.object(configs, "choose", chosen):
         for is_causal, seq in ((False, 300), (True, 257), (False, 256)):
-            verify(*make_qkv(1, 2, seq, head_dim, dtype=dtype), guarded(tuned), is_causal=is_causal)
+            for layout in ("bhsd", "sliced"):  # by descriptors, and by pointers
+                q, k, v = make_qkv(1, 2, seq, head_dim, dtype=dtype, layout=layout)
+                verify(q, k, v, guarded(tuned), is_causal=is_causal)
+
+
+@DTYPES
+@MASKS
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_tiles_that_are_shipped_for_pointers(head_dim, is_causal, dtype):
+    q, k, v = make_qkv(1, 2, 333, head_dim, seq_k=500, dtype=dtype, layout="sliced")
+    assert not descriptors_allowed(q, k, v)
+    verify(q, k, v, is_causal=is_causal)
 
 
 @DTYPES
