@@ -37,9 +37,12 @@ MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal
     seq_k=st.integers(1, 140),
     head_dim=st.integers(1, 70),
     is_causal=st.booleans(),
+    scale=st.sampled_from((None, 0.5, 0.0, -0.3)),
+    stretch=st.sampled_from((-20, 0, 20)),
 )
-def test_fp8_attention_of_any_shape(batch, heads, seq_q, seq_k, head_dim, is_causal):
-    checks.check_quantized_attention(ex6_fp8, batch, heads, seq_q, seq_k, head_dim, is_causal=is_causal)
+def test_fp8_attention_of_any_shape(batch, heads, seq_q, seq_k, head_dim, is_causal, scale, stretch):
+    options = dict(is_causal=is_causal, scale=scale, stretch=stretch)
+    checks.check_quantized_attention(ex6_fp8, batch, heads, seq_q, seq_k, head_dim, **options)
 
 
 @settings(max_examples=30)

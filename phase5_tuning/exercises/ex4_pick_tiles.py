@@ -13,7 +13,7 @@ and addresses, has to make do with the rest of the 255 that a thread can have. W
 1. `shared_bytes` and `registers`, the numbers that follow, as ints. head_dim is padded to a power of two, 16 or more;
 2. `pick`: of the candidates that fit both budgets the one with the largest BLOCK_M * BLOCK_N; among equals the one with
    the larger BLOCK_M (the larger it is, the less often k and v are read), then with more stages, then the first one.
-   None if nothing fits.
+   None if nothing fits, or if there is no candidate.
 
 The check compares with sizes of its own, and with what the compiler asks for: shared memory within 8 % (there are
 a few barriers as well) where BLOCK_M is 64 or more.

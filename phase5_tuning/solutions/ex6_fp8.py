@@ -5,17 +5,19 @@ changes a number by up to 2^-4 of its size; the largest is 448, and below 2^-6 t
 scaled to make use of that range. One scale for all of it is set by its largest element, and if that is an outlier the
 rest is left with few bits, or with none. So every BLOCK = 64 rows of a head get their own:
 
-    scale of a block = its largest |element| / 448, or 1 if that is 0      t8 = t / scale, in float8_e4m3fn
+    scale of a block = its largest |element| / 448, or 1 if all of them are 0      t8 = t / scale, in float8_e4m3fn
 
 and t is about t8 * scale. A tile of queries and a tile of keys are such blocks, so their scales are two numbers:
 
-    S = (scale_q scale_k / sqrt(head_dim)) Q8 K8^T
+    S = (scale scale_q scale_k) Q8 K8^T
 
-and the block of V has a third. Write
+and the block of V has a third. `scale` is that of the softmax: 1 / sqrt(head_dim) if the caller gives none, otherwise
+any number, 0 and negative ones included. Write
 
-1. `quantize`, in PyTorch. The last block of a head may have fewer rows;
+1. `quantize`, in PyTorch. The last block of a head may have fewer rows, and seq may be 0: then there is no block;
 2. the kernel's loop. The products read eight bits: Q8 K8^T as it is, P V8 with both in fp16, which holds every number
-   of e4m3 exactly. The scales of the blocks change along the walk; they are to be multiplied to what is fp32.
+   of e4m3 exactly. The scales of the blocks change along the walk. They may be as large or small as fp32 allows, so
+   they are to be multiplied to what is fp32.
 
 P is not quantized here. A kernel for speed would do that as well, as tensor cores want both operands in eight bits.
 
@@ -36,7 +38,7 @@ LARGEST = 448.0  # of FP8
 
 
 def quantize(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """t8 like t (batch, heads, seq, head_dim) in FP8, contiguous, and scales (batch, heads, ceil(seq / 64)), fp32.
+    """t8 like t (batch, heads, seq, head_dim) in FP8, and scales (batch, heads, ceil(seq / 64)), fp32; both contiguous.
 
     t is fp16, bf16 or fp32; the division is to be done in fp32.
     """

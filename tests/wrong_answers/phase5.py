@@ -14,6 +14,44 @@ WRONG = {
         Wrong("the true head_dim", {"max(16, 1 << (head_dim - 1).bit_length())": "head_dim"}, "head_dim is padded"),
         Wrong("S and dP once", {"((4, dkdv_tile), (3,": "((4, dkdv_tile), (1,"}, "for themselves"),
         Wrong("one head", {"batch * heads * count": "count"}, "batch * heads such heads"),
+        Wrong(
+            "floats on the way",
+            {"    return product * products // (2 if is": "    return int(1.0 * product * products) // (2 if is"},
+            "floats were used on the way",
+        ),
+        Wrong("forward and backward are backward", {'"both": 7': '"both": 5'}, "forward and backward together"),
+        Wrong(
+            "padded by convention",
+            {"seq_q * seq_k * head_dim\n": "seq_q * seq_k * max(16, 1 << (head_dim - 1).bit_length())\n"},
+            "takes head_dim as it is",
+        ),
+        Wrong("the tile turned round", {"(block_m, block_n) in ((4,": "(block_n, block_m) in ((4,"}, "in this order"),
+        Wrong("one tile for both kernels", {"(3, dq_tile)": "(3, dkdv_tile)"}, "tiles of its own"),
+        Wrong(
+            "half as by convention", {"heads * count": "heads * count // (2 if is_causal else 1)"}, "convention of `f"
+        ),
+        Wrong(
+            "no minimum of 16",
+            {"max(16, 1 << (head_dim - 1).bit_length())": "1 << (head_dim - 1).bit_length()"},
+            "16 at",
+        ),
+        Wrong(
+            "whole tiles of queries",
+            {"(0, seq_q, block_m)": "(0, seq_q // block_m * block_m, block_m)"},
+            "no whole tile",
+        ),
+        Wrong("past the keys", {"min(seq_k, start_m + block_m)": "start_m + block_m"}, "no key exists from seq_k on"),
+        Wrong(
+            "tiles cut off at the edge",
+            {
+                "count += (end_n + block_n - 1) // block_n": (
+                    "count += sum(min(block_m, seq_q - start_m) * min(block_n, seq_k - n) "
+                    "for n in range(0, end_n, block_n)) / (block_m * block_n)"
+                ),
+                "return batch * heads * count": "return int(batch * heads * count)",
+            },
+            "cut off here",
+        ),
     ],
     "ex2_fold_log2e": [
         Wrong("the LSE in base 2", {" / LOG2E\n": "\n"}, "it is in base 2"),
@@ -28,6 +66,17 @@ WRONG = {
         Wrong("not folded", {"scale *= LOG2E.value": "pass"}, "does the scale that the kernel is given"),
         Wrong("exp", {"tl.exp2(s * scale": "tl.exp(s * scale"}, "uses exp"),
         Wrong("no row without a key", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf minus -inf"),
+        Wrong("a floor", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "tl.maximum(m_new, -1e5)"}, "above a floor"),
+        Wrong(
+            "the old maximum tested",
+            {'tl.where(m_new == float("-inf")': 'tl.where(m_i == float("-inf")'},
+            "not the old m",
+        ),
+        Wrong(
+            "its own scale",
+            {"scale *= LOG2E.value": "scale = LOG2E.value / math.sqrt(head_dim)"},
+            "the argument `scale` is ignored",
+        ),
         Wrong("l not rescaled", {"alpha * l_i + tl.sum": "l_i + tl.sum"}, "not rescaled by alpha"),
     ],
     "ex3_split_causal_loop": [
@@ -52,6 +101,29 @@ WRONG = {
         Wrong("everything masked", {"full_n, end_n = seq_k // BLOCK_N * BLOCK_N": "full_n, end_n = 0"}, "without one"),
         Wrong("walks to the end", {"tl.minimum(end_n, (pid_m + 1) * BLOCK_M)": "seq_k"}, "where does the walk end?"),
         Wrong("past the keys", {"tl.minimum(end_n, (pid_m + 1) * BLOCK_M)": "(pid_m + 1) * BLOCK_M"}, "see none of"),
+        Wrong(
+            "strides exchanged",
+            {"stride_k, stride_v, pid_m, 0,": "stride_v, stride_k, pid_m, 0,"},
+            "as stride_k, which",
+        ),
+        Wrong(
+            "strides of q",
+            {"stride_k, stride_v, pid_m, full_n": "stride_q, stride_q, pid_m, full_n"},
+            "as stride_k, which",
+        ),
+        Wrong(
+            "the program's number", {"pid_m = tl.program_id(0) % tiles_m": "pid_m = tl.program_id(0)"}, "with pid_m ="
+        ),
+        Wrong(
+            "the first walk's state lost",
+            {
+                "m_i, l_i, acc = walk(\n        m_i, l_i, acc, q, k_ptr, v_ptr, stride_k, stride_v, pid_m, 0,": (
+                    "walk(\n        m_i, l_i, acc, q, k_ptr, v_ptr, stride_k, stride_v, pid_m, 0,"
+                )
+            },
+            "given the state that the last one returned",
+        ),
+        Wrong("MASKED forgotten", {"IS_CAUSAL, True,\n": "IS_CAUSAL,\n"}, "missing a required argument: 'MASKED'"),
         Wrong("from 0 again", {"pid_m, full_n, end_n, seq_k": "pid_m, 0, end_n, seq_k"}, "belongs to the part without"),
     ],
     "ex4_pick_tiles": [
@@ -72,9 +144,43 @@ WRONG = {
             {"c.BLOCK_M * c.BLOCK_N, c.BLOCK_M,": "c.BLOCK_M * c.BLOCK_N, c.BLOCK_N,"},
             "more queries",
         ),
+        Wrong(
+            "no minimum of 16, shared memory",
+            {"max(16, 1 << (head_dim - 1).bit_length())\n    q, k": "1 << (head_dim - 1).bit_length()\n    q, k"},
+            "16 or more",
+        ),
+        Wrong(
+            "no minimum of 16, registers",
+            {"max(16, 1 << (head_dim - 1).bit_length())\n    return": "1 << (head_dim - 1).bit_length()\n    return"},
+            "16 or more",
+        ),
+        Wrong("a stage fewer", {"config.num_stages * 2 * k": "(config.num_stages - 1) * 2 * k"}, "not one fewer"),
+        Wrong("q twice", {"return q + (k if": "return 2 * q + (k if"}, "q is there once"),
+        Wrong("fewer warps among equals", {"c.num_stages), d": "c.num_stages, -c.num_warps), d"}, "comes first"),
+        Wrong("the last among equals", {"max(fitting,": "max(fitting[::-1],"}, "comes first"),
+        Wrong("no word on stages", {"c.BLOCK_M, c.num_stages)": "c.BLOCK_M)"}, "has more stages"),
+        Wrong("stages first", {"c.BLOCK_M, c.num_stages)": "c.num_stages, c.BLOCK_M)"}, "has more queries"),
+        Wrong(
+            "no candidates",
+            {"    fitting = [": "    best = candidates[0]\n    fitting = ["},
+            "pick([], ...) raises IndexError",
+        ),
         Wrong("nothing fits", {", default=None)": ", default=candidates[0])"}, "expected None"),
     ],
     "ex5_cross_head_store": [
+        Wrong("a block of two sides", {"[1, block, head_dim]": "[block, head_dim]"}, "the box has three axes"),
+        Wrong("blocks of 32 rows", {"[1, block, head_dim]": "[1, 32, head_dim]"}, "tiles of 16 rows"),
+        Wrong("no reshape in the load", {".reshape(BLOCK, HEAD_DIM)": ""}, "do tiles pass through `.reshape`?"),
+        Wrong(
+            "no reshape in the store", {"tile.reshape(1, BLOCK, HEAD_DIM)": "tile"}, "do tiles pass through `.reshape`?"
+        ),
+        Wrong(
+            "a row of the flat matrix",
+            {"desc.store([pid_bh, start,": "desc.store([pid_bh, pid_bh * seq + start,"},
+            "from the first one of its head",
+        ),
+        Wrong("a copy", {"t = t.view(-1, *t": "t = t.clone().view(-1, *t"}, "must describe t itself"),
+        Wrong("the first batch", {"t = t.view(-1, *t.shape[2:])": "t = t[0]"}, "box and block are"),
         Wrong(
             "only the store",
             {
@@ -135,6 +241,87 @@ WRONG = {
             "of the last block of v",
         ),
         Wrong("1 / sqrt(head_dim) forgotten", {"scale_s = scale * ": "scale_s = "}, "1 / sqrt(head_dim), is missing"),
+        Wrong(
+            "the mask before the scale",
+            {
+                'tl.where(visible, tl.dot(q, tl.trans(k)) * scale_s, float("-inf"))': (
+                    'tl.where(visible, tl.dot(q, tl.trans(k)), float("-inf")) * scale_s'
+                )
+            },
+            "Is the mask there before the scale?",
+        ),
+        Wrong("its own scale", {"scale_s = scale *": "scale_s = 1 / tl.sqrt(HEAD_DIM * 1.0) *"}, "`scale` is ignored"),
+        Wrong("the scale twice", {"scale_s = scale *": "scale_s = scale * scale *"}, "is multiplied twice"),
+        Wrong(
+            "divided by the scale",
+            {"scale_s = scale *": "scale_s = 1 / scale *"},
+            "divided by the scale of the softmax",
+        ),
+        Wrong(
+            "the scale of v in P, fp16",
+            {
+                "p.to(tl.float16)": "(p * tl.load(v_scales_ptr + pid_n)).to(tl.float16)",
+                "+ pv * tl.load(v_scales_ptr + pid_n)": "+ pv",
+            },
+            "is what holds a scale fp32?",
+        ),
+        Wrong(
+            "the scale of v in V, fp16",
+            {
+                "v.to(tl.float16)": "(v.to(tl.float32) * tl.load(v_scales_ptr + pid_n)).to(tl.float16)",
+                "+ pv * tl.load(v_scales_ptr + pid_n)": "+ pv",
+            },
+            "is what holds a scale fp32?",
+        ),
+        Wrong(
+            "the scale of q in Q, fp16",
+            {
+                "scale_s = scale * tl.load(q_scales_ptr + pid_m)": "scale_s = scale",
+                "tl.dot(q, tl.trans(k))": (
+                    "tl.dot((q.to(tl.float32) * tl.load(q_scales_ptr + pid_m)).to(tl.float16), "
+                    "tl.trans(k).to(tl.float16))"
+                ),
+            },
+            "is what holds a scale fp32?",
+        ),
+        Wrong(
+            "acc in fp16",
+            {
+                "acc = acc * alpha[:, None] + pv * tl.load(v_scales_ptr + pid_n)": (
+                    "acc = (acc * alpha[:, None] + pv * tl.load(v_scales_ptr + pid_n)).to(tl.float16).to(tl.float32)"
+                )
+            },
+            "is what holds a scale fp32?",
+        ),
+        Wrong("small is 0", {"scales == 0,": "scales < 1e-6,"}, "not one of small numbers"),
+        Wrong("no absolute values", {"blocks.abs().amax": "blocks.amax"}, "the largest |element| counts"),
+        Wrong(
+            "no rows",
+            {"    seq = t.shape[2]\n    padded": "    seq = t.shape[2]\n    t[0, 0, 0]\n    padded"},
+            "quantize, seq 0",
+        ),
+        Wrong(
+            "scales not contiguous",
+            {".contiguous(), scales": ".contiguous(), scales.mT.contiguous().mT"},
+            "expected scales in torch.float32, contiguous",
+        ),
+        Wrong("no alpha", {"acc = acc * alpha[:, None]": "acc = acc"}, "not rescaled by alpha"),
+        Wrong(
+            "no mask",
+            {'tl.where(visible, tl.dot(q, tl.trans(k)) * scale_s, float("-inf"))': "tl.dot(q, tl.trans(k)) * scale_s"},
+            "`visible` is missing",
+        ),
+        Wrong("the scale of q by keys", {"q_scales_ptr + pid_m)": "q_scales_ptr + pid_n)"}, "block of queries, pid_m"),
+        Wrong("the scale of k by queries", {"k_scales_ptr + pid_n)": "k_scales_ptr + pid_m)"}, "scale of k is that of"),
+        Wrong("the scale of v by queries", {"v_scales_ptr + pid_n)": "v_scales_ptr + pid_m)"}, "scale of v is that of"),
+        Wrong(
+            "the scales exchanged",
+            {
+                "load(k_scales_ptr + pid_n)": "load(v_scales_ptr + pid_n) ",
+                "load(v_scales_ptr + pid_n)\n": "load(k_scales_ptr + pid_n)\n",
+            },
+            "k and v are exchanged",
+        ),
         Wrong("the first scale of q", {"q_scales_ptr + pid_m)": "q_scales_ptr)"}, "every tile of q has the scale"),
     ],
 }
