@@ -89,7 +89,7 @@ def test_window_any_input(batch, heads_kv, group, seq_q, seq_k, window, head_dim
 
 
 @every_dtype
-@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 63, 64, 65, 100, 129, 130, 131, 10**6])
+@pytest.mark.parametrize("window", [1, 31, 32, 33, 64, 65, 130, 10**6])
 def test_window_at_the_edges_of_tiles(window, dtype):
     q, k, v = make_qkv(1, 2, 130, 32, dtype=dtype)
     verify(windowed(window), q, k, v, window_mask(q, k, window))

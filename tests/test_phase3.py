@@ -35,7 +35,7 @@ def assert_equal(ours, others):
 # --- anything goes -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200 if runtime.INTERPRETED else 40)
+@settings(max_examples=100 if runtime.INTERPRETED else 40)
 @given(
     batch=st.integers(0, 2),
     heads_kv=st.integers(1, 2),
