@@ -7,7 +7,7 @@ candidates are timed with the call at hand. A candidate that the GPU has too lit
 the last one, of phases 3 and 4, fits every GPU.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -50,7 +50,8 @@ CANDIDATES = {
     },
 }
 HOPPER = (9, 0)  # compute capability of H100 and H200
-# What won there under a full and under a causal mask, by kernel, padded head_dim, and whether descriptors fetch tiles.
+# What won there under a full and under a causal mask, or was within the noise of it: by kernel, padded head_dim, and
+# whether descriptors fetch tiles.
 CHOSEN = {
     (HOPPER, "forward", 64, True): (Config(64, 128, 4, 1), Config(64, 128, 4, 2)),
     (HOPPER, "forward", 64, False): (Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
@@ -99,7 +100,7 @@ def choose(
     dtype: torch.dtype,
     is_causal: bool,
     tma: bool,
-    rung,
+    rung: Hashable,
 ) -> Config:
     """The config for a kernel ("forward", "dkdv" or "dq"), so that launch(config) can run it.
 
