@@ -54,7 +54,8 @@ def to_kernel_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
     A lazily negated view (such as `z.conj().imag`) is written out, as a kernel reads the memory and not the sign.
     """
-    return [t.resolve_neg().to(KERNEL_DTYPE.get(t.dtype, t.dtype)) for t in tensors]
+    written = [t.resolve_neg() for t in tensors]
+    return [t.to(KERNEL_DTYPE[t.dtype]) if t.dtype in KERNEL_DTYPE else t for t in written]
 
 
 def as_sdpa_takes(q, k, v) -> list:
@@ -65,10 +66,13 @@ def as_sdpa_takes(q, k, v) -> list:
     """
     made = []
     for t in (q, k, v):
-        usual = isinstance(t, torch.Tensor) and t.dtype in DTYPES and t.device.type in ("cpu", "cuda")
-        if usual and torch.is_autocast_enabled(t.device.type):
-            t = t.to(torch.get_autocast_dtype(t.device.type))
-        made.append(t.view_as(t) if any(t is other for other in made) else t)
+        if isinstance(t, torch.Tensor):
+            device = t.device.type
+            if t.dtype in DTYPES and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+                t = t.to(torch.get_autocast_dtype(device))
+            if any(t is other for other in made):
+                t = t.view_as(t)
+        made.append(t)
     return made
 
 

@@ -8,7 +8,7 @@ the last one, of phases 3 and 4, fits every GPU.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 
 from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
@@ -28,7 +28,7 @@ class Config:
     num_stages: int
 
     def options(self) -> dict[str, int]:
-        return asdict(self)
+        return vars(self)
 
 
 # By kernel and padded head_dim, fp16 and bf16: what won somewhere on an H200 among 6 to 14 shapes, or came close to it.
@@ -62,7 +62,7 @@ CHOSEN = {
     (HOPPER, "dkdv", 64, True): (Config(64, 64, 4, 3), Config(128, 64, 4, 2)),
     (HOPPER, "dkdv", 64, False): (Config(128, 64, 4, 2), Config(64, 64, 4, 3)),
     (HOPPER, "dkdv", 128, True): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
-    (HOPPER, "dkdv", 128, False): (Config(64, 128, 8, 3), Config(64, 128, 8, 3)),
+    (HOPPER, "dkdv", 128, False): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
     (HOPPER, "dkdv", 256, True): (Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
     (HOPPER, "dkdv", 256, False): (Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
     (HOPPER, "dq", 64, True): (Config(128, 64, 8, 3), Config(128, 64, 8, 3)),

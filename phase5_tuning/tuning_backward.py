@@ -221,7 +221,7 @@ def attention_backward(
     batch, heads_q, seq_q, head_dim = q.shape
     heads_kv, seq_k = k.shape[1:3]
     needs_q, needs_kv = needs
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     if lse.numel() == 0 or seq_k == 0:  # no query or no key: nothing depends on the inputs
         return dq.zero_() if needs_q else None, *((dk.zero_(), dv.zero_()) if needs_kv else (None, None))
 

@@ -171,7 +171,7 @@ def attention_forward(
     """
     scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
     batch, heads_q, seq_q, head_dim = q.shape
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return o, lse
@@ -264,16 +264,19 @@ def descriptors_allowed(*tensors: torch.Tensor) -> bool:
 
 
 def _rows_aligned(t: torch.Tensor) -> bool:
-    row = t.shape[-1] * t.itemsize
-    steps = [stride * t.itemsize for stride, size in zip(t.stride()[:-1], t.shape[:-1], strict=True) if size > 1]
-    aligned = t.data_ptr() % 16 == 0 and all(step >= row and step % 16 == 0 for step in steps)
-    return t.stride(-1) == 1 and aligned and (t.itemsize == 2 or runtime.INTERPRETED)
+    shape, strides, itemsize = t.shape, t.stride(), t.itemsize
+    for axis in range(3):
+        if shape[axis] > 1 and (strides[axis] < shape[3] or strides[axis] * itemsize % 16):
+            return False
+    return strides[3] == 1 and t.data_ptr() % 16 == 0 and (itemsize == 2 or runtime.INTERPRETED)
 
 
 def descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:
     """Tiles of `block` rows of one head. All four axes are described, so that nothing outside a head is ever read."""
-    strides = [s if n > 1 else 16 for s, n in zip(t.stride()[:-1], t.shape[:-1], strict=True)]  # of one: any will do
-    return TensorDescriptor(t, list(t.shape), [*strides, 1], [1, 1, block, configs.padded(t.shape[-1])])
+    shape, strides = t.shape, t.stride()
+    if 1 in shape:  # the step along an axis of one is never taken: any will do
+        strides = [*(s if n > 1 else 16 for s, n in zip(strides[:3], shape[:3], strict=True)), 1]
+    return TensorDescriptor(t, shape, strides, [1, 1, block, configs.padded(shape[3])])
 
 
 # --- python -m phase5_tuning.tuning_forward ------------------------------------------------------------------------

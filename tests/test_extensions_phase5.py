@@ -152,7 +152,8 @@ def test_within_the_budget_nothing_spills():
 
 
 def test_the_kernels_compile_for_every_gpu():
-    q, scales = torch.empty(1, 4, 128, 128, dtype=torch.float16), torch.ones(1, 4, 2)
+    q = torch.empty(1, 4, 128, 128, dtype=torch.float16, device=runtime.DEVICE)
+    scales = torch.ones(1, 4, 2, device=runtime.DEVICE)
     launches = []
     for module in (ex2_fold_log2e, ex3_split_causal_loop, ex5_cross_head_store):
         launches += hardware.record_launches(lambda module=module: module.attention(q, q, q, True))

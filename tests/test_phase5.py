@@ -142,7 +142,7 @@ def test_trap14_descriptors_only_where_rows_are_aligned():
 def test_a_descriptor_never_reaches_into_the_next_head():
     t = torch.arange(2.0 * 3 * 5 * 16).view(2, 3, 5, 16)
     made = tuning_forward.descriptor(t, 8)
-    assert made.shape == [2, 3, 5, 16]
+    assert made.shape == t.shape
     assert made.block_shape == [1, 1, 8, 16]
 
 
@@ -354,7 +354,7 @@ def test_trap44_one_tensor_may_be_given_twice(fn):
 
 
 @pytest.mark.parametrize("fn", [flash_attention, phase4.flash_attention], ids=["phase 5", "phase 4"])
-def test_trap47_autocast_does_not_hide_a_wrong_dtype(fn):
+def test_trap47_neither_autocast_nor_one_tensor_given_twice_hides_a_wrong_type(fn):
     q, k, v = make_qkv(1, 2, 20, 16)
     with torch.autocast(runtime.DEVICE, dtype=torch.bfloat16):
         for wrong in (q.double(), q.long()):
@@ -362,6 +362,8 @@ def test_trap47_autocast_does_not_hide_a_wrong_dtype(fn):
                 fn(wrong, k, v)
         with pytest.raises(TypeError, match=r"q: expected a torch.Tensor, got list"):
             fn([1], k, v)
+    with pytest.raises(TypeError, match=r"k: expected a torch.Tensor, got NoneType"):
+        fn(q, None, None)
 
 
 def test_trap45_autocast_casts_as_for_sdpa():
