@@ -6,12 +6,13 @@ show the record, plainly labeled, where no GPU is present.
 
 import argparse
 import hashlib
+import importlib.metadata
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 
 from common import runtime
@@ -105,8 +106,11 @@ def fingerprint(kernel) -> str:
     return hashlib.sha256("\n".join(seen[name] for name in sorted(seen)).encode()).hexdigest()[:16]
 
 
-def provenance(kernels: Iterable, commit: str | None = None) -> dict:
-    """On what, with what, of what, when: GPU, driver, clocks, versions, commit, command, kernel hash, date (UTC)."""
+def provenance(kernels: Iterable, commit: str | None = None, packages: Sequence[str] = ()) -> dict:
+    """On what, with what, of what, when: GPU, driver, clocks, versions, commit, command, kernel hash, date (UTC).
+
+    packages: peers that come as packages of their own, whose versions are wanted too.
+    """
     query = "name,driver_version,clocks.max.sm,clocks.max.mem"
     smi = subprocess.run(
         ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
@@ -126,10 +130,24 @@ def provenance(kernels: Iterable, commit: str | None = None) -> dict:
         command=command,
         kernels={k.fn.__name__: fingerprint(k) for k in kernels},
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        **({"packages": {package: _version(package) for package in packages}} if packages else {}),
     )
 
 
-def main(folder: str, kernels: Iterable, run: Callable[[], list[dict]], argv: list[str] | None = None) -> int:
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def main(
+    folder: str,
+    kernels: Iterable,
+    run: Callable[[], list[dict]],
+    argv: list[str] | None = None,
+    packages: Sequence[str] = (),
+) -> int:
     """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json."""
     parser = argparse.ArgumentParser(description="Measure this phase on the GPU and store the record.")
     parser.add_argument("--name", default="gpu", help="file name of the record, without .json")
@@ -139,7 +157,7 @@ def main(folder: str, kernels: Iterable, run: Callable[[], list[dict]], argv: li
         print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
         return 1
     start = time.perf_counter()
-    head = dict(provenance=provenance(kernels, args.commit), ceilings=ceilings())
+    head = dict(provenance=provenance(kernels, args.commit, packages), ceilings=ceilings())
     rows = ",\n  ".join(json.dumps(row) for row in run())
     path = ROOT / folder / "results" / f"{args.name}.json"
     path.parent.mkdir(exist_ok=True)
@@ -162,7 +180,8 @@ def describe(record: dict) -> str:
     """One sentence of provenance, to stand under a table or a picture."""
     p = record["provenance"]
     timed = "; medians" if any("ms" in row for row in record["rows"]) else ""
+    peers = "".join(f"{package} {version}, " for package, version in p.get("packages", {}).items())
     return (
-        f"Measured on one {p['gpu']}, driver {p['driver']}, torch {p['torch']}, triton {p['triton']}, "
+        f"Measured on one {p['gpu']}, driver {p['driver']}, torch {p['torch']}, triton {p['triton']}, {peers}"
         f"commit {p['commit'][:10]}, {p['date']}, `{p['command']}`{timed}."
     )

@@ -224,10 +224,9 @@ def main(argv=None) -> int:
         return 1
     rows = []
     if args.name:
-        commit = ["--commit", args.commit] if args.commit else []
-        code = bench.main(
-            "phase5_tuning", KERNELS, lambda: rows.extend(run(args)) or rows, ["--name", args.name, *commit]
-        )
+        argv = ["--name", args.name, *(["--commit", args.commit] if args.commit else [])]
+        packages = [p for p in args.provider if p == "flash-attn-4"]
+        code = bench.main("phase5_tuning", KERNELS, lambda: rows.extend(run(args)) or rows, argv, packages)
     else:
         rows, code = run(args), 0
     Console().print(table(rows))

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import sys
+from unittest import mock
 
 from common import bench, runtime
 from common.canary import _double_kernel
@@ -83,6 +85,18 @@ def test_a_record_without_provenance_is_refused(tmp_path, monkeypatch):
         bench.load("phase")
     with pytest.raises(FileNotFoundError):
         bench.load("phase", "other")
+
+
+def test_peers_that_are_packages_are_signed_with_their_versions():
+    smi = mock.Mock(stdout="NVIDIA H200, 580.1, 1980 MHz, 2619 MHz\n")
+    started = mock.patch.dict(sys.modules, {"__main__": bench})  # as by python -m common.bench
+    with started, mock.patch.object(bench.subprocess, "run", return_value=smi):
+        plain, made = (
+            bench.provenance([_double_kernel], "f" * 40, packages) for packages in ((), ("pytest", "no-such-peer"))
+        )
+    assert "packages" not in plain
+    assert made["packages"] == {"pytest": pytest.__version__, "no-such-peer": "not installed"}
+    assert f"pytest {pytest.__version__}, no-such-peer not installed" in bench.describe(dict(provenance=made, rows=[]))
 
 
 def test_the_fingerprint_follows_the_kernel_and_what_it_calls():
