@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from common import runtime
 from common.phases import ROOT
@@ -32,24 +33,65 @@ def attention_flops(batch: int, heads: int, seq_q: int, seq_k: int, head_dim: in
     return 4 * batch * heads * seq_q * seq_k * head_dim * (0.5 if is_causal else 1.0)
 
 
-def time_ms(fn: Callable[[], object], *, warmup_ms: int = 50, repeat_ms: int = 200) -> tuple[float, float, float]:
-    """Milliseconds of one call of fn on the GPU: (median, fastest, slowest) after a warm-up, by device events.
+class Timing(NamedTuple):
+    """Milliseconds of a call: median, fastest and slowest on the GPU, and the least that the host took to queue it."""
 
-    Between calls the L2 cache is overwritten, so that each call finds its inputs in memory. Raises RuntimeError where
-    kernels are interpreted: the interpreter's time says nothing about a GPU.
+    median: float
+    fastest: float
+    slowest: float
+    host: float
+
+
+def time_ms(fn: Callable[[], object], *, warmup_ms: int = 50, repeat_ms: int = 200) -> Timing:
+    """How long one call of fn takes on the GPU, by device events, and on the host, after a warm-up.
+
+    Before each call the L2 cache is overwritten, so that the call finds its inputs in memory; and as often as it takes
+    the host to queue the whole call meanwhile: else the GPU would wait for Python in the middle of it, and the time
+    would be Python's. A call for which the host was late does not count (unless they all were).
+    Raises RuntimeError where kernels are interpreted: the interpreter's time says nothing about a GPU.
     """
     if runtime.DEVICE != "cuda":
         raise RuntimeError("timing needs a GPU and compiled kernels; interpreted runs say nothing about speed")
-    quantiles = triton.testing.do_bench(fn, warmup=warmup_ms, rep=repeat_ms, quantiles=(0.5, 0.0, 1.0))
-    return tuple(quantiles)
+    cache = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+
+    def queued(n, overwrites):
+        """n calls, one behind the other: milliseconds on the GPU and on the host, and if the host was in time."""
+        calls = []
+        for _ in range(n):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(overwrites):
+                cache.zero_()
+            start.record()
+            begin = time.perf_counter()
+            fn()
+            host = 1e3 * (time.perf_counter() - begin)
+            end.record()
+            calls.append((start, end, host, not start.query()))  # in time: the GPU has not begun when all is queued
+        torch.cuda.synchronize()
+        return [(start.elapsed_time(end), host, in_time) for start, end, host, in_time in calls]
+
+    queued(1, 1)  # compiles, if need be
+    overwrites = 1
+    while True:
+        begin = time.perf_counter()
+        calls = queued(5, overwrites)
+        period = 1e3 * (time.perf_counter() - begin) / len(calls)
+        if overwrites == 64 or sum(in_time for *_, in_time in calls) >= 4:
+            break
+        overwrites *= 2
+    queued(int(warmup_ms / period), overwrites)
+    calls = queued(max(3, int(repeat_ms / period)), overwrites)
+    times = [ms for ms, _, in_time in calls if in_time] or [ms for ms, *_ in calls]
+    return Timing(statistics.median(times), min(times), max(times), min(host for _, host, _ in calls))
 
 
 def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **case) -> list[dict]:
     """Time every provider on one case, in the same run. Each row holds the case, the provider and its times.
 
     rounds: how many turns each provider gets, from another provider on each time; "ms" is the median of the turns'
-    medians. A GPU that has worked for a second runs slower than one that has rested, and so does one that the provider
-    before has heated; by taking turns, providers meet it in several states.
+    medians, "host_ms" the least that the host took to queue a call. A GPU that has worked for a second runs slower than
+    one that has rested, and so does one that the provider before has heated; by taking turns, providers meet it in
+    several states.
     Out of memory and unsupported calls are recorded as such ("note"), not left out.
     """
     times, notes = {provider: [] for provider in providers}, {}
@@ -58,8 +100,8 @@ def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **ca
         first = turn * len(names) // rounds
         for provider in [p for p in names[first:] + names[:first] if p not in notes]:
             try:
-                turn = time_ms(providers[provider], warmup_ms=50 // rounds, repeat_ms=200 // rounds)
-                times[provider].append(turn)
+                timing = time_ms(providers[provider], warmup_ms=50 // rounds, repeat_ms=200 // rounds)
+                times[provider].append(timing)
             except torch.cuda.OutOfMemoryError:
                 notes[provider] = "out of memory"
             except (RuntimeError, ImportError, ValueError, OutOfResources) as error:
@@ -70,8 +112,8 @@ def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **ca
         if provider in notes:
             row["note"] = notes[provider]
         else:
-            medians, fastest, slowest = zip(*times[provider], strict=True)
-            row |= dict(ms=statistics.median(medians), ms_min=min(fastest), ms_max=max(slowest))
+            medians, fastest, slowest, host = zip(*times[provider], strict=True)
+            row |= dict(ms=statistics.median(medians), ms_min=min(fastest), ms_max=max(slowest), host_ms=min(host))
         rows.append(row)
         print("  ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
     return rows

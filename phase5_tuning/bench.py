@@ -39,6 +39,7 @@ KERNELS = (
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # of the forward pass
 ROUNDS = 3
+TITLE = "TFLOP/s, medians (*: one call after the other, the GPU waits for the host)"
 
 
 def naive(q, k, v, is_causal):
@@ -170,12 +171,13 @@ def table(rows: list[dict]):
     from rich.table import Table
 
     providers = list(dict.fromkeys(row["provider"] for row in rows))
-    made = Table("dtype", "head_dim", "mask", "batch x heads", "seq", "mode", *providers, title="TFLOP/s, medians")
+    made = Table("dtype", "head_dim", "mask", "batch x heads", "seq", "mode", *providers, title=TITLE)
     cases = {}
     for row in rows:
         mask = "causal" if row["is_causal"] else "full"
         case = (row["dtype"], row["head_dim"], mask, f"{row['batch']} x {row['heads']}", row["seq"], row["mode"])
-        speed = f"{row['tflops']:.0f}" if "tflops" in row else row["note"][:24]
+        waits = "*" if row.get("host_ms", 0) > row.get("ms", 0) else ""
+        speed = f"{row['tflops']:.0f}{waits}" if "tflops" in row else row["note"][:24]
         cases.setdefault(case, {})[row["provider"]] = speed
     for case, speeds in cases.items():
         made.add_row(*map(str, case), *(speeds.get(provider, "") for provider in providers))

@@ -123,6 +123,61 @@ def test_flops_are_counted_as_the_field_does():
     assert bench.attention_flops(1, 1, 100, 100, 64, is_causal=True) == 2 * 100 * 100 * 64
 
 
+class SimulatedGpu:
+    """A clock for the host, and a GPU that does one thing after the other. Times in seconds."""
+
+    def __init__(self):
+        self.now = self.busy_until = 0.0
+
+    def queue(self, on_host, on_gpu):
+        self.now += on_host
+        self.busy_until = max(self.now, self.busy_until) + on_gpu
+
+    def synchronize(self):
+        self.now = max(self.now, self.busy_until)
+
+    def clock(self):
+        return self.now
+
+    def event(gpu, enable_timing):
+        class Event:
+            def record(self):
+                gpu.queue(1e-6, 0)
+                self.at = gpu.busy_until
+
+            def query(self):
+                return self.at <= gpu.now
+
+            def elapsed_time(self, end):
+                return 1e3 * (end.at - self.at)
+
+        return Event()
+
+    def empty(self, *_, **__):
+        return mock.Mock(zero_=lambda: self.queue(5e-6, 60e-6))
+
+
+@pytest.mark.parametrize(("on_host", "on_gpu"), [(1e-5, 1e-3), (1e-3, 1e-3), (1e-3, 1e-5), (0.0, 1e-6)])
+def test_time_is_the_gpus_however_long_the_host_takes(on_host, on_gpu):
+    gpu = SimulatedGpu()
+
+    def two_kernels():
+        gpu.queue(on_host / 2, on_gpu / 2)
+        gpu.queue(on_host / 2, on_gpu / 2)
+
+    with (
+        mock.patch.object(bench.runtime, "DEVICE", "cuda"),
+        mock.patch.multiple(bench.time, perf_counter=gpu.clock),
+        mock.patch.multiple(bench.torch, empty=gpu.empty),
+        mock.patch.multiple(bench.torch.cuda, Event=gpu.event, synchronize=gpu.synchronize),
+    ):
+        timing = bench.time_ms(two_kernels)
+        waiting = bench.time_ms(lambda: (two_kernels(), gpu.synchronize()))
+    assert timing.median == pytest.approx(1e3 * on_gpu)
+    assert timing.host == pytest.approx(1e3 * on_host)
+    assert waiting.median >= 0.999e3 * on_gpu  # the host is never in time, and yet there is an answer
+
+
 def test_the_interpreter_is_never_timed():
     if not runtime.INTERPRETED:
         pytest.skip("kernels are compiled here")

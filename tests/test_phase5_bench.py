@@ -14,11 +14,11 @@ SMALL = ["--head-dim", "16", "--tokens", "64", "--width", "32", "--seq-len", "32
 
 @pytest.fixture
 def clock():
-    """A clock that runs what it is given once and says one millisecond."""
+    """A clock that runs what it is given once and says one millisecond, and two on the host."""
 
     def once(fn, **_):
         fn()
-        return 1.0, 0.5, 2.0
+        return common_bench.Timing(1.0, 0.5, 2.0, host=2.0)
 
     with mock.patch.object(common_bench, "time_ms", once):
         yield
@@ -44,6 +44,7 @@ def test_what_a_peer_cannot_do_is_a_row_that_says_so(clock):
     assert "ms" in rows[1]
     made = bench.table(rows)
     assert made.row_count == 1
+    assert list(made.columns[-1].cells) == [f"{rows[1]['tflops']:.0f}*"]
     assert [column.header for column in made.columns][-2:] == ["sdpa-cudnn", "ours"]
 
 

@@ -1,0 +1,42 @@
+"""What several checks of phase 1's exercises need; each check is a module beside this one (see common.checking)."""
+
+import math
+
+from common import runtime
+from common.checking import reject
+
+import torch
+
+INF = math.inf
+EXACT = dict(rtol=1e-10, atol=1e-10)  # fp64: rounding leaves errors of 1e-13 here
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(runtime.DEVICE)
+
+
+def called(fn, *arguments):
+    """What fn returns. Rejects it if it writes into its arguments."""
+    before = [t.clone() for t in arguments]
+    result = fn(*arguments)
+    for i, (now, old) in enumerate(zip(arguments, before, strict=True)):
+        if not torch.equal(now, old):
+            reject(f"{fn.__name__} writes into its argument {i + 1}: leave the inputs as they are")
+    return result
+
+
+def pair(what, result):
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        reject(f"{what}: expected two tensors, got {type(result).__name__}")
+    return result
+
+
+def expect_sane(what, actual, expected, else_=""):
+    """Reject NaN where none is expected, and an fp64 result with the precision of fp32."""
+    if not isinstance(actual, torch.Tensor) or actual.shape != expected.shape:
+        return  # expect_close says so
+    if actual.isnan().any() and not expected.isnan().any():
+        reject(f"{what} is NaN: is -inf subtracted from -inf somewhere, or 0 divided by 0?{else_}")
+    rounded = torch.allclose(actual.double(), expected, rtol=1e-6, atol=1e-6)
+    if actual.dtype == torch.float64 and rounded and not torch.allclose(actual, expected, **EXACT):
+        reject(f"{what} has the precision of fp32 only: is something converted? Keep the dtype of the inputs")

@@ -1,0 +1,64 @@
+"""Checks the softmax on logits up to 1000, masked logits and whole rows of them, in three dtypes, and its rounding."""
+
+import math
+
+from common import runtime
+from common.checking import reject
+from common.verify import verify_softmax
+from phase1_softmax.checks import INF, called, randn
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+def check(answer):
+    def softmax(x):
+        with _NoSoftmax():
+            return answer.safe_softmax(x)
+
+    too_large = "NaN or 0: exp of a large logit is inf. What may be subtracted from a row without changing its weights?"
+    one_row = "the weights of some rows are all 0: is the maximum that of each row, and not of the whole tensor or 0?"
+    all_masked = "NaN: no logit is left, so the maximum is -inf: -inf - (-inf) is NaN, and so is 0/0. Wanted: zeros"
+    half = "the sum or the differences are rounded to 16 bits: is all of it computed in fp32, and rounded at the end?"
+    around = torch.tensor([200.0, -200.0, 1000.0, -1000.0])[:, None]
+    partly = randn(5, 40)
+    partly[1:, ::3] = -INF
+    masked = partly.clone()
+    masked[2] = -INF
+    cases = [
+        ("small logits", randn(3, 4, 50), (torch.float32,), "is the sum that of the last axis?"),
+        ("logits around 200", randn(4, 100) + 200, runtime.DTYPES, too_large),
+        ("rows around 200, -200, 1000, -1000", randn(4, 100) + around.to(runtime.DEVICE), (torch.float32,), one_row),
+        ("logits of -inf", partly, runtime.DTYPES, "a logit of -inf has weight 0, the others share the rest"),
+        ("a row of -inf alone", masked, runtime.DTYPES, all_masked),
+        ("a single value", randn(1), (torch.float32,), "its weight is 1"),
+        ("logits from -12 to 0", -12 * randn(40, 200).sigmoid(), runtime.DTYPES, half),
+        ("70000 equal logits", randn(1, 1).expand(1, 70000).clone(), (torch.float16,), half),
+    ]
+    for what, x, dtypes, question in cases:
+        for dtype in dtypes:
+            got, x_in = called(answer.safe_softmax, x.to(dtype)), x.to(dtype)
+            if not isinstance(got, torch.Tensor) or (got.dtype, got.shape) != (dtype, x.shape):
+                reject(f"{what}: x is {_kind(x_in)}, so the result must be as well, but it is {_kind(got)}")
+            report = verify_softmax(softmax, x_in)
+            if not report.passed:
+                reject(f"{what}: {question}\n{report}")
+    spoiled = randn(3, 20)
+    spoiled[1, 7] = math.nan
+    clean = torch.tensor([False, True, False], device=runtime.DEVICE)[:, None].expand(3, 20)
+    if not torch.equal(softmax(spoiled).isnan(), clean):
+        reject("a row with a NaN: it must be NaN as a whole, and the other rows must not. Was a NaN replaced by hand?")
+    return "fp32, fp16 and bf16: logits up to 1000, masked logits and rows, long rows"
+
+
+class _NoSoftmax(TorchFunctionMode):
+    """Rejects an answer that has PyTorch compute the softmax."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if "softmax" in function.__name__:
+            reject("PyTorch's softmax does the work: write it out with max, exp and sum")
+        return function(*args, **(kwargs or {}))
+
+
+def _kind(x):
+    return f"{tuple(x.shape)}, {x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__

@@ -1,0 +1,78 @@
+"""Checks the step on states of every kind, in PyTorch and in Triton, and the logsumexp that takes it along a row."""
+
+import math
+
+from common import runtime
+from common.checking import expect_close, reject
+from phase1_softmax.checks import EXACT, INF, called, expect_sane, pair, randn
+
+import torch
+
+
+def check(answer):
+    fresh = torch.full((6,), -INF, dtype=torch.float64, device=runtime.DEVICE)
+    m, l, tile = 3 * randn(6).double(), 1 + 9 * randn(6, seed=1).double().abs(), 3 * randn(6, 5, seed=2).double()
+    nothing = torch.full_like(tile, -INF)
+    some = tile.clone()
+    some[::2, 1:] = some[1] = -INF
+    mixed = torch.where(torch.arange(6, device=runtime.DEVICE) % 3 == 0, fresh, m)
+    cases = [
+        ("a tile with larger logits", m, l, tile + 20),
+        ("a tile with smaller logits", m, l, tile - 20),
+        ("a tile like those before", m, l, tile),
+        ("the first tile", fresh, torch.zeros_like(l), tile),
+        ("the first tile, logits near -10000", fresh, torch.zeros_like(l), tile - 10000),
+        ("a tile that is masked in part", mixed, l.where(mixed == m, 0.0), some),
+        ("a tile of -inf", m, l, nothing),
+        ("a first tile of -inf", fresh, torch.zeros_like(l), nothing),
+        ("a tile of one column", m, l, tile[:, :1] + 5),
+    ]
+    steps = [("online_step", answer.online_step, torch.float64, EXACT)]
+    steps.append(("_online_step, in Triton", answer.row_state, torch.float32, dict(rtol=1e-4, atol=1e-5)))
+    for name, step, dtype, tolerance in steps:
+        for what, *state in cases:
+            m_old, l_old, s = (t.to(dtype).contiguous() for t in state)
+            m_got, l_got = pair(f"{name}, {what}", called(step, m_old, l_old, s))
+            _expect_state(f"{name}, {what}", m_got, l_got, m_old.double(), l_old.double(), s.double(), tolerance)
+            if m_got.dtype != dtype or l_got.dtype != dtype:
+                reject(f"{name}: m and l are {dtype} before, {m_got.dtype} and {l_got.dtype} after the step")
+        s = tile.to(dtype).clone()
+        s[1, 3] = math.nan
+        for m_old, l_old in ((m, l), (fresh, torch.zeros_like(l))):
+            l_got = pair(name, step(m_old.to(dtype), l_old.to(dtype), s))[1]
+            if l_got.isnan().nonzero().flatten().tolist() != [1]:
+                reject(f"{name}: with a NaN in row 1 of the tile, l must be NaN in row 1 and nowhere else")
+
+    x = 5 * randn(6, 200).double()
+    x[2, :70] = x[3, 100:] = x[4] = -INF
+    for cols in (1, 7, 64, 200):
+        expect_close(f"logsumexp, {cols} columns at a time", answer.logsumexp(x, cols), torch.logsumexp(x, 1), **EXACT)
+    return "states of every kind, in PyTorch (fp64) and in Triton; rows in tiles of 1 to 200 columns"
+
+
+def _expect_state(what, m_got, l_got, m, l, tile, tolerance):
+    """Reject unless (m_got, l_got) is the state (m, l) with the tile taken in."""
+    own = tile.amax(1)
+    m_new = torch.maximum(m, own)
+    shift = torch.where(m_new == -INF, 0.0, m_new)
+    new = torch.exp(tile - shift[:, None]).sum(1)
+    of_m = {
+        "this is the maximum of the tile alone: may it fall?": own,
+        "this is the old maximum": m,
+        "a maximum below 0 became 0: what does m start from?": m_new.clamp(min=0),
+        "this is one maximum for all rows: which axis is reduced?": torch.maximum(m, tile.max()),
+    }
+    expect_sane(f"{what}: m", m_got, m_new)
+    expect_close(f"{what}: m", m_got, m_new, mistakes=of_m, **tolerance)
+    of_l = {
+        "the old sum was measured against the old maximum: is it rescaled?": l + new,
+        "the old sum is rescaled the wrong way around: it must never grow": l * torch.exp(shift - m) + new,
+        "the tile is measured against its own maximum, not against the new one": l * torch.exp(m - shift)
+        + torch.exp(tile - own[:, None]).sum(1),
+        "the old sum is lost": new,
+        "the tile's sum is rescaled too: it is measured against the new maximum already": (l + new)
+        * torch.exp(m - shift),
+    }
+    l_new = l * torch.exp(m - shift) + new
+    expect_sane(f"{what}: l", l_got, l_new)
+    expect_close(f"{what}: l", l_got, l_new, mistakes=of_l, **tolerance)

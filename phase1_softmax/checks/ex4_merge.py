@@ -1,0 +1,81 @@
+"""Checks the merge of two parts of a row, parts that see nothing among them, and of eight in any order."""
+
+import itertools
+
+from common.checking import expect_close, reject
+from phase1_softmax.checks import EXACT, INF, called, expect_sane, pair, randn
+
+import torch
+
+
+def check(answer):
+    s, v = 5 * randn(2, 5, 40).double(), randn(2, 40, 8, seed=1).double()
+    left, right, none = list(range(13)), list(range(13, 40)), []
+    upper = s.clone()
+    upper[..., left] += 30
+    holes = s.clone()
+    holes[:, 0, left] = holes[:, 1, right] = holes[:, 2] = -INF
+    cases = [
+        ("two parts of a row", s, left, right),
+        ("logits near 1000", s + 1000, left, right),
+        ("logits near -1000", s - 1000, left, right),
+        ("one part outweighs the other", upper, left, right),
+        ("rows that see nothing in a, in b, in both", holes, left, right),
+        ("b is empty", s, left, none),
+        ("a is empty", s, none, left),
+        ("both are empty", s, none, none),
+    ]
+    for what, logits, part_a, part_b in cases:
+        a, b, expected = (_attend(logits[..., part], v[:, part]) for part in (part_a, part_b, part_a + part_b))
+        for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, dict(rtol=1e-3, atol=1e-4))):
+            got = pair(what, called(answer.merge, *(t.to(dtype) for t in (*a, *b))))
+            _expect_merged(what, got, expected, a, b, tolerance)
+            if got[0].dtype != dtype or got[1].dtype != dtype:
+                reject(f"o and lse are {dtype} before, {got[0].dtype} and {got[1].dtype} after the merge")
+
+    parts = [_attend(part, w) for part, w in zip(holes.split(5, -1), v.split(5, 1), strict=True)]
+    whole = _attend(holes, v)
+    for order in itertools.islice(itertools.permutations(range(8)), 0, None, 8009):  # 6 of 40320
+        o, lse = parts[order[0]]
+        for i in order[1:]:
+            o, lse = answer.merge(o, lse, *parts[i])
+        expect_close(f"o, eight parts in the order {order}", o, whole[0], **EXACT)
+        expect_close(f"lse, eight parts in the order {order}", lse, whole[1], **EXACT)
+    tree = parts
+    while len(tree) > 1:
+        tree = [answer.merge(*a, *b) for a, b in zip(tree[::2], tree[1::2], strict=True)]
+    expect_close("o, eight parts merged in pairs", tree[0][0], whole[0], **EXACT)
+    return "fp64 and fp32: rows in two parts and in eight, any order; parts that see nothing"
+
+
+def _attend(s, v):
+    """(o, lse) of logits s (..., rows, cols) and values v (..., cols, head_dim); (0, -inf) where nothing is seen."""
+    lse = torch.logsumexp(s, -1)
+    return torch.exp(s - torch.where(lse == -INF, 0.0, lse)[..., None]) @ v, lse
+
+
+def _expect_merged(what, got, expected, a, b, tolerance):
+    """Reject unless `got` is the pair `expected`, which the pairs a and b merge into."""
+    (o_got, lse_got), (o, lse), (o_a, lse_a), (o_b, lse_b) = got, expected, a, b
+    larger = torch.maximum(lse_a, lse_b)
+    of_lse = {
+        "this is the larger one; logits of the smaller one count too": larger,
+        "this is the sum; the sums of exponentials are what adds up": lse_a + lse_b,
+        "exp(lse) has left the range of numbers: what may be subtracted first?": torch.log(lse_a.exp() + lse_b.exp()),
+    }
+    expect_sane(f"{what}: lse", lse_got, lse)
+    expect_close(f"{what}: lse", lse_got, lse, mistakes=of_lse, **tolerance)
+    w_a, w_b = (torch.exp(t - torch.where(lse == -INF, 0.0, lse))[..., None] for t in (lse_a, lse_b))
+    shift = torch.where(larger == -INF, 0.0, larger)
+    of_o = {
+        "the weights do not add up to 1: divide by the sum of both": torch.exp(lse_a - shift)[..., None] * o_a
+        + torch.exp(lse_b - shift)[..., None] * o_b,
+        "this is the plain average; which part has seen the larger logits?": (o_a + o_b) / 2,
+        "this is the sum of both; each counts with its share of exp(lse)": o_a + o_b,
+        "the weights are swapped": w_b * o_a + w_a * o_b,
+        "this is the part with the larger lse alone": torch.where((lse_a >= lse_b)[..., None], o_a, o_b),
+        "this weighs by lse itself, not by its exponential": (lse_a[..., None] * o_a + lse_b[..., None] * o_b)
+        / (lse_a + lse_b)[..., None],
+    }
+    expect_sane(f"{what}: o", o_got, o, " Or has exp(lse) left the range of numbers?")
+    expect_close(f"{what}: o", o_got, o, mistakes=of_o, **tolerance)

@@ -1,0 +1,63 @@
+"""Checks o and lse row by row, rows that saw no key among them, and that nothing is stored outside."""
+
+import math
+
+from common import make_qkv
+from common.checking import guarded, reject
+from phase3_forward.checks import BF16, FP32, INF, bottom_right, indices, verify_masked
+
+import torch
+
+
+def check(answer):
+    def ask(unwritten, outside):
+        if not unwritten:
+            return "is its store masked? Rows end at seq_q, columns at HEAD_DIM"
+        if unwritten[0] == "o":
+            return "is it stored with stride_o[2], stride_o[3]? Is the head's offset added twice (it is in o_ptr)?"
+        return "is it stored? Is the head's offset added twice? lse_ptr already stands at this head"
+
+    cases = [
+        make_qkv(2, 2, 70, 40, seq_k=45, layout="bshd", poison=True),
+        make_qkv(1, 2, 40, 64, seq_k=70, dtype=FP32),
+        make_qkv(1, 2, 33, 16, layout="transposed"),
+        make_qkv(1, 1, 33, 16, kind="large", dtype=FP32),
+        make_qkv(1, 1, 5, 16, seq_k=3, dtype=BF16),
+        make_qkv(1, 2, 3, 16, seq_k=0, dtype=FP32),
+    ]
+    for q, k, v in cases:
+        seq_q, seq_k = q.shape[2], k.shape[2]
+        mask = bottom_right(*indices(seq_q, seq_k), seq_q, seq_k)
+        found = guarded(answer.bottom_right_attention, ask)(q, k, v)
+        unseen = max(0, seq_q - seq_k)
+        o, lse = (t[:, :, :unseen] for t in found)
+        if o.isnan().any():
+            reject("rows that saw no key: o is NaN, which is what 0 / 0 gives")
+        if (lse != -INF).any():
+            reject(f"rows that saw no key: lse is {lse.max().item():g}, not -inf. Is m_i part of it?")
+        if not found[1][:, :, unseen:].isfinite().all():
+            reject(
+                "lse is not finite in rows that saw keys. Where logits are large exp(m_i) overflows: add m_i outside "
+                "of the logarithm"
+            )
+        _expect_row_sums(found[0], q, k, v, mask)
+        verify_masked(lambda *_, found=found: found, q, k, v, mask)
+    return "o and lse of 184 rows a head in fp16, bf16 and fp32, 30 of them without a key; nothing stored outside"
+
+
+def _expect_row_sums(o, q, k, v, mask):
+    """Reject acc / l_i without [:, None], which divides column d by l_i[d] where the tile is square."""
+    n = min(q.shape[2:])
+    mask = mask.to(q.device)
+    s = (q.double() @ k.double().mT / math.sqrt(q.shape[3])).masked_fill(~mask, -INF)
+    m = s.amax(dim=-1, keepdim=True) if s.numel() else s.sum(dim=-1, keepdim=True)
+    p = torch.exp(s - torch.where(m == -INF, 0.0, m))
+    sums = p.sum(dim=-1)
+    sums = torch.where(sums == 0, 1.0, sums)
+    acc, o = (p @ v.double())[:, :, :n, :n], o[:, :, :n, :n].double()
+
+    def same(sums):
+        return torch.allclose(o, acc / sums, rtol=0.01, atol=0.01)
+
+    if same(sums[:, :, None, :n]) and not same(sums[:, :, :n, None]):
+        reject("o: column d is divided by the sum of row d: l_i[:, None] is a column, one sum for each row")

@@ -1,0 +1,102 @@
+"""Checks which head of q, k and v each program reads, for several groups, layouts and far offsets."""
+
+import itertools
+import math
+import tempfile
+from pathlib import Path
+
+from common import make_qkv, runtime
+from common.checking import expect_verified, guarded, reject
+from phase3_forward.checks import BF16, FP16, FP32
+
+import torch
+
+
+def check(answer):
+    def ask(unwritten, outside):
+        if len(unwritten) == 2:
+            return (
+                "has every tile of every head its program? The tile runs fastest: pid_m is the number % tiles_m, and "
+                "the head comes from the number // tiles_m"
+            )
+        name = (unwritten or outside)[0]
+        where = f"where does {name}_ptr stand? b is the number of the head // heads_q, h is that % heads_q"
+        if name == "o":
+            return f"{where}, and each has a stride of its own in stride_o"
+        complete = "" if "o" in outside else "o is complete; "
+        return f"{complete}{where}, and each head of lse begins seq_q elements after the one before"
+
+    fn = guarded(answer.grouped_attention, ask)
+    for heads_q, heads_kv, seq_q in [(6, 2, 64), (6, 3, 33), (4, 1, 33), (4, 4, 33)]:
+        # Of more batches, so that batch and head swapped do not read outside of memory.
+        q, *wide = (t[:2] for t in make_qkv(heads_q, heads_q, seq_q, 16, seq_k=20, dtype=FP32))
+        k, v = (t[:, :heads_kv] for t in wide)  # behind the key heads lie others, which nobody may read
+        what = f"{heads_q} query heads on {heads_kv}"
+        found = fn(q, k, v, enable_gqa=True)
+        _expect_heads(what, *found, q, *wide, heads_q // heads_kv)
+        expect_verified(what, lambda *_, found=found, **__: found, q, k, v, enable_gqa=True)
+    for layout in ("bshd", "transposed", "sliced", "expanded"):
+        q, k, v = make_qkv(2, 2, 70, 40, heads_kv=1, layout=layout)
+        expect_verified(f"{layout} memory", fn, q, k, v, enable_gqa=True, is_causal=True)
+    q, k, v = make_qkv(1, 4, 33, 24, heads_kv=2, layout="bshd", poison=True, dtype=BF16)
+    expect_verified("NaN all around", fn, q, k, v, enable_gqa=True)
+    _expect_wide_offsets(fn)
+    return "6 heads on 2, 6 on 3, 4 on 1, 4 on 4; four layouts; keys 2^31 elements apart"
+
+
+def _expect_heads(what, o, lse, q, k, v, group):
+    """Reject a head that reads memory of another, and say of which."""
+    heads = list(itertools.product(range(q.shape[0]), range(q.shape[1])))
+    q, k, v = q.double(), k.double(), v.double()
+
+    def same(a, b):
+        return torch.allclose(a.double(), b, rtol=1e-4, atol=1e-4)
+
+    def attention(of_q, of_k, of_v):
+        s = q[of_q] @ k[of_k].mT / math.sqrt(q.shape[3])
+        return s.softmax(dim=-1) @ v[of_v], s.logsumexp(dim=-1)
+
+    for b, h in heads:
+        me, right = (b, h), (b, h // group)
+        if same(lse[me], attention(me, right, right)[1]):
+            if same(o[me], attention(me, right, right)[0]):
+                continue
+            for head in heads:
+                if same(o[me], attention(me, right, head)[0]):
+                    reject(f"{what}: {_misread(me, right, head, 'v')}; k is found: look at v_ptr")
+            continue
+        for head in heads:
+            if same(lse[me], attention(me, head, head)[1]):
+                reject(f"{what}: {_misread(me, right, head, 'k')}")
+        for of_q, of_k in itertools.product(heads, heads):
+            if same(lse[me], attention(of_q, of_k, of_k)[1]):
+                reject(
+                    f"{what}: the program of query head {h} (batch {b}) computes with query head {of_q[1]} of batch "
+                    f"{of_q[0]}. Is q_ptr moved?"
+                )
+        reject(
+            f"{what}: query head {h} of batch {b} fits no head of q and k. Are q_ptr and k_ptr moved, each by strides "
+            "of its own?"
+        )
+
+
+def _misread(me, right, head, name):
+    if head[0] != right[0]:
+        return f"query head {me[1]} of batch {me[0]} reads {name} of batch {head[0]}: is the batch stride added?"
+    return f"query head {me[1]} reads {name} of key head {head[1]}; it should read {right[1]} (h // group)"
+
+
+def _expect_wide_offsets(fn):
+    """Keys whose batches lie 2^30 elements apart: a file of which only the touched pages exist."""
+    if not runtime.INTERPRETED:
+        return  # it would take gigabytes of GPU memory
+    q, k, v = make_qkv(3, 1, 8, 16)
+    expected = fn(q, k, v, enable_gqa=True)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        # An offset that wraps to -2^31 lands at the beginning of the file, on zeros.
+        memory = torch.from_file(str(Path(folder, "sparse")), shared=True, size=2**32 + 2**20, dtype=FP16)
+        far = [memory.as_strided(t.shape, (2**30, *t.stride()[1:]), 2**31 + n * 2**10) for n, t in enumerate((k, v))]
+        for t, source in zip(far, (k, v), strict=True):
+            t.copy_(source)
+        if not torch.equal(fn(q, *far, enable_gqa=True)[0], expected):
+            reject("batches 2^30 elements apart: the third is not found. Is the program's number widened to 64 bits?")

@@ -1,0 +1,193 @@
+"""What several checks of phase 4's exercises need; each check is a module beside this one (see common.checking)."""
+
+from common import make_qkv, make_tensor, runtime, traffic, verify_results
+from common.checking import expect_close, reject
+from common.reference import naive_attention, tiled_attention, tiled_attention_backward
+from common.verify import Report, VerificationError
+
+import torch
+
+BLOCKS = ((16, 32), (32, 16), (16, 16))
+UNWRITTEN = -768.0  # exact in every dtype
+
+
+def roomy(t):
+    """A contiguous copy with as much memory again behind it, NaN, so that a pointer moved twice does no harm."""
+    memory = torch.full((2 * t.numel() + 4096,), float("nan"), dtype=t.dtype, device=t.device)
+    memory[: t.numel()] = t.flatten()
+    return memory[: t.numel()].view(t.shape)
+
+
+def plain_inputs(heads_q, heads_kv, seq_q, seq_k, *, is_causal=True):
+    """q, k, v, do, o, lse in fp32, head_dim 16."""
+    q, k, v = make_qkv(1, heads_q, seq_q, 16, heads_kv=heads_kv, seq_k=seq_k, dtype=torch.float32)
+    o, lse, _ = naive_attention(q, k, v, is_causal=is_causal)
+    return roomy(q), k, v, roomy(q.flip(2)), o, roomy(lse)
+
+
+def small_tiles(head_dim, dtype, *, backward=False):
+    """Several tiles already in short sequences, and other ones in the two passes."""
+    block_m, block_n = (32, 16) if backward else (16, 32)
+    return dict(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=1)
+
+
+def expect(what, found, right, *, mistakes, signs=None, rtol=1e-4, atol=1e-5):
+    """expect_close in fp64. A mistake is recognized if what came out is far nearer to it than to the truth.
+
+    mistakes  sentence: what the mistake gives        signs  sentence: whether what came out shows it
+    """
+    if isinstance(found, torch.Tensor) and found.shape == right.shape:
+        found = found.double()
+        if not torch.allclose(found, right, rtol=rtol, atol=atol):
+            distances = {sentence: (found - wrong).norm().item() for sentence, wrong in mistakes.items()}
+            sentence = min(distances, key=lambda s: distances[s] if distances[s] == distances[s] else float("inf"))
+            if distances[sentence] < 0.05 * (found - right).norm().item():
+                reject(f"{what}: {sentence}")
+            for sentence, shown in (signs or {}).items():
+                if shown:
+                    reject(f"{what}: {sentence}")
+    expect_close(what, found, right, rtol=rtol, atol=atol)
+
+
+def only_head_0(found, right, rtol=1e-4, atol=1e-5):
+    """Whether head 0 of (batch, heads, ...) is right and each of the others is not."""
+    if not isinstance(found, torch.Tensor) or found.shape != right.shape or right.shape[1] < 2:
+        return False
+    good = [torch.allclose(found[:, h].double(), right[:, h], rtol=rtol, atol=atol) for h in range(right.shape[1])]
+    return good[0] and not any(good[1:])
+
+
+def verify(theirs, *sizes, tiles, is_causal=False, scale=None, do_layout="bhsd", **inputs):
+    """theirs(q, k, v, o, lse, do, delta, is_causal, scale) through verify_results; tiles: for the message."""
+    q, k, v = make_qkv(*sizes, **inputs)
+    do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1))
+    names = {}
+
+    def attention(q, k, v, *, is_causal, scale, enable_gqa):
+        def called(*tensors):
+            names.update(theirs(*tensors, is_causal, scale))
+            return names
+
+        return _Replaced.apply(q, k, v, is_causal, scale, called)
+
+    options = dict(do=do, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1], compare_sdpa=False)
+    report = verify_results(attention, q, k, v, **options)
+    reject_report(report, f"tiles of {tiles[0]} queries x {tiles[1]} keys, {report.case}", names)
+
+
+class _Replaced(torch.autograd.Function):
+    """The PyTorch twin with gradients exchanged: theirs(q, k, v, o, lse, do, delta) -> {name: gradient}."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal, scale, theirs):
+        o, lse = tiled_attention(q, k, v, is_causal=is_causal, scale=scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = is_causal, scale, theirs
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        is_causal, scale, theirs = ctx.options
+        q, k, v, o, lse = ctx.saved_tensors
+        ours = tiled_attention_backward(q, k, v, o, lse, do, is_causal=is_causal, scale=scale)
+        delta = (do.float() * o.float()).sum(dim=-1)
+        theirs = theirs(q, k, v, o, roomy(lse), do, roomy(delta))
+        return *(dict(zip(("dq", "dk", "dv"), ours, strict=True)) | theirs).values(), None, None, None
+
+
+def reject_report(report, case, names=()):
+    """Raise if a tensor is wrong; the message shows those that are, and `names`."""
+    shown = Report(case, tuple(r for r in report.results if r.name in names or not r.passed))
+    if shown.passed:
+        return
+    forward = "compare S, P, m and l tile by tile with common.reference.tiled_attention"
+    backward = "compare P and dS tile by tile with common.reference.tiled_attention_backward"
+    first = next(r.name for r in shown.results if not r.passed)
+    hint = shown.hint if first == "o" or shown.hint is None else shown.hint.replace(forward, backward)
+    raise VerificationError(f"{shown}\n  hint: {hint}" if hint else str(shown))
+
+
+def check_bytes(name, call, block_m, block_n, *, hint):
+    """Reject if a causal walk reads more than it must; one head of 64 queries and keys."""
+    if not runtime.INTERPRETED:
+        return
+    q = make_qkv(1, 1, 64, 16)[0]
+    lse = torch.zeros(1, 1, 64)
+    for is_causal in (False, True):
+        least = traffic.attention_backward_bytes(64, 64, 16, block_m, block_n, 2, is_causal=is_causal)[name]
+        with traffic.measure() as moved:
+            call(q, lse, is_causal)
+        if moved.total > least:
+            question = hint if is_causal else "is a tile loaded more than once?"
+            reject(f"tiles of {block_m} x {block_n}: {moved.total} bytes are moved, {least} are enough; {question}")
+
+
+def causal_case(block_m, block_n, seq_q, seq_k):
+    return f"causal, {seq_q} queries and {seq_k} keys, tiles of {block_m} queries x {block_n} keys"
+
+
+def visible_pairs(walk, seq_q, seq_k, block_m, block_n, device):
+    """The causal mask, and what is visible with well-known mistakes of the walk: {sentence: (seq_q, seq_k)}."""
+    i, j = torch.arange(seq_q, device=device)[:, None], torch.arange(seq_k, device=device)[None, :]
+    pid_m, pid_n = i // block_m, j // block_n
+    row, col = pid_m * block_m, pid_n * block_n  # the first of their tiles
+    walked = (col < row + block_m) & (i >= col // block_m * block_m)
+    wrong = {
+        "the diagonal is hidden: query i sees key i": j < i,
+        "tiles on the diagonal are not masked inside": walked,
+        "there is no causal mask": torch.ones_like(walked),
+        "the mask is the wrong way round: query i sees keys j <= i": walked & (j >= i),
+    }
+    if walk == "over keys":
+        wrong |= {
+            "the walk leaves out tiles on the diagonal: the tile's last query sees its own key": (j <= i) & (col < row),
+            "the walk ends at (pid_m + 1) * BLOCK_N, but pid_m counts tiles of queries: BLOCK_M": (
+                (j <= i) & (col < (pid_m + 1) * block_n)
+            ),
+        }
+    else:
+        wrong |= {
+            "the walk starts too late: query pid_n * BLOCK_N sees the tile's first key": (j <= i) & (row >= col),
+            "the walk ends at seq_k: it runs over queries, seq_q of them": (j <= i) & (row < seq_k),
+            "pid_n counts tiles of keys: the first query is pid_n * BLOCK_N": (j <= i) & (i >= pid_n * block_m),
+        }
+    return j <= i, wrong
+
+
+def gradients(q, k, v, do, o, lse, visible, *, modulo=False, delta=None, shared=False):
+    """fp64: dq, dk, dv by name, P = exp(S - LSE) where visible; and well-known mistakes, (tensor, sentence): value.
+
+    modulo: query head h uses key head h % heads_kv.  delta: another one, (batch, heads_q, seq_q).
+    shared: every key head is given the first group of query heads.
+    """
+    heads_q, heads_kv = q.shape[1], k.shape[1]
+    group = heads_q // heads_kv
+    head = [h % heads_kv if modulo else h // group for h in range(heads_q)]
+    if shared:
+        q, do, o = (t[:, :group].repeat(1, heads_kv, 1, 1) for t in (q, do, o))
+        lse, delta = (t[:, :group].repeat(1, heads_kv, 1) for t in (lse, (do * o).sum(-1)))
+    q, k, v, do, o, lse = (t.double() for t in (q, k[:, head], v[:, head], do, o, lse))
+    delta = ((do * o).sum(-1) if delta is None else delta.double())[..., None]
+    p = torch.where(visible, torch.exp(q @ k.mT / 4 - lse[..., None]), 0.0)
+    ds = p * (do @ v.mT - delta)
+    users = [[h for h in range(heads_q) if head[h] == kv] for kv in range(heads_kv)]
+
+    def grouped(t):
+        return torch.stack([t[:, of].sum(1) for of in users], dim=1)
+
+    right = dict(dq=ds @ k / 4, dk=grouped(ds.mT @ q / 4), dv=grouped(p.mT @ do))
+    order = "P and dS are exchanged: recompute_tile returns p, ds in this order"
+    scale = "the scale is in it twice: it is multiplied after the loop"
+    twice = "delta is subtracted twice: recompute_tile has done it"
+    return right, {
+        ("dq", "this is P K: dQ takes dS (recompute_tile returns p, ds)"): p @ k / 4,
+        ("dq", "this is dS V: dQ takes K"): ds @ v / 4,
+        ("dq", scale): right["dq"] / 4,
+        ("dq", twice): (ds - p * delta) @ k / 4,
+        ("dv", order): grouped(ds.mT @ do),
+        ("dk", order): grouped(p.mT @ q / 4),
+        ("dv", "this is P^T Q: dV takes dO"): grouped(p.mT @ q),
+        ("dk", "this is dS^T dO: dK takes Q"): grouped(ds.mT @ do / 4),
+        ("dk", scale): right["dk"] / 4,
+        ("dk", twice): grouped((ds - p * delta).mT @ q / 4),
+    }

@@ -1,0 +1,147 @@
+"""Checks o and the gradients of each packed sequence taken alone, and that neighbors do not meet."""
+
+import contextlib
+import itertools
+import warnings
+from unittest import mock
+
+from common import make_tensor, runtime, verify_results
+from common.checking import reject
+from common.verify import Report
+from phase4_backward.checks import UNWRITTEN, reject_report, small_tiles
+
+import torch
+import triton
+import triton.language as tl
+
+
+def check(answer):
+    cu, _ = cumulative_lengths((2**30, 7))
+    at = torch.zeros(1, dtype=torch.int64, device=cu.device)
+    with runtime.on_device_of(cu), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy, about the overflow
+        _first_kernel[(1,)](cu, at, SEQUENCE=answer.sequence)
+    if at.item() in (0, 4 * 7):
+        reject(
+            "sequence: with a first token of 2^30, first * 4 overflows: convert it to int64 before it is multiplied by "
+            "heads * head_dim"
+        )
+    with mock.patch.object(runtime, "tile_sizes", small_tiles):
+        check_varlen(answer, (20, 0, 40, 1, 17), (33, 7, 20, 0, 17), 2, 24, torch.float16)
+        check_varlen(answer, (5, 33, 18), (18, 40, 5), 2, 16, torch.float32, is_causal=True)
+        check_varlen(answer, (9, 21, 40), (9, 21, 3), 1, 16, torch.float16, is_causal=True, neighbors=float("nan"))
+    return "o, dq, dk, dv of each sequence, full and causal, empty ones too; NaN in the neighbors stays there"
+
+
+@triton.jit
+def _first_kernel(cu_ptr, at_ptr, SEQUENCE: tl.constexpr):
+    first, _ = SEQUENCE(cu_ptr, 1)
+    tl.store(at_ptr, first * 4)
+
+
+def check_varlen(answer, lengths_q, lengths_k, heads, head_dim, dtype, *, is_causal=False, scale=None, neighbors=None):
+    """One packed run, then each sequence through verify_results. neighbors: fills every sequence but the second."""
+    generator = torch.Generator().manual_seed(0)
+
+    def packed(lengths, guard=64):
+        x = make_tensor((1, 1, sum(lengths) + 2 * guard, heads * head_dim), dtype=dtype, generator=generator)
+        x = x.view(-1, heads, head_dim)
+        x[:guard], x[-guard:] = float("nan"), float("nan")
+        return x[guard:-guard]
+
+    (cu_q, ends_q), (cu_k, ends_k) = (cumulative_lengths(lengths) for lengths in (lengths_q, lengths_k))
+    q, do, k, v = packed(lengths_q), packed(lengths_q), packed(lengths_k), packed(lengths_k)
+    sequences = range(len(lengths_q))
+    if neighbors is not None:
+        sequences = [1]
+        for t, ends in ((q, ends_q), (do, ends_q), (k, ends_k), (v, ends_k)):
+            t[: ends[1]], t[ends[2] :] = neighbors, neighbors
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    with _guarded():
+        o = answer.varlen_attention(*leaves, cu_q, cu_k, is_causal, scale)
+        if not isinstance(o, torch.Tensor) or (o.dtype, o.shape) != (dtype, q.shape):
+            reject(f"o: expected {tuple(q.shape)} in {dtype}")
+        dq, dk, dv = torch.autograd.grad(o, leaves, do)
+    for b in sequences:
+        where = f"sequence {b} of lengths_q = {lengths_q}, lengths_k = {lengths_k}{', causal' if is_causal else ''}"
+        of_q, of_k = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
+        found = [t.detach()[s].transpose(0, 1)[None] for t, s in ((o, of_q), (dq, of_q), (dk, of_k), (dv, of_k))]
+        alone = [t[s].transpose(0, 1)[None] for t, s in ((q, of_q), (k, of_k), (v, of_k), (do, of_q))]
+        _reject_unwritten(where, dict(zip(("o", "dq", "dk", "dv"), found, strict=True)), lengths_q[b], lengths_k[b])
+
+        def verified(found, alone):
+            def stored(q, k, v, *, is_causal, scale, enable_gqa):
+                return _Stored.apply(q, k, v, *found)
+
+            options = dict(do=alone[3], is_causal=is_causal, scale=scale, compare_sdpa=False)
+            return verify_results(stored, *alone[:3], **options)
+
+        report = verified(found, alone)
+        if report.passed:
+            continue
+        first = next(r.name for r in report.results if not r.passed)
+        head_0 = verified(*([t[:, :1] for t in tensors] for tensors in (found, alone)))
+        if neighbors is not None:
+            where += ", all others filled with NaN (does it see its neighbors?)"
+        elif heads > 1 and head_0[first].passed:
+            where += f" (its head 0 of {first} is right: does every pointer contain its head, h?)"
+        elif b > 0:
+            where += " (those before it are right: is every pointer moved to its first token, in every kernel?)"
+        elif report["o"].passed:
+            where += f" (o is right: where {first} is made, are all pointers moved, lse and delta by rows of total_q?)"
+        else:
+            where += " (does it end where its neighbor begins?)"
+        reject_report(Report(report.case, tuple(r for r in report.results if r.name == first)), where)
+
+
+def _reject_unwritten(where, tensors, seq_q, seq_k):
+    for name, t in tensors.items():
+        missing = (t == UNWRITTEN).any(dim=1).any(dim=-1)[0].nonzero().flatten().tolist()
+        if missing and 0 in (seq_q, seq_k):
+            has, lacks = ("queries", "keys") if seq_q else ("keys", "queries")
+            reject(f"{where}: it has {has} but no {lacks}: its {name} is 0, and somebody has to write it")
+        if missing:
+            rows = f"rows {missing[0]} to {missing[-1]}"
+            reject(
+                f"{where}: {rows} of its {name} are never written: with which length is the tile compared before "
+                "`return`? It is the length of what the program writes"
+            )
+
+
+def cumulative_lengths(lengths):
+    ends = [0, *itertools.accumulate(lengths)]
+    return torch.tensor(ends, dtype=torch.int32, device=runtime.DEVICE), ends
+
+
+class _Stored(torch.autograd.Function):
+    """Gives back what was computed before."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, o, dq, dk, dv):
+        ctx.save_for_backward(dq, dk, dv)
+        return o.clone()
+
+    @staticmethod
+    def backward(ctx, do):
+        return *ctx.saved_tensors, None, None, None, None
+
+
+@contextlib.contextmanager
+def _guarded(guard=2**14, canary=1024.0):
+    """Results, UNWRITTEN at first, lie inside larger memory, so that a stray store does no harm and leaves a trace."""
+    buffers, empty = [], torch.empty
+
+    def allocate(*size, dtype=None, device=None, **_):
+        size = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        elements = torch.Size(size).numel()
+        buffers.append(empty(elements + 2 * guard, dtype=dtype, device=device).fill_(canary))
+        return buffers[-1][guard : guard + elements].fill_(UNWRITTEN).view(size)
+
+    def allocate_like(t, dtype=None, **_):
+        return allocate(t.shape, dtype=dtype or t.dtype, device=t.device)
+
+    with mock.patch.multiple(torch, empty=allocate, empty_like=allocate_like):
+        yield
+    for buffer in buffers:
+        if not ((buffer[:guard] == canary).all() and (buffer[-guard:] == canary).all()):
+            reject("something was written outside of a result: how long is a sequence, and where does it begin?")

@@ -1,0 +1,48 @@
+"""What several checks of phase 5's exercises need; each check is a module beside this one (see common.checking)."""
+
+import math
+from collections import Counter
+
+from common.checking import expect_close, reject
+
+import torch
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+INF = float("inf")
+
+
+def expect(what, found, right, *, mistakes, rtol=1e-4, atol=1e-4):
+    """expect_close in fp64. A mistake is recognized if what came out is far nearer to it than to the truth."""
+    if isinstance(found, torch.Tensor) and found.shape == right.shape:
+        found = found.double()
+        if not torch.allclose(found, right, rtol=rtol, atol=atol):
+            # Of zeros alone nobody can say where they come from.
+            distances = {sentence: (found - wrong).norm().item() for sentence, wrong in mistakes.items() if wrong.any()}
+            nearest = min(distances, key=lambda sentence: distances[sentence], default=None)
+            if nearest and distances[nearest] < 0.05 * (found - right).norm().item():
+                reject(f"{what}: {nearest}")
+    expect_close(what, found, right, rtol=rtol, atol=atol)
+
+
+def expect_ints(calls):
+    """calls: (what, got, right, mistakes) of one function. In a single call a wrong sentence may fit by chance, so one
+    is believed if it explains most of what is wrong."""
+    for what, got, _, _ in calls:
+        if isinstance(got, bool) or not isinstance(got, int):
+            why = ". A float is not exact past 2^53: divide with //" if isinstance(got, float) else ""
+            reject(f"{what}: expected an int, got {type(got).__name__}{why}")
+    off = [call for call in calls if call[1] != call[2]]
+    if not off:
+        return
+    fits = Counter(sentence for _, got, _, wrong in off for sentence in wrong if wrong[sentence] == got)
+    sentence, n = max(fits.items(), key=lambda fit: fit[1], default=("", 0))
+    if 2 * n < len(off):
+        sentence = ""
+    what, got, right, _ = next(call for call in off if not sentence or call[3].get(sentence) == call[1])
+    if abs(got - right) < 2.0**-40 * right:
+        sentence = "floats were used on the way, which are not exact past 2^53: divide ints with //"
+    reject(f"{what} is {got}, where {right} is right{sentence and ': '}{sentence}")
+
+
+def padded_dim(head_dim):
+    return 2 ** max(4, math.ceil(math.log2(head_dim)))

@@ -1,0 +1,108 @@
+"""Checks that each tile is visited once, with a mask only if it needs one, and the results."""
+
+import copy
+import inspect
+import itertools
+import math
+from unittest import mock
+
+from common import make_qkv, runtime
+from common.checking import Rejected, expect_verified, guarded, reject
+from phase5_tuning.checks import BF16, FP16, FP32
+
+from triton.runtime.errors import InterpreterError
+
+BLOCKS = ((32, 32), (64, 16), (16, 64))
+
+
+def check(answer):
+    lengths = ((64, 64), (70, 100), (100, 70), (1, 80), (65, 64), (33, 0))
+    seen, fresh = 0, []
+    if runtime.INTERPRETED:  # compiled, nobody can look on
+        for blocks, (seq_q, seq_k), is_causal in itertools.product(BLOCKS, lengths, (False, True)):
+            seen += _check_walks(answer, *blocks, seq_q, seq_k, is_causal, fresh)
+
+    for (block_m, block_n), dtype in zip(BLOCKS, (FP16, BF16, FP32), strict=True):
+
+        def split(q, k, v, *, is_causal, scale, enable_gqa, tiles=(block_m, block_n)):
+            return answer.attention(q, k, v, is_causal, scale, block_m=tiles[0], block_n=tiles[1])
+
+        for seq_q, seq_k, is_causal in ((40, 70, True), (70, 40, True), (20, 77, False)):
+            inputs = make_qkv(1, 2, seq_q, 24, seq_k=seq_k, dtype=dtype, layout="bshd", poison=True)
+            what = f"tiles {block_m} x {block_n}, {seq_q} queries, {seq_k} keys, {dtype}"
+            if fresh:
+                what = f"is the walk from key {fresh[0]} on given the state that the last one returned?\n{what}"
+            expect_verified(what, guarded(split), *inputs, is_causal=is_causal)
+        expect_verified("no keys", guarded(split), *make_qkv(1, 1, 20, 16, seq_k=0, dtype=dtype), is_causal=True)
+    counted = f"{seen} tiles walked, each with a mask only if it needs one; " if seen else ""
+    return f"{counted}o and lse in fp16, bf16 and fp32, tiles 32 x 32, 64 x 16 and 16 x 64"
+
+
+def _check_walks(answer, block_m, block_n, seq_q, seq_k, is_causal, fresh) -> int:
+    """Which tiles each program walks over, with and without a mask. Nothing is computed. Returns their number.
+
+    fresh: gets the start of every walk that does not receive what the walk before it returned.
+    """
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    tiles_m = math.ceil(seq_q / block_m)
+    heads = 2 if tiles_m == 1 else 1  # a second one shows whether tiles are told from heads, where that is cheap
+    walks, returned = {program: [] for program in range(heads * tiles_m)}, {}
+    signature = inspect.signature(answer.walk.fn)
+    where = f"tiles {block_m} x {block_n}, {seq_q} queries, {seq_k} keys, {'causal' if is_causal else 'no mask'}"
+    q, k, v = (
+        make_qkv(1, heads, seq_q, 16, seq_k=seq_k, dtype=FP32, layout=layout)[n]  # each has strides of its own
+        for n, layout in enumerate(("transposed", "bhsd", "bshd"))
+    )
+
+    def look_on(*args, **kwargs):
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            reject(f"{where}: `walk` was called with other arguments than it has: {error}")
+        program = builder.grid_idx[0]
+        pid_m, start, end = (int(given[name]) for name in ("pid_m", "start", "end"))
+        if pid_m != program % tiles_m:
+            tile = f"tile {program % tiles_m} of head {program // tiles_m}"
+            reject(f"{where}: program {program} calls `walk` with pid_m = {pid_m}, but owns {tile}")
+        for name, t in (("stride_k", k), ("stride_v", v)):
+            strides = tuple(int(getattr(n, "value", n)) for n in given[name])
+            if strides != t.stride():
+                reject(f"{where}: `walk` receives {strides} as {name}, which is {t.stride()}")
+        masked = bool(getattr(given["MASKED"], "value", given["MASKED"]))
+        walks[program] += [(start_n, masked) for start_n in range(start, end, block_n)]
+        state = tuple(given[name] for name in ("m_i", "l_i", "acc"))
+        if program in returned and any(t is not before for t, before in zip(state, returned[program], strict=True)):
+            fresh.append(start)
+        returned[program] = tuple(copy.copy(t) for t in state)
+        return returned[program]
+
+    with mock.patch.object(answer, "walk", look_on):
+        try:
+            answer.attention(q, k, v, is_causal, block_m=block_m, block_n=block_n)
+        except InterpreterError as error:
+            if isinstance(error.__cause__, Rejected):  # by look_on
+                raise error.__cause__ from None
+            raise
+    for program, visited in walks.items():
+        first, last = program % tiles_m * block_m, (program % tiles_m + 1) * block_m - 1  # its queries
+        seen_by_first, seen_by_last = (min(seq_k, i + 1) if is_causal else seq_k for i in (first, last))
+        must = min(seq_k, min(last, seq_q - 1) + 1) if is_causal else seq_k
+        tile = f"{where}: the queries {first} ... {last} visit the keys"
+        for start_n, masked in visited:
+            keys = f"{tile} {start_n} ... {start_n + block_n - 1}"
+            if start_n >= seen_by_last:
+                reject(f"{keys}, and see none of them: where does the walk end?")
+            if start_n + block_n > seen_by_first and not masked:
+                why = "which do not all exist" if start_n + block_n > seq_k else f"query {first} does not see them all"
+                reject(f"{keys} without a mask, but {why}: where does the part without a mask end?")
+            if start_n + block_n <= seen_by_first and masked:
+                reject(f"{keys} with a mask, and see all of them: this tile belongs to the part without one")
+        missing = set(range(must)) - {n for start_n, _ in visited for n in range(start_n, start_n + block_n)}
+        if missing:
+            hint = " (the walks are to be done by `walk`)" if not visited else ""
+            reject(f"{where}: the queries {first} ... {last} never meet key {min(missing)}{hint}")
+        starts = sorted(start_n for start_n, _ in visited)
+        if any(b - a < block_n for a, b in itertools.pairwise(starts)):
+            reject(f"{where}: the queries {first} ... {last} meet some keys twice, in the tiles that start at {starts}")
+    return sum(map(len, walks.values()))

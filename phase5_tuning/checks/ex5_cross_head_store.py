@@ -1,0 +1,113 @@
+"""Checks that nothing crosses from head to head, and that every element of o is stored once."""
+
+import math
+import warnings
+
+from common import make_qkv, runtime, traffic
+from common.checking import expect_verified, guarded, reject
+from common.reference import naive_attention
+from phase5_tuning.checks import FP32, INF, expect
+
+import torch
+from triton.runtime.errors import InterpreterError
+
+
+def check(answer):
+    def attention(*args, **options):
+        try:
+            return answer.attention(*args, **options)
+        except (InterpreterError, AssertionError) as error:  # raised in a kernel, or where a descriptor is made
+            root = error
+            while root.__cause__:
+                root = root.__cause__
+            why = _of_descriptor(answer)
+            if not why and ("incompatible" in str(root) or not str(root)):  # so the interpreter says it of shapes
+                why = "`load` returns, and `store` wants, (1, BLOCK, HEAD_DIM): do tiles pass through `.reshape`?"
+            if not why:
+                raise
+            reject(why)
+
+    def ask(unwritten, outside):
+        return _of_descriptor(answer) or "does a row count from the first one of its head, not of the flat matrix?"
+
+    attend = guarded(attention, ask)
+    for seq_q, seq_k, is_causal in ((70, 70, False), (33, 45, False), (45, 33, True), (64, 64, True), (1, 1, False)):
+        q, k, v = make_qkv(2, 2, seq_q, 16, seq_k=seq_k, dtype=FP32)
+        right, _, _ = naive_attention(q.double(), k.double(), v.double(), is_causal=is_causal)
+        sentence = "the first rows of every head but the first hold what the last program of the head before it stored"
+        mistakes = {
+            sentence + end: _overwritten(q, k, v, right, 32, is_causal, q_past=n)
+            for n, end in enumerate(("; it loaded zeros for them", ""))
+        }
+        what = f"o, {seq_q} queries, {seq_k} keys{', causal' if is_causal else ''}"
+        expect(what, attend(q, k, v, is_causal), right, mistakes=mistakes)
+
+    for name in ("q", "k", "v", "all"):
+        inputs = dict(zip("qkv", make_qkv(1, 3, 40, 16, seq_k=37, dtype=FP32), strict=True))
+        right = naive_attention(*(t.double() for t in inputs.values()))[0][:, 1]
+        for n in "qkv" if name == "all" else name:
+            inputs[n][:, (0, 2)] = float("nan")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, for rows that are NaN on purpose
+            got = attend(**inputs)[:, 1]
+        if got.isnan().any():
+            row = int(got.isnan().nonzero()[0, 1])
+            reject(
+                f"NaN in {name} of the heads beside it reaches row {row} of a head: does a load, or a store of a "
+                "neighbor, cross the border? (0 * NaN is NaN, so a mask on S does not help)"
+            )
+        expect(f"o beside heads with NaN in {name}", got, right, mistakes={})
+
+    if runtime.INTERPRETED:  # a program that stores a neighbor's rows, right or not, is in a race with it
+        q, k, v = make_qkv(2, 3, 45, 32, seq_k=40)
+        with traffic.measure(q=q) as moved:
+            o = answer.attention(q, k, v)
+        if moved.stored != o.nbytes:
+            reject(
+                f"o has {o.nbytes} bytes, {moved.stored} are stored: some rows are stored twice, by two programs, and "
+                "on a GPU it is open which one comes last"
+            )
+        if moved.loaded_from["q"] != q.nbytes:
+            reject(f"q has {q.nbytes} bytes, {moved.loaded_from['q']} are loaded: a tile reaches into the next head")
+    for seq_q, seq_k in ((100, 77), (64, 128), (17, 70)):
+
+        def repaired(q, k, v, *, is_causal, scale, enable_gqa):
+            return attention(q, k, v, is_causal, scale, block_m=64, block_n=16)
+
+        for is_causal in (False, True):
+            inputs = make_qkv(1, 3, seq_q, 32, seq_k=seq_k)
+            expect_verified(f"{seq_q} queries, {seq_k} keys", guarded(repaired), *inputs, is_causal=is_causal)
+    return "eight pairs of lengths, full and causal; NaN in neighbors stays there; every element of o is stored once"
+
+
+def _of_descriptor(answer):
+    """What is wrong with `describe`; "" if nothing is."""
+    for block in (32, 16):
+        t = make_qkv(2, 3, 40, 16, dtype=FP32)[0]
+        try:
+            made = answer.describe(t, block)
+        except AssertionError:
+            return "`describe`: the box has three axes, (batch * heads, seq, head_dim), and so has a block, of one head"
+        if made.base.untyped_storage().data_ptr() != t.untyped_storage().data_ptr():
+            return "`describe`: the descriptor must describe t itself; what is stored in a copy is lost"
+        sides = tuple(made.shape), tuple(made.block_shape)
+        if len(made.shape) == 3 and sides != ((6, 40, 16), (1, block, 16)):
+            return f"`describe`: box and block are {sides} for t {tuple(t.shape)} and tiles of {block} rows"
+    return ""
+
+
+def _overwritten(q, k, v, right, block, is_causal, *, q_past):
+    """o when the last tile of every head is stored last, and whole, into the flat matrix; its rows past the end come
+    from q times q_past."""
+    (seq, head_dim), seq_k = q.shape[2:], k.shape[2]
+    flat_q, o = (t.double().reshape(-1, head_dim) for t in (q, right.clone()))
+    start = (seq - 1) // block * block
+    i, j = start + torch.arange(block, device=q.device)[:, None], torch.arange(seq_k, device=q.device)
+    for head, (k1, v1) in enumerate(zip(k.double().flatten(0, 1), v.double().flatten(0, 1), strict=True)):
+        rows = slice(head * seq + start, min(len(o), head * seq + start + block))
+        s = flat_q[rows] @ k1.T / math.sqrt(head_dim)
+        s[seq - start :] *= q_past
+        if is_causal:
+            s = s.masked_fill((j > i)[: len(s)], -INF)
+        o[rows] = torch.softmax(s, dim=-1) @ v1
+    return o.view(right.shape)
