@@ -1,10 +1,11 @@
 """The child's side of a check: `python -m common.checking FOLDER EXERCISE FILE VERDICT`.
 
-Loads an answer, gives it to the check of the same name in FOLDER/checks.py, and writes one JSON object to the file
-VERDICT: kind, message, and whether there is a GPU. A check is a function of the answer's module; it returns a few words
-on what was verified, and rejects with `reject` or with any VerificationError.
+Loads an answer, gives it to FOLDER/checks/EXERCISE.py, and writes one JSON object to the file VERDICT: kind, message,
+and whether there is a GPU. A check is a function `check` of the answer's module; it returns a few words on what was
+verified, and rejects with `reject` or with any VerificationError.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import itertools
@@ -16,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
-from common.verify import VerificationError
+from common import runtime, traffic  # before triton: runtime chooses whether kernels are compiled or interpreted
+from common.verify import VerificationError, verify_results
 
 import torch
 
@@ -68,6 +69,19 @@ def expect_close(
         f"{what}: {int(off.sum())} of {off.numel()} elements are wrong; the first: {where} is {got:.{digits}g} where "
         f"{right:.{digits}g} is right{dtypes}"
     )
+
+
+def expect_verified(what: str, fn: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> None:
+    """verify_results(...).check(), with `what` in front of its message."""
+    try:
+        verify_results(fn, q, k, v, compare_sdpa=False, **options).check()
+    except VerificationError as wrong:
+        reject(f"{what}: {wrong}")
+
+
+def counted(**tensors: torch.Tensor) -> contextlib.AbstractContextManager[traffic.Traffic | None]:
+    """traffic.measure where kernels are interpreted; otherwise None in its place."""
+    return traffic.measure(**tensors) if runtime.INTERPRETED else contextlib.nullcontext()
 
 
 def guarded(fn, ask=lambda unwritten, outside: "is every store masked, and does its pointer stand at this head?"):
@@ -164,7 +178,7 @@ def _own_frames(error: BaseException, path: Path) -> list[traceback.FrameSummary
 
 def main(folder: str, name: str, path: str, verdict: str) -> int:
     torch.set_num_threads(1)  # tensors are small
-    check = getattr(importlib.import_module(f"{folder}.checks"), name)
+    check = importlib.import_module(f"{folder}.checks.{name}").check
     found = judge(check, Path(path)) | dict(gpu=torch.cuda.is_available(), interpreted=runtime.INTERPRETED)
     Path(verdict).write_text(json.dumps(found))
     return int(found["kind"] != "passed")

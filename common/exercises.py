@@ -8,8 +8,8 @@ text: in a solution, comments mark the learner's part, and `stub_of` cuts it out
     the solution
     # end of your code
 
-An answer is checked in a child process by phaseN_x/checks.py (see common.checking), interpreted first and then, where
-there is a GPU, compiled. Imports neither torch nor a phase, so that the command line starts at once.
+An answer is checked in a child process by phaseN_x/checks/exK_name.py (see common.checking), interpreted first and
+then, where there is a GPU, compiled. Imports neither torch nor a phase, so that the command line starts at once.
 """
 
 import ast

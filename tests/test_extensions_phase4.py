@@ -6,6 +6,8 @@ from common import hardware, make_qkv, make_tensor, runtime, verify_results
 from common.inputs import KINDS
 from phase4_backward import checks
 from phase4_backward.backward import flash_attention
+from phase4_backward.checks.ex5_dropout import check_dropout
+from phase4_backward.checks.ex6_varlen import check_varlen, cumulative_lengths
 from phase4_backward.solutions import ex5_dropout, ex6_varlen
 from phase4_backward.solutions.ex5_dropout import dropout_attention, dropout_mask
 from phase4_backward.solutions.ex6_varlen import varlen_attention
@@ -16,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 DTYPES = pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)
-small_tiles = mock.patch.object(runtime, "tile_sizes", checks._small_tiles)
+small_tiles = mock.patch.object(runtime, "tile_sizes", checks.small_tiles)
 
 
 def cumulative(lengths):
-    return checks._cumulative(lengths)[0]
+    return cumulative_lengths(lengths)[0]
 
 
 # --- dropout -------------------------------------------------------------------------------------------------------
@@ -29,7 +31,7 @@ def cumulative(lengths):
 @DTYPES
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_dropout_in_the_tiles_of_its_dtype(dtype, is_causal):
-    checks.check_dropout(ex5_dropout, 1, 2, 70, 66, 40, dtype, p=0.25, seed=1, is_causal=is_causal)
+    check_dropout(ex5_dropout, 1, 2, 70, 66, 40, dtype, p=0.25, seed=1, is_causal=is_causal)
 
 
 @small_tiles
@@ -48,7 +50,7 @@ def test_dropout_in_the_tiles_of_its_dtype(dtype, is_causal):
 )
 def test_dropout_of_any_input(batch, heads, seq_q, seq_k, head_dim, dtype, layout, p, seed, is_causal):
     sizes = batch, heads, seq_q, seq_k, head_dim, dtype
-    checks.check_dropout(ex5_dropout, *sizes, p=p, seed=seed, is_causal=is_causal, layout=layout)
+    check_dropout(ex5_dropout, *sizes, p=p, seed=seed, is_causal=is_causal, layout=layout)
 
 
 def test_dropout_with_p_0_is_flash_attention():
@@ -133,13 +135,13 @@ LENGTHS = ((70, 0, 1, 130), (33, 7, 64, 90))
 @DTYPES
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_varlen_in_the_tiles_of_its_dtype(dtype, is_causal):
-    checks.check_varlen(ex6_varlen, *LENGTHS, 2, 40, dtype, is_causal=is_causal)
+    check_varlen(ex6_varlen, *LENGTHS, 2, 40, dtype, is_causal=is_causal)
 
 
 @DTYPES
 @pytest.mark.parametrize("neighbors", [float("nan"), float("inf")])
 def test_nothing_leaks_between_neighbors(dtype, neighbors):
-    checks.check_varlen(ex6_varlen, (30, 41, 30), (20, 50, 20), 2, 40, dtype, neighbors=neighbors)
+    check_varlen(ex6_varlen, (30, 41, 30), (20, 50, 20), 2, 40, dtype, neighbors=neighbors)
 
 
 @small_tiles
@@ -154,7 +156,7 @@ def test_nothing_leaks_between_neighbors(dtype, neighbors):
 )
 def test_varlen_of_any_lengths(lengths, heads, head_dim, dtype, is_causal, scale):
     lengths_q, lengths_k = (tuple(pair[n] for pair in lengths) for n in (0, 1))
-    checks.check_varlen(ex6_varlen, lengths_q, lengths_k, heads, head_dim, dtype, is_causal=is_causal, scale=scale)
+    check_varlen(ex6_varlen, lengths_q, lengths_k, heads, head_dim, dtype, is_causal=is_causal, scale=scale)
 
 
 @pytest.mark.parametrize("kind", KINDS)

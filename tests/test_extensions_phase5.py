@@ -5,7 +5,11 @@ from unittest import mock
 
 from common import hardware, make_qkv, runtime
 from common.reference import naive_attention
-from phase5_tuning import checks, tuning_forward
+from common.verify import Z_MAX
+from phase5_tuning import tuning_forward
+from phase5_tuning.checks.ex1_count_flops import executed as flops_of_the_check
+from phase5_tuning.checks.ex4_pick_tiles import BUDGET, COMPILED
+from phase5_tuning.checks.ex6_fp8 import check_quantized_attention, quantized, restored, rounding_z
 from phase5_tuning.configs import Config
 from phase5_tuning.solutions import (
     ex1_count_flops,
@@ -42,7 +46,7 @@ MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal
 )
 def test_fp8_attention_of_any_shape(batch, heads, seq_q, seq_k, head_dim, is_causal, scale, stretch):
     options = dict(is_causal=is_causal, scale=scale, stretch=stretch)
-    checks.check_quantized_attention(ex6_fp8, batch, heads, seq_q, seq_k, head_dim, **options)
+    check_quantized_attention(ex6_fp8, batch, heads, seq_q, seq_k, head_dim, **options)
 
 
 @settings(max_examples=30)
@@ -67,7 +71,7 @@ def test_quantize_rounds_by_half_a_step(seq, head_dim, dtype, exponent):
 def test_fp8_attention_takes_any_layout(layout, dtype):
     q, k, v = make_qkv(1, 2, 70, 40, seq_k=100, dtype=dtype, layout=layout)
     assert torch.equal(ex6_fp8.attention_fp8(q, k, v), ex6_fp8.attention_fp8(*(t.contiguous() for t in (q, k, v))))
-    assert checks.rounding_z(ex6_fp8.attention_fp8(q, k, v), q, k, v) < checks.Z_MAX
+    assert rounding_z(ex6_fp8.attention_fp8(q, k, v), q, k, v) < Z_MAX
 
 
 def test_fp8_attention_without_keys_or_queries():
@@ -96,10 +100,10 @@ def test_fp8_the_same_numbers_in_fp16_give_the_same_result():
 
 def test_the_measure_of_rounding_errors_sees_a_wrong_result():
     q, k, v = make_qkv(1, 1, 70, 32, dtype=torch.float32)
-    rounded = [checks.restored(*checks.quantized(t)) for t in (q, k, v)]
+    rounded = [restored(*quantized(t)) for t in (q, k, v)]
     right = naive_attention(*rounded)[0]
-    assert 0.1 < checks.rounding_z(right, q, k, v) < checks.Z_MAX
-    assert checks.rounding_z(naive_attention(*rounded[:2], 1.5 * rounded[2])[0], q, k, v) > checks.Z_MAX
+    assert 0.1 < rounding_z(right, q, k, v) < Z_MAX
+    assert rounding_z(naive_attention(*rounded[:2], 1.5 * rounded[2])[0], q, k, v) > Z_MAX
 
 
 # --- what the other checks rest on ---------------------------------------------------------------------------------
@@ -126,13 +130,13 @@ def test_the_count_of_flops_is_what_the_kernels_execute(seq_q, seq_k, head_dim, 
         attention_backward(q, k, v, o, lse, q, is_causal=is_causal, dkdv_config=dkdv, dq_config=dq)
     tiles = (32, 64), (64, 16)
     assert ex1_count_flops.executed_flops(1, 2, seq_q, seq_k, head_dim, is_causal, *tiles) == executed
-    assert checks.executed(1, 2, seq_q, seq_k, head_dim, is_causal, *tiles) == executed
+    assert flops_of_the_check(1, 2, seq_q, seq_k, head_dim, is_causal, *tiles) == executed
 
 
 @pytest.mark.skipif(triton.__version__ != "3.7.1", reason="recorded with Triton 3.7.1")
 def test_the_recorded_compiles_are_still_true():
     """A third of them, as each takes half a second or more."""
-    rows = checks.COMPILED[::3]
+    rows = COMPILED[::3]
     launches = []
     for head_dim, *config, _, _, _ in rows:
         q = torch.empty(1, 4, 512, head_dim, dtype=torch.float16, device=runtime.DEVICE)
@@ -146,8 +150,8 @@ def test_the_recorded_compiles_are_still_true():
 
 
 def test_within_the_budget_nothing_spills():
-    within = [row for row in checks.COMPILED if ex4_pick_tiles.registers(Config(*row[1:5]), row[0]) <= checks.BUDGET]
-    assert 0 < len(within) < len(checks.COMPILED)
+    within = [row for row in COMPILED if ex4_pick_tiles.registers(Config(*row[1:5]), row[0]) <= BUDGET]
+    assert 0 < len(within) < len(COMPILED)
     assert not any(spilled for *_, spilled in within)
 
 

@@ -1,7 +1,8 @@
 """Dropout and variable lengths compiled: what the interpreter cannot show."""
 
 from common import make_qkv, runtime
-from phase4_backward import checks
+from phase4_backward.checks.ex5_dropout import check_dropout
+from phase4_backward.checks.ex6_varlen import check_varlen
 from phase4_backward.solutions import ex5_dropout, ex6_varlen
 
 import pytest
@@ -19,7 +20,7 @@ MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 def test_dropout(head_dim, dtype, is_causal):
     sizes = 2, 3, 333, 300, head_dim, dtype
-    checks.check_dropout(ex5_dropout, *sizes, p=0.1, seed=2**40 + 1, is_causal=is_causal)
+    check_dropout(ex5_dropout, *sizes, p=0.1, seed=2**40 + 1, is_causal=is_causal)
 
 
 def test_the_mask_is_the_interpreters():
@@ -51,15 +52,15 @@ def test_the_share_of_kept_weights():
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 def test_varlen(head_dim, dtype, is_causal):
     lengths = (333, 0, 1, 64, 200), (300, 65, 7, 0, 333)
-    checks.check_varlen(ex6_varlen, *lengths, 3, head_dim, dtype, is_causal=is_causal)
+    check_varlen(ex6_varlen, *lengths, 3, head_dim, dtype, is_causal=is_causal)
 
 
 @DTYPES
 @pytest.mark.parametrize("neighbors", [float("nan"), float("inf")])
 def test_nothing_leaks_between_neighbors(dtype, neighbors):
-    checks.check_varlen(ex6_varlen, (300, 333, 100), (200, 300, 100), 2, 80, dtype, neighbors=neighbors)
+    check_varlen(ex6_varlen, (300, 333, 100), (200, 300, 100), 2, 80, dtype, neighbors=neighbors)
 
 
 def test_many_short_sequences():
     lengths = tuple(n % 37 for n in range(300))
-    checks.check_varlen(ex6_varlen, lengths, lengths[::-1], 2, 64, torch.float16, is_causal=True)
+    check_varlen(ex6_varlen, lengths, lengths[::-1], 2, 64, torch.float16, is_causal=True)
