@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import itertools
 import json
+import math
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -82,6 +83,35 @@ def expect_verified(what: str, fn: Callable, q: torch.Tensor, k: torch.Tensor, v
 def counted(**tensors: torch.Tensor) -> contextlib.AbstractContextManager[traffic.Traffic | None]:
     """traffic.measure where kernels are interpreted; otherwise None in its place."""
     return traffic.measure(**tensors) if runtime.INTERPRETED else contextlib.nullcontext()
+
+
+def expect(
+    what: str,
+    found: torch.Tensor,
+    right: torch.Tensor,
+    *,
+    mistakes: Mapping[str, torch.Tensor],
+    signs: Mapping[str, bool] | None = None,
+    rtol: float = 1e-4,
+    atol: float = 1e-4,
+) -> None:
+    """expect_close in fp64. A mistake is recognized if what came out is far nearer to it than to the truth.
+
+    mistakes  sentence: what the mistake gives        signs  sentence: whether what came out shows it
+    """
+    if isinstance(found, torch.Tensor) and found.shape == right.shape:
+        found = found.double()
+        if not torch.allclose(found, right, rtol=rtol, atol=atol):
+            # Of zeros alone nobody can say where they come from.
+            distances = {sentence: (found - wrong).norm().item() for sentence, wrong in mistakes.items() if wrong.any()}
+            known = {sentence: distance for sentence, distance in distances.items() if not math.isnan(distance)}
+            nearest = min(known, key=known.get, default=None)
+            if nearest and known[nearest] < 0.05 * (found - right).norm().item():
+                reject(f"{what}: {nearest}")
+            for sentence, shown in (signs or {}).items():
+                if shown:
+                    reject(f"{what}: {sentence}")
+    expect_close(what, found, right, rtol=rtol, atol=atol)
 
 
 def guarded(fn, ask=lambda unwritten, outside: "is every store masked, and does its pointer stand at this head?"):

@@ -3,9 +3,9 @@
 import itertools
 
 from common import make_qkv, make_tensor, runtime
-from common.checking import counted, expect_close, reject
+from common.checking import counted, expect, expect_close, reject
 from common.verify import E
-from phase4_backward.checks import UNWRITTEN, expect, roomy
+from phase4_backward.checks import UNWRITTEN, roomy
 
 import torch
 

@@ -3,9 +3,9 @@
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.checking import reject
+from common.checking import expect, reject
 from common.verify import UNIT_ROUNDOFF, E
-from phase4_backward.checks import expect, only_head_0, reject_report, small_tiles
+from phase4_backward.checks import only_head_0, reject_report, small_tiles
 
 import torch
 

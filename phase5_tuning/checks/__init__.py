@@ -3,25 +3,12 @@
 import math
 from collections import Counter
 
-from common.checking import expect_close, reject
+from common.checking import reject
 
 import torch
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 INF = float("inf")
-
-
-def expect(what, found, right, *, mistakes, rtol=1e-4, atol=1e-4):
-    """expect_close in fp64. A mistake is recognized if what came out is far nearer to it than to the truth."""
-    if isinstance(found, torch.Tensor) and found.shape == right.shape:
-        found = found.double()
-        if not torch.allclose(found, right, rtol=rtol, atol=atol):
-            # Of zeros alone nobody can say where they come from.
-            distances = {sentence: (found - wrong).norm().item() for sentence, wrong in mistakes.items() if wrong.any()}
-            nearest = min(distances, key=lambda sentence: distances[sentence], default=None)
-            if nearest and distances[nearest] < 0.05 * (found - right).norm().item():
-                reject(f"{what}: {nearest}")
-    expect_close(what, found, right, rtol=rtol, atol=atol)
 
 
 def expect_ints(calls):

@@ -4,9 +4,9 @@ import math
 import warnings
 
 from common import make_qkv, runtime, traffic
-from common.checking import expect_verified, guarded, reject
+from common.checking import expect, expect_verified, guarded, reject
 from common.reference import naive_attention
-from phase5_tuning.checks import FP32, INF, expect
+from phase5_tuning.checks import FP32, INF
 
 import torch
 from triton.runtime.errors import InterpreterError

@@ -4,10 +4,10 @@ import itertools
 import math
 
 from common import make_qkv, runtime
-from common.checking import reject
+from common.checking import expect, reject
 from common.reference import naive_attention
 from common.verify import UNIT_ROUNDOFF, Z_MAX, E
-from phase5_tuning.checks import BF16, FP16, FP32, INF, expect
+from phase5_tuning.checks import BF16, FP16, FP32, INF
 
 import torch
 
