@@ -1,10 +1,14 @@
 """The tuned passes compiled: every rung, every tile, and what the interpreter cannot show."""
 
 import functools
+import os
+import re
+import subprocess
+import sys
 import time
 from unittest import mock
 
-from common import make_qkv, make_tensor, runtime, verify_results
+from common import make_qkv, make_tensor, phases, runtime, verify_results
 from phase5_tuning import configs
 from phase5_tuning.attention import LAST, FlashAttention, flash_attention
 from phase5_tuning.tuning_forward import LADDER, descriptors_allowed
@@ -179,6 +183,36 @@ def test_an_unknown_gpu_is_tuned_in_less_than_20_seconds():
     print(f"tuned in {seconds:.1f} s: {measured}")
     assert seconds < 20
     verify(*make_qkv(1, 2, 300, 64), is_causal=True)
+
+
+FIRST_CALL = """
+import time
+from phase5_tuning import flash_attention
+import torch
+q, k, v = (torch.randn(4, 16, 1024, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3))
+for what in ("first", "second"):
+    begin = time.perf_counter()
+    o = flash_attention(q, k, v, is_causal=True)
+    torch.cuda.synchronize()
+    forward = time.perf_counter()
+    o.sum().backward()
+    torch.cuda.synchronize()
+    print(f"{what} call: forward {forward - begin:.3f} s, backward {time.perf_counter() - forward:.3f} s")
+"""
+
+
+def test_a_first_call_where_tiles_are_shipped_only_compiles(tmp_path):
+    if torch.cuda.get_device_capability() != configs.HOPPER:
+        pytest.skip("tiles are shipped for Hopper only")
+    env = os.environ | dict(TRITON_CACHE_DIR=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, env=env, cwd=phases.ROOT)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    first, second = ([float(x) for x in re.findall(r"([0-9.]+) s", line)] for line in done.stdout.splitlines())
+    assert sum(first) < 15
+    assert sum(second) < 0.1
+    compiled = [path.name for path in tmp_path.rglob("*.cubin")]
+    assert len(compiled) == 4, compiled  # one of each kernel
 
 
 def test_fp32_is_exact_unless_tf32_is_allowed():
