@@ -111,7 +111,7 @@ def solution(
 
 def diff(
     old: Annotated[str, typer.Argument(help="a phase, by number")],
-    new: Annotated[str, typer.Argument(help="a later phase")],
+    new: Annotated[str, typer.Argument(help="another phase")],
 ) -> None:
     """Show what one phase's kernel changed against another's, from the source as it is now."""
     from common.source import diff_texts, function_in
@@ -122,9 +122,11 @@ def diff(
             known = ", ".join(str(p.number) for p in phases.PHASES)
             console.print(f"There is no phase {name!r}; there are {known}.", markup=False, style="red")
             raise typer.Exit(2)
-    texts = [function_in(phase.module_path, phase.kernel) for phase in found]
-    for sign, phase in zip("-+", found, strict=True):
-        console.print(f"[bold]{sign} {phase.module_path.relative_to(phases.ROOT)}: {phase.kernel}[/]")
+    both = [kind for kind in found[0].kernels if kind in found[1].kernels]
+    kernels = [phase.kernels[both[0]] if both else next(iter(phase.kernels.values())) for phase in found]
+    texts = [function_in(phase.path(module), name) for phase, (module, name) in zip(found, kernels, strict=True)]
+    for sign, phase, (module, name) in zip("-+", found, kernels, strict=True):
+        console.print(f"[bold]{sign} {phase.folder}/{module}.py: {name}[/]")
     if texts[0] == texts[1]:
         console.print("They are the same.")
     for line in diff_texts(*texts).splitlines():

@@ -8,23 +8,22 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Phase:
-    """One folder of the course. `modules` verify themselves with `python -m folder.module`; `kernel`, in the first of
-    them, is the one to compare with other phases."""
+    """One folder of the course. `modules` verify themselves with `python -m folder.module`; `kernels`, as (module,
+    name), are those to compare with other phases' of the same kind."""
 
     folder: str
     title: str
     question: str
     modules: tuple[str, ...]
-    kernel: str
+    kernels: dict[str, tuple[str, str]]
     notebook: str
 
     @property
     def number(self) -> int:
         return int(self.folder.removeprefix("phase").split("_")[0])
 
-    @property
-    def module_path(self) -> Path:
-        return ROOT / self.folder / f"{self.modules[0]}.py"
+    def path(self, module: str) -> Path:
+        return ROOT / self.folder / f"{module}.py"
 
     @property
     def notebook_path(self) -> Path:
@@ -37,23 +36,23 @@ PHASES = (
         "One pass is enough",
         "Can a softmax be computed while its row streams by?",
         ("online_softmax",),
-        "_softmax_online_kernel",
+        dict(softmax=("online_softmax", "_softmax_online_kernel")),
         "softmax.ipynb",
     ),
     Phase(
         "phase2_tiling",
-        "Two walls and the way through",
+        "Attention in tiles",
         "Can both products stream with it, so that S and P never reach memory?",
         ("tiling",),
-        "_attention_tiled_kernel",
+        dict(forward=("tiling", "_attention_tiled_kernel")),
         "tiling.ipynb",
     ),
     Phase(
         "phase3_forward",
-        "A forward pass that real models can call",
+        "A forward pass that models can call",
         "What separates the minimal kernel from one that a model can use?",
         ("forward",),
-        "_attn_fwd_kernel",
+        dict(forward=("forward", "_attn_fwd_kernel")),
         "forward.ipynb",
     ),
     Phase(
@@ -61,7 +60,7 @@ PHASES = (
         "Recompute instead of remember",
         "The backward pass needs P, which was never stored. What is the least to keep?",
         ("backward",),
-        "_attn_bwd_dq_kernel",
+        dict(backward=("backward", "_attn_bwd_dq_kernel")),
         "backward.ipynb",
     ),
     Phase(
@@ -69,7 +68,10 @@ PHASES = (
         "From correct to fast, measured",
         "Where does the time go, and how close to the machine's limit can a readable kernel get?",
         ("tuning_forward", "attention"),
-        "_attn_fwd_tuned_kernel",
+        dict(
+            forward=("tuning_forward", "_attn_fwd_tuned_kernel"),
+            backward=("tuning_backward", "_attn_bwd_dq_tuned_kernel"),
+        ),
         "tuning.ipynb",
     ),
 )

@@ -44,7 +44,7 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# The interpreter does bf16 arithmetic on the raw 16-bit integers and returns garbage without a word (TRAPS 48).
+# The interpreter does bf16 arithmetic on the raw 16-bit integers and returns garbage without a word.
 # There, bf16 tensors enter the kernels as fp32 and results are rounded to bf16 once, at the end.
 KERNEL_DTYPE = {torch.bfloat16: torch.float32} if INTERPRETED else {}
 

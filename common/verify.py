@@ -13,8 +13,8 @@ sigma   the standard deviation that these roundings give when they are independe
 
 How to read z. The errors of a correct kernel behave like noise of size sigma: most elements have z below 1, and the
 worst of some thousands lies between 1 and 4. So z = 2.9 says "as good as rounding allows". Inputs that are all
-positive let errors line up and push the worst towards 6. A mistake is not noise: it moves elements by tens to
-millions of sigma.
+positive let errors line up and push the worst towards 6. A mistake is not noise: one of precision moves elements by
+ten sigma and more, one of logic by thousands to millions.
 """
 
 import itertools

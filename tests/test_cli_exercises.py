@@ -160,6 +160,7 @@ def test_diff_shows_what_changed_in_color_and_without(terminal):
     assert code == 0
     assert not re.search(r"\x1b\[[0-9;]*m", terminal.shell.before)
     assert "-    offs_d = tl.arange(0, HEAD_DIM)" in plain
+    assert "phase5_tuning/tuning_backward.py" in terminal.run("course diff 4 5")[0]  # backward with backward
     shown, code = terminal.run("course diff 2 7")
     assert code == 2
     assert "'7'" in shown

@@ -1,5 +1,7 @@
 """What the stored notebooks look like. That they run, and that marked outputs are still right, is nbval's part."""
 
+import contextlib
+import io
 import re
 
 from common.phases import PHASES, ROOT
@@ -81,6 +83,23 @@ def test_defines_no_kernel_of_ours(phase, notebook):
 
 def test_stays_small(phase):
     assert phase.notebook_path.stat().st_size < 1.5 * 2**20
+
+
+def test_shows_sources_and_exercises_as_they_are_now(phase, notebook):
+    imports, *cells = code_cells(notebook)
+    names = {}
+    exec(imports.source, names)
+    shown = 0
+    for cell in (c for c in cells if re.match(r"(show|show_diff|check)\(", c.source)):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.suppress(NameError):  # of a kernel in an earlier cell
+            displayed = eval(cell.source, names)
+            now = displayed.text if displayed else said.getvalue()
+            stored = "".join(o.get("text") or o.data["text/plain"] for o in cell.outputs)
+            being_solved = "check(" in cell.source and "as shipped" not in now
+            assert stored.strip() == now.strip() or being_solved, f"stale: common.notebooks --store {phase.folder}"
+            shown += 1
+    assert shown >= 5
 
 
 def test_output_is_narrow_enough_to_read(notebook):

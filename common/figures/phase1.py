@@ -50,7 +50,13 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
         ax.axhline(capacity, color=INK, lw=1, ls=":")
         ax.text(500, capacity * (1.06 if side == "bottom" else 0.94), name, size=8, va=side, color=INK)
     here = batch * heads * 8192**2 * size / 1e9
-    ax.annotate(f"seq 8192: {here:.1f} GB", (8192, here), (11000, here / 3.2), size=9, arrowprops=dict(arrowstyle="-"))
+    ax.annotate(
+        f"seq 8192: {here:.1f} GB = {here * 1e9 / 2**30:.0f} GiB",
+        (8192, here),
+        (11000, here / 3.2),
+        size=9,
+        arrowprops=dict(arrowstyle="-"),
+    )
     ax.text(65536 * 1.1, s[-1], "S", va="center", color=INK, weight="bold")
     ax.text(65536 * 1.1, qkvo[-1], "Q, K, V, O", va="center", color=style.COLORS["q"], weight="bold")
     ax.set_xticks(seq, [f"{int(n)}" for n in seq])
