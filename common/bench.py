@@ -34,12 +34,16 @@ def attention_flops(batch: int, heads: int, seq_q: int, seq_k: int, head_dim: in
 
 
 class Timing(NamedTuple):
-    """Milliseconds of a call: median, fastest and slowest on the GPU, and the least that the host took to queue it."""
+    """Milliseconds of a call: median, fastest and slowest on the GPU, and the least that the host took to queue it.
+
+    late: the host could not be in time, so that the GPU's times hold waiting for it.
+    """
 
     median: float
     fastest: float
     slowest: float
     host: float
+    late: bool = False
 
 
 def time_ms(fn: Callable[[], object], *, warmup_ms: int = 50, repeat_ms: int = 200) -> Timing:
@@ -47,7 +51,8 @@ def time_ms(fn: Callable[[], object], *, warmup_ms: int = 50, repeat_ms: int = 2
 
     Before each call the L2 cache is overwritten, so that the call finds its inputs in memory; and as often as it takes
     the host to queue the whole call meanwhile: else the GPU would wait for Python in the middle of it, and the time
-    would be Python's. A call for which the host was late does not count (unless they all were).
+    would be Python's. A call for which the host was late all the same does not count, unless it always is: because it
+    takes longer than 64 overwrites (4 ms on an H200), or waits for the GPU itself.
     Raises RuntimeError where kernels are interpreted: the interpreter's time says nothing about a GPU.
     """
     if runtime.DEVICE != "cuda":
@@ -55,8 +60,9 @@ def time_ms(fn: Callable[[], object], *, warmup_ms: int = 50, repeat_ms: int = 2
     cache = torch.empty(2**28, dtype=torch.uint8, device="cuda")
 
     def queued(n, overwrites):
-        """n calls, one behind the other: milliseconds on the GPU and on the host, and if the host was in time."""
+        """n calls, one behind the other: milliseconds on the GPU, on the host, if the host was late; and of a turn."""
         calls = []
+        first = time.perf_counter()
         for _ in range(n):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             for _ in range(overwrites):
@@ -66,39 +72,41 @@ def time_ms(fn: Callable[[], object], *, warmup_ms: int = 50, repeat_ms: int = 2
             fn()
             host = 1e3 * (time.perf_counter() - begin)
             end.record()
-            calls.append((start, end, host, not start.query()))  # in time: the GPU has not begun when all is queued
+            calls.append((start, end, host, start.query()))  # late: the GPU has begun before all is queued
         torch.cuda.synchronize()
-        return [(start.elapsed_time(end), host, in_time) for start, end, host, in_time in calls]
+        turn = 1e3 * (time.perf_counter() - first) / max(n, 1)
+        return [(start.elapsed_time(end), host, late) for start, end, host, late in calls], turn
 
     queued(1, 1)  # compiles, if need be
-    overwrites = 1
-    while True:
-        begin = time.perf_counter()
-        calls = queued(5, overwrites)
-        period = 1e3 * (time.perf_counter() - begin) / len(calls)
-        if overwrites == 64 or sum(in_time for *_, in_time in calls) >= 4:
+    overwrites, always_late = 1, False
+    calls, turn = queued(5, overwrites)
+    while sum(late for *_, late in calls) > 1:
+        always_late = overwrites == 64 or turn > 100
+        overwrites = 1 if always_late else 2 * overwrites
+        calls, turn = queued(5, overwrites)
+        if always_late:
             break
-        overwrites *= 2
-    queued(int(warmup_ms / period), overwrites)
-    calls = queued(max(3, int(repeat_ms / period)), overwrites)
-    times = [ms for ms, _, in_time in calls if in_time] or [ms for ms, *_ in calls]
-    return Timing(statistics.median(times), min(times), max(times), min(host for _, host, _ in calls))
+    queued(int(warmup_ms / turn), overwrites)
+    calls, _ = queued(max(3, int(repeat_ms / turn)), overwrites)
+    times = [ms for ms, _, late in calls if not late or always_late] or [ms for ms, *_ in calls]
+    return Timing(statistics.median(times), min(times), max(times), min(host for _, host, _ in calls), always_late)
 
 
 def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **case) -> list[dict]:
     """Time every provider on one case, in the same run. Each row holds the case, the provider and its times.
 
-    rounds: how many turns each provider gets, from another provider on each time; "ms" is the median of the turns'
-    medians, "host_ms" the least that the host took to queue a call. A GPU that has worked for a second runs slower than
-    one that has rested, and so does one that the provider before has heated; by taking turns, providers meet it in
-    several states.
+    rounds: how many turns each provider gets, every second time in the opposite order; "ms" is the median of the turns'
+    medians, "host_ms" the least that the host took to queue a call ("late": and the GPU's time holds waiting for it). A
+    GPU that has worked for a second runs slower than one that has rested, and so does one that the provider before has
+    heated; by taking turns, providers meet it in several states.
     Out of memory and unsupported calls are recorded as such ("note"), not left out.
     """
     times, notes = {provider: [] for provider in providers}, {}
     names = list(providers)
     for turn in range(rounds):
         first = turn * len(names) // rounds
-        for provider in [p for p in names[first:] + names[:first] if p not in notes]:
+        order = (names[first:] + names[:first])[:: -1 if turn % 2 else 1]
+        for provider in [p for p in order if p not in notes]:
             try:
                 timing = time_ms(providers[provider], warmup_ms=50 // rounds, repeat_ms=200 // rounds)
                 times[provider].append(timing)
@@ -112,8 +120,9 @@ def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **ca
         if provider in notes:
             row["note"] = notes[provider]
         else:
-            medians, fastest, slowest, host = zip(*times[provider], strict=True)
+            medians, fastest, slowest, host, late = zip(*times[provider], strict=True)
             row |= dict(ms=statistics.median(medians), ms_min=min(fastest), ms_max=max(slowest), host_ms=min(host))
+            row |= dict(late=True) if any(late) else {}
         rows.append(row)
         print("  ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
     return rows

@@ -1,5 +1,6 @@
 """Records of GPU runs: complete, and of the kernels as they are now."""
 
+import contextlib
 import importlib
 import json
 import sys
@@ -157,6 +158,16 @@ class SimulatedGpu:
         return mock.Mock(zero_=lambda: self.queue(5e-6, 60e-6))
 
 
+def simulated(gpu):
+    """Patches that let bench.time_ms run on a simulated GPU."""
+    patches = contextlib.ExitStack()
+    patches.enter_context(mock.patch.object(bench.runtime, "DEVICE", "cuda"))
+    patches.enter_context(mock.patch.multiple(bench.time, perf_counter=gpu.clock))
+    patches.enter_context(mock.patch.multiple(bench.torch, empty=gpu.empty))
+    patches.enter_context(mock.patch.multiple(bench.torch.cuda, Event=gpu.event, synchronize=gpu.synchronize))
+    return patches
+
+
 @pytest.mark.parametrize(("on_host", "on_gpu"), [(1e-5, 1e-3), (1e-3, 1e-3), (1e-3, 1e-5), (0.0, 1e-6)])
 def test_time_is_the_gpus_however_long_the_host_takes(on_host, on_gpu):
     gpu = SimulatedGpu()
@@ -165,17 +176,30 @@ def test_time_is_the_gpus_however_long_the_host_takes(on_host, on_gpu):
         gpu.queue(on_host / 2, on_gpu / 2)
         gpu.queue(on_host / 2, on_gpu / 2)
 
-    with (
-        mock.patch.object(bench.runtime, "DEVICE", "cuda"),
-        mock.patch.multiple(bench.time, perf_counter=gpu.clock),
-        mock.patch.multiple(bench.torch, empty=gpu.empty),
-        mock.patch.multiple(bench.torch.cuda, Event=gpu.event, synchronize=gpu.synchronize),
-    ):
+    with simulated(gpu):
         timing = bench.time_ms(two_kernels)
-        waiting = bench.time_ms(lambda: (two_kernels(), gpu.synchronize()))
     assert timing.median == pytest.approx(1e3 * on_gpu)
     assert timing.host == pytest.approx(1e3 * on_host)
-    assert waiting.median >= 0.999e3 * on_gpu  # the host is never in time, and yet there is an answer
+    assert not timing.late
+
+
+@pytest.mark.parametrize("on_gpu", [1e-4, 1.0])
+@pytest.mark.parametrize("on_host", [1e-4, 5e-3, 1.0])
+def test_a_host_that_cannot_be_in_time_is_told(on_host, on_gpu):
+    gpu, calls = SimulatedGpu(), []
+
+    def waits():
+        calls.append(gpu.now)
+        gpu.queue(on_host, on_gpu)
+        gpu.synchronize()
+        gpu.queue(on_host, on_gpu)
+
+    with simulated(gpu):
+        timing = bench.time_ms(waits)
+    assert timing.late
+    assert 2e3 * on_gpu + 1e3 * on_host <= timing.median <= 1.01e3 * (2 * on_gpu + 2 * on_host)
+    assert timing.host >= 2e3 * on_host
+    assert len(calls) < 20 or on_host + on_gpu < 0.1, "long calls are not repeated in vain"
 
 
 def test_the_interpreter_is_never_timed():
