@@ -197,8 +197,8 @@ def test_a_host_that_cannot_be_in_time_is_told(on_host, on_gpu):
     with simulated(gpu):
         timing = bench.time_ms(waits)
     assert timing.late
-    assert 2e3 * on_gpu + 1e3 * on_host <= timing.median <= 1.01e3 * (2 * on_gpu + 2 * on_host)
-    assert timing.host >= 2e3 * on_host
+    assert 0.99e3 * (2 * on_gpu + on_host) <= timing.median <= 1.01e3 * (2 * on_gpu + 2 * on_host)
+    assert timing.host >= 1.99e3 * on_host
     assert len(calls) < 20 or on_host + on_gpu < 0.1, "long calls are not repeated in vain"
 
 
