@@ -70,7 +70,7 @@ def as_sdpa_takes(q, k, v) -> list:
             device = t.device.type
             if t.dtype in DTYPES and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
                 t = t.to(torch.get_autocast_dtype(device))
-            if any(t is other for other in made):
+            if t.layout == torch.strided and any(t is other for other in made):
                 t = t.view_as(t)
         made.append(t)
     return made

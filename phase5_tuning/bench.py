@@ -43,7 +43,7 @@ TITLE = "TFLOP/s, medians (*: one call after the other, the GPU waits for the ho
 
 
 def naive(q, k, v, is_causal):
-    """Attention as one writes it: S and P in memory."""
+    """Attention as one writes it: S and P in memory, and the mask made anew in every call."""
     s = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
     if is_causal:
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), float("-inf"))

@@ -364,6 +364,9 @@ def test_trap47_neither_autocast_nor_one_tensor_given_twice_hides_a_wrong_type(f
             fn([1], k, v)
     with pytest.raises(TypeError, match=r"k: expected a torch.Tensor, got NoneType"):
         fn(q, None, None)
+    sparse = k.to_sparse()
+    with pytest.raises(TypeError, match=r"k: expected a dense \(strided\) tensor"):
+        fn(q, sparse, sparse)
 
 
 def test_trap45_autocast_casts_as_for_sdpa():
