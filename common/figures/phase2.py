@@ -209,9 +209,9 @@ def missing_rescale(alpha: np.ndarray, error: np.ndarray, block_n: int) -> None:
     tiles = np.arange(1, len(alpha))
     left.set_xticks(tiles - 1, [f"{j * block_n}.." for j in tiles])
     left.set(xlabel="tile of keys, by its first key", ylabel="query row (sorted)")
-    left.set_title("alpha = exp(m - m'): white = the maximum did not move")
+    left.set_title("alpha (white: the maximum did not move)")
     bar = plt.colorbar(image, ax=left)
-    bar.ax.set_title("alpha", size=9)
+    bar.ax.set_title("alpha", size=9, loc="left", weight="normal")
     rows = np.arange(len(order))
     wrong = grew.any(axis=0)[order]
     right.plot(error[order][~wrong], rows[~wrong], "o", ms=4, color=COLORS["good"])
