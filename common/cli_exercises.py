@@ -46,8 +46,7 @@ def overview() -> None:
 def next_task(name: Name = "") -> None:
     """Show the next exercise, or another one: its task, its file, and where the notebook explains it."""
     exercise = _chosen(name)
-    console.print(f"[bold]{exercise.number}  {exercise.title}[/]")
-    console.print(f"[dim]{exercise.phase.folder}/{exercise.phase.notebook}, section {exercise.section}[/]\n")
+    console.print(f"[bold]{exercise.number}  {exercise.title}[/]\n")
     _print_task(exercise.task.split("\n", 1)[-1].strip())
     console.print(f"Your file:  [bold]{exercise.file}[/]")
     console.print(f"Then:       [bold]course check {exercise.number}[/]  (stuck? course hint)")

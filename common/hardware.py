@@ -80,6 +80,7 @@ class Compiled:
     instructions: dict[str, int] = field(default_factory=dict)
     assembly: str = ""  # PTX, or AMD assembly
     sass: str = ""  # NVIDIA machine code, on request
+    serialized: bool = False  # ptxas lets each wgmma wait for the one before, as it does not trust their accumulators
     error: str | None = None
 
     @property
@@ -93,7 +94,7 @@ class Compiled:
         counts = ", ".join(f"{n} {what}" for what, n in self.instructions.items() if n)
         return (
             f"{self.kernel} for {self.target}: {self.registers} registers, {self.spills} B spilled, "
-            f"{self.shared / 1024:.1f} KiB shared memory; {counts}"
+            f"{self.shared / 1024:.1f} KiB shared memory; {counts}{' (serialized)' if self.serialized else ''}"
         )
 
 
@@ -228,8 +229,10 @@ def _compile(launch: dict, target: str, sass: bool) -> Compiled:
         return Compiled(name, target, shared, registers, spills, counts, assembly)
     usage = _cuobjdump(made.asm["cubin"], "-res-usage")
     registers, stack_bytes = int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"STACK:(\d+)", usage)[1])
-    text = _cuobjdump(made.asm["cubin"], "-sass") if sass else ""
-    return Compiled(name, target, shared, registers, stack_bytes, counts, assembly, text)
+    text = _cuobjdump(made.asm["cubin"], "-sass") if sass or counts["wgmma"] else ""
+    # One group of products that run on their own is opened in PTX by wgmma.fence, in machine code by ARRIVE.
+    serialized = text.count("WARPGROUP.ARRIVE") > assembly.count("wgmma.fence")
+    return Compiled(name, target, shared, registers, stack_bytes, counts, assembly, text if sass else "", serialized)
 
 
 def _cuobjdump(cubin: bytes, flag: str) -> str:
