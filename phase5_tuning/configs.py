@@ -1,20 +1,19 @@
 """Which tiles, how many warps, how many stages: few candidates, chosen by measurement once for a GPU, then remembered.
 
-    config = choose("forward", launch, head_dim=64, dtype=torch.float16, is_causal=True, tma=True, rung=rung)
+    config = choose("forward", launch, logits=4096**2, head_dim=64, dtype=q.dtype, is_causal=True, tma=True, rung=rung)
 
 For GPUs that were measured the choice is shipped (CHOSEN), so that a first call costs nothing; on any other, the
-candidates are timed with the call at hand. A candidate that the GPU has too little shared memory for is passed over;
-the last one, of phases 3 and 4, fits every GPU.
+candidates are timed with the call at hand, once for short sequences and once for long ones. A candidate that the GPU
+has too little shared memory for is passed over; the last one, of phases 3 and 4, fits every GPU.
 """
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 
-from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
+from common import bench, runtime  # before triton: chooses whether kernels are compiled or interpreted
 
 import torch
-import triton
 from triton.runtime.errors import OutOfResources
 
 
@@ -72,6 +71,7 @@ CHOSEN = {
     (HOPPER, "dq", 256, True): (Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
     (HOPPER, "dq", 256, False): (Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
 }
+LONG = 1024**2  # logits of a head from which sequences count as long
 _measured = {}
 
 
@@ -96,6 +96,7 @@ def choose(
     kind: str,
     launch: Callable[[Config], object],
     *,
+    logits: int,
     head_dim: int,
     dtype: torch.dtype,
     is_causal: bool,
@@ -104,7 +105,7 @@ def choose(
 ) -> Config:
     """The config for a kernel ("forward", "dkdv" or "dq"), so that launch(config) can run it.
 
-    tma: tiles are fetched by descriptors. rung: what is measured for one does not count for another.
+    logits: seq_q seq_k. tma: tiles are fetched by descriptors. What is measured for a rung counts for no other.
 
     Interpreted, and while a CUDA graph is being captured on a GPU that is not known, nothing is measured: the last one
     is taken, which fits everywhere.
@@ -113,7 +114,7 @@ def choose(
     if runtime.DEVICE != "cuda" or len(found) == 1:
         return found[-1]
     device = torch.cuda.current_device()
-    case = device, dtype, kind, padded(head_dim), is_causal, tma, rung
+    case = device, dtype, kind, padded(head_dim), is_causal, tma, rung, logits >= LONG
     known = _measured.get(case)
     if torch.version.hip is None:  # AMD counts its generations in the same numbers
         full_and_causal = CHOSEN.get((capability(device), kind, max(64, padded(head_dim)), tma))
@@ -129,8 +130,7 @@ def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
     times = {}
     for config in found:
         try:
-            launch(config)
-            times[config] = triton.testing.do_bench(lambda: launch(config), warmup=10, rep=40)  # noqa: B023
+            times[config] = bench.time_ms(lambda: launch(config), warmup_ms=10, repeat_ms=40).median  # noqa: B023
         except OutOfResources:
             continue
     if not times:

@@ -261,8 +261,8 @@ def attention_backward(
             BLOCK_M=64, BASE2=base2, HAS_DLSE=dlse is not None, **head,
         )  # fmt: skip
         if needs_kv:
-            launch_dkdv(dkdv_config or pick("dkdv", launch_dkdv, rung, head_dim, q.dtype, is_causal, tma))
+            launch_dkdv(dkdv_config or pick("dkdv", launch_dkdv, rung, q, k, is_causal, tma))
         if needs_q:
-            launch_dq(dq_config or pick("dq", launch_dq, rung, head_dim, q.dtype, is_causal, tma))
+            launch_dq(dq_config or pick("dq", launch_dq, rung, q, k, is_causal, tma))
     dq = dq_out.to(dq.dtype) if needs_q else None
     return dq, *((dk_out.to(dk.dtype), dv_out.to(dv.dtype)) if needs_kv else (None, None))

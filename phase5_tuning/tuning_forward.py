@@ -196,15 +196,17 @@ def attention_forward(
         )  # fmt: skip
 
     with runtime.on_device_of(q):
-        launch(config or pick("forward", launch, rung, head_dim, q.dtype, is_causal, tma))
+        launch(config or pick("forward", launch, rung, q, k, is_causal, tma))
     return out.to(o.dtype), lse
 
 
-def pick(kind, launch, rung, head_dim, dtype, is_causal, tma) -> configs.Config:
+def pick(kind, launch, rung, q, k, is_causal, tma) -> configs.Config:
     """The config of a rung: chosen by measurement from the second on."""
+    case = dict(head_dim=q.shape[3], dtype=q.dtype)
     if not rung.tuned:
-        return configs.plain(kind, head_dim, dtype)
-    return configs.choose(kind, launch, head_dim=head_dim, dtype=dtype, is_causal=is_causal, tma=tma, rung=rung)
+        return configs.plain(kind, **case)
+    logits = q.shape[2] * k.shape[2]
+    return configs.choose(kind, launch, logits=logits, is_causal=is_causal, tma=tma, rung=rung, **case)
 
 
 def positive_scale(q, scale):

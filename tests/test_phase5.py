@@ -170,7 +170,7 @@ def test_trap41_nothing_is_measured_on_a_cpu():
         raise AssertionError("launched")
 
     chosen = configs.choose(
-        "forward", launch, head_dim=64, dtype=torch.float16, is_causal=True, tma=True, rung=LADDER[-1]
+        "forward", launch, logits=1, head_dim=64, dtype=torch.float16, is_causal=True, tma=True, rung=LADDER[-1]
     )
     assert chosen == configs.plain("forward", 64, torch.float16)
 
@@ -184,13 +184,14 @@ def unknown_gpu():
         mock.patch.object(configs, "_measured", {}) as measured,
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
-        mock.patch.object(configs.triton.testing, "do_bench", lambda fn, **_: fn()),
+        mock.patch.object(configs.bench, "time_ms", lambda fn, **_: configs.bench.Timing(fn(), 0.0, 9.0, host=0.0)),
     ):
         yield measured
 
 
-def choose(launch, rung=LADDER[-1]):
-    return configs.choose("dkdv", launch, head_dim=64, dtype=torch.float16, is_causal=False, tma=True, rung=rung)
+def choose(launch, rung=LADDER[-1], seq=64):
+    options = dict(head_dim=64, dtype=torch.float16, is_causal=False, tma=True, rung=rung)
+    return configs.choose("dkdv", launch, logits=seq**2, **options)
 
 
 def test_trap39_the_fastest_that_fits_is_chosen_once(unknown_gpu):
@@ -211,6 +212,9 @@ def test_trap39_the_fastest_that_fits_is_chosen_once(unknown_gpu):
     assert len(unknown_gpu) == 1
     choose(launch, LADDER[1])
     assert launched  # another rung is another kernel
+    launched.clear()
+    choose(launch, seq=4096)
+    assert launched  # and what is best for 64 tokens says little about 4096
 
 
 def test_trap39_a_gpu_too_small_for_all_says_so(unknown_gpu):
