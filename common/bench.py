@@ -214,6 +214,7 @@ def main(
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n')
     print(f"wrote {path.relative_to(ROOT)} in {time.perf_counter() - start:.0f} s")
+    print(f'to see it in a notebook instead of the recorded run: bench.load("{folder}", "{args.name}")')
     return 0
 
 
