@@ -36,7 +36,7 @@ def attention_flops(batch: int, heads: int, seq_q: int, seq_k: int, head_dim: in
 class Timing(NamedTuple):
     """Milliseconds of a call: median, fastest and slowest on the GPU, and the least that the host took to queue it.
 
-    late: the host could not be in time, so that the GPU's times hold waiting for it.
+    late: the host never was in time, so that the GPU's times include waiting for it.
     """
 
     median: float
@@ -77,28 +77,33 @@ def time_ms(fn: Callable[[], object], *, warmup_ms: int = 50, repeat_ms: int = 2
         turn = 1e3 * (time.perf_counter() - first) / max(n, 1)
         return [(start.elapsed_time(end), host, late) for start, end, host, late in calls], turn
 
+    def too_late(calls):
+        return sum(late for *_, late in calls) > 1  # the first has nothing before it but the overwrites
+
     queued(1, 1)  # compiles, if need be
-    overwrites, always_late = 1, False
+    overwrites = 1
     calls, turn = queued(5, overwrites)
-    while sum(late for *_, late in calls) > 1:
-        always_late = overwrites == 64 or turn > 100
-        overwrites = 1 if always_late else 2 * overwrites
+    while too_late(calls) and overwrites < 64 and turn < 100:
+        overwrites *= 2
         calls, turn = queued(5, overwrites)
-        if always_late:
-            break
+    if too_late(calls):  # more of them would not help
+        overwrites = 1
+        _, turn = queued(5, overwrites)
     queued(int(warmup_ms / turn), overwrites)
     calls, _ = queued(max(3, int(repeat_ms / turn)), overwrites)
-    times = [ms for ms, _, late in calls if not late or always_late] or [ms for ms, *_ in calls]
-    return Timing(statistics.median(times), min(times), max(times), min(host for _, host, _ in calls), always_late)
+    in_time = [ms for ms, _, late in calls if not late]
+    times = in_time or [ms for ms, *_ in calls]
+    host = min(host for _, host, _ in calls)
+    return Timing(statistics.median(times), min(times), max(times), host, late=not in_time)
 
 
 def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **case) -> list[dict]:
     """Time every provider on one case, in the same run. Each row holds the case, the provider and its times.
 
     rounds: how many turns each provider gets, every second time in the opposite order; "ms" is the median of the turns'
-    medians, "host_ms" the least that the host took to queue a call ("late": and the GPU's time holds waiting for it). A
-    GPU that has worked for a second runs slower than one that has rested, and so does one that the provider before has
-    heated; by taking turns, providers meet it in several states.
+    medians, "host_ms" the least that the host took to queue a call ("late": and the GPU's time includes waiting for
+    it). A GPU that has worked for a second runs slower than one that has rested, and so does one that the provider
+    before has heated; by taking turns, providers meet it in several states.
     Out of memory and unsupported calls are recorded as such ("note"), not left out.
     """
     times, notes = {provider: [] for provider in providers}, {}
