@@ -134,7 +134,8 @@ def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
         except OutOfResources:
             continue
     if not times:
-        raise RuntimeError("no tile of this kernel fits the GPU's shared memory")
+        tried = ", ".join(f"{c.BLOCK_M} x {c.BLOCK_N}" for c in found)
+        raise RuntimeError(f"no tile fits this GPU's shared memory (tried {tried}); a smaller head_dim needs less")
     return min(times, key=times.get)
 
 
