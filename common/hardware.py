@@ -244,5 +244,6 @@ def _cuobjdump(cubin: bytes, flag: str) -> str:
 
 
 if __name__ == "__main__":
-    results = [asdict(_compile(**job)) for job in json.load(sys.stdin)]
+    with contextlib.redirect_stdout(sys.stderr):  # where Triton prints a program that ptxas refuses
+        results = [asdict(_compile(**job)) for job in json.load(sys.stdin)]
     json.dump(results, sys.stdout)
