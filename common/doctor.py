@@ -32,14 +32,19 @@ def check_python() -> Finding:
     return Finding("system", OK, found)
 
 
+def interpreter_fails() -> bool:
+    """True for Triton 3.6 with NumPy 2.4 or later, which no longer takes an array of one element for a number."""
+    return version("triton").startswith("3.6") and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4)
+
+
 def check_versions() -> Finding:
     try:
         torch, triton, numpy = (version(name) for name in ("torch", "triton", "numpy"))
     except PackageNotFoundError as missing:
         return Finding("versions", PROBLEM, f"{missing.name} is not installed", "run make course, which installs it")
     found = f"torch {torch}, triton {triton}, numpy {numpy}"
-    if triton.startswith("3.6") and tuple(map(int, numpy.split(".")[:2])) >= (2, 4):
-        todo = "triton 3.6's interpreter fails with numpy 2.4 and newer: use a GPU, or pip install -r requirements.txt"
+    if interpreter_fails():
+        todo = "triton 3.6 checks no exercises with numpy 2.4 and newer: pip install -r requirements.txt"
         return Finding("versions", NOTE, found, todo)
     wanted = PAIRS.get(".".join(torch.split(".")[:2]))
     if wanted != triton:

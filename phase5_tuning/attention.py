@@ -156,10 +156,9 @@ def cases():
             yield case(f"rung: {rung.name}", 2, 2, 70, 64, seq_k=100, rung=rung, is_causal=is_causal)
     for head_dim in (64, 128, 256):
         for dkdv, dq in zip_longest(*(configs.CANDIDATES[kind][head_dim] for kind in ("dkdv", "dq"))):
-            tiles = dict(forward=configs.CANDIDATES["forward"][head_dim][0], dkdv=dkdv, dq=dq or dkdv)
-            what = (
-                f"head_dim {head_dim}, tiles {dkdv.BLOCK_M}x{dkdv.BLOCK_N}, {tiles['dq'].BLOCK_M}x{tiles['dq'].BLOCK_N}"
-            )
+            dkdv, dq = dkdv or dq, dq or dkdv
+            tiles = dict(forward=configs.CANDIDATES["forward"][head_dim][0], dkdv=dkdv, dq=dq)
+            what = f"head_dim {head_dim}, tiles {dkdv.BLOCK_M}x{dkdv.BLOCK_N}, {dq.BLOCK_M}x{dq.BLOCK_N}"
             yield case(what, 1, 2, 150, head_dim, seq_k=140, tiles=tiles, is_causal=True)
     for dtype in runtime.DTYPES:
         yield case("ragged, causal", 2, 2, 70, 64, seq_k=100, dtype=dtype, is_causal=True)

@@ -34,18 +34,18 @@ class Config:
 CANDIDATES = {
     "forward": {
         64: [Config(64, 128, 4, 2), Config(64, 128, 4, 1), Config(128, 64, 4, 3)],
-        128: [Config(64, 128, 4, 1), Config(128, 64, 4, 2), Config(64, 64, 4, 3), Config(128, 128, 8, 2)],
-        256: [Config(128, 64, 8, 2), Config(64, 64, 4, 1)],
+        128: [Config(64, 128, 4, 1), Config(128, 64, 4, 2), Config(64, 64, 4, 3), Config(128, 64, 8, 3)],
+        256: [Config(64, 128, 4, 1), Config(128, 64, 8, 2)],
     },
     "dkdv": {
-        64: [Config(64, 64, 4, 3), Config(128, 64, 4, 2), Config(64, 64, 4, 2)],
-        128: [Config(64, 64, 4, 2), Config(64, 128, 8, 3)],
+        64: [Config(64, 64, 4, 2), Config(64, 64, 4, 3), Config(128, 64, 4, 2)],
+        128: [Config(64, 64, 4, 2), Config(64, 128, 8, 2)],
         256: [Config(64, 64, 8, 2), Config(64, 32, 4, 1)],
     },
     "dq": {
-        64: [Config(128, 64, 8, 3), Config(64, 64, 4, 2)],
-        128: [Config(128, 64, 8, 3), Config(64, 64, 4, 2)],
-        256: [Config(64, 32, 4, 1), Config(64, 64, 8, 2)],
+        64: [Config(64, 64, 4, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 3)],
+        128: [Config(64, 64, 4, 2), Config(128, 64, 8, 3)],
+        256: [Config(128, 64, 8, 1), Config(128, 32, 8, 2), Config(64, 32, 4, 1)],
     },
 }
 HOPPER = (9, 0)  # compute capability of H100 and H200
@@ -53,23 +53,23 @@ HOPPER = (9, 0)  # compute capability of H100 and H200
 # whether descriptors fetch tiles.
 CHOSEN = {
     (HOPPER, "forward", 64, True): (Config(64, 128, 4, 1), Config(64, 128, 4, 2)),
-    (HOPPER, "forward", 64, False): (Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
+    (HOPPER, "forward", 64, False): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
     (HOPPER, "forward", 128, True): (Config(64, 128, 4, 1), Config(64, 128, 4, 1)),
-    (HOPPER, "forward", 128, False): (Config(128, 128, 8, 2), Config(128, 128, 8, 2)),
-    (HOPPER, "forward", 256, True): (Config(128, 64, 8, 2), Config(64, 64, 4, 1)),
+    (HOPPER, "forward", 128, False): (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
+    (HOPPER, "forward", 256, True): (Config(64, 128, 4, 1), Config(64, 128, 4, 1)),
     (HOPPER, "forward", 256, False): (Config(128, 64, 8, 2), Config(128, 64, 8, 2)),
-    (HOPPER, "dkdv", 64, True): (Config(64, 64, 4, 3), Config(128, 64, 4, 2)),
+    (HOPPER, "dkdv", 64, True): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
     (HOPPER, "dkdv", 64, False): (Config(128, 64, 4, 2), Config(64, 64, 4, 3)),
     (HOPPER, "dkdv", 128, True): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
     (HOPPER, "dkdv", 128, False): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
     (HOPPER, "dkdv", 256, True): (Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
     (HOPPER, "dkdv", 256, False): (Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
-    (HOPPER, "dq", 64, True): (Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
-    (HOPPER, "dq", 64, False): (Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
-    (HOPPER, "dq", 128, True): (Config(128, 64, 8, 3), Config(128, 64, 8, 3)),
+    (HOPPER, "dq", 64, True): (Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
+    (HOPPER, "dq", 64, False): (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
+    (HOPPER, "dq", 128, True): (Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
     (HOPPER, "dq", 128, False): (Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
-    (HOPPER, "dq", 256, True): (Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
-    (HOPPER, "dq", 256, False): (Config(64, 32, 4, 1), Config(64, 32, 4, 1)),
+    (HOPPER, "dq", 256, True): (Config(128, 64, 8, 1), Config(128, 64, 8, 1)),
+    (HOPPER, "dq", 256, False): (Config(128, 32, 8, 2), Config(128, 32, 8, 2)),
 }
 LONG = 1024**2  # logits of a head from which sequences count as long
 _measured = {}

@@ -105,7 +105,7 @@ def _attn_bwd_dkdv_tuned_kernel(
 
     Grid: (cdiv(seq_k, BLOCK_N) * batch * heads_kv,).
     New here: with TRANSPOSED, s, p, dp and ds are (BLOCK_N, BLOCK_M). Keys past the end need no mask: they are rows of
-    dK and dV that are not stored. RAGGED: seq_q is no multiple of BLOCK_M.
+    dK and dV that are not stored. RAGGED: seq_q is no multiple of BLOCK_M. Requires: seq_k <= seq_q if IS_CAUSAL.
     """
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     start_n = tl.program_id(0) % tiles_n * BLOCK_N
@@ -121,6 +121,7 @@ def _attn_bwd_dkdv_tuned_kernel(
     start = 0
     if IS_CAUSAL:  # queries before this tile's first key see none of it
         start = start_n // BLOCK_M * BLOCK_M
+    tl.assume(start < seq_q)  # ptxas may serialize the products of a loop that need not run at all
     for g in range(0, group):
         h = h_kv * group + g
         q_head, do_head = head_of(q_src, stride_q, b, h, TMA), head_of(do_src, stride_do, b, h, TMA)
@@ -185,6 +186,7 @@ def _attn_bwd_dq_tuned_kernel(
     if IS_CAUSAL:
         end_n = tl.minimum(seq_k, start_m + BLOCK_M)
         full_n = tl.minimum(full_n, start_m // BLOCK_N * BLOCK_N)
+    tl.assume(end_n > 0)
     for start_n in range(0, end_n, BLOCK_N):
         k = load_tile(k_head, stride_k, b, h // group, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
@@ -232,7 +234,8 @@ def attention_backward(
     base2 = in_base_2(rung, scale)
     tma = rung.tma and descriptors_allowed(q, k, v, do)
     strides = q.stride(), k.stride(), v.stride(), do.stride()
-    sizes = heads_q // heads_kv, seq_q, seq_k, scale * (LOG2E.value if base2 else 1.0)
+    seen_k = min(seq_k, seq_q) if is_causal else seq_k  # keys past the last query are seen by nobody
+    sizes = heads_q // heads_kv, seq_q, seen_k, scale * (LOG2E.value if base2 else 1.0)
     head = dict(HEAD_DIM=head_dim, BLOCK_D=configs.padded(head_dim))
     flags = dict(IS_CAUSAL=is_causal, BASE2=base2, TMA=tma, PRECISION=precision(q.dtype), **head)
 
@@ -241,7 +244,7 @@ def attention_backward(
         return [descriptor(t, block) if tma else t for t, block in ((q, m), (k, n), (v, n), (do, m))]
 
     def launch_dkdv(config):
-        _attn_bwd_dkdv_tuned_kernel[(cdiv(seq_k, config.BLOCK_N) * batch * heads_kv,)](
+        _attn_bwd_dkdv_tuned_kernel[(cdiv(seen_k, config.BLOCK_N) * batch * heads_kv,)](
             *sources(config), row_lse, delta, dk_out, dv_out, *strides, dk_out.stride(), dv_out.stride(),
             heads_kv, *sizes, scale, TRANSPOSED=rung.transposed, RAGGED=seq_q % config.BLOCK_M != 0,
             **flags, **config.options(),
@@ -252,7 +255,7 @@ def attention_backward(
         _attn_bwd_dq_tuned_kernel[(tiles * batch * heads_q,)](
             *sources(config), row_lse, delta, dq_out, *strides, dq_out.stride(),
             heads_q, *sizes, sign * scale, *order(tiles, is_causal and rung.heavy_first),
-            MASK=masked_tiles(rung, is_causal, seq_k % config.BLOCK_N), **flags, **config.options(),
+            MASK=masked_tiles(rung, is_causal, seen_k % config.BLOCK_N), **flags, **config.options(),
         )  # fmt: skip
 
     with runtime.on_device_of(q):
@@ -261,6 +264,8 @@ def attention_backward(
             BLOCK_M=64, BASE2=base2, HAS_DLSE=dlse is not None, **head,
         )  # fmt: skip
         if needs_kv:
+            if seen_k < seq_k:
+                dk_out[:, :, seen_k:], dv_out[:, :, seen_k:] = 0.0, 0.0
             launch_dkdv(dkdv_config or pick("dkdv", launch_dkdv, rung, q, k, is_causal, tma))
         if needs_q:
             launch_dq(dq_config or pick("dq", launch_dq, rung, q, k, is_causal, tma))

@@ -3,6 +3,7 @@
     rung            the idea                                                          where it lives
     tiles           tile shape, warps and stages chosen by measurement                launcher (phase5_tuning.configs)
     base 2          exp(x) = 2^(x log2 e), with log2 e folded into the scale          softmax_step
+    late sums       threads add up what they hold of a row, and meet after the loop   softmax_step
     masks at edges  a mask only where a tile needs one                                a condition in the loop
     heavy first     programs with long walks start before those with short ones       launcher
     descriptors     tiles are fetched by the tensor memory accelerator                load_tile
@@ -37,6 +38,7 @@ class Rung:
     name: str
     tuned: bool = True
     base2: bool = False
+    late_sums: bool = False  # forward only
     edges: bool = False
     heavy_first: bool = False
     tma: bool = False
@@ -47,10 +49,11 @@ LADDER = (
     Rung("as in phases 3 and 4", tuned=False),
     Rung("tiles"),
     Rung("base 2", base2=True),
-    Rung("masks at edges", base2=True, edges=True),
-    Rung("heavy first", base2=True, edges=True, heavy_first=True),
-    Rung("descriptors", base2=True, edges=True, heavy_first=True, tma=True),
-    Rung("transposed dK, dV", base2=True, edges=True, heavy_first=True, tma=True, transposed=True),
+    Rung("late sums", base2=True, late_sums=True),
+    Rung("masks at edges", base2=True, late_sums=True, edges=True),
+    Rung("heavy first", base2=True, late_sums=True, edges=True, heavy_first=True),
+    Rung("descriptors", base2=True, late_sums=True, edges=True, heavy_first=True, tma=True),
+    Rung("transposed dK, dV", base2=True, late_sums=True, edges=True, heavy_first=True, tma=True, transposed=True),
 )
 
 # --- kernels -------------------------------------------------------------------------------------------------------
@@ -83,10 +86,12 @@ def load_tile(
 
 
 @triton.jit
-def softmax_step(m_i, l_i, s, scale, BASE2: tl.constexpr):
+def softmax_step(m_i, l_i, s, scale, BASE2: tl.constexpr, LATE_SUMS: tl.constexpr):
     """Phase 1's step on the raw logits s. In base 2, scale holds log2(e) as well, and m_i counts in powers of two.
 
     Then scaling and subtracting are one multiply-add an element, and exp2 is what the hardware has. Requires scale > 0.
+    LATE_SUMS: l_i is (rows, 8), to be summed at the end. Tensor cores leave columns j, j + 8, j + 16, ... of a row with
+    one thread, which adds them up without asking the others.
     """
     if not BASE2:
         return online_softmax_step(m_i, l_i, s * scale)
@@ -94,7 +99,11 @@ def softmax_step(m_i, l_i, s, scale, BASE2: tl.constexpr):
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = tl.exp2(m_i - shift)
     p = tl.exp2(s * scale - shift[:, None])
-    return m_new, alpha * l_i + tl.sum(p, axis=1), alpha, p
+    if LATE_SUMS:
+        l_new = alpha[:, None] * l_i + tl.sum(p.reshape(p.shape[0], p.shape[1] // 8, 8), axis=1)
+    else:
+        l_new = alpha * l_i + tl.sum(p, axis=1)
+    return m_new, l_new, alpha, p
 
 
 @triton.jit
@@ -102,7 +111,8 @@ def _attn_fwd_tuned_kernel(
     q_src, k_src, v_src, o_ptr, lse_ptr, stride_q, stride_k, stride_v, stride_o,
     heads_q, group, seq_q, seq_k, scale, first_m, step_m,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, BASE2: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, BASE2: tl.constexpr, LATE_SUMS: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one head against all keys it may see, as phase 3's `_attn_fwd_kernel`.
 
@@ -120,13 +130,14 @@ def _attn_fwd_tuned_kernel(
     q = load_tile(q_head, stride_q, b, h, pid_m * BLOCK_M, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, TMA)
 
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    l_i = tl.zeros((BLOCK_M, 8) if LATE_SUMS else (BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     end_n = seq_k
     full_n = seq_k // BLOCK_N * BLOCK_N  # before it no tile needs a mask
     if IS_CAUSAL:
         end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
         full_n = tl.minimum(full_n, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)
+    tl.assume(end_n > 0)  # ptxas may serialize the products of a loop that need not run at all
     for start_n in range(0, end_n, BLOCK_N):
         k = load_tile(k_head, stride_k, b, h // group, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
@@ -136,10 +147,12 @@ def _attn_fwd_tuned_kernel(
             if IS_CAUSAL:
                 visible = visible & (offs_m[:, None] >= offs_n[None, :])
             s = tl.where(visible, s, float("-inf"))
-        m_i, l_i, alpha, p = softmax_step(m_i, l_i, s, scale, BASE2)
+        m_i, l_i, alpha, p = softmax_step(m_i, l_i, s, scale, BASE2, LATE_SUMS)
         v = load_tile(v_head, stride_v, b, h // group, start_n, seq_k, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
+    if LATE_SUMS:
+        l_i = tl.sum(l_i, axis=1)
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: o = 0, lse = -inf
     o_head = head_of(o_ptr, stride_o, b, h, False)
     offs_d = tl.arange(0, BLOCK_D)
@@ -191,8 +204,8 @@ def attention_forward(
             q.stride(), k.stride(), v.stride(), out.stride(),
             heads_q, heads_q // k.shape[1], seq_q, k.shape[2], scale, *order(tiles, is_causal and rung.heavy_first),
             HEAD_DIM=head_dim, BLOCK_D=configs.padded(head_dim), IS_CAUSAL=is_causal, BASE2=base2,
-            MASK=masked_tiles(rung, is_causal, k.shape[2] % config.BLOCK_N), TMA=tma, PRECISION=precision(q.dtype),
-            **config.options(),
+            LATE_SUMS=base2 and rung.late_sums, MASK=masked_tiles(rung, is_causal, k.shape[2] % config.BLOCK_N),
+            TMA=tma, PRECISION=precision(q.dtype), **config.options(),
         )  # fmt: skip
 
     with runtime.on_device_of(q):

@@ -10,7 +10,7 @@ from common import checking, exercises, phases
 from common.exercises import END, Progress, check, stub_of
 
 import pytest
-from helpers import interpreted_only
+from helpers import interpreted_only, needs_interpreter
 
 EXERCISES = exercises.load()
 WRONG = wrong_answers.load()
@@ -121,6 +121,7 @@ def test_an_exercise_goes_by_many_names(name):
     assert exercises.find(name).name == "ex1_masked_add"
 
 
+@interpreted_only
 def test_an_error_in_a_kernel_names_the_line_of_the_kernel(tmp_path):
     exercise = exercises.find("2.2")  # its own launcher is in the traceback too
     found = judged(exercise, exercise.solution.read_text().replace("tl.trans(k)", "tl.trans(kk)"), tmp_path)
@@ -156,6 +157,7 @@ def learner(tmp_path, monkeypatch):
     return prepare
 
 
+@needs_interpreter
 @one_a_phase
 def test_a_check_through_the_child_process(exercise, learner):
     answer, wrong = learner(exercise.name), WRONG[exercise.name][0]

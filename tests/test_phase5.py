@@ -78,7 +78,7 @@ def test_any_input_on_any_rung(
 def test_trap2_and_51_nothing_outside_is_read_or_written(is_causal):
     q, k, v = make_qkv(2, 4, 70, 40, heads_kv=2, seq_k=90, poison=True)
     options = dict(is_causal=is_causal, enable_gqa=True, compare_sdpa=False)
-    for rung in (LADDER[4], LADDER[-1]):
+    for rung in (replace(LADDER[-1], tma=False), LADDER[-1]):
         fn = guarded(functools.partial(tuning_forward.attention_forward, rung=rung))
         verify_results(fn, q, k, v, **options).check()
 
@@ -471,8 +471,7 @@ def test_hopper_runs_the_products_of_the_shipped_kernels_without_waiting_for_eac
     made = [c for c in hardware.compile_launches(recorded, ["sm_90"]) if c.instructions["wgmma"]]
     assert len(made) == 9
     for c in made:
-        # Triton 3.7.1 lets ptxas serialize dK/dV under a full mask: the loop might not run at all (see the notebook).
-        assert c.serialized == (not is_causal and c.kernel == "_attn_bwd_dkdv_tuned_kernel"), c
+        assert not c.serialized, c
         assert c.spills <= 64, c
 
 

@@ -109,7 +109,7 @@ def _bar(ax, x, width, y, kind, text, height=0.7):
 
 
 def loop_instructions(counts: Mapping[str, Mapping[str, int]], title: str) -> None:
-    """Instructions of a warp in one turn of the loop over keys, by kind, one bar a rung."""
+    """Instructions of a warp for 64 logits of each thread, by kind, one bar a rung."""
     _, ax = style.new(8.4, 0.42 * len(counts) + 1.3)
     names = list(counts)
     left = np.zeros(len(names))
@@ -121,7 +121,7 @@ def loop_instructions(counts: Mapping[str, Mapping[str, int]], title: str) -> No
         ax.text(total, y, f"  {total:.0f}", va="center", fontsize=9)
     ax.invert_yaxis()
     ax.set_xlim(0, left.max() * 1.1)
-    ax.set_xlabel("machine instructions of a warp for a tile of keys")
+    ax.set_xlabel("machine instructions of a warp for 64 logits of each of its threads")
     ax.set_title(title, fontsize=10)
     ax.legend(loc="lower center", bbox_to_anchor=(0.45, 1.12), ncols=4, fontsize=8)
     plt.show()

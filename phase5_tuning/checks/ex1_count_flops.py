@@ -45,7 +45,7 @@ def executed(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles, products=(
     for of_tile, (block_m, block_n) in zip(products, tiles, strict=True):
         for m0, n0 in itertools.product(range(0, seq_q, block_m), range(0, seq_k, block_n)):
             m1, n1 = m0 + block_m - 1, n0 + block_n - 1
-            part = counts(m0, m1, n0, n1) if counts else not is_causal or n0 <= m1
+            part = counts(m0, m1, n0, n1) if counts else not is_causal or n0 <= min(m1, seq_q - 1)
             count += part * of_tile * 2 * block_m * block_n
     return batch * heads * count * (width or padded_dim(head_dim))
 
@@ -58,7 +58,7 @@ def _executed_mistakes(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles):
         return executed(*case, counts=counts)
 
     def seen(m, n):
-        return not is_causal or n <= m
+        return not is_causal or n <= min(m, seq_q - 1)
 
     def existing(m0, m1, n0, n1):
         return (min(m1 + 1, seq_q) - m0) * (min(n1 + 1, seq_k) - n0) / ((m1 + 1 - m0) * (n1 + 1 - n0)) * seen(m1, n0)
@@ -72,7 +72,7 @@ def _executed_mistakes(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles):
         "only tiles that are visible as a whole count here: those on the diagonal are computed, too": (
             those(lambda m0, m1, n0, n1: n1 < seq_k and n1 <= m0)
         ),
-        "queries past the last one follow the same rule": those(lambda m0, m1, n0, n1: n0 <= min(m1, seq_q - 1)),
+        "rows past the last query, in the last tile, see nothing": those(lambda m0, m1, n0, n1: n0 <= m1),
     }
     return (mistakes if is_causal else {}) | {
         "both kernels compute S and dP for themselves: 4 + 3 products": executed(*case, products=(4, 1)),

@@ -6,8 +6,8 @@
 
 2. `executed_flops`, what the products of phase 5's two backward kernels execute. Both kernels cut S into tiles of
    (block_m queries, block_n keys), each into its own. A tile in which any pair is visible is computed whole, the others
-   are left out. Query i sees the keys j <= i if is_causal, otherwise all; queries past the last one, in the last tile,
-   follow the same rule. head_dim is padded to a power of two, 16 or more. In each of its tiles
+   are left out. Query i sees the keys j <= i if is_causal, otherwise all; rows past the last query, in the last tile,
+   see nothing. head_dim is padded to a power of two, 16 or more. In each of its tiles
 
        the dK/dV kernel makes S, dP, and its shares of dV and dK;
        the dQ kernel makes S and dP again, and its share of dQ.
@@ -36,7 +36,7 @@ def tiles(seq_q: int, seq_k: int, block_m: int, block_n: int, is_causal: bool) -
     # your code: go through the tiles of queries, and count the tiles of keys that each of them meets
     count = 0
     for start_m in range(0, seq_q, block_m):
-        end_n = min(seq_k, start_m + block_m) if is_causal else seq_k
+        end_n = min(seq_k, seq_q, start_m + block_m) if is_causal else seq_k
         count += (end_n + block_n - 1) // block_n
     return count
     # end of your code

@@ -10,7 +10,7 @@ WRONG = {
         Wrong("a product is one operation", {"product = 2 *": "product ="}, "are two operations"),
         Wrong("rounds down", {"(end_n + block_n - 1) // block_n": "end_n // block_n"}, "as a whole tile: round up"),
         Wrong("diagonal tiles left out", {"start_m + block_m) if": "start_m) if"}, "they are missing"),
-        Wrong("existing queries only", {"min(seq_k, start_m": "min(seq_q, seq_k, start_m"}, "queries past the last"),
+        Wrong("rows past the last query", {"min(seq_k, seq_q, start_m": "min(seq_k, start_m"}, "rows past the last"),
         Wrong("the true head_dim", {"max(16, 1 << (head_dim - 1).bit_length())": "head_dim"}, "head_dim is padded"),
         Wrong("S and dP once", {"((4, dkdv_tile), (3,": "((4, dkdv_tile), (1,"}, "for themselves"),
         Wrong("one head", {"batch * heads * count": "count"}, "batch * heads such heads"),
@@ -40,7 +40,7 @@ WRONG = {
             {"(0, seq_q, block_m)": "(0, seq_q // block_m * block_m, block_m)"},
             "no whole tile",
         ),
-        Wrong("past the keys", {"min(seq_k, start_m + block_m)": "start_m + block_m"}, "no key exists from seq_k on"),
+        Wrong("past the keys", {"min(seq_k, seq_q, start_m": "min(seq_q, start_m"}, "no key exists from seq_k on"),
         Wrong(
             "tiles cut off at the edge",
             {
