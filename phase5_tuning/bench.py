@@ -102,6 +102,9 @@ PROVIDERS = {
     "phase 4": phase4.flash_attention,
     **{f"rung: {rung.name}": functools.partial(ours, i) for i, rung in enumerate(LADDER[1:-1], start=1)},
     "ours": functools.partial(ours, attention.LAST),
+    # Beside the last rung at head_dim 64, causal, forward: its tile without a limit of registers, and in two stages.
+    "64x128 in 1 stage": functools.partial(forward_only, dict(config=configs.Config(64, 128, 4, 1))),
+    "64x128 in 2 stages": functools.partial(forward_only, dict(config=configs.Config(64, 128, 4, 2))),
     # What did not help: K transposed in memory (transposing it is not counted); forward only, other tiles. And
     # the last rung without one that had not paid where it was introduced.
     "K pre-transposed": functools.partial(ours, attention.LAST),

@@ -19,21 +19,28 @@ from triton.runtime.errors import OutOfResources
 
 @dataclass(frozen=True)
 class Config:
-    """Tile of BLOCK_M queries and BLOCK_N keys, warps of a program, stages of its software pipeline."""
+    """Tile of BLOCK_M queries and BLOCK_N keys, warps of a program, stages of its software pipeline.
+
+    maxnreg: registers that a thread may have, so that more programs fit; None: as the compiler likes. NVIDIA only.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
     def options(self) -> dict[str, int]:
-        return vars(self)
+        options = dict(vars(self))
+        if self.maxnreg is None or torch.version.hip:
+            del options["maxnreg"]
+        return options
 
 
 # By kernel and padded head_dim, fp16 and bf16: what won somewhere on an H200 among 6 to 14 shapes, or came close to it.
 CANDIDATES = {
     "forward": {
-        64: [Config(64, 128, 4, 2), Config(64, 128, 4, 1), Config(128, 64, 4, 3)],
+        64: [Config(64, 128, 4, 2), Config(64, 128, 4, 1, maxnreg=128), Config(128, 64, 4, 3)],
         128: [Config(64, 128, 4, 1), Config(128, 64, 4, 2), Config(64, 64, 4, 3), Config(128, 64, 8, 3)],
         256: [Config(64, 128, 4, 1), Config(128, 64, 8, 2)],
     },
@@ -52,7 +59,7 @@ HOPPER = (9, 0)  # compute capability of H100 and H200
 # What won there under a full and under a causal mask, or was within the noise of it: by kernel, padded head_dim, and
 # whether descriptors fetch tiles.
 CHOSEN = {
-    (HOPPER, "forward", 64, True): (Config(64, 128, 4, 1), Config(64, 128, 4, 2)),
+    (HOPPER, "forward", 64, True): (Config(64, 128, 4, 1, maxnreg=128), Config(64, 128, 4, 1, maxnreg=128)),
     (HOPPER, "forward", 64, False): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
     (HOPPER, "forward", 128, True): (Config(64, 128, 4, 1), Config(64, 128, 4, 1)),
     (HOPPER, "forward", 128, False): (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
