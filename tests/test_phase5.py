@@ -237,6 +237,13 @@ def test_an_amd_gpu_of_the_same_number_is_not_a_hopper(unknown_gpu):
     assert len(unknown_gpu) == 1
 
 
+def test_a_limit_of_registers_is_asked_for_where_there_is_one_and_on_nvidia():
+    limited, free = configs.Config(64, 128, 4, 1, maxnreg=128), configs.Config(64, 128, 4, 1)
+    assert limited.options() == free.options() | dict(maxnreg=128)
+    with mock.patch.object(torch.version, "hip", "6.4"):  # does not know the option, and would raise
+        assert limited.options() == free.options()
+
+
 def test_a_known_gpu_measures_nothing(unknown_gpu):
     with mock.patch.object(configs, "capability", return_value=(9, 0)):
         assert choose(lambda config: pytest.fail("launched")) == configs.CHOSEN[(9, 0), "dkdv", 64, True][False]
@@ -473,6 +480,18 @@ def test_hopper_runs_the_products_of_the_shipped_kernels_without_waiting_for_eac
     for c in made:
         assert not c.serialized, c
         assert c.spills <= 64, c
+    assert made[0].registers <= 128  # head_dim 64: with one more, three programs fit instead of four
+    assert made[0].spills == 0
+
+
+@interpreted_only
+def test_products_that_wait_for_each_other_are_recognized():
+    q = torch.empty(1, 4, 512, 64, dtype=torch.float16)
+    config = configs.Config(128, 128, 4, 2)  # serialized by Triton 3.6.0 and 3.7.1 alike
+    recorded = hardware.record_launches(lambda: tuning_forward.attention_forward(q, q, q, True, config=config))
+    (made,) = hardware.compile_launches(recorded, ["sm_90"])
+    assert made.serialized
+    assert "serialized" in str(made)
 
 
 @interpreted_only
