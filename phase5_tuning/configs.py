@@ -55,6 +55,8 @@ CANDIDATES = {
         256: [Config(128, 64, 8, 1), Config(128, 32, 8, 2), Config(64, 32, 4, 1)],
     },
 }
+# In fp32 products run on ordinary cores and want small tiles, the plain ones, wherever they run: all but this.
+CANDIDATES_FP32 = {("forward", 64): [Config(64, 64, 4, 1)]}
 HOPPER = (9, 0)  # compute capability of H100 and H200
 # What won there under a full and under a causal mask, or was within the noise of it: by kernel, padded head_dim, and
 # whether descriptors fetch tiles.
@@ -78,6 +80,8 @@ CHOSEN = {
     (HOPPER, "dq", 256, True): (Config(128, 64, 8, 1), Config(128, 64, 8, 1)),
     (HOPPER, "dq", 256, False): (Config(128, 32, 8, 2), Config(128, 32, 8, 2)),
 }
+# For short and for long sequences.
+CHOSEN_FP32 = {(HOPPER, "forward", 64): (Config(32, 32, 4, 1), Config(64, 64, 4, 1))}
 LONG = 1024**2  # logits of a head from which sequences count as long
 _measured = {}
 
@@ -93,10 +97,10 @@ def plain(kind: str, head_dim: int, dtype: torch.dtype) -> Config:
 
 
 def candidates(kind: str, head_dim: int, dtype: torch.dtype) -> list[Config]:
-    """What is worth measuring, likeliest first. fp32 has one: its products want small tiles wherever they run."""
-    if dtype == torch.float32:
-        return [plain(kind, head_dim, dtype)]
-    return [*CANDIDATES[kind][max(64, padded(head_dim))], plain(kind, head_dim, dtype)]
+    """What is worth measuring, likeliest first."""
+    width = max(64, padded(head_dim))
+    found = CANDIDATES_FP32.get((kind, width), []) if dtype == torch.float32 else CANDIDATES[kind][width]
+    return [*found, plain(kind, head_dim, dtype)]
 
 
 def choose(
@@ -124,8 +128,12 @@ def choose(
     case = device, dtype, kind, padded(head_dim), is_causal, tma, rung, logits >= LONG
     known = _measured.get(case)
     if torch.version.hip is None:  # AMD counts its generations in the same numbers
-        full_and_causal = CHOSEN.get((capability(device), kind, max(64, padded(head_dim)), tma))
-        known = full_and_causal[is_causal] if full_and_causal else known
+        gpu, width = capability(device), max(64, padded(head_dim))
+        if dtype == torch.float32:
+            pair, which = CHOSEN_FP32.get((gpu, kind, width)), logits >= LONG
+        else:
+            pair, which = CHOSEN.get((gpu, kind, width, tma)), is_causal
+        known = pair[which] if pair else known
     if known or torch.cuda.is_current_stream_capturing():
         return known or found[-1]
     _measured[case] = best = measured(found, launch)

@@ -151,7 +151,9 @@ def test_a_descriptor_never_reaches_into_the_next_head():
 
 def test_every_shipped_choice_is_a_candidate():
     for (_, kind, head_dim, _), chosen in configs.CHOSEN.items():
-        assert set(chosen) <= {*configs.CANDIDATES[kind][head_dim], configs.plain(kind, head_dim, torch.float16)}
+        assert set(chosen) <= set(configs.candidates(kind, head_dim, torch.float16))
+    for (_, kind, head_dim), chosen in configs.CHOSEN_FP32.items():
+        assert set(chosen) == set(configs.candidates(kind, head_dim, torch.float32))
 
 
 @pytest.mark.parametrize("kind", ["forward", "dkdv", "dq"])
@@ -159,9 +161,8 @@ def test_the_last_candidate_is_the_plain_one(kind):
     for head_dim in (16, 64, 100, 256):
         for dtype in runtime.DTYPES:
             found = configs.candidates(kind, head_dim, dtype)
-            assert configs.plain(kind, head_dim, dtype) in found
+            assert found[-1] == configs.plain(kind, head_dim, dtype)
             assert len(found) == len(set(found)) <= 5
-    assert configs.candidates(kind, 64, torch.float32) == [configs.plain(kind, 64, torch.float32)]
 
 
 @interpreted_only
@@ -247,6 +248,10 @@ def test_a_limit_of_registers_is_asked_for_where_there_is_one_and_on_nvidia():
 def test_a_known_gpu_measures_nothing(unknown_gpu):
     with mock.patch.object(configs, "capability", return_value=(9, 0)):
         assert choose(lambda config: pytest.fail("launched")) == configs.CHOSEN[(9, 0), "dkdv", 64, True][False]
+        options = dict(head_dim=16, dtype=torch.float32, is_causal=True, tma=False, rung=LADDER[-1])
+        for seq, block in ((1023, 32), (1024, 64)):  # in fp32, few tokens want many programs
+            chosen = configs.choose("forward", lambda config: pytest.fail("launched"), logits=seq**2, **options)
+            assert chosen == configs.Config(block, block, 4, 1)
 
 
 # --- SDPA's signature, and PyTorch around it -----------------------------------------------------------------------

@@ -52,11 +52,13 @@ def test_every_head_dim(head_dim, is_causal, dtype):
 def choices():
     for kind, by_head_dim in configs.CANDIDATES.items():
         for head_dim, found in by_head_dim.items():
-            yield from ((kind, head_dim, config) for config in found)
+            for dtype in (torch.float16, torch.bfloat16):
+                yield from ((kind, head_dim, config, dtype) for config in found)
+    for (kind, head_dim), found in configs.CANDIDATES_FP32.items():
+        yield from ((kind, head_dim, config, torch.float32) for config in found)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("kind", "head_dim", "config"), choices(), ids=str)
+@pytest.mark.parametrize(("kind", "head_dim", "config", "dtype"), choices(), ids=str)
 def test_trap36_every_tile_shape_with_results_full_of_nan(kind, head_dim, config, dtype):
     def chosen(asked, launch, *, head_dim, dtype, **_):
         return config if asked == kind else configs.candidates(asked, head_dim, dtype)[0]
@@ -215,8 +217,9 @@ def test_a_first_call_where_tiles_are_shipped_only_compiles(tmp_path):
     assert len(compiled) == 4, compiled  # one of each kernel
 
 
-def test_fp32_is_exact_unless_tf32_is_allowed():
-    q, k, v = make_qkv(1, 2, 500, 64, dtype=torch.float32)
+@pytest.mark.parametrize("seq", [500, 1100])  # by the tile for short and by the one for long sequences
+def test_fp32_is_exact_unless_tf32_is_allowed(seq):
+    q, k, v = make_qkv(1, 2, seq, 64, dtype=torch.float32)
     exact = flash_attention(q, k, v)
     torch.set_float32_matmul_precision("high")
     try:
