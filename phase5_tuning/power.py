@@ -27,11 +27,15 @@ SETTLED_MS, RESTED_MS = 500, 40
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[list[tuple[float, float, float]]]:
-    """Yields a list that holds, after the block, what nvidia-smi saw every 20 ms: (seconds since 1970, MHz, W)."""
-    query = ["--query-gpu=timestamp,clocks.sm,power.draw.instant", "--format=csv,noheader,nounits", "-lms", "20"]
-    gpu = ["-i", f"GPU-{torch.cuda.get_device_properties().uuid}"]
-    smi = subprocess.Popen(["nvidia-smi", *gpu, *query], stdout=subprocess.PIPE, text=True)
+def watching() -> Iterator[list[tuple[float, float, float, float]]]:
+    """Yields a list that holds, after the block, what nvidia-smi saw every 20 ms.
+
+    Seconds since 1970, the clock in MHz, the power in W, and what power may be.
+    """
+    query = "--query-gpu=timestamp,clocks.sm,power.draw.instant,power.limit"
+    gpu = f"GPU-{torch.cuda.get_device_properties().uuid}"
+    command = ["nvidia-smi", "-i", gpu, query, "--format=csv,noheader,nounits", "-lms", "20"]
+    smi = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     seen = []
     try:
         yield seen
@@ -40,13 +44,13 @@ def watching() -> Iterator[list[tuple[float, float, float]]]:
         seen += parsed(smi.communicate()[0])
 
 
-def parsed(text: str) -> list[tuple[float, float, float]]:
-    """nvidia-smi's lines as (seconds since 1970, MHz, W), without one that is cut off and those that lack a number."""
+def parsed(text: str) -> list[tuple[float, float, float, float]]:
+    """nvidia-smi's lines as numbers, without one that is cut off and those that lack a number."""
     samples = []
     for line in text.rpartition("\n")[0].splitlines():
         with contextlib.suppress(ValueError):
-            at, mhz, watts = line.split(", ")
-            samples.append((datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f").timestamp(), float(mhz), float(watts)))
+            at, *numbers = line.split(", ")
+            samples.append((datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f").timestamp(), *map(float, numbers)))
     return samples
 
 
@@ -75,7 +79,8 @@ def endurance(fn) -> dict:
     ends = [events[0].elapsed_time(event) for event in events[1:]]
     calls = [(begin, end - begin) for begin, end in zip([0.0, *ends[:-1]], ends, strict=True)]
     times = [ms for _, ms in calls]
-    during = [(1e3 * (at - start), mhz, watts) for at, mhz, watts in samples if 0 <= at - start <= SECONDS]
+    during = [(1e3 * (at - start), *seen) for at, *seen in samples if 0 <= at - start <= SECONDS]
+    at_ms, mhz, watts, limit = zip(*during, strict=True) if during else ([], [], [], [])
     return dict(
         ms=statistics.median(ms for begin, ms in calls if begin >= SETTLED_MS),
         ms_min=min(times),
@@ -83,9 +88,10 @@ def endurance(fn) -> dict:
         rested_ms=statistics.median(ms for begin, ms in calls if begin < RESTED_MS),
         window_ms=WINDOW_MS,
         call_ms=windows(calls, WINDOW_MS),
-        at_ms=[round(at) for at, *_ in during],
-        mhz=[mhz for _, mhz, _ in during],
-        watts=[watts for *_, watts in during],
+        at_ms=[round(at) for at in at_ms],
+        mhz=mhz,
+        watts=watts,
+        watts_allowed=max(limit, default=None),
     )
 
 

@@ -84,12 +84,12 @@ def test_calls_are_counted_in_the_window_they_begin_in():
 
 def test_what_nvidia_smi_prints_is_read_and_what_it_cuts_off_is_not():
     lines = [
-        "2026/11/21 23:13:25.750, 1980, 670.10",
-        "2026/11/21 23:13:25.770, 1710, [N/A]",
-        "2026/11/21 23:13:25.790, 1695, 716.38",
-        "2026/11/21 23:13:25.810, 1695, 71",
+        "2026/11/21 23:13:25.750, 1980, 670.10, 700.00",
+        "2026/11/21 23:13:25.770, 1710, [N/A], 700.00",
+        "2026/11/21 23:13:25.790, 1695, 716.38, 700.00",
+        "2026/11/21 23:13:25.810, 1695, 716.38, 70",
     ]
     (first, *seen), (last, *_) = power.parsed("\n".join(lines))
-    assert seen == [1980, 670.1]
+    assert seen == [1980, 670.1, 700]
     assert last - first == pytest.approx(0.04)
     assert power.parsed("2026/11/21 23:13:25.7") == power.parsed("") == []
