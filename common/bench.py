@@ -46,8 +46,11 @@ class Timing(NamedTuple):
     late: bool = False
 
 
-def time_ms(fn: Callable[[], object], *, warmup_ms: int = 50, repeat_ms: int = 200) -> Timing:
+def time_ms(fn: Callable[[], object], *, warmup_ms: int = 150, repeat_ms: int = 200) -> Timing:
     """How long one call of fn takes on the GPU, by device events, and on the host, after a warm-up.
+
+    The warm-up is for the clock: a kernel that draws more than the GPU may have is slowed down after 50 to 100 ms, and
+    one that draws less gets its clock back as slowly. A shorter one measures what ran before.
 
     Before each call the L2 cache is overwritten, so that the call finds its inputs in memory; and as often as it takes
     the host to queue the whole call meanwhile: else the GPU would wait for Python in the middle of it, and the time
@@ -100,21 +103,17 @@ def time_ms(fn: Callable[[], object], *, warmup_ms: int = 50, repeat_ms: int = 2
 def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **case) -> list[dict]:
     """Time every provider on one case, in the same run. Each row holds the case, the provider and its times.
 
-    rounds: how many turns each provider gets, every second time in the opposite order; "ms" is the median of the turns'
-    medians, "host_ms" the least that the host took to queue a call ("late": and the GPU's time includes waiting for
-    it). A GPU that has worked for a second runs slower than one that has rested, and so does one that the provider
-    before has heated; by taking turns, providers meet it in several states.
+    rounds: how many turns each provider gets, every second time in the opposite order, as a GPU grows warmer; "ms" is
+    the median of the turns' medians, "host_ms" the least that the host took to queue a call ("late": and the GPU's time
+    includes waiting for it).
     Out of memory and unsupported calls are recorded as such ("note"), not left out.
     """
     times, notes = {provider: [] for provider in providers}, {}
     names = list(providers)
     for turn in range(rounds):
-        first = turn * len(names) // rounds
-        order = (names[first:] + names[:first])[:: -1 if turn % 2 else 1]
-        for provider in [p for p in order if p not in notes]:
+        for provider in [p for p in names[:: -1 if turn % 2 else 1] if p not in notes]:
             try:
-                timing = time_ms(providers[provider], warmup_ms=50 // rounds, repeat_ms=200 // rounds)
-                times[provider].append(timing)
+                times[provider].append(time_ms(providers[provider], repeat_ms=200 // rounds))
             except torch.cuda.OutOfMemoryError:
                 notes[provider] = "out of memory"
             except (RuntimeError, ImportError, ValueError, OutOfResources) as error:

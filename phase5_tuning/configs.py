@@ -145,7 +145,7 @@ def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
     times = {}
     for config in found:
         try:
-            times[config] = bench.time_ms(lambda: launch(config), warmup_ms=10, repeat_ms=40).median  # noqa: B023
+            times[config] = bench.time_ms(lambda: launch(config), warmup_ms=100, repeat_ms=50).median  # noqa: B023
         except OutOfResources:
             continue
     if not times:

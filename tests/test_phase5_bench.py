@@ -4,7 +4,7 @@ from unittest import mock
 
 from common import bench as common_bench
 from common import runtime
-from phase5_tuning import bench
+from phase5_tuning import bench, power
 
 import pytest
 import torch
@@ -72,3 +72,24 @@ def test_without_a_gpu_it_says_so(capsys):
         pytest.skip("there is one")
     assert bench.main([]) == 1
     assert "no GPU" in capsys.readouterr().err
+
+
+# --- power ---------------------------------------------------------------------------------------------------------
+
+
+def test_calls_are_counted_in_the_window_they_begin_in():
+    assert power.windows([(0.0, 10.0), (10.0, 20.0), (30.0, 2.0), (32.0, 28.0)], 20) == [15.0, 15.0]
+    assert power.windows([(0.0, 50.0), (50.0, 5.0)], 20) == [50.0, None, 5.0]
+
+
+def test_what_nvidia_smi_prints_is_read_and_what_it_cuts_off_is_not():
+    lines = [
+        "2026/11/21 23:13:25.750, 1980, 670.10, 700.00",
+        "2026/11/21 23:13:25.770, 1710, [N/A], 700.00",
+        "2026/11/21 23:13:25.790, 1695, 716.38, 700.00",
+        "2026/11/21 23:13:25.810, 1695, 716.38, 70",
+    ]
+    (first, *seen), (last, *_) = power.parsed("\n".join(lines))
+    assert seen == [1980, 670.1, 700]
+    assert last - first == pytest.approx(0.04)
+    assert power.parsed("2026/11/21 23:13:25.7") == power.parsed("") == []

@@ -73,19 +73,24 @@ def pipeline(steps: int = 4, load: float = 4.8, product: float = 1.2, softmax: f
     last = 0.0
     for stages, ax in zip((1, 2, 3), axes, strict=True):
         style.blank(ax)
-        loaded, used = [], []  # when tile j has arrived, when its buffer is free again
+        used = []  # when the buffer of tile j is free again
         free = now = 0.0
         for j in range(steps):
             start = max(free, used[j - stages] if j >= stages else 0.0)
-            if stages > 1:  # asynchronous: several loads may be under way, a little apart
+            if stages == 1:  # K and V take turns in the one buffer
+                _bar(ax, start, load / 2, 2.22, "load K, V", f"K{j}", height=0.32)
+                ready, in_place = start + load / 2, start + load + product + softmax
+                _bar(ax, ready + product + softmax, load / 2, 1.86, "load K, V", f"V{j}", height=0.32)
+            else:  # asynchronous: several loads may be under way, a little apart
                 free = start + 0.5
-            loaded.append(start + load)
-            _bar(ax, start, load, 2.22 - 0.36 * (j % 3), "load K, V", f"{j}", height=0.32)
-            begin = max(now, loaded[j])
+                ready = in_place = start + load
+                _bar(ax, start, load, 2.22 - 0.36 * (j % 3), "load K, V", f"K{j}, V{j}", height=0.32)
+            begin = max(now, ready)
+            multiply = max(begin + product + softmax, in_place)
             _bar(ax, begin, product, 0.6, "products", f"S{j}")
             _bar(ax, begin + product, softmax, 0.6, "softmax", f"{j}")
-            _bar(ax, begin + product + softmax, product, 0.6, "products", f"PV{j}")
-            now = begin + 2 * product + softmax
+            _bar(ax, multiply, product, 0.6, "products", f"PV{j}")
+            now = multiply + product
             used.append(now)
             if stages == 1:
                 free = now

@@ -1,8 +1,10 @@
 """The clock that all records rest on, against times that are known."""
 
 import time
+from unittest import mock
 
 from common import bench
+from phase5_tuning import power
 
 import pytest
 import torch
@@ -45,3 +47,16 @@ def test_a_copy_takes_its_bytes_over_the_bandwidth():
     twice = bench.time_ms(lambda: (b.copy_(a), b.copy_(a)))
     assert once.fastest <= once.median <= once.slowest
     assert twice.median == pytest.approx(2 * once.median, rel=0.2)
+
+
+def test_an_endurance_run_sees_calls_clock_and_power():
+    x = torch.randn(4096, 4096, dtype=torch.float16, device="cuda")
+    with mock.patch.multiple(power, REST=0.5, SECONDS=0.3, SETTLED_MS=100):
+        row = power.endurance(lambda: x @ x)
+    assert 0.05 < row["ms_min"] <= row["ms"] <= row["ms_max"]
+    assert len(row["call_ms"]) == pytest.approx(0.3e3 / power.WINDOW_MS, abs=3)
+    assert row["at_ms"] == sorted(row["at_ms"])
+    assert len(row["at_ms"]) == len(row["mhz"]) == len(row["watts"]) > 5
+    assert max(row["mhz"]) > 500
+    assert max(row["watts"]) > 50
+    assert row["watts_allowed"] > 50
