@@ -22,7 +22,6 @@ from common.source import source
 
 import torch
 import triton
-from triton.runtime.errors import OutOfResources
 
 
 def attention_flops(batch: int, heads: int, seq_q: int, seq_k: int, head_dim: int, *, is_causal: bool = False) -> float:
@@ -106,7 +105,7 @@ def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **ca
     rounds: how many turns each provider gets, every second time in the opposite order, as a GPU grows warmer; "ms" is
     the median of the turns' medians, "host_ms" the least that the host took to queue a call ("late": and the GPU's time
     includes waiting for it).
-    Out of memory and unsupported calls are recorded as such ("note"), not left out.
+    Out of memory and calls that a provider refuses are recorded as such ("note"), not left out.
     """
     times, notes = {provider: [] for provider in providers}, {}
     names = list(providers)
@@ -116,8 +115,8 @@ def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **ca
                 times[provider].append(time_ms(providers[provider], repeat_ms=200 // rounds))
             except torch.cuda.OutOfMemoryError:
                 notes[provider] = "out of memory"
-            except (RuntimeError, ImportError, ValueError, OutOfResources) as error:
-                notes[provider] = str(error).splitlines()[0][:120]
+            except Exception as error:  # whatever a peer says no with, the others are measured
+                notes[provider] = (str(error).splitlines() or [type(error).__name__])[0][:120]
     rows = []
     for provider in providers:
         row = case | dict(provider=provider)
@@ -167,8 +166,9 @@ def provenance(kernels: Iterable, commit: str | None = None, packages: Sequence[
     packages: peers that come as packages of their own, whose versions are wanted too.
     """
     query = "name,driver_version,clocks.max.sm,clocks.max.mem"
+    uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"  # nvidia-smi counts GPUs that PyTorch may not see
     smi = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
+        ["nvidia-smi", "-i", uuid, f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
     )
     gpu, driver, sm, mem = (field.strip() for field in smi.stdout.splitlines()[0].split(","))
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)

@@ -69,7 +69,10 @@ def check_device() -> Finding:
         todo = "unset TRITON_INTERPRET: without a GPU kernels can only be interpreted"
         return Finding("device", PROBLEM, f"no GPU, yet kernels are to be compiled{because}", todo)
     major, minor = torch.cuda.get_device_capability()
-    return Finding("device", OK, f"{have} (compute capability {major}.{minor}): kernels are compiled{because}")
+    found = f"{have} (compute capability {major}.{minor}): kernels are compiled{because}"
+    if torch.version.hip is None and major < 8:
+        return Finding("device", NOTE, found, "Triton supports 8.0 and later; TRITON_INTERPRET=1 runs all on the CPU")
+    return Finding("device", OK, found)
 
 
 def check_canary() -> Finding:

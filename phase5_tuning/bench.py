@@ -182,7 +182,7 @@ def table(rows: list[dict]):
     for row in rows:
         mask = "causal" if row["is_causal"] else "full"
         case = (row["dtype"], row["head_dim"], mask, f"{row['batch']} x {row['heads']}", row["seq"], row["mode"])
-        waits = "*" if row.get("host_ms", 0) > row.get("ms", 0) else ""
+        waits = "*" if row.get("late") or row.get("host_ms", 0) > row.get("ms", 0) else ""
         speed = f"{row['tflops']:.0f}{waits}" if "tflops" in row else row["note"][:24]
         cases.setdefault(case, {})[row["provider"]] = speed
     for case, speeds in cases.items():
@@ -207,16 +207,21 @@ def arguments(argv=None) -> argparse.Namespace:
 
         return parse
 
-    parser.add_argument("--head-dim", type=listed(of=int), default="64,128")
-    parser.add_argument("--seq-len", type=listed(of=int), default="1024,4096")
+    def size(text):
+        if not text.strip().isdecimal() or int(text) == 0:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a positive integer")
+        return int(text)
+
+    parser.add_argument("--head-dim", type=listed(of=size), default="64,128")
+    parser.add_argument("--seq-len", type=listed(of=size), default="1024,4096")
     parser.add_argument("--mode", type=listed(FLOPS), default="fwd,bwd")
     parser.add_argument("--causal", type=listed(("no", "yes")), default="no,yes")
     parser.add_argument("--dtype", type=listed(DTYPES), default="fp16")
     parser.add_argument("--provider", type=listed(PROVIDERS), default="sdpa-flash,sdpa-cudnn,flex,ours")
-    parser.add_argument("--tokens", type=int, default=16384, help="batch * seq, without --batch")
-    parser.add_argument("--width", type=int, default=2048, help="heads * head_dim, without --heads")
-    parser.add_argument("--batch", type=int)
-    parser.add_argument("--heads", type=int)
+    parser.add_argument("--tokens", type=size, default=16384, help="batch * seq, without --batch")
+    parser.add_argument("--width", type=size, default=2048, help="heads * head_dim, without --heads")
+    parser.add_argument("--batch", type=size)
+    parser.add_argument("--heads", type=size)
     parser.add_argument("--check", action="store_true", help="verify ours at each shape, on one head, first")
     parser.add_argument("--name", help="store the rows as phase5_tuning/results/NAME.json")
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")

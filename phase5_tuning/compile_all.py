@@ -21,6 +21,7 @@ from phase5_tuning.tuning_forward import LADDER, attention_forward
 import torch
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
+WITH_TMA = ("sm_90", "sm_100", "sm_120")
 SPILLS = 512
 ALL_TILES = "heavy first", LADDER[-1].name  # the last rung that loads by pointers, and the last
 
@@ -42,10 +43,13 @@ def launches(rung, dtype, head_dim) -> Iterator[tuple[str, hardware.Launch]]:
 
 
 def main(targets) -> int:
+    unknown = set(targets) - set(hardware.SHARED_LIMIT)
+    if unknown:
+        raise SystemExit(f"{', '.join(sorted(unknown))}: expected some of {', '.join(hardware.SHARED_LIMIT)}")
     bad = 0
     for target in targets or TARGETS:
         for dtype, head_dim, rung in itertools.product((torch.float16, torch.float32), (64, 128, 256), LADDER[1:]):
-            if target == "sm_80" or dtype == torch.float32:  # no descriptors there: the last rungs load by pointers
+            if target not in WITH_TMA or dtype == torch.float32:  # no descriptors: the last rungs load by pointers
                 if rung.name == "descriptors":
                     continue
                 rung = replace(rung, tma=False)

@@ -4,7 +4,8 @@
 
 For GPUs that were measured the choice is shipped (CHOSEN), so that a first call costs nothing; on any other, the
 candidates are timed with the call at hand, once for short sequences and once for long ones. A candidate that the GPU
-has too little shared memory for is passed over; the last one, of phases 3 and 4, fits every GPU.
+has too little shared memory for is passed over; the last one, of phases 3 and 4, fits every GPU that Triton supports
+(compute capability 8.0 and later).
 """
 
 from collections.abc import Callable, Hashable
@@ -14,7 +15,7 @@ from functools import cache
 from common import bench, runtime  # before triton: chooses whether kernels are compiled or interpreted
 
 import torch
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def padded(head_dim: int) -> int:
 
 
 def plain(kind: str, head_dim: int, dtype: torch.dtype) -> Config:
-    """The tiles of phases 3 and 4: fit every GPU."""
+    """The tiles of phases 3 and 4: fit every GPU that Triton supports."""
     return Config(**runtime.tile_sizes(head_dim, dtype, backward=kind != "forward"))
 
 
@@ -113,19 +114,21 @@ def choose(
     is_causal: bool,
     tma: bool,
     rung: Hashable,
+    precision: str = "ieee",
 ) -> Config:
     """The config for a kernel ("forward", "dkdv" or "dq"), so that launch(config) can run it.
 
-    logits: seq_q seq_k. tma: tiles are fetched by descriptors. What is measured for a rung counts for no other.
+    logits: seq_q seq_k. tma: tiles are fetched by descriptors. What is measured for a rung or a precision counts for no
+    other.
 
-    Interpreted, and while a CUDA graph is being captured on a GPU that is not known, nothing is measured: the last one
-    is taken, which fits everywhere.
+    Interpreted, without memory to measure in, and while a CUDA graph is being captured on a GPU that is not known,
+    nothing is measured: the last one is taken, which fits everywhere.
     """
     found = candidates(kind, head_dim, dtype)
     if runtime.DEVICE != "cuda" or len(found) == 1:
         return found[-1]
     device = torch.cuda.current_device()
-    case = device, dtype, kind, padded(head_dim), is_causal, tma, rung, logits >= LONG
+    case = device, dtype, kind, padded(head_dim), is_causal, tma, rung, precision, logits >= LONG
     known = _measured.get(case)
     if torch.version.hip is None:  # AMD counts its generations in the same numbers
         gpu, width = capability(device), max(64, padded(head_dim))
@@ -136,7 +139,10 @@ def choose(
         known = pair[which] if pair else known
     if known or torch.cuda.is_current_stream_capturing():
         return known or found[-1]
-    _measured[case] = best = measured(found, launch)
+    try:
+        _measured[case] = best = measured(found, launch)
+    except torch.cuda.OutOfMemoryError:
+        return found[-1]
     return best
 
 
@@ -146,7 +152,7 @@ def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
     for config in found:
         try:
             times[config] = bench.time_ms(lambda: launch(config), warmup_ms=100, repeat_ms=50).median  # noqa: B023
-        except OutOfResources:
+        except (OutOfResources, PTXASError):
             continue
     if not times:
         tried = ", ".join(f"{c.BLOCK_M} x {c.BLOCK_N}" for c in found)

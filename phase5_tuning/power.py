@@ -82,7 +82,7 @@ def endurance(fn) -> dict:
     during = [(1e3 * (at - start), *seen) for at, *seen in samples if 0 <= at - start <= SECONDS]
     at_ms, mhz, watts, limit = zip(*during, strict=True) if during else ([], [], [], [])
     return dict(
-        ms=statistics.median(ms for begin, ms in calls if begin >= SETTLED_MS),
+        ms=statistics.median([ms for begin, ms in calls if begin >= SETTLED_MS] or times[-1:]),
         ms_min=min(times),
         ms_max=max(times),
         rested_ms=statistics.median(ms for begin, ms in calls if begin < RESTED_MS),

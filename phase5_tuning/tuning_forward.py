@@ -219,7 +219,8 @@ def pick(kind, launch, rung, q, k, is_causal, tma) -> configs.Config:
     if not rung.tuned:
         return configs.plain(kind, **case)
     logits = q.shape[2] * k.shape[2]
-    return configs.choose(kind, launch, logits=logits, is_causal=is_causal, tma=tma, rung=rung, **case)
+    case |= dict(logits=logits, is_causal=is_causal, tma=tma, rung=rung, precision=precision(q.dtype))
+    return configs.choose(kind, launch, **case)
 
 
 def positive_scale(q, scale):
@@ -257,14 +258,21 @@ def order(tiles: int, heavy_first: bool) -> tuple[int, int]:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How tiles are multiplied: exactly, unless they are fp32 and PyTorch has been told that TF32 will do."""
-    if dtype != torch.float32:
+    """How tiles are multiplied: exactly, unless they are fp32 and PyTorch has been told that TF32 will do.
+
+    Of AMD's GPUs, Triton knows TF32 on the MI300 alone.
+    """
+    if dtype != torch.float32 or (torch.version.hip and not _gcn_arch().startswith("gfx942")):
         return "ieee"
     try:
         allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
     except (AttributeError, RuntimeError):  # not there before torch 2.9
         allowed = torch.get_float32_matmul_precision() != "highest"
     return "tf32" if allowed else "ieee"
+
+
+def _gcn_arch() -> str:
+    return torch.cuda.get_device_properties().gcnArchName
 
 
 def descriptors_allowed(*tensors: torch.Tensor) -> bool:

@@ -91,10 +91,12 @@ def test_a_record_without_provenance_is_refused(tmp_path, monkeypatch):
 def test_peers_that_are_packages_are_signed_with_their_versions():
     smi = mock.Mock(stdout="NVIDIA H200, 580.1, 1980 MHz, 2619 MHz\n")
     started = mock.patch.dict(sys.modules, {"__main__": bench})  # as by python -m common.bench
-    with started, mock.patch.object(bench.subprocess, "run", return_value=smi):
+    gpu = mock.patch.object(bench.torch.cuda, "get_device_properties", return_value=mock.Mock(uuid="1234-5678"))
+    with started, gpu, mock.patch.object(bench.subprocess, "run", return_value=smi) as run:
         plain, made = (
             bench.provenance([_double_kernel], "f" * 40, packages) for packages in ((), ("pytest", "no-such-peer"))
         )
+    assert "GPU-1234-5678" in run.mock_calls[0].args[0]  # nvidia-smi's first need not be PyTorch's
     assert "packages" not in plain
     assert made["packages"] == {"pytest": pytest.__version__, "no-such-peer": "not installed"}
     assert f"pytest {pytest.__version__}, no-such-peer not installed" in bench.describe(dict(provenance=made, rows=[]))
@@ -200,6 +202,25 @@ def test_a_host_that_cannot_be_in_time_is_told(on_host, on_gpu):
     assert 0.99e3 * (2 * on_gpu + on_host) <= timing.median <= 1.01e3 * (2 * on_gpu + 2 * on_host)
     assert timing.host >= 1.99e3 * on_host
     assert len(calls) < 20 or on_host + on_gpu < 0.1, "long calls are not repeated in vain"
+
+
+def test_a_provider_that_refuses_stops_no_other():
+    errors = dict(
+        a=AssertionError("inputs must be bf16\nsecond line"), b=NotImplementedError(), c=bench.torch.OutOfMemoryError()
+    )
+
+    def time_ms(fn, **_):
+        return fn()
+
+    def refuse(error):
+        raise error
+
+    providers = {name: lambda error=error: refuse(error) for name, error in errors.items()}
+    providers["ours"] = lambda: bench.Timing(2.0, 1.0, 3.0, host=0.5)
+    with mock.patch.object(bench, "time_ms", time_ms):
+        rows = bench.measure(providers, rounds=2, seq=64)
+    assert [row.get("note") for row in rows] == ["inputs must be bf16", "NotImplementedError", "out of memory", None]
+    assert rows[-1]["ms"] == 2.0
 
 
 def test_the_interpreter_is_never_timed():

@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from common import cli, doctor, phases
+from common import cli, doctor, phases, runtime
 from common.phases import PHASES, ROOT, find
 
 import nbformat
@@ -69,6 +69,18 @@ def test_doctor_reports_a_gpu_that_is_asked_for_but_missing():
     assert done.returncode == 1
     assert findings["device"]["level"] == "problem"
     assert "unset TRITON_INTERPRET" in findings["device"]["todo"]
+
+
+@pytest.mark.parametrize(("capability", "level"), [((7, 5), "note"), ((8, 0), "ok"), ((12, 0), "ok")])
+def test_doctor_knows_which_gpus_triton_supports(monkeypatch, capability, level):
+    import torch
+
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    for name, value in dict(device_count=1, get_device_name="a GPU", get_device_capability=capability).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    finding = doctor.check_device()
+    assert finding.level == level
+    assert ("8.0" in finding.todo) == (level == "note")
 
 
 @pytest.mark.parametrize(

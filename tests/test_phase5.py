@@ -11,7 +11,7 @@ from common.inputs import make_tensor
 from common.phases import ROOT
 from phase3_forward import attention_forward
 from phase4_backward import backward as phase4
-from phase5_tuning import attention, configs, tuning_backward, tuning_forward
+from phase5_tuning import attention, compile_all, configs, tuning_backward, tuning_forward
 from phase5_tuning.attention import LAST, FlashAttention, flash_attention
 from phase5_tuning.tuning_forward import LADDER
 
@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import checkpoint
-from triton.runtime.errors import OutOfResources
+from triton.runtime.errors import OutOfResources, PTXASError
 
 MUST_SAVE = checkpoint.CheckpointPolicy.MUST_SAVE
 FORWARD, BOTH = list(tuning_forward.cases()), list(attention.cases())
@@ -224,6 +224,45 @@ def test_trap39_a_gpu_too_small_for_all_says_so(unknown_gpu):
 
     with pytest.raises(RuntimeError, match=r"shared memory \(tried 64 x 64, .*smaller head_dim"):
         choose(launch)
+
+
+def test_a_tile_that_does_not_compile_is_passed_over(unknown_gpu):
+    found = configs.candidates("dkdv", 64, torch.float16)
+
+    def launch(config):
+        if config == found[0]:
+            raise PTXASError("a bug of the assembler")
+        return 2.0
+
+    assert choose(launch) in found[1:]
+
+
+def test_without_memory_to_measure_in_the_plain_tile_is_taken_and_not_remembered(unknown_gpu):
+    with mock.patch.object(configs.bench, "time_ms", side_effect=torch.cuda.OutOfMemoryError):
+        assert choose(lambda config: 1.0) == configs.plain("dkdv", 64, torch.float16)
+    assert not unknown_gpu
+
+
+def test_what_is_measured_for_exact_products_says_nothing_of_tf32(unknown_gpu):
+    launched = []
+    options = dict(head_dim=64, dtype=torch.float32, is_causal=False, tma=False, rung=LADDER[-1], logits=1)
+    for precision in ("ieee", "ieee", "tf32"):
+        configs.choose("forward", lambda config: launched.append(config) or 1.0, precision=precision, **options)
+    assert len(launched) == 2 * len(configs.candidates("forward", 64, torch.float32))
+
+
+def test_amd_has_tf32_on_the_mi300_alone():
+    allowed = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with mock.patch.object(torch.version, "hip", "6.4"):
+            for arch, expected in (("gfx942:sramecc+", "tf32"), ("gfx950", "ieee"), ("gfx90a", "ieee")):
+                with mock.patch.object(tuning_forward, "_gcn_arch", return_value=arch):
+                    assert tuning_forward.precision(torch.float32) == expected
+        assert tuning_forward.precision(torch.float32) == "tf32"
+        assert tuning_forward.precision(torch.float16) == "ieee"
+    finally:
+        torch.set_float32_matmul_precision(allowed)
 
 
 def test_trap37_nothing_is_measured_while_a_graph_is_captured(unknown_gpu):
@@ -450,6 +489,11 @@ def launches(rung, head_dim=64, heads_kv=2, **fixed):
             q, k, k, q, lse, q, is_causal=True, rung=rung, dkdv_config=dkdv, dq_config=dq
         )
     )
+
+
+def test_compile_all_names_a_gpu_it_does_not_know():
+    with pytest.raises(SystemExit, match="sm_87: expected some of sm_75, sm_80"):
+        compile_all.main(["sm_80", "sm_87"])
 
 
 @interpreted_only

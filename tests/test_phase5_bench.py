@@ -1,5 +1,6 @@
 """Phase 5's benchmark without a GPU: what it makes of its arguments, and that every case becomes a row."""
 
+import contextlib
 from unittest import mock
 
 from common import bench as common_bench
@@ -48,6 +49,21 @@ def test_what_a_peer_cannot_do_is_a_row_that_says_so(clock):
     assert [column.header for column in made.columns][-2:] == ["sdpa-cudnn", "ours"]
 
 
+@pytest.mark.parametrize("argument", ["--seq-len", "--head-dim", "--tokens", "--width", "--batch", "--heads"])
+@pytest.mark.parametrize("value", ["0", "-32", "many"])
+def test_a_size_is_a_positive_integer(argument, value, capsys):
+    with pytest.raises(SystemExit):
+        bench.arguments([f"{argument}={value}"])
+    assert f"{argument}: {value!r}: expected a positive integer" in capsys.readouterr().err
+
+
+def test_a_time_that_holds_waiting_for_python_is_marked():
+    row = dict(dtype="fp16", head_dim=64, is_causal=True, batch=1, heads=1, seq=64, mode="fwd", provider="ours")
+    row |= dict(ms=3.0, host_ms=1.0, tflops=10.0)
+    assert list(bench.table([row]).columns[-1].cells) == ["10"]
+    assert list(bench.table([row | dict(late=True)]).columns[-1].cells) == ["10*"]
+
+
 @pytest.mark.parametrize(
     "provider", [name for name in bench.PROVIDERS if name.startswith(("rung", "ours", "phase", "naive"))]
 )
@@ -93,3 +109,18 @@ def test_what_nvidia_smi_prints_is_read_and_what_it_cuts_off_is_not():
     assert seen == [1980, 670.1, 700]
     assert last - first == pytest.approx(0.04)
     assert power.parsed("2026/11/21 23:13:25.7") == power.parsed("") == []
+
+
+def test_an_endurance_run_of_calls_longer_than_itself_ends():
+    events = [mock.Mock(elapsed_time=lambda other: 1600.0 * other.at, at=n) for n in range(3)]
+    timing = common_bench.Timing(1600.0, 1600.0, 1600.0, host=1.0)
+    with (
+        mock.patch.object(common_bench, "time_ms", return_value=timing),
+        mock.patch.object(power, "watching", return_value=contextlib.nullcontext([])),
+        mock.patch.multiple(torch.cuda, Event=mock.Mock(side_effect=events), synchronize=mock.DEFAULT),
+        mock.patch.object(power.time, "sleep"),
+    ):
+        row = power.endurance(lambda: None)
+    assert row["ms"] == row["ms_max"] == 1600
+    assert row["mhz"] == []
+    assert row["watts_allowed"] is None
