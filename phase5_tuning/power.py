@@ -36,12 +36,13 @@ def watching() -> Iterator[list[tuple[float, float, float, float]]]:
     gpu = f"GPU-{torch.cuda.get_device_properties().uuid}"
     command = ["nvidia-smi", "-i", gpu, query, "--format=csv,noheader,nounits", "-lms", "20"]
     smi = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    begun = smi.stdout.readline()  # it takes a moment to start
     seen = []
     try:
         yield seen
     finally:
         smi.terminate()
-        seen += parsed(smi.communicate()[0])
+        seen += parsed(begun + smi.communicate()[0])
 
 
 def parsed(text: str) -> list[tuple[float, float, float, float]]:

@@ -1,6 +1,9 @@
 """Phase 5's benchmark without a GPU: what it makes of its arguments, and that every case becomes a row."""
 
 import contextlib
+import subprocess
+import sys
+import time
 from unittest import mock
 
 from common import bench as common_bench
@@ -124,3 +127,26 @@ def test_an_endurance_run_of_calls_longer_than_itself_ends():
     assert row["ms"] == row["ms_max"] == 1600
     assert row["mhz"] == []
     assert row["watts_allowed"] is None
+
+
+def test_watching_begins_when_nvidia_smi_does_and_ends_it():
+    line = "2026/11/21 23:13:25.750, 1980, 670.10, 700.00"
+    program = f"import time; time.sleep(0.3); print('{line}', flush=True); print('{line}', flush=True); time.sleep(60)"
+    start = subprocess.Popen
+    started = []
+
+    def instead(command, **options):
+        assert command[:3] == ["nvidia-smi", "-i", "GPU-1234"]
+        started.append(start([sys.executable, "-c", program], **options))
+        return started[0]
+
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(uuid="1234")),
+        mock.patch.object(power.subprocess, "Popen", instead),
+        contextlib.suppress(KeyboardInterrupt),
+        power.watching() as samples,
+    ):
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+    assert [watts for *_, watts, _ in samples] == [670.1, 670.1]
+    assert started[0].poll() is not None
