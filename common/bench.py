@@ -160,16 +160,24 @@ def fingerprint(kernel) -> str:
     return hashlib.sha256("\n".join(seen[name] for name in sorted(seen)).encode()).hexdigest()[:16]
 
 
+def gpu_id() -> str:
+    """What nvidia-smi calls the current GPU; it counts GPUs that PyTorch may not see."""
+    return f"GPU-{torch.cuda.get_device_properties().uuid}"
+
+
 def provenance(kernels: Iterable, commit: str | None = None, packages: Sequence[str] = ()) -> dict:
     """On what, with what, of what, when: GPU, driver, clocks, versions, commit, command, kernel hash, date (UTC).
 
     packages: peers that come as packages of their own, whose versions are wanted too.
+    Raises RuntimeError if nvidia-smi does not answer, FileNotFoundError if there is none.
     """
     query = "name,driver_version,clocks.max.sm,clocks.max.mem"
-    uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"  # nvidia-smi counts GPUs that PyTorch may not see
     smi = subprocess.run(
-        ["nvidia-smi", "-i", uuid, f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
+        ["nvidia-smi", "-i", gpu_id(), f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
     )
+    if smi.returncode:
+        said = (smi.stdout + smi.stderr).strip()
+        raise RuntimeError(f"a record names its GPU, but nvidia-smi -i {gpu_id()} failed ({said}): make that run first")
     gpu, driver, sm, mem = (field.strip() for field in smi.stdout.splitlines()[0].split(","))
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     # The module as it was started with -m; sys.argv[0] would be a path of this machine.

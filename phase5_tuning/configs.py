@@ -56,7 +56,7 @@ CANDIDATES = {
         256: [Config(128, 64, 8, 1), Config(128, 32, 8, 2), Config(64, 32, 4, 1)],
     },
 }
-# In fp32 products run on ordinary cores and want small tiles, the plain ones, wherever they run: all but this.
+# In fp32, products run on ordinary cores and want small tiles: the plain ones, with one exception.
 CANDIDATES_FP32 = {("forward", 64): [Config(64, 64, 4, 1)]}
 HOPPER = (9, 0)  # compute capability of H100 and H200
 # What won there under a full and under a causal mask, or was within the noise of it: by kernel, padded head_dim, and
@@ -147,13 +147,21 @@ def choose(
 
 
 def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
-    """The fastest of the configs that this GPU has room for. Raises RuntimeError if there is none."""
-    times = {}
+    """The fastest of the configs that compile and that this GPU has room for.
+
+    Raises RuntimeError if it has room for none, and the assembler's error if none of the others compiles.
+    """
+    times, refused = {}, None
     for config in found:
         try:
+            # Until its clock has settled, a GPU shows what the candidate before has left of it.
             times[config] = bench.time_ms(lambda: launch(config), warmup_ms=100, repeat_ms=50).median  # noqa: B023
-        except (OutOfResources, PTXASError):
+        except OutOfResources:
             continue
+        except PTXASError as error:
+            refused = error
+    if refused and not times:
+        raise refused
     if not times:
         tried = ", ".join(f"{c.BLOCK_M} x {c.BLOCK_N}" for c in found)
         raise RuntimeError(f"no tile fits this GPU's shared memory (tried {tried}); a smaller head_dim needs less")

@@ -33,8 +33,7 @@ def watching() -> Iterator[list[tuple[float, float, float, float]]]:
     Seconds since 1970, the clock in MHz, the power in W, and what power may be.
     """
     query = "--query-gpu=timestamp,clocks.sm,power.draw.instant,power.limit"
-    gpu = f"GPU-{torch.cuda.get_device_properties().uuid}"
-    command = ["nvidia-smi", "-i", gpu, query, "--format=csv,noheader,nounits", "-lms", "20"]
+    command = ["nvidia-smi", "-i", bench.gpu_id(), query, "--format=csv,noheader,nounits", "-lms", "20"]
     smi = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     begun = smi.stdout.readline()  # it takes a moment to start
     seen = []

@@ -89,7 +89,7 @@ def test_a_record_without_provenance_is_refused(tmp_path, monkeypatch):
 
 
 def test_peers_that_are_packages_are_signed_with_their_versions():
-    smi = mock.Mock(stdout="NVIDIA H200, 580.1, 1980 MHz, 2619 MHz\n")
+    smi = mock.Mock(stdout="NVIDIA H200, 580.1, 1980 MHz, 2619 MHz\n", stderr="", returncode=0)
     started = mock.patch.dict(sys.modules, {"__main__": bench})  # as by python -m common.bench
     gpu = mock.patch.object(bench.torch.cuda, "get_device_properties", return_value=mock.Mock(uuid="1234-5678"))
     with started, gpu, mock.patch.object(bench.subprocess, "run", return_value=smi) as run:
@@ -97,6 +97,10 @@ def test_peers_that_are_packages_are_signed_with_their_versions():
             bench.provenance([_double_kernel], "f" * 40, packages) for packages in ((), ("pytest", "no-such-peer"))
         )
     assert "GPU-1234-5678" in run.mock_calls[0].args[0]  # nvidia-smi's first need not be PyTorch's
+    smi.stdout, smi.returncode = "No devices were found", 6
+    refused = pytest.raises(RuntimeError, match=r"nvidia-smi -i GPU-1234-5678 failed \(No devices were found\)")
+    with started, gpu, mock.patch.object(bench.subprocess, "run", return_value=smi), refused:
+        bench.provenance([_double_kernel], "f" * 40)
     assert "packages" not in plain
     assert made["packages"] == {"pytest": pytest.__version__, "no-such-peer": "not installed"}
     assert f"pytest {pytest.__version__}, no-such-peer not installed" in bench.describe(dict(provenance=made, rows=[]))

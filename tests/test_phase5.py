@@ -235,6 +235,9 @@ def test_a_tile_that_does_not_compile_is_passed_over(unknown_gpu):
         return 2.0
 
     assert choose(launch) in found[1:]
+    unknown_gpu.clear()
+    with pytest.raises(PTXASError, match="a bug"):  # and not that the GPU is too small
+        choose(mock.Mock(side_effect=PTXASError("a bug of the assembler")))
 
 
 def test_without_memory_to_measure_in_the_plain_tile_is_taken_and_not_remembered(unknown_gpu):
