@@ -40,6 +40,7 @@ KERNELS = (
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # of the forward pass
 ROUNDS = 2
+SETTINGS = configs.CHOSEN, configs.CHOSEN_FP32
 TITLE = "TFLOP/s, medians (*: one call after the other, the GPU waits for the host)"
 
 
@@ -239,7 +240,7 @@ def main(argv=None) -> int:
     if args.name:
         argv = ["--name", args.name, *(["--commit", args.commit] if args.commit else [])]
         packages = [p for p in args.provider if p == "flash-attn-4"]
-        code = bench.main("phase5_tuning", KERNELS, lambda: rows.extend(run(args)) or rows, argv, packages)
+        code = bench.main("phase5_tuning", KERNELS, lambda: rows.extend(run(args)) or rows, argv, packages, SETTINGS)
     else:
         rows, code = run(args), 0
     Console().print(table(rows))
