@@ -82,8 +82,8 @@ CHOSEN = {
     (HOPPER, "dq", 256, False): (Config(128, 32, 8, 2), Config(128, 32, 8, 2)),
 }
 CHOSEN_FP32 = {(HOPPER, "forward", 64, False): (Config(64, 64, 4, 1), Config(64, 64, 4, 1))}
-# What won with few programs: when one has a multiprocessor to itself, nobody else works while it waits, and more stages
-# pay; in fp32, more programs. With it, the rows for each multiprocessor up to which, under either mask.
+# What won where programs are too few to fill the GPU: with fewer neighbors to work while one waits, more stages pay (in
+# fp32, smaller tiles). And up to how many rows for each multiprocessor it is taken, under a full and a causal mask.
 FEW = {
     (HOPPER, "forward", 64, True): (Config(64, 128, 4, 3), (192, 512)),
     (HOPPER, "forward", 128, True): (Config(64, 64, 4, 3), (256, 512)),
@@ -92,7 +92,7 @@ FEW = {
     (HOPPER, "dq", 128, True): (Config(64, 64, 4, 3), (64, 128)),
 }
 FEW_FP32 = {(HOPPER, "forward", 64, False): (Config(32, 32, 4, 1), (64, 32))}
-FEW_ROWS = (256, 512)  # where a GPU that is not known is taken to be busy
+FEW_ROWS = (256, 512)  # up to which a GPU that is not known counts as not busy
 _measured = {}
 
 
@@ -127,9 +127,9 @@ def choose(
 ) -> Config:
     """The config for a kernel ("forward", "dkdv" or "dq"), so that launch(config) can run it.
 
-    rows: batch heads seq_q, or for dkdv batch heads_kv seq_k: how much there is to do at once. The last bits of a
-    result may depend on it, as tiles may. tma: tiles are fetched by descriptors. What is measured for a rung or a
-    precision counts for no other.
+    rows: batch heads seq_q, or for dkdv batch heads_kv seq_k, with seq in whole tiles: how much can be done at once.
+    The last bits of a result may depend on it, as tiles may. tma: tiles are fetched by descriptors. What is measured
+    for a rung or a precision counts for no other.
 
     Interpreted, without memory to measure in, and while a CUDA graph is being captured on a GPU that is not known,
     nothing is measured: the last one is taken, which fits everywhere.

@@ -313,8 +313,8 @@ def test_few_programs_get_other_tiles_than_many(unknown_gpu):
 
 
 @interpreted_only
-def test_rows_are_counted_over_all_heads():
-    q, k, v = (t.requires_grad_() for t in make_qkv(2, 6, 40, 16, heads_kv=3, seq_k=50))
+def test_rows_are_counted_over_all_heads_in_whole_tiles():
+    q, k, v = (t.requires_grad_() for t in make_qkv(2, 6, 40, 16, heads_kv=3, seq_k=70))
     asked = {}
 
     def chosen(kind, launch, *, rows, head_dim, dtype, **_):
@@ -323,7 +323,9 @@ def test_rows_are_counted_over_all_heads():
 
     with mock.patch.object(configs, "choose", chosen):
         flash_attention(q, k, v, enable_gqa=True).sum().backward()
-    assert asked == dict(forward=2 * 6 * 40, dkdv=2 * 3 * 50, dq=2 * 6 * 40)
+        assert asked == dict(forward=2 * 6 * 64, dkdv=2 * 3 * 128, dq=2 * 6 * 64)
+        flash_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
+        assert asked["dkdv"] == 2 * 3 * 64  # the last keys are seen by nobody
 
 
 # --- SDPA's signature, and PyTorch around it -----------------------------------------------------------------------

@@ -268,7 +268,8 @@ def power(record: dict, case: tuple) -> None:
         mhz.plot(row["at_ms"], row["mhz"], **look)
         at = [(n + 0.5) * row["window_ms"] for n in range(len(row["call_ms"]))]
         ms.plot(at, [call or float("nan") for call in row["call_ms"]], **look)
-        watts.axhline(row["watts_allowed"], color=COLORS["limit"], linewidth=1, linestyle=":")
+        if row["watts_allowed"]:
+            watts.axhline(row["watts_allowed"], color=COLORS["limit"], linewidth=1, linestyle=":")
     watts.set_ylabel("power, W")
     mhz.set_ylabel("clock, MHz")
     ms.set_ylabel("a call, ms")
