@@ -165,10 +165,18 @@ def gpu_id() -> str:
     return f"GPU-{torch.cuda.get_device_properties().uuid}"
 
 
-def provenance(kernels: Iterable, commit: str | None = None, packages: Sequence[str] = ()) -> dict:
-    """On what, with what, of what, when: GPU, driver, clocks, versions, commit, command, kernel hash, date (UTC).
+def settings_fingerprint(settings: object) -> str:
+    """Hash of what a measurement depends on beside the kernels: settings, such as tiles, and the clock."""
+    return hashlib.sha256("\n".join([repr(settings), source(time_ms), source(measure)]).encode()).hexdigest()[:16]
 
-    packages: peers that come as packages of their own, whose versions are wanted too.
+
+def provenance(
+    kernels: Iterable, commit: str | None = None, packages: Sequence[str] = (), settings: object = None
+) -> dict:
+    """On what, with what, of what, when: GPU, driver, clocks, versions, commit, command, hashes, date (UTC).
+
+    packages: peers that come as packages of their own, whose versions are wanted too. settings: what a record depends
+    on beside the kernels, with the clock; None: not recorded.
     Raises RuntimeError if nvidia-smi does not answer, FileNotFoundError if there is none.
     """
     query = "name,driver_version,clocks.max.sm,clocks.max.mem"
@@ -193,6 +201,7 @@ def provenance(kernels: Iterable, commit: str | None = None, packages: Sequence[
         command=command,
         kernels={k.fn.__name__: fingerprint(k) for k in kernels},
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        **({"settings": settings_fingerprint(settings)} if settings else {}),
         **({"packages": {package: _version(package) for package in packages}} if packages else {}),
     )
 
@@ -210,6 +219,7 @@ def main(
     run: Callable[[], list[dict]],
     argv: list[str] | None = None,
     packages: Sequence[str] = (),
+    settings: object = None,
 ) -> int:
     """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json."""
     parser = argparse.ArgumentParser(description="Measure this phase on the GPU and store the record.")
@@ -220,7 +230,7 @@ def main(
         print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
         return 1
     start = time.perf_counter()
-    head = dict(provenance=provenance(kernels, args.commit, packages), ceilings=ceilings())
+    head = dict(provenance=provenance(kernels, args.commit, packages, settings), ceilings=ceilings())
     rows = ",\n  ".join(json.dumps(row) for row in run())
     path = ROOT / folder / "results" / f"{args.name}.json"
     path.parent.mkdir(exist_ok=True)

@@ -1,11 +1,11 @@
 """Which tiles, how many warps, how many stages: few candidates, chosen by measurement once for a GPU, then remembered.
 
-    config = choose("forward", launch, logits=4096**2, head_dim=64, dtype=q.dtype, is_causal=True, tma=True, rung=rung)
+    config = choose("forward", launch, rows=16 * 4096, head_dim=64, dtype=q.dtype, is_causal=True, tma=True, rung=rung)
 
 For GPUs that were measured the choice is shipped (CHOSEN), so that a first call costs nothing; on any other, the
-candidates are timed with the call at hand, once for short sequences and once for long ones. A candidate that the GPU
-has too little shared memory for is passed over; the last one, of phases 3 and 4, fits every GPU that Triton supports
-(compute capability 8.0 and later).
+candidates are timed with the call at hand, once for a GPU with little to do and once for a busy one. A candidate that
+the GPU has too little shared memory for is passed over; the last one, of phases 3 and 4, fits every GPU that Triton
+supports (compute capability 8.0 and later).
 """
 
 from collections.abc import Callable, Hashable
@@ -41,18 +41,18 @@ class Config:
 # By kernel and padded head_dim, fp16 and bf16: what won somewhere on an H200 among 6 to 14 shapes, or came close to it.
 CANDIDATES = {
     "forward": {
-        64: [Config(64, 128, 4, 2), Config(64, 128, 4, 1, maxnreg=128), Config(128, 64, 4, 3)],
+        64: [Config(64, 128, 4, 2), Config(64, 128, 4, 1, maxnreg=128), Config(64, 128, 4, 3), Config(128, 64, 4, 3)],
         128: [Config(64, 128, 4, 1), Config(128, 64, 4, 2), Config(64, 64, 4, 3), Config(128, 64, 8, 3)],
         256: [Config(64, 128, 4, 1), Config(128, 64, 8, 2)],
     },
     "dkdv": {
         64: [Config(64, 64, 4, 2), Config(64, 64, 4, 3), Config(128, 64, 4, 2)],
-        128: [Config(64, 64, 4, 2), Config(64, 128, 8, 2)],
+        128: [Config(64, 64, 4, 2), Config(64, 64, 4, 3), Config(64, 128, 8, 2)],
         256: [Config(64, 64, 8, 2), Config(64, 32, 4, 1)],
     },
     "dq": {
         64: [Config(64, 64, 4, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 3)],
-        128: [Config(64, 64, 4, 2), Config(128, 64, 8, 3)],
+        128: [Config(64, 64, 4, 2), Config(64, 64, 4, 3), Config(128, 64, 8, 3)],
         256: [Config(128, 64, 8, 1), Config(128, 32, 8, 2), Config(64, 32, 4, 1)],
     },
 }
@@ -68,22 +68,31 @@ CHOSEN = {
     (HOPPER, "forward", 128, False): (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
     (HOPPER, "forward", 256, True): (Config(64, 128, 4, 1), Config(64, 128, 4, 1)),
     (HOPPER, "forward", 256, False): (Config(128, 64, 8, 2), Config(128, 64, 8, 2)),
-    (HOPPER, "dkdv", 64, True): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    (HOPPER, "dkdv", 64, True): (Config(128, 64, 4, 2), Config(128, 64, 4, 2)),
     (HOPPER, "dkdv", 64, False): (Config(128, 64, 4, 2), Config(64, 64, 4, 3)),
     (HOPPER, "dkdv", 128, True): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
     (HOPPER, "dkdv", 128, False): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
     (HOPPER, "dkdv", 256, True): (Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
     (HOPPER, "dkdv", 256, False): (Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
-    (HOPPER, "dq", 64, True): (Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
+    (HOPPER, "dq", 64, True): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
     (HOPPER, "dq", 64, False): (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
-    (HOPPER, "dq", 128, True): (Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
+    (HOPPER, "dq", 128, True): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
     (HOPPER, "dq", 128, False): (Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
     (HOPPER, "dq", 256, True): (Config(128, 64, 8, 1), Config(128, 64, 8, 1)),
     (HOPPER, "dq", 256, False): (Config(128, 32, 8, 2), Config(128, 32, 8, 2)),
 }
-# For short and for long sequences.
-CHOSEN_FP32 = {(HOPPER, "forward", 64): (Config(32, 32, 4, 1), Config(64, 64, 4, 1))}
-LONG = 1024**2  # logits of a head from which sequences count as long
+CHOSEN_FP32 = {(HOPPER, "forward", 64, False): (Config(64, 64, 4, 1), Config(64, 64, 4, 1))}
+# What won where programs are too few to fill the GPU: with fewer neighbors to work while one waits, more stages pay (in
+# fp32, smaller tiles). And up to how many rows for each multiprocessor it is taken, under a full and a causal mask.
+FEW = {
+    (HOPPER, "forward", 64, True): (Config(64, 128, 4, 3), (192, 512)),
+    (HOPPER, "forward", 128, True): (Config(64, 64, 4, 3), (256, 512)),
+    (HOPPER, "dkdv", 128, True): (Config(64, 64, 4, 3), (64, 128)),
+    (HOPPER, "dq", 64, True): (Config(64, 64, 4, 3), (128, 512)),
+    (HOPPER, "dq", 128, True): (Config(64, 64, 4, 3), (64, 128)),
+}
+FEW_FP32 = {(HOPPER, "forward", 64, False): (Config(32, 32, 4, 1), (64, 32))}
+FEW_ROWS = (256, 512)  # up to which a GPU that is not known counts as not busy
 _measured = {}
 
 
@@ -108,7 +117,7 @@ def choose(
     kind: str,
     launch: Callable[[Config], object],
     *,
-    logits: int,
+    rows: int,
     head_dim: int,
     dtype: torch.dtype,
     is_causal: bool,
@@ -118,8 +127,9 @@ def choose(
 ) -> Config:
     """The config for a kernel ("forward", "dkdv" or "dq"), so that launch(config) can run it.
 
-    logits: seq_q seq_k. tma: tiles are fetched by descriptors. What is measured for a rung or a precision counts for no
-    other.
+    rows: batch heads seq_q, or for dkdv batch heads_kv seq_k, with seq in whole tiles: how much can be done at once.
+    The last bits of a result may depend on it, as tiles may. tma: tiles are fetched by descriptors. What is measured
+    for a rung or a precision counts for no other.
 
     Interpreted, without memory to measure in, and while a CUDA graph is being captured on a GPU that is not known,
     nothing is measured: the last one is taken, which fits everywhere.
@@ -128,15 +138,15 @@ def choose(
     if runtime.DEVICE != "cuda" or len(found) == 1:
         return found[-1]
     device = torch.cuda.current_device()
-    case = device, dtype, kind, padded(head_dim), is_causal, tma, rung, precision, logits >= LONG
+    each = rows / multiprocessors(device)
+    case = device, dtype, kind, padded(head_dim), is_causal, tma, rung, precision, each <= FEW_ROWS[is_causal]
     known = _measured.get(case)
     if torch.version.hip is None:  # AMD counts its generations in the same numbers
-        gpu, width = capability(device), max(64, padded(head_dim))
-        if dtype == torch.float32:
-            pair, which = CHOSEN_FP32.get((gpu, kind, width)), logits >= LONG
-        else:
-            pair, which = CHOSEN.get((gpu, kind, width, tma)), is_causal
-        known = pair[which] if pair else known
+        chosen, few = (CHOSEN_FP32, FEW_FP32) if dtype == torch.float32 else (CHOSEN, FEW)
+        shipped = capability(device), kind, max(64, padded(head_dim)), tma
+        if shipped in chosen:
+            config, limits = few.get(shipped, (None, (0, 0)))
+            known = config if each <= limits[is_causal] else chosen[shipped][is_causal]
     if known or torch.cuda.is_current_stream_capturing():
         return known or found[-1]
     try:
@@ -172,3 +182,9 @@ def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
 def capability(device: int | torch.device) -> tuple[int, int]:
     """Compute capability of a GPU, remembered: asking takes a few microseconds."""
     return torch.cuda.get_device_capability(device)
+
+
+@cache
+def multiprocessors(device: int | torch.device) -> int:
+    """How many programs, at least, run at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

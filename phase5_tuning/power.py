@@ -14,7 +14,7 @@ from datetime import datetime
 
 from common import bench, runtime  # before triton: chooses whether kernels are compiled or interpreted
 from common.inputs import make_qkv
-from phase5_tuning.bench import FLOPS, KERNELS, timed
+from phase5_tuning.bench import FLOPS, KERNELS, SETTINGS, timed
 
 import torch
 
@@ -113,4 +113,4 @@ def run() -> list[dict]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(bench.main("phase5_tuning", KERNELS, run))
+    raise SystemExit(bench.main("phase5_tuning", KERNELS, run, settings=SETTINGS))

@@ -266,7 +266,7 @@ def attention_backward(
         if needs_kv:
             if seen_k < seq_k:
                 dk_out[:, :, seen_k:], dv_out[:, :, seen_k:] = 0.0, 0.0
-            launch_dkdv(dkdv_config or pick("dkdv", launch_dkdv, rung, q, k, is_causal, tma))
+            launch_dkdv(dkdv_config or pick("dkdv", launch_dkdv, rung, q, k[:, :, :seen_k], is_causal, tma))
         if needs_q:
             launch_dq(dq_config or pick("dq", launch_dq, rung, q, k, is_causal, tma))
     dq = dq_out.to(dq.dtype) if needs_q else None

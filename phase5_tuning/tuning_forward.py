@@ -218,8 +218,9 @@ def pick(kind, launch, rung, q, k, is_causal, tma) -> configs.Config:
     case = dict(head_dim=q.shape[3], dtype=q.dtype)
     if not rung.tuned:
         return configs.plain(kind, **case)
-    logits = q.shape[2] * k.shape[2]
-    case |= dict(logits=logits, is_causal=is_causal, tma=tma, rung=rung, precision=precision(q.dtype))
+    batch, heads, seq = (k if kind == "dkdv" else q).shape[:3]
+    rows = batch * heads * cdiv(seq, 64) * 64
+    case |= dict(rows=rows, is_causal=is_causal, tma=tma, rung=rung, precision=precision(q.dtype))
     return configs.choose(kind, launch, **case)
 
 

@@ -40,9 +40,20 @@ def test_a_record_says_where_it_comes_from(folder, name):
 @every_record
 def test_a_record_is_of_the_kernels_as_they_are(folder, name):
     record = bench.load(folder, name)
-    kernels = importlib.import_module(measuring_module(record)).KERNELS
-    same = record["provenance"]["kernels"] == {k.fn.__name__: bench.fingerprint(k) for k in kernels}
+    module = importlib.import_module(measuring_module(record))
+    same = record["provenance"]["kernels"] == {k.fn.__name__: bench.fingerprint(k) for k in module.KERNELS}
+    if hasattr(module, "SETTINGS"):  # with other tiles or another clock it would be another record
+        same &= record["provenance"].get("settings") == bench.settings_fingerprint(module.SETTINGS)
     assert same == (name not in HISTORY)
+
+
+def test_a_record_knows_its_tiles_and_its_clock(monkeypatch):
+    before = bench.settings_fingerprint({"tile": 64})
+    assert before == bench.settings_fingerprint({"tile": 64}) != bench.settings_fingerprint({"tile": 128})
+    for name in ("time_ms", "measure"):
+        with monkeypatch.context() as patch:
+            patch.setattr(bench, name, lambda fn: fn())
+            assert before != bench.settings_fingerprint({"tile": 64})
 
 
 @every_record

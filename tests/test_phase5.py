@@ -152,8 +152,15 @@ def test_a_descriptor_never_reaches_into_the_next_head():
 def test_every_shipped_choice_is_a_candidate():
     for (_, kind, head_dim, _), chosen in configs.CHOSEN.items():
         assert set(chosen) <= set(configs.candidates(kind, head_dim, torch.float16))
-    for (_, kind, head_dim), chosen in configs.CHOSEN_FP32.items():
-        assert set(chosen) == set(configs.candidates(kind, head_dim, torch.float32))
+    for (_, kind, head_dim, _), chosen in configs.CHOSEN_FP32.items():
+        assert set(chosen) <= set(configs.candidates(kind, head_dim, torch.float32))
+    for dtype, chosen, few in (
+        (torch.float16, configs.CHOSEN, configs.FEW),
+        (torch.float32, configs.CHOSEN_FP32, configs.FEW_FP32),
+    ):
+        assert few.keys() <= chosen.keys()
+        for (_, kind, head_dim, _), (config, _) in few.items():
+            assert config in configs.candidates(kind, head_dim, dtype)
 
 
 @pytest.mark.parametrize("kind", ["forward", "dkdv", "dq"])
@@ -171,7 +178,7 @@ def test_trap41_nothing_is_measured_on_a_cpu():
         raise AssertionError("launched")
 
     chosen = configs.choose(
-        "forward", launch, logits=1, head_dim=64, dtype=torch.float16, is_causal=True, tma=True, rung=LADDER[-1]
+        "forward", launch, rows=1, head_dim=64, dtype=torch.float16, is_causal=True, tma=True, rung=LADDER[-1]
     )
     assert chosen == configs.plain("forward", 64, torch.float16)
 
@@ -182,6 +189,7 @@ def unknown_gpu():
     with (
         mock.patch.object(configs.runtime, "DEVICE", "cuda"),
         mock.patch.object(configs, "capability", return_value=(8, 6)),
+        mock.patch.object(configs, "multiprocessors", return_value=100),
         mock.patch.object(configs, "_measured", {}) as measured,
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
@@ -190,9 +198,9 @@ def unknown_gpu():
         yield measured
 
 
-def choose(launch, rung=LADDER[-1], seq=64):
-    options = dict(head_dim=64, dtype=torch.float16, is_causal=False, tma=True, rung=rung)
-    return configs.choose("dkdv", launch, logits=seq**2, **options)
+def choose(launch, rung=LADDER[-1], rows=6400, kind="dkdv", is_causal=False):
+    options = dict(head_dim=64, dtype=torch.float16, is_causal=is_causal, tma=True, rung=rung)
+    return configs.choose(kind, launch, rows=rows, **options)
 
 
 def test_trap39_the_fastest_that_fits_is_chosen_once(unknown_gpu):
@@ -214,8 +222,8 @@ def test_trap39_the_fastest_that_fits_is_chosen_once(unknown_gpu):
     choose(launch, LADDER[1])
     assert launched  # another rung is another kernel
     launched.clear()
-    choose(launch, seq=4096)
-    assert launched  # and what is best for 64 tokens says little about 4096
+    choose(launch, rows=100_000)
+    assert launched  # and what is best for a GPU with little to do says nothing of a busy one
 
 
 def test_trap39_a_gpu_too_small_for_all_says_so(unknown_gpu):
@@ -248,7 +256,7 @@ def test_without_memory_to_measure_in_the_plain_tile_is_taken_and_not_remembered
 
 def test_what_is_measured_for_exact_products_says_nothing_of_tf32(unknown_gpu):
     launched = []
-    options = dict(head_dim=64, dtype=torch.float32, is_causal=False, tma=False, rung=LADDER[-1], logits=1)
+    options = dict(head_dim=64, dtype=torch.float32, is_causal=False, tma=False, rung=LADDER[-1], rows=1)
     for precision in ("ieee", "ieee", "tf32"):
         configs.choose("forward", lambda config: launched.append(config) or 1.0, precision=precision, **options)
     assert len(launched) == 2 * len(configs.candidates("forward", 64, torch.float32))
@@ -290,10 +298,34 @@ def test_a_limit_of_registers_is_asked_for_where_there_is_one_and_on_nvidia():
 def test_a_known_gpu_measures_nothing(unknown_gpu):
     with mock.patch.object(configs, "capability", return_value=(9, 0)):
         assert choose(lambda config: pytest.fail("launched")) == configs.CHOSEN[(9, 0), "dkdv", 64, True][False]
+
+
+def test_few_programs_get_other_tiles_than_many(unknown_gpu):
+    with mock.patch.object(configs, "capability", return_value=(9, 0)):
+        for is_causal, limit in ((False, 192), (True, 512)):  # rows for each of the 100 multiprocessors
+            for rows, stages in ((100 * limit, 3), (100 * limit + 1, 1)):
+                launch = functools.partial(pytest.fail, "launched")
+                assert choose(launch, rows=rows, kind="forward", is_causal=is_causal).num_stages == stages
         options = dict(head_dim=16, dtype=torch.float32, is_causal=True, tma=False, rung=LADDER[-1])
-        for seq, block in ((1023, 32), (1024, 64)):  # in fp32, few tokens want many programs
-            chosen = configs.choose("forward", lambda config: pytest.fail("launched"), logits=seq**2, **options)
+        for rows, block in ((3200, 32), (3201, 64)):
+            chosen = configs.choose("forward", lambda config: pytest.fail("launched"), rows=rows, **options)
             assert chosen == configs.Config(block, block, 4, 1)
+
+
+@interpreted_only
+def test_rows_are_counted_over_all_heads_in_whole_tiles():
+    q, k, v = (t.requires_grad_() for t in make_qkv(2, 6, 40, 16, heads_kv=3, seq_k=70))
+    asked = {}
+
+    def chosen(kind, launch, *, rows, head_dim, dtype, **_):
+        asked[kind] = rows
+        return configs.plain(kind, head_dim, dtype)
+
+    with mock.patch.object(configs, "choose", chosen):
+        flash_attention(q, k, v, enable_gqa=True).sum().backward()
+        assert asked == dict(forward=2 * 6 * 64, dkdv=2 * 3 * 128, dq=2 * 6 * 64)
+        flash_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
+        assert asked["dkdv"] == 2 * 3 * 64  # the last keys are seen by nobody
 
 
 # --- SDPA's signature, and PyTorch around it -----------------------------------------------------------------------

@@ -8,7 +8,9 @@ from unittest import mock
 
 from common import bench as common_bench
 from common import runtime
+from common.verify import VerificationError
 from phase5_tuning import bench, power
+from phase5_tuning.attention import FlashAttention
 
 import pytest
 import torch
@@ -32,12 +34,38 @@ def test_every_case_mode_and_provider_is_a_row(clock, capsys):
     args = bench.arguments(
         [*SMALL, "--mode", "fwd,bwd,both", "--provider", "naive,phase 4,ours,K pre-transposed", "--check"]
     )
-    rows = bench.run(args)
+    checked = mock.Mock(wraps=bench.verify_results)
+    with mock.patch.object(bench, "verify_results", checked):
+        rows = bench.run(args)
+    assert checked.call_count == 1
     assert len(rows) == 3 * 4
     assert all(row["ms"] == 1.0 and row["batch"] == row["heads"] == 2 for row in rows)
     forward = 4 * 2 * 2 * 32 * 32 * 16 / 2
     assert [row["tflops"] for row in rows[::4]] == pytest.approx([c * forward / 1e9 for c in (1, 2.5, 3.5)])
     assert "case 1 of 1" in capsys.readouterr().out
+
+
+def test_the_head_that_is_checked_is_the_last_of_as_many_as_are_timed():
+    calls = []
+
+    def apply(q, k, v, is_causal):
+        calls.append(q.detach())
+        return FlashAttention.apply(q, k, v, is_causal)
+
+    with mock.patch.object(bench, "FlashAttention", mock.Mock(apply=apply)):
+        bench.check(2, 3, 16, 40, True, "fp16")
+    (q,) = calls
+    assert q.shape == (2, 3, 40, 16)
+    assert q[-1, -1].abs().sum() > 0
+    assert q.abs().sum() == q[-1, -1].abs().sum()
+
+    def wrong(q, k, v, is_causal):
+        o, lse = FlashAttention.apply(q, k, v, is_causal)
+        return o * 1.1, lse
+
+    refused = pytest.raises(VerificationError)
+    with mock.patch.object(bench, "FlashAttention", mock.Mock(apply=wrong)), refused:
+        bench.check(2, 3, 16, 40, True, "fp16")
 
 
 def test_what_a_peer_cannot_do_is_a_row_that_says_so(clock):

@@ -254,6 +254,33 @@ def long_sweep(record: dict, mode: str = "fwd", head_dims: tuple[int, ...] = (16
     _signed(fig, record)
 
 
+def power(record: dict, case: tuple) -> None:
+    """Phase 5: what the limit of power does to a kernel that runs for longer: power, clock, time of a call.
+
+    case: (head_dim, is_causal, seq, mode).
+    """
+    use()
+    fig, axes = plt.subplots(3, 1, figsize=(8, 5.4), layout="constrained", sharex=True)
+    watts, mhz, ms = axes
+    for row in (r for r in record["rows"] if _case(r) == case):
+        look = _PEERS[row["provider"]] | dict(marker="", linewidth=2 if row["provider"] == "ours" else 1.3)
+        watts.plot(row["at_ms"], row["watts"], label=row["provider"], **look)
+        mhz.plot(row["at_ms"], row["mhz"], **look)
+        at = [(n + 0.5) * row["window_ms"] for n in range(len(row["call_ms"]))]
+        ms.plot(at, [call or float("nan") for call in row["call_ms"]], **look)
+        if row["watts_allowed"]:
+            watts.axhline(row["watts_allowed"], color=COLORS["limit"], linewidth=1, linestyle=":")
+    watts.set_ylabel("power, W")
+    mhz.set_ylabel("clock, MHz")
+    ms.set_ylabel("a call, ms")
+    ms.set_xlabel("milliseconds since the first call, on a GPU that had rested")
+    watts.set_ylim(0)
+    ms.set_ylim(0)
+    watts.set_title("A kernel at the limit of power is slowed down (dotted: the limit)")
+    watts.legend(ncols=3, loc="lower right")
+    _signed(fig, record)
+
+
 def _case(row: dict) -> tuple:
     return row["head_dim"], row["is_causal"], row["seq"], row["mode"]
 
