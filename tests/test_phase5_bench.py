@@ -8,10 +8,12 @@ from unittest import mock
 
 from common import bench as common_bench
 from common import runtime
+from common.figures import recorded
 from common.verify import VerificationError
 from phase5_tuning import bench, power
 from phase5_tuning.attention import FlashAttention
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 
@@ -155,6 +157,11 @@ def test_an_endurance_run_of_calls_longer_than_itself_ends():
     assert row["ms"] == row["ms_max"] == 1600
     assert row["mhz"] == []
     assert row["watts_allowed"] is None
+
+    case = dict(head_dim=64, is_causal=True, seq=64, mode="fwd", provider="ours")
+    head = dict(provenance=common_bench.load("phase5_tuning", "h200_power")["provenance"])
+    recorded.power(head | dict(rows=[case | row]), (64, True, 64, "fwd"))  # and a figure can be drawn of it
+    plt.close("all")
 
 
 def test_watching_begins_when_nvidia_smi_does_and_ends_it():
