@@ -165,18 +165,19 @@ def gpu_id() -> str:
     return f"GPU-{torch.cuda.get_device_properties().uuid}"
 
 
-def settings_fingerprint(settings: object) -> str:
-    """Hash of what a measurement depends on beside the kernels: settings, such as tiles, and the clock."""
-    return hashlib.sha256("\n".join([repr(settings), source(time_ms), source(measure)]).encode()).hexdigest()[:16]
+def settings_fingerprint(settings: Sequence[object]) -> str:
+    """Hash of what a measurement depends on beside the kernels: settings, such as tiles or functions, and the clock."""
+    parts = (source(s, docstring=False) if callable(s) else repr(s) for s in (*settings, time_ms, measure))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def provenance(
-    kernels: Iterable, commit: str | None = None, packages: Sequence[str] = (), settings: object = None
+    kernels: Iterable, commit: str | None = None, packages: Sequence[str] = (), settings: Sequence[object] = ()
 ) -> dict:
     """On what, with what, of what, when: GPU, driver, clocks, versions, commit, command, hashes, date (UTC).
 
     packages: peers that come as packages of their own, whose versions are wanted too. settings: what a record depends
-    on beside the kernels, with the clock; None: not recorded.
+    on beside the kernels and the clock, as for settings_fingerprint; if there are none, no hash is recorded.
     Raises RuntimeError if nvidia-smi does not answer, FileNotFoundError if there is none.
     """
     query = "name,driver_version,clocks.max.sm,clocks.max.mem"
@@ -219,7 +220,7 @@ def main(
     run: Callable[[], list[dict]],
     argv: list[str] | None = None,
     packages: Sequence[str] = (),
-    settings: object = None,
+    settings: Sequence[object] = (),
 ) -> int:
     """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json."""
     parser = argparse.ArgumentParser(description="Measure this phase on the GPU and store the record.")

@@ -40,7 +40,7 @@ KERNELS = (
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # of the forward pass
 ROUNDS = 2
-SETTINGS = configs.CHOSEN, configs.CHOSEN_FP32, configs.FEW, configs.FEW_FP32
+SETTINGS = configs.CHOSEN, configs.CHOSEN_FP32, configs.FEW, configs.FEW_FP32, configs.choose, tuning_forward.pick
 TITLE = "TFLOP/s, medians (*: one call after the other, the GPU waits for the host)"
 
 

@@ -14,7 +14,8 @@ from datetime import datetime
 
 from common import bench, runtime  # before triton: chooses whether kernels are compiled or interpreted
 from common.inputs import make_qkv
-from phase5_tuning.bench import FLOPS, KERNELS, SETTINGS, timed
+from phase5_tuning import bench as phase5_bench
+from phase5_tuning.bench import FLOPS, KERNELS, timed
 
 import torch
 
@@ -110,6 +111,9 @@ def run() -> list[dict]:
         flops = bench.attention_flops(1, heads, SEQ, SEQ, head_dim, is_causal=True)
         bench.with_tflops(rows[-len(PROVIDERS) :], FLOPS[mode] * flops)
     return rows
+
+
+SETTINGS = *phase5_bench.SETTINGS, endurance, REST, SECONDS
 
 
 if __name__ == "__main__":

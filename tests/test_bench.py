@@ -48,12 +48,13 @@ def test_a_record_is_of_the_kernels_as_they_are(folder, name):
 
 
 def test_a_record_knows_its_tiles_and_its_clock(monkeypatch):
-    before = bench.settings_fingerprint({"tile": 64})
-    assert before == bench.settings_fingerprint({"tile": 64}) != bench.settings_fingerprint({"tile": 128})
+    before = bench.settings_fingerprint([{"tile": 64}])
+    assert before == bench.settings_fingerprint([{"tile": 64}]) != bench.settings_fingerprint([{"tile": 128}])
+    assert before != bench.settings_fingerprint([{"tile": 64}, ratios])
     for name in ("time_ms", "measure"):
         with monkeypatch.context() as patch:
-            patch.setattr(bench, name, lambda fn: fn())
-            assert before != bench.settings_fingerprint({"tile": 64})
+            patch.setattr(bench, name, ratios)
+            assert before != bench.settings_fingerprint([{"tile": 64}])
 
 
 @every_record
