@@ -66,7 +66,7 @@ def windows(calls: list[tuple[float, float]], width: float) -> list[float | None
 def endurance(fn) -> dict:
     """Rest, then call fn for SECONDS: how long calls took, and the GPU's clock and power `at_ms` after the start."""
     fn()  # compiles, and makes the graph of a backward pass
-    each = bench.time_ms(fn, warmup_ms=0, repeat_ms=20).median
+    each = bench.time_ms(fn, rest_ms=0, warmup_ms=0, repeat_ms=20).median
     events = [torch.cuda.Event(enable_timing=True) for _ in range(int(1e3 * SECONDS / each) + 2)]
     with watching() as samples:
         time.sleep(REST)
