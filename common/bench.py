@@ -45,11 +45,12 @@ class Timing(NamedTuple):
     late: bool = False
 
 
-def time_ms(fn: Callable[[], object], *, warmup_ms: int = 150, repeat_ms: int = 200) -> Timing:
-    """How long one call of fn takes on the GPU, by device events, and on the host, after a warm-up.
+def time_ms(fn: Callable[[], object], *, rest_ms: int = 120, warmup_ms: int = 120, repeat_ms: int = 120) -> Timing:
+    """How long one call of fn takes on the GPU, by device events, and on the host, after a rest and a warm-up.
 
-    The warm-up is for the clock: a kernel that draws more than the GPU may have is slowed down after 50 to 100 ms, and
-    one that draws less gets its clock back as slowly. A shorter one measures what ran before.
+    Both are for the clock. A kernel that draws more than the GPU may have is slowed down after 25 to 75 ms, and one
+    that draws less gets its clock back as slowly: a shorter warm-up measures what ran before. And a GPU that has been
+    at its limit for most of a second brakes harder from time to time: a rest keeps that from falling on one kernel.
 
     Before each call the L2 cache is overwritten, so that the call finds its inputs in memory; and as often as it takes
     the host to queue the whole call meanwhile: else the GPU would wait for Python in the middle of it, and the time
@@ -82,6 +83,8 @@ def time_ms(fn: Callable[[], object], *, warmup_ms: int = 150, repeat_ms: int = 
     def too_late(calls):
         return sum(late for *_, late in calls) > 1  # the first has nothing before it but the overwrites
 
+    torch.cuda.synchronize()
+    time.sleep(rest_ms / 1e3)
     queued(1, 1)  # compiles, if need be
     overwrites = 1
     calls, turn = queued(5, overwrites)
@@ -102,7 +105,8 @@ def time_ms(fn: Callable[[], object], *, warmup_ms: int = 150, repeat_ms: int = 
 def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **case) -> list[dict]:
     """Time every provider on one case, in the same run. Each row holds the case, the provider and its times.
 
-    rounds: how many turns each provider gets, every second time in the opposite order, as a GPU grows warmer; "ms" is
+    rounds: how many turns each provider gets, every second time in the opposite order, as a GPU grows warmer; each has
+    its rest and its warm-up, and a part of the time to be measured. "ms" is
     the median of the turns' medians, "host_ms" the least that the host took to queue a call ("late": and the GPU's time
     includes waiting for it).
     Out of memory and calls that a provider refuses are recorded as such ("note"), not left out.
@@ -112,7 +116,7 @@ def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **ca
     for turn in range(rounds):
         for provider in [p for p in names[:: -1 if turn % 2 else 1] if p not in notes]:
             try:
-                times[provider].append(time_ms(providers[provider], repeat_ms=200 // rounds))
+                times[provider].append(time_ms(providers[provider], repeat_ms=120 // rounds))
             except torch.cuda.OutOfMemoryError:
                 notes[provider] = "out of memory"
             except Exception as error:  # whatever a peer says no with, the others are measured
@@ -165,18 +169,19 @@ def gpu_id() -> str:
     return f"GPU-{torch.cuda.get_device_properties().uuid}"
 
 
-def settings_fingerprint(settings: object) -> str:
-    """Hash of what a measurement depends on beside the kernels: settings, such as tiles, and the clock."""
-    return hashlib.sha256("\n".join([repr(settings), source(time_ms), source(measure)]).encode()).hexdigest()[:16]
+def settings_fingerprint(settings: Sequence[object]) -> str:
+    """Hash of what a measurement depends on beside the kernels: settings, such as tiles or functions, and the clock."""
+    parts = (source(s, docstring=False) if callable(s) else repr(s) for s in (*settings, time_ms, measure))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def provenance(
-    kernels: Iterable, commit: str | None = None, packages: Sequence[str] = (), settings: object = None
+    kernels: Iterable, commit: str | None = None, packages: Sequence[str] = (), settings: Sequence[object] = ()
 ) -> dict:
     """On what, with what, of what, when: GPU, driver, clocks, versions, commit, command, hashes, date (UTC).
 
     packages: peers that come as packages of their own, whose versions are wanted too. settings: what a record depends
-    on beside the kernels, with the clock; None: not recorded.
+    on beside the kernels and the clock, as for settings_fingerprint; if there are none, no hash is recorded.
     Raises RuntimeError if nvidia-smi does not answer, FileNotFoundError if there is none.
     """
     query = "name,driver_version,clocks.max.sm,clocks.max.mem"
@@ -219,7 +224,7 @@ def main(
     run: Callable[[], list[dict]],
     argv: list[str] | None = None,
     packages: Sequence[str] = (),
-    settings: object = None,
+    settings: Sequence[object] = (),
 ) -> int:
     """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json."""
     parser = argparse.ArgumentParser(description="Measure this phase on the GPU and store the record.")

@@ -6,10 +6,11 @@
     --check                         verify one head of ours against SDPA in fp64 at each shape before it is timed
     --name h200                     store the rows, with provenance, as phase5_tuning/results/NAME.json
 
-Providers take turns, two each, once in either order; naive runs by itself, as its graph may leave no memory to others.
-The backward pass is timed by itself, on a graph that exists already. A case that a peer does not support, or that does
-not fit into memory, is a row that says so. FLOP/s count what the algorithm needs (4 batch heads seq_q seq_k head_dim
-forward, 2.5 times that backward, half under a causal mask), not what a kernel recomputes.
+Providers take turns, two each, once in either order, each after a rest and a warm-up; naive runs by itself, as its
+graph may leave no memory to others. The backward pass is timed by itself, on a graph that exists already. A case that a
+peer does not support, or that does not fit into memory, is a row that says so. FLOP/s count what the algorithm needs (4
+batch heads seq_q seq_k head_dim forward, 2.5 times that backward, half under a causal mask), not what a kernel
+recomputes.
 """
 
 import argparse
@@ -40,7 +41,7 @@ KERNELS = (
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # of the forward pass
 ROUNDS = 2
-SETTINGS = configs.CHOSEN, configs.CHOSEN_FP32, configs.FEW, configs.FEW_FP32
+SETTINGS = configs.CHOSEN, configs.CHOSEN_FP32, configs.FEW, configs.FEW_FP32, configs.choose, tuning_forward.pick
 TITLE = "TFLOP/s, medians (*: one call after the other, the GPU waits for the host)"
 
 

@@ -43,7 +43,7 @@ CANDIDATES = {
     "forward": {
         64: [Config(64, 128, 4, 2), Config(64, 128, 4, 1, maxnreg=128), Config(64, 128, 4, 3), Config(128, 64, 4, 3)],
         128: [Config(64, 128, 4, 1), Config(128, 64, 4, 2), Config(64, 64, 4, 3), Config(128, 64, 8, 3)],
-        256: [Config(64, 128, 4, 1), Config(128, 64, 8, 2)],
+        256: [Config(64, 128, 4, 1), Config(128, 64, 8, 2), Config(64, 64, 4, 2)],
     },
     "dkdv": {
         64: [Config(64, 64, 4, 2), Config(64, 64, 4, 3), Config(128, 64, 4, 2)],
@@ -53,7 +53,7 @@ CANDIDATES = {
     "dq": {
         64: [Config(64, 64, 4, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 3)],
         128: [Config(64, 64, 4, 2), Config(64, 64, 4, 3), Config(128, 64, 8, 3)],
-        256: [Config(128, 64, 8, 1), Config(128, 32, 8, 2), Config(64, 32, 4, 1)],
+        256: [Config(128, 64, 8, 1), Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 1)],
     },
 }
 # In fp32, products run on ordinary cores and want small tiles: the plain ones, with one exception.
@@ -86,10 +86,14 @@ CHOSEN_FP32 = {(HOPPER, "forward", 64, False): (Config(64, 64, 4, 1), Config(64,
 # fp32, smaller tiles). And up to how many rows for each multiprocessor it is taken, under a full and a causal mask.
 FEW = {
     (HOPPER, "forward", 64, True): (Config(64, 128, 4, 3), (192, 512)),
+    (HOPPER, "forward", 64, False): (Config(64, 128, 4, 3), (128, 128)),
     (HOPPER, "forward", 128, True): (Config(64, 64, 4, 3), (256, 512)),
+    (HOPPER, "forward", 128, False): (Config(64, 64, 4, 3), (64, 64)),
+    (HOPPER, "forward", 256, True): (Config(64, 64, 4, 2), (64, 128)),
     (HOPPER, "dkdv", 128, True): (Config(64, 64, 4, 3), (64, 128)),
     (HOPPER, "dq", 64, True): (Config(64, 64, 4, 3), (128, 512)),
     (HOPPER, "dq", 128, True): (Config(64, 64, 4, 3), (64, 128)),
+    (HOPPER, "dq", 256, True): (Config(64, 32, 4, 2), (64, 128)),
 }
 FEW_FP32 = {(HOPPER, "forward", 64, False): (Config(32, 32, 4, 1), (64, 32))}
 FEW_ROWS = (256, 512)  # up to which a GPU that is not known counts as not busy
@@ -165,7 +169,8 @@ def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
     for config in found:
         try:
             # Until its clock has settled, a GPU shows what the candidate before has left of it.
-            times[config] = bench.time_ms(lambda: launch(config), warmup_ms=100, repeat_ms=50).median  # noqa: B023
+            timing = bench.time_ms(lambda: launch(config), rest_ms=0, warmup_ms=100, repeat_ms=50)  # noqa: B023
+            times[config] = timing.median
         except OutOfResources:
             continue
         except PTXASError as error:

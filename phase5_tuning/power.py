@@ -14,7 +14,8 @@ from datetime import datetime
 
 from common import bench, runtime  # before triton: chooses whether kernels are compiled or interpreted
 from common.inputs import make_qkv
-from phase5_tuning.bench import FLOPS, KERNELS, SETTINGS, timed
+from phase5_tuning import bench as phase5_bench
+from phase5_tuning.bench import FLOPS, KERNELS, timed
 
 import torch
 
@@ -65,7 +66,7 @@ def windows(calls: list[tuple[float, float]], width: float) -> list[float | None
 def endurance(fn) -> dict:
     """Rest, then call fn for SECONDS: how long calls took, and the GPU's clock and power `at_ms` after the start."""
     fn()  # compiles, and makes the graph of a backward pass
-    each = bench.time_ms(fn, warmup_ms=0, repeat_ms=20).median
+    each = bench.time_ms(fn, rest_ms=0, warmup_ms=0, repeat_ms=20).median
     events = [torch.cuda.Event(enable_timing=True) for _ in range(int(1e3 * SECONDS / each) + 2)]
     with watching() as samples:
         time.sleep(REST)
@@ -110,6 +111,9 @@ def run() -> list[dict]:
         flops = bench.attention_flops(1, heads, SEQ, SEQ, head_dim, is_causal=True)
         bench.with_tflops(rows[-len(PROVIDERS) :], FLOPS[mode] * flops)
     return rows
+
+
+SETTINGS = *phase5_bench.SETTINGS, endurance, REST, SECONDS
 
 
 if __name__ == "__main__":

@@ -48,12 +48,13 @@ def test_a_record_is_of_the_kernels_as_they_are(folder, name):
 
 
 def test_a_record_knows_its_tiles_and_its_clock(monkeypatch):
-    before = bench.settings_fingerprint({"tile": 64})
-    assert before == bench.settings_fingerprint({"tile": 64}) != bench.settings_fingerprint({"tile": 128})
+    before = bench.settings_fingerprint([{"tile": 64}])
+    assert before == bench.settings_fingerprint([{"tile": 64}]) != bench.settings_fingerprint([{"tile": 128}])
+    assert before != bench.settings_fingerprint([{"tile": 64}, ratios])
     for name in ("time_ms", "measure"):
         with monkeypatch.context() as patch:
-            patch.setattr(bench, name, lambda fn: fn())
-            assert before != bench.settings_fingerprint({"tile": 64})
+            patch.setattr(bench, name, ratios)
+            assert before != bench.settings_fingerprint([{"tile": 64}])
 
 
 @every_record
@@ -154,6 +155,9 @@ class SimulatedGpu:
     def synchronize(self):
         self.now = max(self.now, self.busy_until)
 
+    def sleep(self, seconds):
+        self.now += seconds
+
     def clock(self):
         return self.now
 
@@ -179,7 +183,7 @@ def simulated(gpu):
     """Patches that let bench.time_ms run on a simulated GPU."""
     patches = contextlib.ExitStack()
     patches.enter_context(mock.patch.object(bench.runtime, "DEVICE", "cuda"))
-    patches.enter_context(mock.patch.multiple(bench.time, perf_counter=gpu.clock))
+    patches.enter_context(mock.patch.multiple(bench.time, perf_counter=gpu.clock, sleep=gpu.sleep))
     patches.enter_context(mock.patch.multiple(bench.torch, empty=gpu.empty))
     patches.enter_context(mock.patch.multiple(bench.torch.cuda, Event=gpu.event, synchronize=gpu.synchronize))
     return patches
@@ -198,6 +202,22 @@ def test_time_is_the_gpus_however_long_the_host_takes(on_host, on_gpu):
     assert timing.median == pytest.approx(1e3 * on_gpu)
     assert timing.host == pytest.approx(1e3 * on_host)
     assert not timing.late
+
+
+def test_a_gpu_rests_and_warms_up_before_it_is_timed():
+    gpu = SimulatedGpu()
+    gpu.queue(0, 1.0)  # what came before
+    started, first = [], 1.12
+
+    def slow_for_100_ms():
+        started.append(gpu.now)
+        gpu.queue(1e-6, 1e-3 if max(gpu.now, gpu.busy_until) < first + 0.1 else 2e-3)
+
+    with simulated(gpu):
+        timing = bench.time_ms(slow_for_100_ms, repeat_ms=60)
+    assert started[0] == pytest.approx(first, abs=1e-3)
+    assert timing.fastest == pytest.approx(2)
+    assert gpu.busy_until < first + 0.3
 
 
 @pytest.mark.parametrize("on_gpu", [1e-4, 1.0])

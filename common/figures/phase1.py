@@ -105,7 +105,7 @@ def memory_hierarchy() -> None:
     _box(ax, 76, 4, 22, 33, "HBM\n\n141 GB\n\nevery tensor\nlives here", color="#E8E8E8")
     _arrow(ax, (37.5, 21), (47.5, 21), both=True)
     _arrow(ax, (63.5, 21), (75.5, 21), both=True)
-    ax.text(69.5, 23.5, "4.27 TB/s", ha="center", size=9, weight="bold")
+    ax.text(69.5, 23.5, "4.25 TB/s", ha="center", size=9, weight="bold")
     ax.text(69.5, 17, "measured", ha="center", size=8)
     ax.text(55.5, 1, "near, small, fast   $\\longleftrightarrow$   far, large, slow", ha="center", size=9, color=INK)
     ax.set_title("The memories of an H200")

@@ -74,10 +74,12 @@ def test_trap36_every_tile_shape_with_results_full_of_nan(kind, head_dim, config
 @DTYPES
 @MASKS
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_the_tiles_that_are_shipped_for_pointers(head_dim, is_causal, dtype):
+@pytest.mark.parametrize("few", [configs.FEW, {}], ids=["few", "many"])  # programs
+def test_the_tiles_that_are_shipped_for_pointers(few, head_dim, is_causal, dtype):
     q, k, v = make_qkv(1, 2, 333, head_dim, seq_k=500, dtype=dtype, layout="sliced")
     assert not descriptors_allowed(q, k, v)
-    verify(q, k, v, is_causal=is_causal)
+    with mock.patch.object(configs, "FEW", few):
+        verify(q, k, v, is_causal=is_causal)
 
 
 @DTYPES
