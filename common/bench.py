@@ -105,11 +105,10 @@ def time_ms(fn: Callable[[], object], *, rest_ms: int = 120, warmup_ms: int = 12
 def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **case) -> list[dict]:
     """Time every provider on one case, in the same run. Each row holds the case, the provider and its times.
 
-    rounds: how many turns each provider gets, every second time in the opposite order, as a GPU grows warmer; each has
-    its rest and its warm-up, and a part of the time to be measured. "ms" is
+    rounds: how many turns each provider gets, every second time in the opposite order, as a GPU grows warmer. "ms" is
     the median of the turns' medians, "host_ms" the least that the host took to queue a call ("late": and the GPU's time
-    includes waiting for it).
-    Out of memory and calls that a provider refuses are recorded as such ("note"), not left out.
+    includes waiting for it). Out of memory and calls that a provider refuses are recorded as such ("note"), not left
+    out.
     """
     times, notes = {provider: [] for provider in providers}, {}
     names = list(providers)
