@@ -48,9 +48,9 @@ class Timing(NamedTuple):
 def time_ms(fn: Callable[[], object], *, rest_ms: int = 120, warmup_ms: int = 120, repeat_ms: int = 120) -> Timing:
     """How long one call of fn takes on the GPU, by device events, and on the host, after a rest and a warm-up.
 
-    Both are for the clock. A kernel that draws more than the GPU may have is slowed down after 25 to 75 ms, and one
-    that draws less gets its clock back as slowly: a shorter warm-up measures what ran before. And a GPU that has been
-    at its limit for most of a second brakes harder from time to time: a rest keeps that from falling on one kernel.
+    Both are for the clock. A kernel that draws more than the GPU may have is slowed down within 100 ms, and one that
+    draws less gets its clock back as slowly: a shorter warm-up measures what ran before. And a GPU that has been at its
+    limit for most of a second may brake harder for a while: a rest is meant to keep that out.
 
     Before each call the L2 cache is overwritten, so that the call finds its inputs in memory; and as often as it takes
     the host to queue the whole call meanwhile: else the GPU would wait for Python in the middle of it, and the time
