@@ -48,9 +48,9 @@ class Timing(NamedTuple):
 def time_ms(fn: Callable[[], object], *, rest_ms: int = 120, warmup_ms: int = 120, repeat_ms: int = 120) -> Timing:
     """How long one call of fn takes on the GPU, by device events, and on the host, after a rest and a warm-up.
 
-    Both are for the clock. A kernel that draws more than the GPU may have is slowed down after 25 to 75 ms, and one
-    that draws less gets its clock back as slowly: a shorter warm-up measures what ran before. And a GPU that has been
-    at its limit for most of a second brakes harder from time to time: a rest keeps that from falling on one kernel.
+    Both are for the clock. A kernel that draws more than the GPU may have is slowed down within 100 ms, and one that
+    draws less gets its clock back as slowly: a shorter warm-up measures what ran before. And a GPU that has been at its
+    limit for most of a second may brake harder for a while: a rest is meant to keep that out.
 
     Before each call the L2 cache is overwritten, so that the call finds its inputs in memory; and as often as it takes
     the host to queue the whole call meanwhile: else the GPU would wait for Python in the middle of it, and the time
@@ -105,11 +105,10 @@ def time_ms(fn: Callable[[], object], *, rest_ms: int = 120, warmup_ms: int = 12
 def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **case) -> list[dict]:
     """Time every provider on one case, in the same run. Each row holds the case, the provider and its times.
 
-    rounds: how many turns each provider gets, every second time in the opposite order, as a GPU grows warmer; each has
-    its rest and its warm-up, and a part of the time to be measured. "ms" is
+    rounds: how many turns each provider gets, every second time in the opposite order, as a GPU grows warmer. "ms" is
     the median of the turns' medians, "host_ms" the least that the host took to queue a call ("late": and the GPU's time
-    includes waiting for it).
-    Out of memory and calls that a provider refuses are recorded as such ("note"), not left out.
+    includes waiting for it). Out of memory and calls that a provider refuses are recorded as such ("note"), not left
+    out.
     """
     times, notes = {provider: [] for provider in providers}, {}
     names = list(providers)

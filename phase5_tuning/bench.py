@@ -107,7 +107,7 @@ PROVIDERS = {
     "64x128 in 1 stage": functools.partial(forward_only, dict(config=configs.Config(64, 128, 4, 1))),
     "64x128 in 2 stages": functools.partial(forward_only, dict(config=configs.Config(64, 128, 4, 2))),
     # What did not help: K transposed in memory (transposing it is not counted); forward only, other tiles. And
-    # the last rung without one that had not paid where it was introduced.
+    # the last rung without one that pays with some tiles only.
     "K pre-transposed": functools.partial(ours, attention.LAST),
     "128x128 by 8 warps": functools.partial(forward_only, dict(config=configs.Config(128, 128, 8, 2))),
     "64x64 in 3 stages": functools.partial(forward_only, dict(config=configs.Config(64, 64, 4, 3))),
