@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -52,10 +53,10 @@ def time_ms(fn: Callable[[], object], *, rest_ms: int = 120, warmup_ms: int = 12
     draws less gets its clock back as slowly: a shorter warm-up measures what ran before. And a GPU that has been at its
     limit for most of a second may brake harder for a while: a rest is meant to keep that out.
 
-    Before each call the L2 cache is overwritten, so that the call finds its inputs in memory; and as often as it takes
-    the host to queue the whole call meanwhile: else the GPU would wait for Python in the middle of it, and the time
-    would be Python's. A call for which the host was late all the same does not count, unless it always is: because it
-    takes longer than 64 overwrites (4 ms on an H200), or waits for the GPU itself.
+    Before each call the L2 cache is overwritten, so that the call finds its inputs in memory. It is overwritten several
+    times if need be, until the host has queued the whole call: else the GPU would wait for Python in the middle of it,
+    and the time would be Python's. A call for which the host was late all the same does not count, unless it always is:
+    because it takes longer than 64 overwrites (4 ms on an H200), or waits for the GPU itself.
     Raises RuntimeError where kernels are interpreted: the interpreter's time says nothing about a GPU.
     """
     if runtime.DEVICE != "cuda":
@@ -217,6 +218,13 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def record_name(text: str) -> str:
+    """What may stand before .json: letters, digits, "_" and "-". Raises argparse's error."""
+    if not re.fullmatch(r"[\w-]+", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected letters, digits, '_' or '-'")
+    return text
+
+
 def main(
     folder: str,
     kernels: Iterable,
@@ -227,7 +235,7 @@ def main(
 ) -> int:
     """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json."""
     parser = argparse.ArgumentParser(description="Measure this phase on the GPU and store the record.")
-    parser.add_argument("--name", default="gpu", help="file name of the record, without .json")
+    parser.add_argument("--name", type=record_name, default="gpu", help="file name of the record, without .json")
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
     args = parser.parse_args(argv)
     if runtime.DEVICE != "cuda":

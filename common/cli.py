@@ -104,7 +104,7 @@ def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or
 
 @app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True, help_option_names=[]))
 def bench(context: typer.Context) -> None:
-    """Time phase 5's ladder beside its peers on this GPU; `course bench --help` lists what can be chosen."""
+    """Time phase 5's kernels beside their peers on this GPU; `course bench --help` lists what can be chosen."""
     command = [sys.executable, "-m", "phase5_tuning.bench", *context.args]
     raise typer.Exit(subprocess.run(command, cwd=phases.ROOT).returncode)
 

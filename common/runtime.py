@@ -11,6 +11,7 @@ and every phase imports it first:
 import contextlib
 import os
 import sys
+import threading
 
 import torch
 
@@ -76,8 +77,16 @@ def as_sdpa_takes(q, k, v) -> list:
     return made
 
 
+_ONE_THREAD = threading.RLock()  # the interpreter keeps a program's index and much else in globals
+
+
 def on_device_of(tensor: torch.Tensor):
-    """Context manager that makes `tensor`'s GPU the current one, as Triton launches on the current device."""
+    """Context manager for launches: Triton launches on the current GPU, so it makes `tensor`'s the current one.
+
+    Interpreted, it lets one thread in at a time.
+    """
+    if INTERPRETED:
+        return _ONE_THREAD
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 

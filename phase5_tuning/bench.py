@@ -1,9 +1,10 @@
-"""Time every rung of the ladder beside its peers, in one run: `course bench`, or `python -m phase5_tuning.bench`.
+"""Time ours, its peers, and every rung of the ladder, in one run: `course bench`, or `python -m phase5_tuning.bench`.
 
-    --head-dim 64,128 --seq-len 1024,4096 --mode fwd,bwd,both --causal no,yes --dtype fp16 --provider ours,sdpa-flash
+    --head-dim 64,128 --seq-len 1024,4096 --mode fwd,bwd,both --causal no,yes --dtype fp16
+    --provider sdpa-flash,ours      one or more; `ladder` is phase 4, every rung, and ours
     --tokens 16384 --width 2048     batch = tokens / seq and heads = width / head_dim, the same work in every case
     --batch 1 --heads 16            or fixed
-    --check                         verify one head of ours against SDPA in fp64 at each shape before it is timed
+    --check                         verify one head of ours at each shape against attention in fp64, before all timing
     --name h200                     store the rows, with provenance, as phase5_tuning/results/NAME.json
 
 Providers take turns, two each, once in either order, each after a rest and a warm-up; naive runs by itself, as its
@@ -103,17 +104,18 @@ PROVIDERS = {
     "phase 4": phase4.flash_attention,
     **{f"rung: {rung.name}": functools.partial(ours, i) for i, rung in enumerate(LADDER[1:-1], start=1)},
     "ours": functools.partial(ours, attention.LAST),
-    # Beside the last rung at head_dim 64, causal, forward: its tile without a limit of registers, and in two stages.
+    # The last rung's tile at head_dim 64, causal, forward: without a limit of registers, and in two stages.
     "64x128 in 1 stage": functools.partial(forward_only, dict(config=configs.Config(64, 128, 4, 1))),
     "64x128 in 2 stages": functools.partial(forward_only, dict(config=configs.Config(64, 128, 4, 2))),
-    # What did not help: K transposed in memory (transposing it is not counted); forward only, other tiles. And
-    # the last rung without one that pays with some tiles only.
+    # What did not help: K transposed in memory (transposing it is not counted); forward only, other tiles. And the last
+    # rung without late sums.
     "K pre-transposed": functools.partial(ours, attention.LAST),
     "128x128 by 8 warps": functools.partial(forward_only, dict(config=configs.Config(128, 128, 8, 2))),
     "64x64 in 3 stages": functools.partial(forward_only, dict(config=configs.Config(64, 64, 4, 3))),
     "64x64 in 1 stage": functools.partial(forward_only, dict(config=configs.Config(64, 64, 4, 1))),
     "sums in every turn": functools.partial(forward_only, dict(rung=replace(LADDER[-1], late_sums=False))),
 }
+LADDER_PROVIDERS = ["phase 4", *(p for p in PROVIDERS if p.startswith("rung: ")), "ours"]
 
 
 def timed(provider, mode, q, k, v, do, is_causal):
@@ -138,7 +140,7 @@ def timed(provider, mode, q, k, v, do, is_causal):
     return {"fwd": forward, "bwd": backward, "both": both}[mode]
 
 
-def check(batch, heads, head_dim, seq, is_causal, dtype):
+def check(dtype, batch, heads, head_dim, seq, is_causal):
     """Verify ours: one head, the last of as many as are timed, as tiles depend on their number.
 
     Raises VerificationError.
@@ -154,16 +156,16 @@ def check(batch, heads, head_dim, seq, is_causal, dtype):
 
 
 def run(args) -> list[dict]:
-    """Every case, every provider: one row each, printed as it is measured."""
-    rows = []
-    cases = list(itertools.product(args.dtype, args.head_dim, args.causal, args.seq_len))
-    for done, (dtype, head_dim, causal, seq) in enumerate(cases, start=1):
-        is_causal = causal == "yes"
+    """Every case, every provider: one row each, printed as it is measured. With --check, all are verified first."""
+    rows, cases = [], []
+    for dtype, head_dim, causal, seq in itertools.product(args.dtype, args.head_dim, args.causal, args.seq_len):
         batch = args.batch or max(1, args.tokens // seq)
         heads = args.heads or max(1, args.width // head_dim)
+        cases.append((dtype, batch, heads, head_dim, seq, causal == "yes"))
+    for case in cases if args.check else ():
+        check(*case)
+    for done, (dtype, batch, heads, head_dim, seq, is_causal) in enumerate(cases, start=1):
         print(f"case {done} of {len(cases)}", flush=True)
-        if args.check:
-            check(batch, heads, head_dim, seq, is_causal, dtype)
         q, k, v = make_qkv(batch, heads, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
         q, k, v, do = (t.requires_grad_() for t in (q, k, v, torch.randn_like(q)))
         flops = bench.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
@@ -182,6 +184,7 @@ def run(args) -> list[dict]:
 
 def table(rows: list[dict]):
     """The rows as a rich Table: a line a case and mode, a column a provider, in TFLOP/s."""
+    from rich.markup import escape
     from rich.table import Table
 
     providers = list(dict.fromkeys(row["provider"] for row in rows))
@@ -191,7 +194,8 @@ def table(rows: list[dict]):
         mask = "causal" if row["is_causal"] else "full"
         case = (row["dtype"], row["head_dim"], mask, f"{row['batch']} x {row['heads']}", row["seq"], row["mode"])
         waits = "*" if row.get("late") or row.get("host_ms", 0) > row.get("ms", 0) else ""
-        speed = f"{row['tflops']:.0f}{waits}" if "tflops" in row else row["note"][:24]
+        digits = ".0f" if row.get("tflops", 0) >= 100 else ".3g"
+        speed = f"{row['tflops']:{digits}}{waits}" if "tflops" in row else escape(row["note"][:24])
         cases.setdefault(case, {})[row["provider"]] = speed
     for case, speeds in cases.items():
         made.add_row(*map(str, case), *(speeds.get(provider, "") for provider in providers))
@@ -215,23 +219,35 @@ def arguments(argv=None) -> argparse.Namespace:
 
         return parse
 
+    def providers(text):
+        values = listed([*PROVIDERS, "ladder"])(text)
+        return list(dict.fromkeys(p for v in values for p in (LADDER_PROVIDERS if v == "ladder" else [v])))
+
     def size(text):
         if not text.strip().isdecimal() or int(text) == 0:
             raise argparse.ArgumentTypeError(f"{text!r}: expected a positive integer")
         return int(text)
 
-    parser.add_argument("--head-dim", type=listed(of=size), default="64,128")
-    parser.add_argument("--seq-len", type=listed(of=size), default="1024,4096")
-    parser.add_argument("--mode", type=listed(FLOPS), default="fwd,bwd")
-    parser.add_argument("--causal", type=listed(("no", "yes")), default="no,yes")
-    parser.add_argument("--dtype", type=listed(DTYPES), default="fp16")
-    parser.add_argument("--provider", type=listed(PROVIDERS), default="sdpa-flash,sdpa-cudnn,flex,ours")
+    def some_of(choices):
+        return f"one or more of {', '.join(choices)}, with commas between them"
+
+    parser.add_argument("--head-dim", type=listed(of=size), default="64,128", help="one or more sizes")
+    parser.add_argument("--seq-len", type=listed(of=size), default="1024,4096", help="one or more lengths")
+    parser.add_argument("--mode", type=listed(FLOPS), default="fwd,bwd", help=some_of(FLOPS))
+    parser.add_argument("--causal", type=listed(("no", "yes")), default="no,yes", help=some_of(("no", "yes")))
+    parser.add_argument("--dtype", type=listed(DTYPES), default="fp16", help=some_of(DTYPES))
+    parser.add_argument(
+        "--provider",
+        type=providers,
+        default="sdpa-flash,sdpa-cudnn,flex,ours",
+        help=some_of(PROVIDERS) + "; or ladder: phase 4, every rung, and ours",
+    )
     parser.add_argument("--tokens", type=size, default=16384, help="batch * seq, without --batch")
     parser.add_argument("--width", type=size, default=2048, help="heads * head_dim, without --heads")
-    parser.add_argument("--batch", type=size)
-    parser.add_argument("--heads", type=size)
+    parser.add_argument("--batch", type=size, help="instead of tokens / seq")
+    parser.add_argument("--heads", type=size, help="instead of width / head_dim")
     parser.add_argument("--check", action="store_true", help="verify one head of ours at each shape first")
-    parser.add_argument("--name", help="store the rows as phase5_tuning/results/NAME.json")
+    parser.add_argument("--name", type=bench.record_name, help="store the rows as phase5_tuning/results/NAME.json")
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
     return parser.parse_args(argv)
 

@@ -8,8 +8,8 @@ serialized: among its candidates, the choice by measurement finds that one. Judg
 with exact products always spills; it is listed, not judged.
 """
 
+import argparse
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -39,13 +39,17 @@ def launches(rung, dtype, head_dim) -> Iterator[tuple[str, hardware.Launch]]:
             else:
                 needs = dict(needs=(kind == "dq", kind == "dkdv")) | {f"{kind}_config": config}
                 made = hardware.record_launches(lambda: attention_backward(q, q, q, q, lse, q, **backward, **needs))  # noqa: B023
-            yield "{BLOCK_M}x{BLOCK_N} w{num_warps} s{num_stages}".format(**config.options()), made[-1]
+            yield str(config), made[-1]
 
 
-def main(targets) -> int:
-    unknown = set(targets) - set(hardware.SHARED_LIMIT)
-    if unknown:
-        raise SystemExit(f"{', '.join(sorted(unknown))}: expected some of {', '.join(hardware.SHARED_LIMIT)}")
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    known = list(hardware.SHARED_LIMIT)
+    what = f"of {', '.join(known)}; default: {' '.join(TARGETS)}"
+    parser.add_argument("targets", nargs="*", metavar="target", help=what)
+    targets = parser.parse_args(argv).targets
+    if unknown := set(targets) - set(known):
+        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
     bad = 0
     for target in targets or TARGETS:
         for dtype, head_dim, rung in itertools.product((torch.float16, torch.float32), (64, 128, 256), LADDER[1:]):
@@ -59,7 +63,7 @@ def main(targets) -> int:
             for (tiles, _), c in zip(made, compiled, strict=True):
                 good[c.kernel] |= c.fits and c.spills <= SPILLS and not c.serialized
                 note = "" if c.fits else "does not fit"
-                print(f"{rung.name:20} {str(dtype)[6:]} head_dim {head_dim:3} {tiles:16} {c} {note}", flush=True)
+                print(f"{rung.name:20} {str(dtype)[6:]} head_dim {head_dim:3} {tiles:52} {c} {note}", flush=True)
             judged = dtype == torch.float16 and rung.name in ALL_TILES
             missing = [name for name, found in good.items() if judged and not found]
             bad += sum(c.error is not None for c in compiled) + len(missing)
@@ -70,4 +74,4 @@ def main(targets) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

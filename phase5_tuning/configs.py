@@ -31,6 +31,10 @@ class Config:
     num_stages: int
     maxnreg: int | None = None
 
+    def __str__(self) -> str:
+        limit = f", at most {self.maxnreg} registers" if self.maxnreg else ""
+        return f"{self.BLOCK_M} x {self.BLOCK_N}, {self.num_warps} warps, stages: {self.num_stages}{limit}"
+
     def options(self) -> dict[str, int]:
         options = dict(vars(self))
         if self.maxnreg is None or torch.version.hip:
@@ -178,9 +182,29 @@ def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
     if refused and not times:
         raise refused
     if not times:
-        tried = ", ".join(f"{c.BLOCK_M} x {c.BLOCK_N}" for c in found)
-        raise RuntimeError(f"no tile fits this GPU's shared memory (tried {tried}); a smaller head_dim needs less")
+        raise _nothing_fits(found)
     return min(times, key=times.get)
+
+
+def launch_fitting(launch: Callable[[Config], object], config: Config, kind: str, t: torch.Tensor) -> None:
+    """launch(config); or, if this GPU has too little shared memory for that, with the likeliest candidate that fits.
+
+    What fitted when it was measured may not fit now: how much a tile needs depends on the mask, on strides and on
+    head_dim as well. Raises RuntimeError if nothing fits.
+    """
+    tried = []
+    for tile in (config, *candidates(kind, t.shape[3], t.dtype)):
+        try:
+            launch(tile)
+            return
+        except OutOfResources:
+            tried.append(tile)
+    raise _nothing_fits(tried)
+
+
+def _nothing_fits(tried: list[Config]) -> RuntimeError:
+    sizes = ", ".join(dict.fromkeys(f"{c.BLOCK_M} x {c.BLOCK_N}" for c in tried))
+    return RuntimeError(f"no tile fits this GPU's shared memory (tried {sizes}); a smaller head_dim needs less")
 
 
 @cache

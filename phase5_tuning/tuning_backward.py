@@ -258,6 +258,12 @@ def attention_backward(
             MASK=masked_tiles(rung, is_causal, seen_k % config.BLOCK_N), **flags, **config.options(),
         )  # fmt: skip
 
+    def run(kind, launch, config, k):
+        if config:
+            launch(config)
+        else:
+            configs.launch_fitting(launch, pick(kind, launch, rung, q, k, is_causal, tma), kind, q)
+
     with runtime.on_device_of(q):
         _rows_kernel[(cdiv(seq_q, 64) * batch * heads_q,)](
             o, do, lse, dlse, delta, row_lse, o.stride(), do.stride(), heads_q, seq_q,
@@ -266,8 +272,17 @@ def attention_backward(
         if needs_kv:
             if seen_k < seq_k:
                 dk_out[:, :, seen_k:], dv_out[:, :, seen_k:] = 0.0, 0.0
-            launch_dkdv(dkdv_config or pick("dkdv", launch_dkdv, rung, q, k[:, :, :seen_k], is_causal, tma))
+            run("dkdv", launch_dkdv, dkdv_config, k[:, :, :seen_k])
         if needs_q:
-            launch_dq(dq_config or pick("dq", launch_dq, rung, q, k, is_causal, tma))
+            run("dq", launch_dq, dq_config, k)
     dq = dq_out.to(dq.dtype) if needs_q else None
     return dq, *((dk_out.to(dk.dtype), dv_out.to(dv.dtype)) if needs_kv else (None, None))
+
+
+# --- python -m phase5_tuning.tuning_backward -----------------------------------------------------------------------
+
+if __name__ == "__main__":
+    from common import selfcheck
+    from phase5_tuning.attention import cases  # a gradient is verified with the o and LSE that it starts from
+
+    raise SystemExit(selfcheck.main("Phase 5: forward and backward, tuned", cases()))

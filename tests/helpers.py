@@ -13,6 +13,14 @@ interpreted_only = pytest.mark.skipif(not runtime.INTERPRETED, reason="looks ins
 
 needs_interpreter = pytest.mark.skipif(doctor.interpreter_fails(), reason="Triton 3.6's fails with this NumPy")
 
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def needs_memory(gib):
+    enough = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > gib * 2**30
+    return pytest.mark.skipif(not enough, reason=f"needs {gib} GiB of GPU memory")
+
+
 CANARY = 1024.0
 GUARD = 64 * 256  # elements on each side: a whole tile of the largest head_dim
 

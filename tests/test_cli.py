@@ -69,6 +69,8 @@ def test_doctor_reports_a_gpu_that_is_asked_for_but_missing():
     assert done.returncode == 1
     assert findings["device"]["level"] == "problem"
     assert "unset TRITON_INTERPRET" in findings["device"]["todo"]
+    problems = [what for what, finding in findings.items() if finding["level"] == "problem"]
+    assert problems == ["device"]  # nothing that only follows from it
 
 
 @pytest.mark.parametrize(("capability", "level"), [((7, 5), "note"), ((8, 0), "ok"), ((12, 0), "ok")])

@@ -198,8 +198,8 @@ def unknown_gpu():
         yield measured
 
 
-def choose(launch, rung=LADDER[-1], rows=6400, kind="dkdv", is_causal=False):
-    options = dict(head_dim=64, dtype=torch.float16, is_causal=is_causal, tma=True, rung=rung)
+def choose(launch, rows=6400, kind="dkdv", is_causal=False):
+    options = dict(head_dim=64, dtype=torch.float16, is_causal=is_causal, tma=True, rung=LADDER[-1])
     return configs.choose(kind, launch, rows=rows, **options)
 
 
@@ -219,11 +219,6 @@ def test_trap39_the_fastest_that_fits_is_chosen_once(unknown_gpu):
     assert choose(launch) == found[1]
     assert not launched
     assert len(unknown_gpu) == 1
-    choose(launch, LADDER[1])
-    assert launched  # another rung is another kernel
-    launched.clear()
-    choose(launch, rows=100_000)
-    assert launched  # and what is best for a GPU with little to do says nothing of a busy one
 
 
 def test_trap39_a_gpu_too_small_for_all_says_so(unknown_gpu):
@@ -254,12 +249,92 @@ def test_without_memory_to_measure_in_the_plain_tile_is_taken_and_not_remembered
     assert not unknown_gpu
 
 
-def test_what_is_measured_for_exact_products_says_nothing_of_tf32(unknown_gpu):
-    launched = []
-    options = dict(head_dim=64, dtype=torch.float32, is_causal=False, tma=False, rung=LADDER[-1], rows=1)
-    for precision in ("ieee", "ieee", "tf32"):
-        configs.choose("forward", lambda config: launched.append(config) or 1.0, precision=precision, **options)
-    assert len(launched) == 2 * len(configs.candidates("forward", 64, torch.float32))
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(kind="dq"),
+        dict(dtype=torch.bfloat16),
+        dict(head_dim=128),
+        dict(is_causal=True),
+        dict(tma=False),
+        dict(rung=LADDER[1]),
+        dict(precision="tf32"),
+        dict(rows=100_000),  # what is best for a GPU with little to do says nothing of a busy one
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_is_measured_counts_for_the_like_only(unknown_gpu, other):
+    asked = dict(kind="dkdv", rows=6400, head_dim=64, dtype=torch.float16, is_causal=False, tma=True, rung=LADDER[-1])
+    launch = mock.Mock(return_value=1.0)
+    configs.choose(launch=launch, **asked)
+    launch.reset_mock()
+    configs.choose(launch=launch, **asked | dict(rows=6401, head_dim=63))
+    assert not launch.called
+    configs.choose(launch=launch, **asked | other)
+    assert launch.called
+    launch.reset_mock()
+    with mock.patch.object(torch.cuda, "current_device", return_value=1):
+        configs.choose(launch=launch, **asked)
+    assert launch.called
+
+
+class Cramped:
+    """A kernel on a GPU that has no room for a tile of more than `most` keys."""
+
+    def __init__(self, kernel, most):
+        self.kernel, self.most, self.refused = kernel, most, []
+
+    def __getitem__(self, grid):
+        def launch(*args, BLOCK_N, **options):
+            if self.most < BLOCK_N:
+                self.refused.append(BLOCK_N)
+                raise OutOfResources(200_000, 100_000, "shared memory")
+            return self.kernel[grid](*args, BLOCK_N=BLOCK_N, **options)
+
+        return launch
+
+
+@interpreted_only
+@pytest.mark.parametrize(
+    ("module", "name", "kind"),
+    [
+        (tuning_forward, "_attn_fwd_tuned_kernel", "forward"),
+        (tuning_backward, "_attn_bwd_dkdv_tuned_kernel", "dkdv"),
+        (tuning_backward, "_attn_bwd_dq_tuned_kernel", "dq"),
+    ],
+    ids=["forward", "dkdv", "dq"],
+)
+def test_trap39_what_does_not_fit_in_a_later_call_gives_way_to_what_fits(module, name, kind):
+    chosen = configs.Config(64, 256, 4, 1)  # fitted when it was measured, under another mask
+
+    def choose(asked, launch, *, head_dim, dtype, **_):
+        return chosen if asked == kind else configs.plain(asked, head_dim, dtype)
+
+    q, k, v = make_qkv(1, 2, 70, 16, seq_k=100)
+    for most, fits in ((64, True), (16, False)):
+        cramped = Cramped(getattr(module, name), most)
+        with mock.patch.object(configs, "choose", choose), mock.patch.object(module, name, cramped):
+            if fits:
+                verify_results(tuned, q, k, v, do=torch.randn_like(q), compare_sdpa=False).check()
+            else:
+                with pytest.raises(RuntimeError, match=r"no tile fits .*\(tried 64 x 256, .*a smaller head_dim"):
+                    flash_attention(*leaves(1, 2, 70, 16)).sum().backward()
+        assert cramped.refused[0] == 256
+
+
+@interpreted_only
+def test_tiles_that_are_asked_for_are_taken_or_refused():
+    q, k, v = make_qkv(1, 1, 40, 16)
+    asked = configs.Config(32, 64, 4, 1)
+    cramped = Cramped(tuning_forward._attn_fwd_tuned_kernel, 32)
+    with mock.patch.object(tuning_forward, "_attn_fwd_tuned_kernel", cramped), pytest.raises(OutOfResources):
+        tuning_forward.attention_forward(q, k, v, config=asked)
+    assert cramped.refused == [64]
+
+
+def test_the_last_tiles_of_queries_start_first():
+    assert tuning_forward.order(5, True) == (4, -1)
+    assert tuning_forward.order(5, False) == (0, 1)
 
 
 def test_amd_has_tf32_on_the_mi300_alone():
@@ -268,7 +343,7 @@ def test_amd_has_tf32_on_the_mi300_alone():
     try:
         with mock.patch.object(torch.version, "hip", "6.4"):
             for arch, expected in (("gfx942:sramecc+", "tf32"), ("gfx950", "ieee"), ("gfx90a", "ieee")):
-                with mock.patch.object(tuning_forward, "_gcn_arch", return_value=arch):
+                with mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(gcnArchName=arch)):
                     assert tuning_forward.precision(torch.float32) == expected
         assert tuning_forward.precision(torch.float32) == "tf32"
         assert tuning_forward.precision(torch.float16) == "ieee"
@@ -497,15 +572,17 @@ def test_trap25_scales_at_both_ends_of_fp32(scale):
             assert dv.isfinite().all()
 
 
-def test_a_lazily_negated_gradient_of_the_lse_keeps_its_sign():
-    z = torch.randn(1, 1, 1, dtype=torch.complex64, device=runtime.DEVICE)
-    dlse = z.conj().imag
+def test_a_lazily_negated_lse_and_its_gradient_keep_their_sign():
     q, k, v = make_qkv(1, 1, 1, 16, seq_k=4, dtype=torch.float32)
     o, lse = tuning_forward.attention_forward(q, k, v)
-    options = dict(do=torch.zeros_like(o))
-    got = tuning_backward.attention_backward(q, k, v, o, lse, dlse=dlse, **options)
-    expected = tuning_backward.attention_backward(q, k, v, o, lse, dlse=dlse.clone().resolve_neg(), **options)
-    torch.testing.assert_close(got, expected)
+    dlse = torch.randn_like(lse)
+    expected = tuning_backward.attention_backward(q, k, v, o, lse, torch.ones_like(o), dlse)
+    for which in ("lse", "dlse"):
+        given = dict(lse=lse, dlse=dlse)
+        given[which] = torch.complex(given[which], -given[which]).conj().imag  # the same numbers
+        assert given[which].is_neg()
+        got = tuning_backward.attention_backward(q, k, v, o, do=torch.ones_like(o), **given)
+        torch.testing.assert_close(got, expected)
 
 
 # --- machine code --------------------------------------------------------------------------------------------------
@@ -526,9 +603,26 @@ def launches(rung, head_dim=64, heads_kv=2, **fixed):
     )
 
 
-def test_compile_all_names_a_gpu_it_does_not_know():
-    with pytest.raises(SystemExit, match="sm_87: expected some of sm_75, sm_80"):
+def test_compile_all_names_a_gpu_it_does_not_know(capsys):
+    with pytest.raises(SystemExit):
         compile_all.main(["sm_80", "sm_87"])
+    assert "sm_87: expected some of sm_75, sm_80" in capsys.readouterr().err
+
+
+@interpreted_only
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [(dict(), 0), (dict(error="no"), 1), (dict(spills=4096), 1), (dict(serialized=True), 1), (dict(shared=2**20), 1)],
+    ids=["good", "refused", "spills", "serialized", "too large"],
+)
+def test_compile_all_fails_if_a_kernel_has_no_good_tile(found, code, capsys):
+    def compiled(launches, targets):
+        good = dict(kernel="kernel", target=targets[0])
+        return [hardware.Compiled(**good | found) for _ in launches]
+
+    with mock.patch.object(compile_all.hardware, "compile_launches", compiled):
+        assert compile_all.main(["sm_90"]) == code
+    assert ("all good" if code == 0 else "problems") in capsys.readouterr().out
 
 
 @interpreted_only

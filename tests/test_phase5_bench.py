@@ -1,6 +1,7 @@
 """Phase 5's benchmark without a GPU: what it makes of its arguments, and that every case becomes a row."""
 
 import contextlib
+import io
 import subprocess
 import sys
 import time
@@ -12,10 +13,12 @@ from common.figures import recorded
 from common.verify import VerificationError
 from phase5_tuning import bench, power
 from phase5_tuning.attention import FlashAttention
+from phase5_tuning.tuning_forward import LADDER
 
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from rich.console import Console
 
 SMALL = ["--head-dim", "16", "--tokens", "64", "--width", "32", "--seq-len", "32", "--causal", "yes"]
 
@@ -47,6 +50,36 @@ def test_every_case_mode_and_provider_is_a_row(clock, capsys):
     assert "case 1 of 1" in capsys.readouterr().out
 
 
+def test_providers_take_turns_but_naive_runs_alone(clock):
+    args = bench.arguments([*SMALL, "--mode", "fwd,bwd", "--provider", "phase 4,naive,ours"])
+    measured = mock.Mock(wraps=common_bench.measure)
+    with mock.patch.object(common_bench, "measure", measured):
+        bench.run(args)
+    together = [list(call.args[0]) for call in measured.call_args_list]
+    assert together == [["phase 4", "ours"], ["naive"]] * 2
+    assert all(call.kwargs["rounds"] == 2 for call in measured.call_args_list)  # once in either order
+
+
+def test_forward_records_no_graph_and_backward_computes_nothing_else():
+    calls = []
+
+    def attention(q, k, v, is_causal):
+        calls.append((torch.is_grad_enabled(), k.stride(-1)))
+        return bench.naive(q, k, v, is_causal)
+
+    q, k, v = (torch.randn(1, 1, 8, 16, requires_grad=True) for _ in range(3))
+    modes = dict(fwd=[False, False], bwd=[True], both=[True, True])  # of two calls
+    for provider, transposed in (("ours", False), ("K pre-transposed", True)):
+        with mock.patch.dict(bench.PROVIDERS, {provider: attention}):
+            for mode, graphs in modes.items():
+                calls.clear()
+                timed = bench.timed(provider, mode, q, k, v, torch.randn_like(q), True)
+                timed()
+                timed()
+                assert [graph for graph, _ in calls] == graphs
+                assert all((step != 1) == transposed for _, step in calls)
+
+
 def test_the_head_that_is_checked_is_the_last_of_as_many_as_are_timed():
     calls = []
 
@@ -55,7 +88,7 @@ def test_the_head_that_is_checked_is_the_last_of_as_many_as_are_timed():
         return FlashAttention.apply(q, k, v, is_causal)
 
     with mock.patch.object(bench, "FlashAttention", mock.Mock(apply=apply)):
-        bench.check(2, 3, 16, 40, True, "fp16")
+        bench.check("fp16", 2, 3, 16, 40, True)
     (q,) = calls
     assert q.shape == (2, 3, 40, 16)
     assert q[-1, -1].abs().sum() > 0
@@ -67,7 +100,7 @@ def test_the_head_that_is_checked_is_the_last_of_as_many_as_are_timed():
 
     refused = pytest.raises(VerificationError)
     with mock.patch.object(bench, "FlashAttention", mock.Mock(apply=wrong)), refused:
-        bench.check(2, 3, 16, 40, True, "fp16")
+        bench.check("fp16", 2, 3, 16, 40, True)
 
 
 def test_what_a_peer_cannot_do_is_a_row_that_says_so(clock):
@@ -78,7 +111,7 @@ def test_what_a_peer_cannot_do_is_a_row_that_says_so(clock):
     assert "ms" in rows[1]
     made = bench.table(rows)
     assert made.row_count == 1
-    assert list(made.columns[-1].cells) == [f"{rows[1]['tflops']:.0f}*"]
+    assert list(made.columns[-1].cells) == [f"{rows[1]['tflops']:.3g}*"]  # a small number is not 0
     assert [column.header for column in made.columns][-2:] == ["sdpa-cudnn", "ours"]
 
 
@@ -94,6 +127,7 @@ def test_a_time_that_holds_waiting_for_python_is_marked():
     row = dict(dtype="fp16", head_dim=64, is_causal=True, batch=1, heads=1, seq=64, mode="fwd", provider="ours")
     row |= dict(ms=3.0, host_ms=1.0, tflops=10.0)
     assert list(bench.table([row]).columns[-1].cells) == ["10"]
+    assert list(bench.table([row | dict(tflops=1234.5)]).columns[-1].cells) == ["1234"]
     assert list(bench.table([row | dict(late=True)]).columns[-1].cells) == ["10*"]
 
 
@@ -107,8 +141,25 @@ def test_every_provider_of_ours_computes_attention(provider):
         torch.testing.assert_close(got, bench.naive(q, k, v, is_causal), rtol=1e-4, atol=1e-5)
 
 
+def test_the_ladder_is_asked_for_by_one_word():
+    asked = bench.arguments(["--provider", "sdpa-flash,ladder,ours"]).provider
+    assert asked[:3] == ["sdpa-flash", "phase 4", "rung: tiles"]
+    assert asked[-1] == "ours"
+    assert len(asked) == 1 + len(LADDER)
+
+
+def test_help_lists_what_can_be_chosen(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "500")
+    with pytest.raises(SystemExit):
+        bench.arguments(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for choice in ("fwd, bwd, both", "fp16, bf16, fp32", "sdpa-cudnn", "rung: masks at edges", "(default: no,yes)"):
+        assert choice in shown
+
+
 @pytest.mark.parametrize(
-    "wrong", [["--mode", "sideways"], ["--provider", "nobody"], ["--head-dim", "x"], ["--causal", "maybe"]]
+    "wrong",
+    [["--mode", "sideways"], ["--provider", "nobody"], ["--head-dim", "x"], ["--causal", "maybe"], ["--name", "../x"]],
 )
 def test_wrong_arguments_are_named(wrong, capsys):
     with pytest.raises(SystemExit):
@@ -162,6 +213,46 @@ def test_an_endurance_run_of_calls_longer_than_itself_ends():
     head = dict(provenance=common_bench.load("phase5_tuning", "h200_power")["provenance"])
     recorded.power(head | dict(rows=[case | row]), (64, True, 64, "fwd"))  # and a figure can be drawn of it
     plt.close("all")
+
+
+def test_at_first_and_settled_are_parts_of_the_run():
+    lasts = [10.0] * 4 + [1.0] * 460 + [20.0] * 50  # 40 ms at first, and 1 s after the first half
+    timing = common_bench.Timing(1500 / 513.5, 0.0, 9.0, host=1.0)  # so many calls are made in 1.5 s
+    at = [sum(lasts[:n]) for n in range(len(lasts) + 1)]
+    events = [mock.Mock(elapsed_time=lambda other: other.at, at=ms) for ms in at]
+    now = 1_000_000.0
+    samples = [(now + ms / 1e3, 1980 - ms, 600.0, 700.0) for ms in (-100, 0, 700, 1500, 1600)]
+    with (
+        mock.patch.object(common_bench, "time_ms", return_value=timing),
+        mock.patch.object(power, "watching", return_value=contextlib.nullcontext(samples)),
+        mock.patch.multiple(torch.cuda, Event=mock.Mock(side_effect=events), synchronize=mock.DEFAULT),
+        mock.patch.multiple(power.time, sleep=mock.DEFAULT, time=mock.Mock(return_value=now)),
+    ):
+        row = power.endurance(lambda: None)
+    assert (row["rested_ms"], row["ms"]) == (10, 20)
+    assert row["call_ms"][:3] == [10, 1, 1]  # of 25 ms each
+    assert row["call_ms"][-1] == 20
+    assert row["at_ms"] == [0, 700, 1500]  # what was seen before and after is not the kernel's
+    assert row["watts_allowed"] == 700
+
+
+def test_a_note_is_shown_as_it_is():
+    row = dict(dtype="fp16", head_dim=64, is_causal=True, batch=1, heads=1, seq=64, mode="fwd", provider="flex")
+    console = Console(width=200, file=io.StringIO())
+    console.print(bench.table([row | dict(note="[/enforce fail at x.cpp]")]))
+    assert "[/enforce fail at x.cpp]" in console.file.getvalue()
+
+
+def test_watching_says_that_nvidia_smi_does_not():
+    ended = mock.Mock(stdout=io.StringIO(""), wait=lambda: 9)
+    refused = pytest.raises(RuntimeError, match=r"cannot be watched: nvidia-smi -i GPU-1234 .* ended with 9")
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(uuid="1234")),
+        mock.patch.object(power.subprocess, "Popen", return_value=ended),
+        refused,
+        power.watching(),
+    ):
+        pass
 
 
 def test_watching_begins_when_nvidia_smi_does_and_ends_it():

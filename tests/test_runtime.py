@@ -1,9 +1,11 @@
 """Where kernels run, and what happens to bf16 where Triton's interpreter cannot compute with it."""
 
+import functools
 import importlib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common import make_qkv, runtime
@@ -126,7 +128,9 @@ def test_trap48_no_interpreted_kernel_ever_sees_bf16(fn, tensors, dtypes, monkey
 
 @interpreted_only
 @pytest.mark.parametrize(("fn", "tensors", "dtypes"), CALLS, ids=_name)
-def test_trap48_interpreted_bf16_is_fp32_rounded_at_the_end(fn, tensors, dtypes):
+def test_trap48_interpreted_bf16_is_fp32_rounded_at_the_end(fn, tensors, dtypes, monkeypatch):
+    sizes = functools.partial(runtime.tile_sizes, dtype=FP32)  # other tiles would add up in another order
+    monkeypatch.setattr(runtime, "tile_sizes", lambda head_dim, dtype: sizes(head_dim))
     got, exact = fn(*tensors), fn(*(t.float() for t in tensors))
     if isinstance(got, torch.Tensor):
         got, exact = [got], [exact]
@@ -174,6 +178,10 @@ def test_tile_sizes_are_legal_tiles(head_dim, dtype):
         assert block & (block - 1) == 0
 
 
-def test_on_device_of_a_cpu_tensor_does_nothing():
-    with runtime.on_device_of(torch.ones(1)):
-        pass
+@interpreted_only
+def test_interpreted_kernels_of_two_threads_do_not_meet():
+    q, k, v = make_qkv(1, 2, 100, 16, dtype=torch.float32)
+    whole = attention_forward(q, k, v)[0]
+    with ThreadPoolExecutor(2) as pool:
+        for o, _ in pool.map(lambda _: attention_forward(q, k, v), range(8)):
+            assert torch.equal(o, whole)

@@ -222,8 +222,9 @@ def peers(record: dict, mode: str) -> None:
         ax.set_ylabel("TFLOP/s")
     for ax in axes[1]:
         ax.set_xlabel("sequence length")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=9)
+    drawn = {line.get_label(): line for ax in axes.flat for line in ax.get_lines()}
+    handles = {provider: drawn[provider] for provider in _PEERS if provider in drawn}
+    fig.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles) or 1, fontsize=9)
     _signed(fig, record)
 
 

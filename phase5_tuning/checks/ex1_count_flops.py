@@ -22,6 +22,7 @@ def check(answer):
             "under a causal mask the count is half": full * products,
             "an addition and a multiplication are two operations: 2 a b c": right // 2,
             "backward counts for 2.5 forward passes, whatever kernels recompute": full * recomputed // half,
+            "backward has five products: S, dP, dV, dQ, dK": full * {"fwd": 2, "bwd": 4, "both": 6}[mode] // half,
             '"both" is forward and backward together, 3.5 times as much as forward': full * min(products, 5) // half,
             "the convention takes head_dim as it is; kernels pad it": right // sizes[-1] * padded_dim(sizes[-1]),
         }

@@ -33,6 +33,7 @@ def check(answer):
         "P is 2^S: does the scale that the kernel is given hold log2(e)?": o_of(LN2),
         "log2(e) has been multiplied to the scale twice, or 2^x divided by it": o_of(log2e),
         "the scale is divided by log2(e), which is to be multiplied": o_of(LN2 * LN2),
+        "the scale is 0.2 percent too small: log2(e) is not 1.44, but LOG2E.value": o_of(1.44 * LN2),
     }
     expect("o", got[0], o_of(1), mistakes=mistakes)
     lse = s.logsumexp(-1)

@@ -28,7 +28,9 @@ def check(answer):
             reject(why)
 
     def ask(unwritten, outside):
-        return _of_descriptor(answer) or "does a row count from the first one of its head, not of the flat matrix?"
+        return _of_descriptor(answer) or (
+            "does every program store its whole tile, at rows that count from the first one of its head?"
+        )
 
     attend = guarded(attention, ask)
     for seq_q, seq_k, is_causal in ((70, 70, False), (33, 45, False), (45, 33, True), (64, 64, True), (1, 1, False)):
@@ -64,8 +66,8 @@ def check(answer):
             o = answer.attention(q, k, v)
         if moved.stored != o.nbytes:
             reject(
-                f"o has {o.nbytes} bytes, {moved.stored} are stored: some rows are stored twice, by two programs, and "
-                "on a GPU it is open which one comes last"
+                f"o has {o.nbytes} bytes, {moved.stored} are stored: some rows are stored more than once; where "
+                "two programs do it, on a GPU it is open which one comes last"
             )
         if moved.loaded_from["q"] != q.nbytes:
             reject(f"q has {q.nbytes} bytes, {moved.loaded_from['q']} are loaded: a tile reaches into the next head")

@@ -158,6 +158,8 @@ def check_quantized_attention(
     k_padded, v_padded = (torch.nn.functional.pad(t, (0, 0, 0, -seq_k % ROWS)) for t in (k, v))
     sq, sk, sv = (scales for _, scales in pairs)
     last = [t8.double() * scales[:, :, -1:, None].double() for t8, scales in pairs]
+    of_later = sv.double().flip(2).cumprod(dim=2).flip(2)  # of a tile's and of all that come after it
+    again = restored(pairs[2][0], of_later)
     first = [t8.double() * scales[:, :, :1, None].double() for t8, scales in pairs]
     mistakes = {
         "the scale of q is missing": attention(q=raw[0]),
@@ -171,6 +173,7 @@ def check_quantized_attention(
         "`visible` is missing: -inf where it is False": attention(k=k_padded, v=v_padded, hidden=beside),
         "acc is not rescaled by alpha": attention(of_p=unscaled),
         "all of acc has the scale of the last block of v: each share of it has its own": attention(v=last[2]),
+        "the scale of v belongs to this tile's share, not to what acc holds already": attention(v=again),
         "every tile of k has the scale of the first one": attention(k=first[1]),
         "every tile of v has the scale of the first one": attention(v=first[2]),
         "every tile of q has the scale of the first one": attention(q=first[0]),

@@ -7,7 +7,7 @@ from phase3_forward import attention_forward
 
 import pytest
 import torch
-from helpers import guarded
+from helpers import guarded, needs_memory, needs_two_gpus
 
 pytestmark = pytest.mark.gpu
 both_masks = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -23,17 +23,6 @@ def verify_part(o, lse, q, k, v, batch, heads, **options):
     """The heads `heads` of one batch, out of results too large to verify whole (one key head for each query head)."""
     part = [t[batch : batch + 1, heads] for t in (o, lse, q, k, v)]
     verify_results(lambda *_, **__: tuple(part[:2]), *part[2:], compare_sdpa=False, **options).check()
-
-
-def needs_memory(gib):
-    enough = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > gib * 2**30
-    return pytest.mark.skipif(not enough, reason=f"needs {gib} GiB of GPU memory")
-
-
-@pytest.fixture(autouse=True)
-def _free_memory():
-    yield
-    torch.cuda.empty_cache()
 
 
 # --- the matrix ----------------------------------------------------------------------------------------------------
@@ -130,7 +119,7 @@ def test_trap13_a_long_strided_view(is_causal):
     verify(q, k, v, is_causal=is_causal)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@needs_two_gpus
 def test_trap38_a_tensor_on_another_device_than_the_current_one():
     tensors = make_qkv(1, 2, 100, 64, device="cuda:1")
     assert torch.cuda.current_device() == 0

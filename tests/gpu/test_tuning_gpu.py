@@ -11,11 +11,13 @@ from unittest import mock
 from common import make_qkv, make_tensor, phases, runtime, verify_results
 from phase5_tuning import configs
 from phase5_tuning.attention import LAST, FlashAttention, flash_attention
-from phase5_tuning.tuning_forward import LADDER, descriptors_allowed
+from phase5_tuning.tuning_backward import attention_backward
+from phase5_tuning.tuning_forward import LADDER, attention_forward, descriptors_allowed
 
 import pytest
 import torch
-from helpers import guarded
+from helpers import guarded, needs_memory, needs_two_gpus
+from triton.runtime.errors import OutOfResources
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +34,13 @@ def verify(q, k, v, fn=tuned, do_layout="bhsd", **options):
     do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=generator)
     gqa = q.shape[1] != k.shape[1]
     return verify_results(fn, q, k, v, do=do, enable_gqa=gqa, compare_sdpa=False, **options).check()
+
+
+def gradients(q, k, v, do, is_causal=True):
+    """o and the gradients, by one call of each pass."""
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    o = flash_attention(q, k, v, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), do)
 
 
 @DTYPES
@@ -59,7 +68,7 @@ def choices():
         yield from ((kind, head_dim, config, torch.float32) for config in found)
 
 
-@pytest.mark.parametrize(("kind", "head_dim", "config", "dtype"), choices(), ids=str)
+@pytest.mark.parametrize(("kind", "head_dim", "config", "dtype"), list(choices()), ids=str)
 def test_trap36_every_tile_shape_with_results_full_of_nan(kind, head_dim, config, dtype):
     def chosen(asked, launch, *, head_dim, dtype, **_):
         return config if asked == kind else configs.candidates(asked, head_dim, dtype)[0]
@@ -111,25 +120,39 @@ def test_long_sequences(is_causal):
 
 @DTYPES
 def test_trap40_the_same_bits_in_50_runs(dtype):
-    q, k, v = (t.requires_grad_() for t in make_qkv(2, 8, 1000, 64, heads_kv=2, dtype=dtype))
-    do = torch.randn_like(q)
-
-    def gradients():
-        return torch.autograd.grad(FlashAttention.apply(q, k, v, True)[0], (q, k, v), do)
-
-    first = gradients()
+    tensors = *make_qkv(2, 8, 1000, 64, heads_kv=2, dtype=dtype), make_tensor((2, 8, 1000, 64), dtype=dtype)
+    first = gradients(*tensors)
     for _ in range(49):
-        assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first, gradients(*tensors), strict=True))
 
 
+@needs_memory(64)
 def test_trap13_2_31_elements():
     heads = 2**31 // (256 * 64) // 2 + 2
-    q, k, v = (torch.randn(2, heads, 256, 64, dtype=torch.float16, device="cuda") for _ in range(3))
-    assert q.numel() > 2**31
-    last = [t[-1:, -2:].clone() for t in (q, k, v)]
+    tensors = [torch.randn(2, heads, 256, 64, dtype=torch.float16, device="cuda") for _ in range(4)]
+    assert tensors[0].numel() > 2**31
+    last = [t[-1:, -2:].clone() for t in tensors]
     with mock.patch.object(configs, "FEW", {}):  # the same tiles for many heads and for two
-        o = flash_attention(q, k, v, is_causal=True)
-        assert torch.equal(o[-1:, -2:], flash_attention(*last, is_causal=True))
+        for many, two in zip(gradients(*tensors), gradients(*last), strict=True):
+            assert torch.equal(many[-1:, -2:], two)
+
+
+@needs_memory(12)
+@MASKS
+@pytest.mark.parametrize("odd", [0, 1], ids=["descriptors", "pointers"])  # aligned rows or not
+def test_trap13_a_long_strided_view(odd, is_causal):
+    seq = 40_000
+
+    def views(width):
+        generator = torch.Generator().manual_seed(0)
+        packed = torch.empty(1, 1, seq, width, dtype=torch.float16, device="cuda")
+        parts = [packed[..., i * 64 : i * 64 + 64] for i in range(4)]
+        return [part.copy_(make_tensor(part.shape, generator=generator)) for part in parts]
+
+    far, near = views(65_536 + odd), views(256 + odd)  # the last row lies 2.6e9 elements away, or 1e7
+    assert descriptors_allowed(*far) == descriptors_allowed(*near) == (not odd)
+    for a, b in zip(gradients(*far, is_causal), gradients(*near, is_causal), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("warm", [True, False], ids=["after warm-up", "cold"])
@@ -157,15 +180,56 @@ def test_trap37_a_graph_of_forward_and_backward_replays(warm):
     torch.testing.assert_close(captured, expected, rtol=2e-2, atol=2e-2)
 
 
+@MASKS
+@pytest.mark.parametrize("rung", [LAST - 2, LAST], ids=["pointers", "descriptors"])
+def test_trap39_a_tile_that_does_not_fit_gives_way(rung, is_causal):
+    deep = configs.Config(64, 64, 4, 9)  # nine stages of two tiles of 16 KiB
+    q, k, v = make_qkv(1, 2, 1000, 128, seq_k=1100)
+    o, lse = attention_forward(q, k, v, is_causal)
+    options = dict(is_causal=is_causal, rung=LADDER[rung])
+    asked = [functools.partial(attention_forward, q, k, v, config=deep, **options)]
+    for kind, needs in (("dkdv", (False, True)), ("dq", (True, False))):
+        backward = options | {"needs": needs, f"{kind}_config": deep}
+        asked.append(functools.partial(attention_backward, q, k, v, o, lse, o, **backward))
+    for call in asked:
+        with pytest.raises(OutOfResources):
+            call()
+    with mock.patch.object(configs, "choose", return_value=deep):
+        for _ in range(2):
+            verify(q, k, v, fn=functools.partial(tuned, rung=rung), is_causal=is_causal)
+
+
 def test_a_second_stream():
-    q, k, v = make_qkv(2, 4, 500, 64)
-    expected = flash_attention(q, k, v)
+    source = *make_qkv(2, 4, 500, 64), make_tensor((2, 4, 500, 64))
+    expected = gradients(*source)
+    late = [torch.zeros_like(t) for t in source]
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        got = flash_attention(q, k, v)
+        gradients(*late)  # leaves this stream with memory for the results
+        torch.cuda.synchronize()
+        torch.cuda._sleep(100_000_000)  # the inputs arrive late: a kernel on any other stream would read zeros
+        for t, s in zip(late, source, strict=True):
+            t.copy_(s)
+        got = gradients(*late)
+    assert not stream.query()  # still asleep, so no launch waited either
     stream.synchronize()
-    assert torch.equal(got, expected)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("known", [True, False], ids=["tiles shipped", "tiles measured"])
+def test_trap38_a_tensor_on_another_device_than_the_current_one(known):
+    here = *make_qkv(2, 4, 500, 64), make_tensor((2, 4, 500, 64))
+    chosen = configs.CHOSEN if known else {}
+    with mock.patch.multiple(configs, CHOSEN=chosen, _measured={}):
+        there = gradients(*(t.to("cuda:1") for t in here))
+        assert torch.cuda.current_device() == 0
+        assert {case[0] for case in configs._measured} == (set() if known else {1})
+    assert all(t.device == torch.device("cuda:1") for t in there)
+    # what was measured may differ in tiles, and so in the last bits
+    tolerance = dict(rtol=0, atol=0) if known else dict(rtol=1e-2, atol=1e-2)
+    for a, b in zip(there, gradients(*here), strict=True):
+        torch.testing.assert_close(a.cpu(), b.cpu(), **tolerance)
 
 
 def test_torch_compile_with_inductor():

@@ -19,6 +19,7 @@ WRONG = {
             {"    return product * products // (2 if is": "    return int(1.0 * product * products) // (2 if is"},
             "floats were used on the way",
         ),
+        Wrong("backward twice forward", {'"bwd": 5, "both": 7': '"bwd": 4, "both": 6'}, "backward has five products"),
         Wrong("forward and backward are backward", {'"both": 7': '"both": 5'}, "forward and backward together"),
         Wrong(
             "padded by convention",
@@ -57,6 +58,7 @@ WRONG = {
         Wrong("the LSE in base 2", {" / LOG2E\n": "\n"}, "it is in base 2"),
         Wrong("the LSE multiplied", {" / LOG2E\n": " * LOG2E\n"}, "where it should be divided"),
         Wrong("m not scaled", {"tl.max(s, axis=1) * scale": "tl.max(s, axis=1)"}, "is not scaled"),
+        Wrong("log2(e) in two digits", {"scale *= LOG2E.value": "scale *= 1.44"}, "not 1.44, but"),
         Wrong(
             "folded twice, in the step",
             {"axis=1) * scale": "axis=1) * scale * LOG2E", "exp2(s * scale -": "exp2(s * scale * LOG2E -"},
@@ -239,6 +241,15 @@ WRONG = {
                 "    o = (acc": "    acc *= tl.load(v_scales_ptr + last - 1)\n    o = (acc",
             },
             "of the last block of v",
+        ),
+        Wrong(
+            "the scale of v on all of acc",
+            {
+                "acc = acc * alpha[:, None] + pv * tl.load(v_scales_ptr + pid_n)": (
+                    "acc = (acc * alpha[:, None] + pv) * tl.load(v_scales_ptr + pid_n)"
+                )
+            },
+            "not to what acc holds already",
         ),
         Wrong("1 / sqrt(head_dim) forgotten", {"scale_s = scale * ": "scale_s = "}, "1 / sqrt(head_dim), is missing"),
         Wrong(
