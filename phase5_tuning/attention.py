@@ -100,6 +100,15 @@ class FlashAttention(torch.autograd.Function):
         return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), None, None, None
 
 
+def _save_for_backward(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.options = inputs[3:]
+
+
+# For whoever sees the operator alone, as in a graph that torch.export has made.
+_forward_op.register_autograd(FlashAttention.backward, setup_context=_save_for_backward)
+
+
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,

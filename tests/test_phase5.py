@@ -484,6 +484,23 @@ def test_trap44_tracers_see_the_operators():
         torch.testing.assert_close(traced(*made[1]), attention(*made[1]))
 
 
+def test_trap44_an_exported_program_can_be_trained():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.to_k = torch.nn.Linear(16, 16, device=runtime.DEVICE)
+
+        def forward(self, x):
+            return flash_attention(x, self.to_k(x), x, is_causal=True)
+
+    layer, x = Layer(), make_qkv(1, 2, 40, 16, dtype=torch.float32)[0]
+    exported = torch.export.export(layer, (x,)).module()
+    expected, got = (
+        torch.autograd.grad(module(x).square().sum(), tuple(module.parameters())) for module in (layer, exported)
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_trap44_selective_checkpointing():
     q, k, v = leaves(1, 2, 10, 16, dtype=torch.float32)
     keep = functools.partial(checkpoint.create_selective_checkpoint_contexts, lambda *_, **__: MUST_SAVE)
