@@ -197,14 +197,14 @@ class _Child:
         )
 
     def rows(self) -> Iterator[dict]:
-        """Its objects as they come; other lines, such as what a learner prints from a kernel, are skipped."""
+        """Its findings or cases as they come; what a learner prints from a kernel is skipped."""
         try:
             for line in self._process.stdout:
                 try:
                     row = json.loads(line)
                 except json.JSONDecodeError:
                     continue
-                if isinstance(row, dict):
+                if isinstance(row, dict) and "what" in row and ("level" in row or "done" in row):
                     yield row
         except BaseException:
             self._process.kill()

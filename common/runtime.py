@@ -80,6 +80,14 @@ def as_sdpa_takes(q, k, v) -> list:
 _ONE_THREAD = threading.RLock()  # the interpreter keeps a program's index and much else in globals
 
 
+def _renew_lock() -> None:
+    global _ONE_THREAD
+    _ONE_THREAD = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # in a child, nobody would release it
+
+
 def on_device_of(tensor: torch.Tensor):
     """Context manager for launches: Triton launches on the current GPU, so it makes `tensor`'s the current one.
 

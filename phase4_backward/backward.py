@@ -289,13 +289,23 @@ def _gradients(ctx, do, dlse):
     return tuple(g if needed else None for g, needed in zip(grads, needs, strict=True))
 
 
+def _save_for_backward(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.is_causal, ctx.scale = inputs[3:]
+
+
+_forward_op.register_autograd(FlashAttention.backward, setup_context=_save_for_backward)
+
+
 def flash_attention(q, k, v, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False):
     """softmax(scale q k^T) v, differentiable once; arguments, o and errors as in `attention_forward`.
 
     Under autocast the inputs are cast as SDPA's are. Works in torch.compile(fullgraph=True).
     """
     q, k, v = runtime.as_sdpa_takes(q, k, v)
-    validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+    scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+    if torch.compiler.is_compiling():  # torch.export loses the Function and keeps the operator
+        return _forward_op(q, k, v, is_causal, scale)[0]
     return FlashAttention.apply(q, k, v, is_causal, scale)[0]
 
 
@@ -313,8 +323,7 @@ def cases():
 
     def case(what, *sizes, is_causal=False, scale=None, do_layout="bhsd", **inputs):
         q, k, v = make_qkv(*sizes, **inputs)
-        generator = torch.Generator().manual_seed(1)
-        do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=generator)
+        do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1))
         options = dict(do=do, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         return Case(what, lambda: verify_results(attention, q, k, v, **options))
 

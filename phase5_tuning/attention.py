@@ -100,6 +100,15 @@ class FlashAttention(torch.autograd.Function):
         return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), None, None, None
 
 
+def _save_for_backward(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.options = inputs[3:]
+
+
+# As the Function does it: a graph that somebody has traced holds the operator alone.
+_forward_op.register_autograd(FlashAttention.backward, setup_context=_save_for_backward)
+
+
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -122,6 +131,8 @@ def flash_attention(
         raise NotImplementedError(f"dropout_p: expected 0, got {dropout_p}; phase 4's exercise 5 has a kernel for it")
     query, key, value = runtime.as_sdpa_takes(query, key, value)
     validate.check_qkv(query, key, value, scale, is_causal, enable_gqa)
+    if _traced(query, key, value):  # torch.export loses the Function and keeps the operator
+        return _forward_op(query, key, value, is_causal, scale, LAST)[0]
     return FlashAttention.apply(query, key, value, is_causal, scale)[0]
 
 

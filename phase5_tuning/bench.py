@@ -163,13 +163,21 @@ def run(args) -> list[dict]:
         heads = args.heads or max(1, args.width // head_dim)
         cases.append((dtype, batch, heads, head_dim, seq, causal == "yes"))
     for case in cases if args.check else ():
-        check(*case)
+        try:
+            check(*case)
+        except torch.cuda.OutOfMemoryError:
+            print("out of memory, not verified:", *case, flush=True)
     for done, (dtype, batch, heads, head_dim, seq, is_causal) in enumerate(cases, start=1):
         print(f"case {done} of {len(cases)}", flush=True)
-        q, k, v = make_qkv(batch, heads, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
-        q, k, v, do = (t.requires_grad_() for t in (q, k, v, torch.randn_like(q)))
-        flops = bench.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
         case = dict(dtype=dtype, batch=batch, heads=heads, seq=seq, head_dim=head_dim, is_causal=is_causal)
+        try:
+            q, k, v = make_qkv(batch, heads, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
+            q, k, v, do = (t.requires_grad_() for t in (q, k, v, torch.randn_like(q)))
+        except torch.cuda.OutOfMemoryError:
+            missing = itertools.product(args.mode, args.provider)
+            rows += [case | dict(mode=mode, provider=p, note="out of memory: q, k, v, dO") for mode, p in missing]
+            continue
+        flops = bench.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
         alone = [p for p in args.provider if p == "naive"]
         together = [p for p in args.provider if p not in alone]
         for mode, group in itertools.product(args.mode, (together, alone)):
@@ -261,12 +269,14 @@ def main(argv=None) -> int:
         return 1
     rows = []
     if args.name:
-        argv = ["--name", args.name, *(["--commit", args.commit] if args.commit else [])]
+        argv = [f"--name={args.name}", *([f"--commit={args.commit}"] if args.commit else [])]
         packages = [p for p in args.provider if p == "flash-attn-4"]
         code = bench.main("phase5_tuning", KERNELS, lambda: rows.extend(run(args)) or rows, argv, packages, SETTINGS)
     else:
         rows, code = run(args), 0
-    Console().print(table(rows))
+    made, console = table(rows), Console()
+    width = console.measure(made, options=console.options.update(max_width=1000)).maximum
+    Console(width=max(width, console.width)).print(made)  # a line that is too long wraps, but loses nothing
     return code
 
 

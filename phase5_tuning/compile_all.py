@@ -50,6 +50,8 @@ def main(argv=None) -> int:
     targets = parser.parse_args(argv).targets
     if unknown := set(targets) - set(known):
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+    if not runtime.INTERPRETED:
+        parser.error("set TRITON_INTERPRET=1: which rungs use descriptors would depend on the GPU at hand")
     bad = 0
     for target in targets or TARGETS:
         for dtype, head_dim, rung in itertools.product((torch.float16, torch.float32), (64, 128, 256), LADDER[1:]):

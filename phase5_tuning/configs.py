@@ -169,42 +169,41 @@ def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
 
     Raises RuntimeError if it has room for none, and the assembler's error if none of the others compiles.
     """
-    times, refused = {}, None
+    times, refused, lacks = {}, None, ""
     for config in found:
         try:
             # Until its clock has settled, a GPU shows what the candidate before has left of it.
             timing = bench.time_ms(lambda: launch(config), rest_ms=0, warmup_ms=100, repeat_ms=50)  # noqa: B023
             times[config] = timing.median
-        except OutOfResources:
-            continue
+        except OutOfResources as error:
+            lacks = error.name
         except PTXASError as error:
             refused = error
-    if refused and not times:
-        raise refused
     if not times:
-        raise _nothing_fits(found)
+        raise refused or _nothing_fits(found, lacks)
     return min(times, key=times.get)
 
 
 def launch_fitting(launch: Callable[[Config], object], config: Config, kind: str, t: torch.Tensor) -> None:
     """launch(config); or, if this GPU has too little shared memory for that, with the likeliest candidate that fits.
 
-    What fitted when it was measured may not fit now: how much a tile needs depends on the mask, on strides and on
-    head_dim as well. Raises RuntimeError if nothing fits.
+    What fitted when it was measured may not fit now, or not compile: how much a tile needs depends on the mask, on
+    strides and on head_dim as well. Raises as `measured` does.
     """
-    tried = []
-    for tile in (config, *candidates(kind, t.shape[3], t.dtype)):
+    tried, refused, lacks = [config, *candidates(kind, t.shape[3], t.dtype)], None, ""
+    for tile in tried:
         try:
-            launch(tile)
-            return
-        except OutOfResources:
-            tried.append(tile)
-    raise _nothing_fits(tried)
+            return launch(tile)
+        except OutOfResources as error:
+            lacks = error.name
+        except PTXASError as error:
+            refused = error
+    raise refused or _nothing_fits(tried, lacks)
 
 
-def _nothing_fits(tried: list[Config]) -> RuntimeError:
+def _nothing_fits(tried: list[Config], lacks: str) -> RuntimeError:
     sizes = ", ".join(dict.fromkeys(f"{c.BLOCK_M} x {c.BLOCK_N}" for c in tried))
-    return RuntimeError(f"no tile fits this GPU's shared memory (tried {sizes}); a smaller head_dim needs less")
+    return RuntimeError(f"no tile fits this GPU's {lacks} (tried {sizes}); a smaller head_dim needs less")
 
 
 @cache

@@ -37,8 +37,9 @@ def watching() -> Iterator[list[tuple[float, float, float, float]]]:
     command = ["nvidia-smi", "-i", bench.gpu_id(), query, "--format=csv,noheader,nounits", "-lms", "20"]
     smi = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     begun = smi.stdout.readline()  # it takes a moment to start
-    if not begun:
-        raise RuntimeError(f"power cannot be watched: {' '.join(command)} ended with {smi.wait()}, and said nothing")
+    if not parsed(begun):
+        smi.terminate()
+        raise RuntimeError(f"power cannot be watched: {' '.join(command)} said {begun.strip()!r}")
     seen = []
     try:
         yield seen

@@ -187,6 +187,13 @@ def test_a_module_that_dies_fails_with_its_code(broken_course):
     assert "ended with code -9" in done.output
 
 
+def test_what_a_learner_prints_is_no_result(tmp_path, monkeypatch):
+    printed = 'print("hello"); print(\'{"loss": 1.0}\'); print(\'{"what": "a case", "done": 1}\')'
+    (tmp_path / "printing.py").write_text(printed)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert list(cli._Child("printing").rows()) == [dict(what="a case", done=1)]
+
+
 def test_doctor_prints_brackets_as_they_are(monkeypatch):
     finding = dict(what="x", level="problem", found="no [/such] thing", todo="see [link]")
     monkeypatch.setattr(cli._Child, "rows", lambda self: iter([finding]))

@@ -322,6 +322,26 @@ def test_trap39_what_does_not_fit_in_a_later_call_gives_way_to_what_fits(module,
         assert cramped.refused[0] == 256
 
 
+@pytest.mark.parametrize(
+    "error",
+    [OutOfResources(600, 512, "tensor memory"), PTXASError("a bug of the assembler")],
+    ids=["room", "assembler"],
+)
+def test_a_tile_that_cannot_be_launched_gives_way_to_the_first_that_can(error):
+    t = torch.empty(1, 1, 1, 64, dtype=torch.float16)
+    chosen, found = configs.Config(64, 256, 4, 1), configs.candidates("dkdv", 64, torch.float16)
+    for n, good in enumerate((chosen, *found)):
+        launch = mock.Mock(side_effect=lambda config, good=good: None if config == good else raises(error))
+        configs.launch_fitting(launch, chosen, "dkdv", t)
+        assert [call.args[0] for call in launch.call_args_list] == [chosen, *found][: n + 1]
+    with pytest.raises((RuntimeError, PTXASError), match=r"no tile fits this GPU's tensor memory|a bug"):
+        configs.launch_fitting(mock.Mock(side_effect=error), chosen, "dkdv", t)
+
+
+def raises(error):
+    raise error
+
+
 @interpreted_only
 def test_tiles_that_are_asked_for_are_taken_or_refused():
     q, k, v = make_qkv(1, 1, 40, 16)
@@ -482,6 +502,26 @@ def test_trap44_tracers_see_the_operators():
     assert "tuned_forward" in graph.code
     for traced in (graph, torch.jit.trace(attention, made[0])):
         torch.testing.assert_close(traced(*made[1]), attention(*made[1]))
+
+
+@pytest.mark.parametrize("fn", [flash_attention, phase4.flash_attention], ids=["phase 5", "phase 4"])
+@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+def test_trap44_an_exported_program_can_be_trained(strict, fn):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(16, 16, device=runtime.DEVICE)
+
+        def forward(self, x):
+            x = self.linear(x)
+            return x + fn(x, x, x, is_causal=True)
+
+    layer, x = Layer(), make_qkv(1, 2, 40, 16, dtype=torch.float32)[0]
+    exported = torch.export.export(layer, (x,), strict=strict).module()
+    expected, got = (
+        torch.autograd.grad(module(x).square().sum(), tuple(module.parameters())) for module in (layer, exported)
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_trap44_selective_checkpointing():
@@ -673,9 +713,11 @@ def test_products_that_wait_for_each_other_are_recognized():
 
 
 @interpreted_only
+@pytest.mark.parametrize("rung", LADDER[1:], ids=lambda rung: rung.name)
 @pytest.mark.parametrize("target", ["sm_80", "sm_100"])
-def test_the_last_rungs_compile_elsewhere(target):
-    rung = LADDER[-1] if target == "sm_100" else replace(LADDER[-1], tma=False)  # what runs there
+def test_every_rung_compiles_elsewhere(target, rung):
+    if target == "sm_80":  # which has no descriptors
+        rung = replace(rung, tma=False)
     for c in hardware.compile_launches(launches(rung), [target]):
         assert c.error is None, c
         assert c.fits, c

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import subprocess
 import sys
 import time
@@ -113,6 +114,35 @@ def test_what_a_peer_cannot_do_is_a_row_that_says_so(clock):
     assert made.row_count == 1
     assert list(made.columns[-1].cells) == [f"{rows[1]['tflops']:.3g}*"]  # a small number is not 0
     assert [column.header for column in made.columns][-2:] == ["sdpa-cudnn", "ours"]
+
+
+@pytest.mark.parametrize("check", [[], ["--check"]], ids=["", "check"])
+def test_inputs_that_do_not_fit_are_rows_that_say_so(clock, check):
+    make = bench.make_qkv
+
+    def made(batch, heads, seq, *sizes, **options):
+        if seq == 32:
+            raise torch.cuda.OutOfMemoryError
+        return make(batch, heads, seq, *sizes, **options)
+
+    with mock.patch.object(bench, "make_qkv", made):
+        rows = bench.run(bench.arguments([*SMALL, *check, "--seq-len", "16,32", "--mode", "fwd", "--provider", "ours"]))
+    assert [row["seq"] for row in rows] == [16, 32]
+    assert rows[0]["ms"] == 1.0
+    assert "out of memory" in rows[1]["note"]
+    assert bench.table(rows).row_count == 2
+
+
+def test_a_narrow_terminal_loses_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(bench.runtime, "DEVICE", "cuda")
+    case = dict(dtype="fp16", head_dim=64, is_causal=True, batch=1, heads=1, seq=64, mode="fwd", ms=1.0, tflops=457.0)
+    rows = [case | dict(provider=provider) for provider in bench.LADDER_PROVIDERS]
+    with mock.patch.object(bench, "run", return_value=rows):
+        assert bench.main(["--provider", "ladder"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("457") == len(LADDER)
+    assert "rung: masks at edges" in shown
 
 
 @pytest.mark.parametrize("argument", ["--seq-len", "--head-dim", "--tokens", "--width", "--batch", "--heads"])
@@ -243,9 +273,12 @@ def test_a_note_is_shown_as_it_is():
     assert "[/enforce fail at x.cpp]" in console.file.getvalue()
 
 
-def test_watching_says_that_nvidia_smi_does_not():
-    ended = mock.Mock(stdout=io.StringIO(""), wait=lambda: 9)
-    refused = pytest.raises(RuntimeError, match=r"cannot be watched: nvidia-smi -i GPU-1234 .* ended with 9")
+@pytest.mark.parametrize("said", ["", "No devices were found", "2026/11/21 23:13:25.770, 1710, [N/A], 700.00"])
+def test_power_that_nvidia_smi_does_not_say_is_an_error(said):
+    ended = mock.Mock(stdout=io.StringIO(said and said + "\n"))
+    refused = pytest.raises(
+        RuntimeError, match=r"cannot be watched: nvidia-smi -i GPU-1234 .* said '" + re.escape(said)
+    )
     with (
         mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(uuid="1234")),
         mock.patch.object(power.subprocess, "Popen", return_value=ended),

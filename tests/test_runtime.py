@@ -2,9 +2,11 @@
 
 import functools
 import importlib
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -185,3 +187,26 @@ def test_interpreted_kernels_of_two_threads_do_not_meet():
     with ThreadPoolExecutor(2) as pool:
         for o, _ in pool.map(lambda _: attention_forward(q, k, v), range(8)):
             assert torch.equal(o, whole)
+
+
+@interpreted_only
+def test_a_forked_child_does_not_wait_for_its_parents_thread():
+    q, k, v = make_qkv(1, 1, 20, 16)
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with runtime.on_device_of(q):
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = multiprocessing.get_context("fork").Process(target=attention_forward, args=(q, k, v))
+    child.start()
+    child.join(20)
+    code = child.exitcode
+    child.kill()
+    done.set()
+    thread.join()
+    assert code == 0

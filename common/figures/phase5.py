@@ -30,26 +30,28 @@ def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float
     points: name -> (FLOP for a byte asked for, FLOP for a byte that must move, FLOP/s reached)
     copy_bytes, gemm_flops: bytes/s of a large copy, FLOP/s of a large product
     """
-    _, ax = style.new(8, 3.8)
-    x = np.geomspace(4, 3e4, 200)
+    _, ax = style.new(8, 4.2)
+    x = np.geomspace(30, 2e4, 200)
     ax.plot(x, np.minimum(x * copy_bytes, gemm_flops) / 1e12, color=COLORS["limit"], linewidth=1.5)
-    ridge = gemm_flops / copy_bytes
+    ridge, low = gemm_flops / copy_bytes, 0.4 * min(flops for *_, flops in points.values()) / 1e12
     ax.axvline(ridge, color=COLORS["limit"], linewidth=0.8, linestyle=":")
-    ax.text(ridge * 1.05, 12, f"{ridge:.0f} FLOP a byte", fontsize=8)
-    ax.text(9e3, gemm_flops / 1e12 * 1.08, "a large product", fontsize=8, va="bottom", ha="center")
-    ax.text(9, 9 * copy_bytes / 1e12 * 1.35, "a copy", fontsize=8, rotation=36, ha="center")
-    colors = (COLORS["unfused"], COLORS["s"], COLORS["tiled"], COLORS["state"])
-    for n, (name, (asked, least, flops)) in enumerate(points.items()):
-        color, y = colors[n % len(colors)], flops / 1e12
-        ax.plot([asked, least], [y, y], color=color, linewidth=1.2)
-        ax.plot(asked, y, "s", color=color, markersize=6)
-        ax.plot(least, y, "o", color=color, markersize=6, label=f"{name}: {y:.0f} TFLOP/s")
+    ax.text(ridge * 1.05, low * 1.05, f"{ridge:.0f} FLOP a byte", fontsize=8)
+    ax.text(9e3, gemm_flops / 1e12 * 1.02, "a large product", fontsize=8, va="bottom", ha="center")
+    ax.annotate("a copy", (1.5 * low / copy_bytes * 1e12, 1.5 * low), (-8, 0), textcoords="offset points", fontsize=8,
+                va="center", ha="right")  # fmt: skip
+    for name, (asked, least, flops) in points.items():
+        y, look = flops / 1e12, dict(color=COLORS["tiled"], markersize=6)
+        ax.plot([asked, least], [y, y], linewidth=1.2, linestyle="--" if "backward" in name else "-", **look)
+        ax.plot(asked, y, "s", **look)
+        ax.plot(least, y, "o", **look)
+        ax.annotate(f"{name}: {y:.0f}", (least, y), (7, 0), textcoords="offset points", va="center", fontsize=8)
     ax.set_xscale("log")
     ax.set_yscale("log")
-    ax.set_ylim(10, 1200)
+    ax.set_ylim(low, 1.25 * gemm_flops / 1e12)
+    ax.yaxis.set_major_formatter("{x:.0f}")
+    ax.yaxis.set_minor_formatter("{x:.0f}")
     ax.set_xlabel("FLOP for a byte (square: bytes that programs ask for; circle: bytes that must move)")
     ax.set_ylabel("TFLOP/s")
-    ax.legend(loc="lower right", fontsize=8)
     plt.show()
 
 
