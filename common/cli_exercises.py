@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.syntax import Syntax
 from rich.table import Table
 
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 MARKS = {
     "passed": "[green]PASS[/]",
     "wrong": "[bold red]not yet right[/]",
