@@ -234,7 +234,8 @@ def main(
     settings: Sequence[object] = (),
 ) -> int:
     """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json."""
-    parser = argparse.ArgumentParser(description="Measure this phase on the GPU and store the record.")
+    what = (sys.modules["__main__"].__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(description=what or "Measure this phase on the GPU and store the record.")
     parser.add_argument("--name", type=record_name, default="gpu", help="file name of the record, without .json")
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
     args = parser.parse_args(argv)

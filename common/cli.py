@@ -24,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="FlashAttention, from the online softmax to tuned kernels.",
 )
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 VERDICT = {True: "[green]PASS[/]", False: "[bold red]FAIL[/]"}
 
 

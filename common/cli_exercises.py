@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.syntax import Syntax
 from rich.table import Table
 
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 MARKS = {
     "passed": "[green]PASS[/]",
     "wrong": "[bold red]not yet right[/]",
@@ -49,7 +49,7 @@ def next_task(name: Name = "") -> None:
     console.print(f"[bold]{exercise.number}  {exercise.title}[/]\n")
     _print_task(exercise.task.split("\n", 1)[-1].strip())
     console.print(f"Your file:  [bold]{exercise.file}[/]")
-    console.print(f"Then:       [bold]course check {exercise.number}[/]  (stuck? course hint)")
+    console.print(f"Then:       [bold]course check {exercise.number}[/]  (stuck? course hint {exercise.number})")
 
 
 def check(name: NameOrAll = "", limit: Limit = TIME_LIMIT) -> None:

@@ -335,6 +335,10 @@ def _factor(name, actual, truth, wrong, c: Context) -> str | None:
     middle = ratio.median().item()
     if (ratio - middle).abs().median().item() > min(0.01 * abs(middle), 0.1 * abs(middle - 1)):
         return None
+    if abs(middle - 1) < 1e-3:
+        return (
+            f"wrong elements of {name} are off by {abs(middle - 1):.1g} of their size: a constant with too few digits?"
+        )
     known = {
         c.scale: "the scale is applied once too often",
         1 / c.scale if c.scale else math.nan: "the scale is missing",

@@ -15,6 +15,7 @@ then, where there is a GPU, compiled. Imports neither torch nor a phase, so that
 import ast
 import difflib
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -150,7 +151,7 @@ class Progress:
 
     def solved(self, exercise: Exercise) -> bool:
         """True if the file is still the answer that passed."""
-        return exercise.path.exists() and self.passed.get(exercise.name) == _hash(exercise.path)
+        return exercise.path.exists() and self.passed.get(exercise.name) == _hash(exercise.path.read_bytes())
 
     def next(self, after: Exercise | None = None) -> Exercise | None:
         """The first exercise that is not solved; the first of those after another one, if there is any."""
@@ -179,8 +180,8 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
     """Check the learner's file and note in the progress file if it is right. Never raises for what the answer does."""
     if not exercise.path.exists():
         return Verdict("error", f"{exercise.file} is missing: `course reset {exercise.name}` brings it back")
-    answer = exercise.path.read_text(errors="replace")
-    if answer == exercise.stub:
+    answer = exercise.path.read_bytes()
+    if answer.decode(errors="replace") == exercise.stub:
         return Verdict("unfinished", "the file is as shipped: nothing has been changed yet")
     start = time.perf_counter()
     found = _in_child(exercise, limit, interpret=True)
@@ -193,15 +194,15 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
     verdict = Verdict(found["kind"], found["message"], time.perf_counter() - start)
     progress = Progress.load()
     if verdict.passed:
-        progress.passed[exercise.name] = _hash(exercise.path)
+        progress.passed[exercise.name] = _hash(answer)  # of what was there before: it may have been edited meanwhile
     else:
         progress.passed.pop(exercise.name, None)
     progress.save()
     return verdict
 
 
-def _hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+def _hash(answer: bytes) -> str:
+    return hashlib.sha256(answer).hexdigest()[:16]
 
 
 def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
@@ -236,8 +237,8 @@ def reset(exercise: Exercise) -> Path | None:
     """Restore the file as shipped. What was there is kept beside it, in the returned path; None if nothing was."""
     kept = None
     if exercise.path.exists() and exercise.path.read_text(errors="replace") != exercise.stub:
-        taken = len(list(exercise.path.parent.glob(f"{exercise.path.name}.old*")))
-        kept = exercise.path.with_suffix(f".py.old{taken + 1}")
+        names = (exercise.path.with_suffix(f".py.old{n}") for n in itertools.count(1))
+        kept = next(name for name in names if not name.exists())
         exercise.path.replace(kept)
     exercise.path.write_text(exercise.stub)
     progress = Progress.load()

@@ -77,8 +77,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.store:
         os.environ["TRITON_INTERPRET"] = "1"
+    found = find(args.names)
+    if not found:
+        parser.error(f"names: no notebook's path contains {' or '.join(args.names)}")
     failed = 0
-    for path in find(args.names):
+    for path in found:
         start = time.perf_counter()
         error = execute(path, store=args.store)
         failed += error is not None

@@ -51,6 +51,9 @@ def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
     spans = []
     for name, t in tensors.items():
         start = t.untyped_storage().data_ptr()
+        other = next((other for first, _, other in spans if first == start != 0), None)
+        if other:
+            raise ValueError(f"{name}: shares its memory with {other}, so that they cannot be counted one by one")
         spans.append((start, start + t.untyped_storage().nbytes(), name))
 
     def size_and_owner(ptrs, mask):

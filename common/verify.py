@@ -125,6 +125,8 @@ def verify_results(fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_
     """
     if q.dtype not in UNIT_ROUNDOFF or not 2 <= q.dim() <= 4:
         raise ValueError(f"q: expected 2 to 4 dimensions in fp16, bf16 or fp32, got {tuple(q.shape)}, {q.dtype}")
+    if do is not None and torch.is_inference_mode_enabled():
+        raise RuntimeError("verify_results: gradients (do) cannot be had inside torch.inference_mode()")
     kwargs = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     inputs = {name: t.detach() for name, t in dict(q=q, k=k, v=v, do=do).items() if t is not None}
     before = {name: t.clone() for name, t in inputs.items()}
@@ -288,9 +290,12 @@ def _variances(q, k, v, do, mask, scale, truth, u, h) -> dict[str, torch.Tensor]
     rho = torch.where(p == 0, 0.0, rho)  # relative error of P: the logit's fp32 sum, exp, and the LSE subtracted
     w = p**2 * (u**2 + rho**2) + TINY**2 * visible  # P recomputed, and rounded to the input dtype before a product
     var = {"lse": _lse_variance(s, p, rho, finite_lse)}
+    o = truth["o"]
+    r = (p * torch.expm1(rho.clamp(max=20.0))) ** 2  # an error of a logit changes P, and the sum that P is divided by
     var["o"] = (
-        w @ v**2
-        + u**2 * truth["o"] ** 2  # the result rounded to its dtype
+        (p**2 * u**2 + TINY**2 * visible) @ v**2  # P rounded to the input dtype, or flushed to zero
+        + (r @ v**2 - 2 * o * (r @ v) + o**2 * r.sum(dim=-1, keepdim=True)).clamp(min=0.0)  # r weighs (v - o)^2
+        + u**2 * o**2  # the result rounded to its dtype
         + h**2 * (visible @ v**2)  # P too small for the dtype's normal numbers
         + (sum_error(seq_k) * (p @ v.abs())) ** 2  # the fp32 sum over keys
     )
@@ -343,7 +348,8 @@ def run_attention(fn, q, k, v, do, kwargs) -> dict[str, torch.Tensor]:
             out = fn(q, k, v, **kwargs)
     else:
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-        out = fn(q, k, v, **kwargs)
+        with torch.enable_grad():
+            out = fn(q, k, v, **kwargs)
     if isinstance(out, tuple) and len(out) != 2:
         raise TypeError(f"fn: expected o or (o, lse), got a tuple of {len(out)}")
     got = dict(zip(("o", "lse"), out, strict=True)) if isinstance(out, tuple) else {"o": out}

@@ -123,7 +123,9 @@ def train(
     data = encode("".join(lines(held_out=False)))
     chosen = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=steps, pct_start=0.2 if steps > 5 else 0.3
+    )
     losses = []
     for step in range(steps):
         starts = torch.randint(len(data) - model.context - 1, (batch,), generator=chosen)
@@ -198,9 +200,11 @@ def main() -> int:
     parser.add_argument("--record", metavar="NAME", help="record the long curves on this GPU")
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
     args = parser.parse_args()
+    if args.steps < 1:
+        parser.error(f"argument --steps: expected a positive number of steps, got {args.steps}")
     if args.record:
-        commit = ["--commit", args.commit] if args.commit else []
-        return bench.main("phase4_backward", KERNELS, record, ["--name", args.record, *commit])
+        commit = [f"--commit={args.commit}"] if args.commit else []
+        return bench.main("phase4_backward", KERNELS, record, [f"--name={args.record}", *commit])
     curves = [train(attention, args.steps)[0] for attention in (sdpa(), flash_attention)]
     for step in range(0, args.steps, max(1, args.steps // 10)):
         print(f"step {step:4d}   SDPA {curves[0][step]:.6f}   ours {curves[1][step]:.6f}")

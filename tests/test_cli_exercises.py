@@ -87,6 +87,9 @@ def test_the_path_of_a_learner_through_phase_1(copy, terminal):
     assert code == 1
     assert "--give-up" in shown
 
+    (copy / first.file).write_text(first.solution.read_text() + "\nm = [][0:m:2]\n")
+    assert "[0:m:2]" in terminal.run(f"course check {first.name}")[0]  # and not an emoji
+
     (copy / first.file).write_text(wrong.applied_to(first.solution.read_text()))
     shown, code = terminal.run(f"course check {first.name}")
     assert code == 1

@@ -186,6 +186,7 @@ ADD = exercises.find("1.1").solution.read_text()
         ("1 +", "error", "SyntaxError"),
         ("raise KeyboardInterrupt", "error", "line 25, in _masked_add_kernel"),
         ("raise NotImplementedError", "unfinished", "line 25 still raises"),
+        ("import torch; b = torch.ones(1, 2, 2) > 0; b @ b", "error", "not implemented for 'Bool'"),
     ],
 )
 def test_whatever_an_answer_does_ends_in_a_verdict(line, kind, words, learner):
@@ -202,6 +203,24 @@ def test_a_solved_exercise_that_is_broken_later_is_no_longer_solved(learner):
     assert answer(ADD).passed
     assert not answer(ADD.replace("2 * x", "x")).passed
     assert not Progress.load().passed
+
+
+def test_what_is_edited_during_a_check_is_not_what_was_checked(learner):
+    answer = learner("ex1_masked_add")
+    found = answer(ADD + "\nwith open(__file__, 'a') as file:\n    file.write('#')\n")
+    assert found.passed
+    assert not Progress.load().solved(answer.exercise)
+
+
+def test_a_reset_overwrites_no_answer_that_was_kept(learner):
+    answer = learner("ex1_masked_add")
+    kept = []
+    for n in range(4):
+        answer.exercise.path.write_text(f"# attempt {n}")
+        kept.append(exercises.reset(answer.exercise))
+        if n == 1:
+            kept[0].unlink()
+    assert [path.read_text() for path in (kept[1], kept[2], kept[3])] == ["# attempt 1", "# attempt 2", "# attempt 3"]
 
 
 def test_progress_survives_a_damaged_file(learner, tmp_path):

@@ -161,6 +161,12 @@ def test_measuring_refuses_where_kernels_are_compiled(monkeypatch):
         pass
 
 
+def test_two_names_of_one_memory_are_refused():
+    packed = matrix(20, 32, FP16)
+    with pytest.raises(ValueError, match="k: shares its memory with q"), traffic.measure(q=packed[:, :16], k=packed):
+        pass
+
+
 def test_a_block_inside_a_block_is_counted_in_both():
     x = matrix(3, 100, FP16)
     with traffic.measure() as outer:

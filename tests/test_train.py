@@ -36,6 +36,18 @@ def test_text_survives_encoding():
     assert train.decode(train.encode(text)) == text
 
 
+@pytest.mark.parametrize("steps", [1, 5, 6])
+def test_any_number_of_steps(steps):
+    assert len(train.train(train.sdpa(), steps)[0]) == steps
+
+
+def test_a_number_of_steps_is_positive(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train", "--steps", "0"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "--steps: expected a positive number of steps, got 0" in capsys.readouterr().err
+
+
 def test_two_runs_with_equal_seeds_are_equal_and_others_are_not():
     first, again, other = (train.train(train.sdpa(), 3, seed=seed)[0] for seed in (0, 0, 1))
     assert first == again != other

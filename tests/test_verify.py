@@ -177,7 +177,14 @@ def model_by_the_book(q, k, v, do, is_causal, scale):
     rho = e * (2 + max(1, Q.shape[1] ** 0.5 / 2) * abs(scale) * Q.abs() @ K.abs().T + LSE.abs())
     w = P**2 * (u**2 + rho**2) + flush**2 * Mk
     c_q, c_k, c_d = (e * max(2, n**0.5 / 2) for n in (*S.shape, Q.shape[1]))  # a sum of n terms in fp32
-    var_o = w @ V**2 + u**2 * O**2 + h**2 * (Mk @ V**2) + (c_k * P @ V.abs()) ** 2
+    spread = (P * torch.expm1(rho)) ** 2 * Mk  # of P before it is divided by the sum of its row, which it changes too
+    var_o = (
+        (P**2 * u**2 + flush**2 * Mk) @ V**2
+        + (spread[..., None] * (V - O[:, None]) ** 2).sum(1)
+        + u**2 * O**2
+        + h**2 * (Mk @ V**2)
+        + (c_k * P @ V.abs()) ** 2
+    )
     var_dv = w.T @ dO**2 + u**2 * dV**2 + h**2 * (Mk.T @ dO**2) + (c_q * P.T @ dO.abs()) ** 2
     var_dlt = (dO**2 * (u**2 * O**2 + w @ V**2)).sum(-1, keepdim=True)
     var_dlt += (c_d * (dO * O).abs().sum(-1, keepdim=True)) ** 2
@@ -207,6 +214,23 @@ def test_error_model_formulas(dtype, is_causal, group, kind):
     for name, (truth, sigma) in model_by_the_book(q, k, v, do, is_causal, -0.3).items():
         torch.testing.assert_close(expected[name].truth.reshape(truth.shape), truth, rtol=1e-10, atol=1e-13)
         torch.testing.assert_close(expected[name].sigma.reshape(sigma.shape), sigma, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
+def test_large_logits_excuse_no_wrong_o(dtype):
+    """An error of a logit changes a row's sum with its terms, so that o stays a mean of v."""
+    q, _, v = make_qkv(1, 2, 40, 64, kind="positive", dtype=dtype)
+    k = make_qkv(1, 2, 40, 64, kind="low", dtype=dtype)[1]
+    assert verify_results(emulate, q, k, v, scale=1000.0)["o"].z < 3
+    assert verify_results(bent(lambda o, lse: (0 * o, lse)), q, k, v, scale=1000.0)["o"].z > 100
+
+
+def test_gradients_are_had_under_no_grad_and_not_in_inference_mode():
+    q, k, v, do = Case(grad=True).inputs()
+    with torch.no_grad():
+        assert verify_results(emulate, q, k, v, do=do).passed
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        verify_results(emulate, q, k, v, do=do)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

@@ -1,5 +1,6 @@
 """Checks attention against SDPA in many cases, and that every tile of keys and values is loaded once."""
 
+import ast
 import inspect
 
 from common import runtime
@@ -11,7 +12,8 @@ import triton
 
 
 def check(answer):
-    if "attention_tile_step(" in inspect.getsource(answer):
+    calls = (n.func for n in ast.walk(ast.parse(inspect.getsource(answer))) if isinstance(n, ast.Call))
+    if any(isinstance(f, ast.Name) and f.id == "attention_tile_step" for f in calls):
         reject("attention_tile_step is the step that you are to write: use online_softmax_step and tl.dot")
     q, k, v = one_head(33, 70, 32, dtype=FP32)
     _, m, l = state_of(q, k, v)

@@ -3,7 +3,7 @@
 import traceback
 
 from common import verify_results
-from common.checking import reject
+from common.checking import is_stub, reject
 
 import torch
 
@@ -25,7 +25,7 @@ def in_pieces(answer, *pieces):
             root = error
             while root.__cause__ or root.__context__:
                 root = root.__cause__ or root.__context__
-            if not isinstance(root, NotImplementedError):
+            if not is_stub(root):
                 raise
             own = [f.lineno for f in traceback.extract_tb(root.__traceback__) if f.filename == answer.__file__]
             left.append(f"{name} is still to be written" + (f" (line {own[-1]})" if own else ""))

@@ -42,7 +42,19 @@ def check(answer):
             )
         _expect_row_sums(found[0], q, k, v, mask)
         verify_masked(lambda *_, found=found: found, q, k, v, mask)
+    _expect_what_goes_in(answer.bottom_right_attention)
     return "o and lse of 184 rows a head in fp16, bf16 and fp32, 30 of them without a key; nothing stored outside"
+
+
+def _expect_what_goes_in(attention):
+    """Large values stay finite, as o is their mean, and a NaN among them is seen by whoever sees its key."""
+    q, _, v = make_qkv(1, 1, 64, 16)
+    zero, large = torch.zeros_like(q), torch.full_like(v, 2000.0)
+    if (attention(zero, zero, large)[0] != 2000).any():
+        reject("o is wrong where values are large: acc is larger than o by l_i. Divide in fp32, and round then")
+    large[0, 0, 2, 3] = float("nan")
+    if not attention(zero, zero, large)[0][0, 0, 2:, 3].isnan().all():
+        reject("a NaN in v does not reach o: it must, or nobody learns of it. Are the empty rows told apart by l_i?")
 
 
 def _expect_row_sums(o, q, k, v, mask):

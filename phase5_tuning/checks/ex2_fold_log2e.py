@@ -49,6 +49,10 @@ def check(answer):
     for dtype, kind in ((FP16, "normal"), (BF16, "peaked"), (FP32, "low"), (FP16, "large")):
         inputs = make_qkv(1, 2, 40, 24, seq_k=70, dtype=dtype, kind=kind, layout="bshd")
         expect_verified(f"{kind} inputs, {dtype}", guarded(base2), *inputs, is_causal=kind != "low", scale=0.5)
+    broken = k.clone()
+    broken[0, 0, 3, 0] = math.nan
+    if not answer.attention(q, broken, v)[0][0, 0].isnan().all():
+        reject("a NaN in k does not reach o: it must, or nobody learns of it. Is it only -inf that is replaced?")
     expect_verified("no keys", guarded(base2), *make_qkv(1, 1, 3, 16, seq_k=0))
     return "states of six kinds, LSE, attention in fp16, bf16 and fp32, logits from tiny to hundreds; no exp"
 

@@ -94,7 +94,9 @@ def _check_walks(answer, block_m, block_n, seq_q, seq_k, is_causal, fresh) -> in
             if start_n >= seen_by_last:
                 reject(f"{keys}, and see none of them: where does the walk end?")
             if start_n + block_n > seen_by_first and not masked:
-                why = "which do not all exist" if start_n + block_n > seq_k else f"query {first} does not see them all"
+                why = (
+                    "but they do not all exist" if start_n + block_n > seq_k else f"query {first} does not see them all"
+                )
                 reject(f"{keys} without a mask, but {why}: where does the part without a mask end?")
             if start_n + block_n <= seen_by_first and masked:
                 reject(f"{keys} with a mask, and see all of them: this tile belongs to the part without one")

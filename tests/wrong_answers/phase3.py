@@ -60,6 +60,16 @@ WRONG = {
             "lse_ptr already stands at this head",
         ),
         Wrong("lse is not stored", {"    tl.store(lse_ptr + offs_m, lse, mask=offs_m < seq_q)\n": ""}, "never stored"),
+        Wrong(
+            "rounded before the division",
+            {"o = acc / l_safe[:, None]": "o = acc.to(o_ptr.dtype.element_ty) / l_safe[:, None]"},
+            "wrong where values are large",
+        ),
+        Wrong(
+            "a NaN repaired",
+            {"o = acc / l_safe[:, None]": "o = acc / l_safe[:, None]\n    o = tl.where(o == o, o, 0.0)"},
+            "a NaN in v does not reach o",
+        ),
         Wrong("sums along columns", {"o = acc / l_safe[:, None]": "o = acc / l_safe"}, "l_i[:, None] is a column"),
     ],
     "ex3_grouped_heads": [

@@ -5,6 +5,7 @@ from wrong_answers import Wrong
 WRONG = {
     "ex1_delta": [
         Wrong("P forgotten", {"(p * (do @ v.mT)).sum": "(do @ v.mT).sum"}, "P is missing"),
+        Wrong("axes from the front", {"(do * o).sum(dim=-1)": "(do * o).sum(dim=3)"}, "Count axes from the end"),
         Wrong(
             "do has o's strides", {"stride_do[2], stride_do[3]), mask": "stride_o[2], stride_o[3]), mask"}, "its own"
         ),

@@ -80,6 +80,16 @@ WRONG = {
             "the argument `scale` is ignored",
         ),
         Wrong("l not rescaled", {"alpha * l_i + tl.sum": "l_i + tl.sum"}, "not rescaled by alpha"),
+        Wrong(
+            "a NaN repaired",
+            {
+                "    p = tl.exp2(s * scale - shift[:, None])\n": (
+                    "    p = tl.exp2(s * scale - shift[:, None])\n"
+                    "    p, alpha = tl.where(p == p, p, 0.0), tl.where(alpha == alpha, alpha, 0.0)\n"
+                )
+            },
+            "a NaN in k does not reach o",
+        ),
     ],
     "ex3_split_causal_loop": [
         Wrong(
