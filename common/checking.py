@@ -175,11 +175,16 @@ def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
     except (Rejected, VerificationError) as wrong:
         return dict(kind="wrong", message=str(wrong))
     except BaseException as error:  # SystemExit and KeyboardInterrupt too, if the answer raises them
-        root = error
-        while root.__cause__ or root.__context__:
-            root = root.__cause__ or root.__context__
+        root = root_of(error)
         kind = "unfinished" if is_stub(root) else "error"
         return dict(kind=kind, message=_described(root, error, path))
+
+
+def root_of(error: BaseException) -> BaseException:
+    """The error that all others in its chain came from."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def is_stub(error: BaseException) -> bool:

@@ -79,7 +79,8 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"
     found = find(args.names)
     if not found:
-        parser.error(f"names: no notebook's path contains {' or '.join(args.names)}")
+        known = ", ".join(str(path.relative_to(ROOT)) for path in find())
+        parser.error(f"names: no notebook's path contains {' or '.join(args.names)}; there are {known}")
     failed = 0
     for path in found:
         start = time.perf_counter()

@@ -85,7 +85,8 @@ def _renew_lock() -> None:
     _ONE_THREAD = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)  # in a child, nobody would release it
+if hasattr(os, "register_at_fork"):  # on Windows there is no fork, and doctor has better news to break
+    os.register_at_fork(after_in_child=_renew_lock)  # in a child, nobody would release it
 
 
 def on_device_of(tensor: torch.Tensor):

@@ -53,7 +53,7 @@ def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
         start = t.untyped_storage().data_ptr()
         other = next((other for first, _, other in spans if first == start != 0), None)
         if other:
-            raise ValueError(f"{name}: shares its memory with {other}, so that they cannot be counted one by one")
+            raise ValueError(f"{name}: shares its memory with {other}; give a copy of it, or one name for both")
         spans.append((start, start + t.untyped_storage().nbytes(), name))
 
     def size_and_owner(ptrs, mask):

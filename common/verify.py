@@ -126,7 +126,9 @@ def verify_results(fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_
     if q.dtype not in UNIT_ROUNDOFF or not 2 <= q.dim() <= 4:
         raise ValueError(f"q: expected 2 to 4 dimensions in fp16, bf16 or fp32, got {tuple(q.shape)}, {q.dtype}")
     if do is not None and torch.is_inference_mode_enabled():
-        raise RuntimeError("verify_results: gradients (do) cannot be had inside torch.inference_mode()")
+        raise RuntimeError(
+            "do: there are no gradients inside torch.inference_mode(); call outside of it, or without do"
+        )
     kwargs = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     inputs = {name: t.detach() for name, t in dict(q=q, k=k, v=v, do=do).items() if t is not None}
     before = {name: t.clone() for name, t in inputs.items()}

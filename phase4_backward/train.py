@@ -123,9 +123,8 @@ def train(
     data = encode("".join(lines(held_out=False)))
     chosen = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, rate, total_steps=steps, pct_start=0.2 if steps > 5 else 0.3
-    )
+    rise = 0.2 if steps > 5 else 0.3  # at five steps and 0.2 the schedule divides by zero
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=rise)
     losses = []
     for step in range(steps):
         starts = torch.randint(len(data) - model.context - 1, (batch,), generator=chosen)

@@ -105,7 +105,7 @@ def _save_for_backward(ctx, inputs, output):
     ctx.options = inputs[3:]
 
 
-# As the Function does it: a graph that somebody has traced holds the operator alone.
+# Who differentiates the operator itself, as an exported program does, gets the same backward pass.
 _forward_op.register_autograd(FlashAttention.backward, setup_context=_save_for_backward)
 
 

@@ -184,11 +184,12 @@ def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
     return min(times, key=times.get)
 
 
-def launch_fitting(launch: Callable[[Config], object], config: Config, kind: str, t: torch.Tensor) -> None:
+def launch_fitting(launch: Callable[[Config], object], config: Config, kind: str, t: torch.Tensor) -> object:
     """launch(config); or, if this GPU has too little shared memory for that, with the likeliest candidate that fits.
 
     What fitted when it was measured may not fit now, or not compile: how much a tile needs depends on the mask, on
-    strides and on head_dim as well. Raises as `measured` does.
+    strides and on head_dim as well. kind, t: the kernel ("forward", "dkdv" or "dq"), and a tensor of the head_dim and
+    dtype that it works on. Raises as `measured` does.
     """
     tried, refused, lacks = [config, *candidates(kind, t.shape[3], t.dtype)], None, ""
     for tile in tried:

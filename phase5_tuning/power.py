@@ -39,7 +39,7 @@ def watching() -> Iterator[list[tuple[float, float, float, float]]]:
     begun = smi.stdout.readline()  # it takes a moment to start
     if not parsed(begun):
         smi.terminate()
-        raise RuntimeError(f"power cannot be watched: {' '.join(command)} said {begun.strip()!r}")
+        raise RuntimeError(f"power cannot be watched: {' '.join(command)} said {begun.strip()!r}: make that run")
     seen = []
     try:
         yield seen

@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 
+from common import notebooks
 from common.phases import PHASES, ROOT
 
 import nbformat
@@ -79,6 +80,13 @@ def test_defines_no_kernel_of_ours(phase, notebook):
     }
     assert not set(names) & ours
     assert len(names) == EXPERIMENTS[phase.folder], names
+
+
+def test_a_notebook_that_does_not_exist_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["notebooks", "phase9"])
+    with pytest.raises(SystemExit):
+        notebooks.main()
+    assert "contains phase9; there are phase1_softmax/softmax.ipynb" in capsys.readouterr().err
 
 
 def test_stays_small(phase):

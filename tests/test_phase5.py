@@ -475,6 +475,20 @@ def test_trap44_compiles_into_one_graph():
     torch.testing.assert_close(got, expected)
 
 
+def test_trap44_the_function_compiles_too():
+    """For those who want the LSE as well: flash_attention itself hands a compiler the operator."""
+    torch._dynamo.reset()
+
+    def loss(q, k, v):
+        o, lse = FlashAttention.apply(q, k, v, True)
+        return (o**2).sum() + lse.sin().sum()
+
+    tensors = leaves(1, 2, 20, 16, dtype=torch.float32)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    got, expected = (torch.autograd.grad(fn(*tensors), tensors) for fn in (compiled, loss))
+    torch.testing.assert_close(got, expected)
+
+
 def test_trap44_a_fake_tensor_reaches_the_operator():
     with FakeTensorMode():
         q, k, v = (torch.empty(1, 2, 20, 16, device=runtime.DEVICE, requires_grad=True) for _ in range(3))

@@ -3,7 +3,7 @@
 import traceback
 
 from common import verify_results
-from common.checking import is_stub, reject
+from common.checking import is_stub, reject, root_of
 
 import torch
 
@@ -22,9 +22,7 @@ def in_pieces(answer, *pieces):
             check(answer)
             done.append(name)
         except Exception as error:
-            root = error
-            while root.__cause__ or root.__context__:
-                root = root.__cause__ or root.__context__
+            root = root_of(error)
             if not is_stub(root):
                 raise
             own = [f.lineno for f in traceback.extract_tb(root.__traceback__) if f.filename == answer.__file__]

@@ -42,11 +42,11 @@ def check(answer):
             )
         _expect_row_sums(found[0], q, k, v, mask)
         verify_masked(lambda *_, found=found: found, q, k, v, mask)
-    _expect_what_goes_in(answer.bottom_right_attention)
+    _expect_large_values_and_nan(answer.bottom_right_attention)
     return "o and lse of 184 rows a head in fp16, bf16 and fp32, 30 of them without a key; nothing stored outside"
 
 
-def _expect_what_goes_in(attention):
+def _expect_large_values_and_nan(attention):
     """Large values stay finite, as o is their mean, and a NaN among them is seen by whoever sees its key."""
     q, _, v = make_qkv(1, 1, 64, 16)
     zero, large = torch.zeros_like(q), torch.full_like(v, 2000.0)

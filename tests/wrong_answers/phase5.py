@@ -58,6 +58,7 @@ WRONG = {
         Wrong("the LSE in base 2", {" / LOG2E\n": "\n"}, "it is in base 2"),
         Wrong("the LSE multiplied", {" / LOG2E\n": " * LOG2E\n"}, "where it should be divided"),
         Wrong("m not scaled", {"tl.max(s, axis=1) * scale": "tl.max(s, axis=1)"}, "is not scaled"),
+        Wrong("ln(2) in five digits", {" / LOG2E\n": " * 0.69315\n"}, "a constant with too few digits?"),
         Wrong("log2(e) in two digits", {"scale *= LOG2E.value": "scale *= 1.44"}, "not 1.44, but"),
         Wrong(
             "folded twice, in the step",
