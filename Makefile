@@ -8,7 +8,7 @@ READY := .venv/ready
 .PHONY: course test test-gpu compile-all lab style clean
 
 course: $(READY)
-	$(PY) -m common.cli run
+	$(PY) -m common.learn.cli run
 
 # Notebooks are stored as the interpreter executes them, so tests run there too, whatever the machine has.
 test: export TRITON_INTERPRET = 1

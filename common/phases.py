@@ -8,13 +8,13 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Phase:
-    """One folder of the course. `modules` verify themselves with `python -m folder.module`; `kernels`, as (module,
-    name), are those to compare with other phases' of the same kind."""
+    """One folder of the course; `python -m folder` verifies it. `kernels`, as (module, name), are those to compare with
+    other phases' of the same kind."""
 
     folder: str
     title: str
     question: str
-    modules: tuple[str, ...]
+    modules: tuple[str, ...]  # in reading order
     kernels: dict[str, tuple[str, str]]
     notebook: str
 
@@ -67,7 +67,7 @@ PHASES = (
         "phase5_tuning",
         "From correct to fast, measured",
         "Where does the time go, and how close to the machine's limit can a readable kernel get?",
-        ("tuning_forward", "attention"),
+        ("tuning_forward", "tuning_backward", "attention"),
         dict(
             forward=("tuning_forward", "_attn_fwd_tuned_kernel"),
             backward=("tuning_backward", "_attn_bwd_dq_tuned_kernel"),

@@ -59,7 +59,7 @@ def to_kernel_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.to(KERNEL_DTYPE[t.dtype]) if t.dtype in KERNEL_DTYPE else t for t in written]
 
 
-def as_sdpa_takes(q, k, v) -> list:
+def cast_like_sdpa(q, k, v) -> list:
     """q, k, v cast as autocast casts SDPA's, if it is on; and as three tensors where one was given twice.
 
     (torch.compile refuses an autograd.Function that gets the same tensor twice.) What no kernel takes is left as it is,

@@ -1,6 +1,7 @@
 """`python -m phase1_softmax.bench`: softmax and logsumexp beside PyTorch's, in bytes per second."""
 
-from common import bench, runtime
+from common import runtime
+from common.measure import records, timing
 from phase1_softmax import online_softmax as ours
 
 import torch
@@ -21,7 +22,7 @@ def case(cols: int) -> list[dict]:
     }
     if cols > ours.TILE_ELEMENTS:
         del providers["softmax_fused"]
-    rows = bench.measure(providers, rows=x.shape[0], cols=cols)
+    rows = timing.measure(providers, rows=x.shape[0], cols=cols)
     for row in rows:
         if "ms" in row:
             row["gb_per_s"] = USEFUL.get(row["provider"], 2) * x.nbytes / row["ms"] / 1e6
@@ -33,4 +34,4 @@ def run() -> list[dict]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(bench.main("phase1_softmax", KERNELS, run))
+    raise SystemExit(records.main("phase1_softmax", KERNELS, run))

@@ -9,7 +9,7 @@ Builds on: nothing.
 Exports to later phases: `online_softmax_step` (one tile of columns) and `merge_states` (two finished states).
 """
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 
 import torch
 import triton
@@ -193,35 +193,3 @@ def _check(x, out_dtype=None) -> None:
     validate.check_out_dtype(out_dtype)
     if x.dim() == 0:
         raise ValueError("x: expected at least 1 dimension, got a scalar")
-
-
-# --- python -m phase1_softmax.online_softmax -----------------------------------------------------------------------
-
-
-def cases():
-    """What this module must get right, small enough for the interpreter."""
-    from common.selfcheck import Case
-    from common.verify import verify_softmax
-
-    def case(what, fn, shape, dtype=torch.float32, factor=1.0, shift=0.0, kind="softmax"):
-        x = factor * torch.randn(shape, generator=torch.Generator().manual_seed(0)) + shift
-        x = x.to(runtime.DEVICE, dtype)
-        return Case(f"{fn.__name__}: {what}", lambda: verify_softmax(fn, x, kind=kind))
-
-    for dtype in runtime.DTYPES:
-        yield case("one tile", softmax_fused, (3, 5, 100), dtype)
-        yield case("several tiles", softmax_online, (7, 2500), dtype)
-        yield case("ragged", logsumexp, (33, 1500), dtype, kind="logsumexp")
-    yield case("one value a row", softmax, (40, 1))
-    yield case("a single row", softmax, (129,))
-    yield case("longer than 4096", softmax, (2, 5000))
-    yield case("logits in the hundreds", softmax_online, (9, 1111), factor=200.0)
-    yield case("logits in the hundreds", logsumexp, (9, 1111), factor=200.0, kind="logsumexp")
-    yield case("all masked, (2, 3) rows", softmax, (2, 3, 64), shift=float("-inf"))
-    yield case("no rows", softmax, (0, 17))
-
-
-if __name__ == "__main__":
-    from common import selfcheck
-
-    raise SystemExit(selfcheck.main("Phase 1: softmax", cases()))

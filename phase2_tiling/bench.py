@@ -1,7 +1,8 @@
 """`python -m phase2_tiling.bench`: one head, with S and P through memory and without."""
 
-from common import bench, runtime
-from common.inputs import make_qkv
+from common import runtime
+from common.measure import records, timing
+from common.verify.inputs import make_qkv
 from phase2_tiling import tiling as ours
 
 import torch.nn.functional as F
@@ -19,7 +20,9 @@ def case(seq: int) -> list[dict]:
         "PyTorch, three steps": lambda: (q @ k.T * 0.125).softmax(-1) @ v,
         "SDPA": lambda: F.scaled_dot_product_attention(q4, k4, v4),
     }
-    return bench.with_tflops(bench.measure(providers, seq=seq, head_dim=64), bench.attention_flops(1, 1, seq, seq, 64))
+    return timing.with_tflops(
+        timing.measure(providers, seq=seq, head_dim=64), timing.attention_flops(1, 1, seq, seq, 64)
+    )
 
 
 def run() -> list[dict]:
@@ -27,4 +30,4 @@ def run() -> list[dict]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(bench.main("phase2_tiling", KERNELS, run))
+    raise SystemExit(records.main("phase2_tiling", KERNELS, run))

@@ -11,7 +11,7 @@ Builds on: phase 1's `online_softmax_step`.
 Exports to later phases: `tile_pointers`, `attention_tile_step`.
 """
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase1_softmax.online_softmax import online_softmax_step, softmax
 
 import torch
@@ -213,42 +213,3 @@ def _check(q, k, v, scale) -> float:
     if head_dim < 16 or head_dim & (head_dim - 1):
         raise ValueError(f"q: expected head_dim 16, 32, 64, 128 or 256 (others: phase 3), got shape {tuple(q.shape)}")
     return scale
-
-
-# --- python -m phase2_tiling.tiling --------------------------------------------------------------------------------
-
-
-def cases():
-    """What this module must get right, small enough for the interpreter."""
-    from common.inputs import make_qkv
-    from common.selfcheck import Case
-    from common.verify import verify_results
-
-    def case(what, seq_q, seq_k, head_dim=64, fn=attention, scale=None, **inputs):
-        q, k, v = (t[0, 0] for t in make_qkv(1, 1, seq_q, head_dim, seq_k=seq_k, **inputs))
-
-        def call(q, k, v, *, scale, is_causal, enable_gqa):
-            return fn(q, k, v, scale)
-
-        return Case(f"{fn.__name__}: {what}", lambda: verify_results(call, q, k, v, scale=scale))
-
-    for dtype in runtime.DTYPES:
-        yield case("ragged", 100, 150, dtype=dtype)
-        yield case("ragged", 50, 90, 32, fn=attention_resident, dtype=dtype)
-        yield case("ragged", 70, 90, 32, fn=attention_unfused, dtype=dtype)
-    for head_dim in (16, 32, 128, 256):
-        yield case(f"head_dim {head_dim}", 40, 70, head_dim)
-    yield case("one query, one key", 1, 1)
-    yield case("no keys", 17, 0)
-    yield case("no queries", 0, 17)
-    yield case("transposed memory", 65, 129, layout="transposed")
-    yield case("NaN all around", 65, 129, poison=True)
-    yield case("peaked rows", 64, 200, kind="peaked")
-    yield case("logits far below zero", 64, 200, kind="low")
-    yield case("negative scale", 64, 64, scale=-0.3)
-
-
-if __name__ == "__main__":
-    from common import selfcheck
-
-    raise SystemExit(selfcheck.main("Phase 2: tiling", cases()))

@@ -2,8 +2,9 @@
 
 import itertools
 
-from common import bench, runtime
-from common.inputs import make_qkv
+from common import runtime
+from common.measure import records, timing
+from common.verify.inputs import make_qkv
 from phase3_forward import forward as ours
 
 import torch.nn.functional as F
@@ -29,8 +30,8 @@ def case(head_dim: int, is_causal: bool, seq: int) -> list[dict]:
     }
     if seq <= 4096:  # beyond, S alone would take 17 GB and more
         providers["SDPA math"] = lambda: sdpa(SDPBackend.MATH)
-    rows = bench.measure(providers, head_dim=head_dim, is_causal=is_causal, seq=seq)
-    return bench.with_tflops(rows, bench.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal))
+    rows = timing.measure(providers, head_dim=head_dim, is_causal=is_causal, seq=seq)
+    return timing.with_tflops(rows, timing.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal))
 
 
 def run() -> list[dict]:
@@ -39,4 +40,4 @@ def run() -> list[dict]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(bench.main("phase3_forward", KERNELS, run))
+    raise SystemExit(records.main("phase3_forward", KERNELS, run))

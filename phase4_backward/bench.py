@@ -2,8 +2,9 @@
 
 import itertools
 
-from common import bench, runtime
-from common.inputs import make_qkv
+from common import runtime
+from common.measure import records, timing
+from common.verify.inputs import make_qkv
 from phase4_backward import backward as ours
 
 import torch
@@ -34,9 +35,9 @@ def case(head_dim: int, is_causal: bool, seq: int) -> list[dict]:
         "SDPA flash": gradients(lambda: sdpa(SDPBackend.FLASH_ATTENTION)),
         "SDPA cuDNN": gradients(lambda: sdpa(SDPBackend.CUDNN_ATTENTION)),
     }
-    rows = bench.measure(providers, head_dim=head_dim, is_causal=is_causal, seq=seq)
-    flops = BACKWARD_FLOPS * bench.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
-    return bench.with_tflops(rows, flops)
+    rows = timing.measure(providers, head_dim=head_dim, is_causal=is_causal, seq=seq)
+    flops = BACKWARD_FLOPS * timing.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
+    return timing.with_tflops(rows, flops)
 
 
 def run() -> list[dict]:
@@ -45,4 +46,4 @@ def run() -> list[dict]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(bench.main("phase4_backward", KERNELS, run))
+    raise SystemExit(records.main("phase4_backward", KERNELS, run))

@@ -17,7 +17,8 @@ import contextlib
 import random
 from collections.abc import Callable
 
-from common import bench, runtime  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime
+from common.measure import records
 from phase3_forward.forward import _attn_fwd_kernel
 from phase4_backward.backward import _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel, _delta_kernel, flash_attention
 
@@ -203,7 +204,7 @@ def main() -> int:
         parser.error(f"argument --steps: expected a positive number of steps, got {args.steps}")
     if args.record:
         commit = [f"--commit={args.commit}"] if args.commit else []
-        return bench.main("phase4_backward", KERNELS, record, [f"--name={args.record}", *commit])
+        return records.main("phase4_backward", KERNELS, record, [f"--name={args.record}", *commit])
     curves = [train(attention, args.steps)[0] for attention in (sdpa(), flash_attention)]
     for step in range(0, args.steps, max(1, args.steps // 10)):
         print(f"step {step:4d}   SDPA {curves[0][step]:.6f}   ours {curves[1][step]:.6f}")

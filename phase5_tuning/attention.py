@@ -6,10 +6,7 @@ Builds on: this phase's `tuning_forward` and `tuning_backward`. The operator is 
 torch.compile takes whole, and an autograd.Function that saves q, k, v, o and the LSE.
 """
 
-from itertools import zip_longest
-
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
-from phase5_tuning import configs
+from common import runtime, validate
 from phase5_tuning.tuning_backward import attention_backward
 from phase5_tuning.tuning_forward import LADDER, attention_forward
 
@@ -129,68 +126,8 @@ def flash_attention(
         raise NotImplementedError("attn_mask: expected None; of masks only is_causal=True is supported")
     if dropout_p:
         raise NotImplementedError(f"dropout_p: expected 0, got {dropout_p}; phase 4's exercise 5 has a kernel for it")
-    query, key, value = runtime.as_sdpa_takes(query, key, value)
+    query, key, value = runtime.cast_like_sdpa(query, key, value)
     validate.check_qkv(query, key, value, scale, is_causal, enable_gqa)
     if _traced(query, key, value):  # torch.export loses the Function and keeps the operator
         return _forward_op(query, key, value, is_causal, scale, LAST)[0]
     return FlashAttention.apply(query, key, value, is_causal, scale)[0]
-
-
-# --- python -m phase5_tuning.attention -----------------------------------------------------------------------------
-
-
-def cases():
-    """What the tuned passes must get right together, small enough for the interpreter."""
-    from unittest import mock
-
-    from common.inputs import make_qkv, make_tensor
-    from common.selfcheck import Case
-    from common.verify import verify_results
-
-    def case(what, *sizes, is_causal=False, scale=None, do_layout="bhsd", rung=LADDER[-1], tiles=None, **inputs):
-        q, k, v = make_qkv(*sizes, **inputs)
-        do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1))
-        options = dict(do=do, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-
-        def attention(q, k, v, *, is_causal, scale, enable_gqa):
-            return FlashAttention.apply(q, k, v, is_causal, scale, LADDER.index(rung))
-
-        def run():
-            chosen = (lambda kind, *_, **__: tiles[kind]) if tiles else configs.choose
-            with mock.patch.object(configs, "choose", chosen):
-                return verify_results(attention, q, k, v, **options)
-
-        return Case(what, run)
-
-    for rung in LADDER:
-        for mask in ("full", "causal"):
-            yield case(f"rung: {rung.name}, {mask}", 2, 2, 70, 64, seq_k=100, rung=rung, is_causal=mask == "causal")
-    for head_dim in (64, 128, 256):
-        for dkdv, dq in zip_longest(*(configs.CANDIDATES[kind][head_dim] for kind in ("dkdv", "dq"))):
-            dkdv, dq = dkdv or dq, dq or dkdv
-            tiles = dict(forward=configs.CANDIDATES["forward"][head_dim][0], dkdv=dkdv, dq=dq)
-            what = f"head_dim {head_dim}, tiles {dkdv.BLOCK_M}x{dkdv.BLOCK_N}, {dq.BLOCK_M}x{dq.BLOCK_N}"
-            yield case(what, 1, 2, 150, head_dim, seq_k=140, tiles=tiles, is_causal=True)
-    for dtype in runtime.DTYPES:
-        yield case(f"ragged, causal, {dtype}", 2, 2, 70, 64, seq_k=100, dtype=dtype, is_causal=True)
-    for head_dim in (16, 40, 80):
-        yield case(f"head_dim {head_dim}", 1, 2, 70, head_dim, is_causal=True)
-    yield case("fewer keys than queries", 1, 2, 150, 64, seq_k=70, is_causal=True)
-    yield case("grouped heads 6 / 2", 2, 6, 70, 64, heads_kv=2, is_causal=True)
-    for layout in ("bshd", "transposed", "sliced"):
-        yield case(f"{layout} memory", 2, 3, 70, 64, layout=layout, do_layout=layout, is_causal=True)
-    yield case("dO shared by all heads", 2, 3, 70, 64, do_layout="expanded")
-    yield case("NaN all around", 2, 2, 65, 80, poison=True, is_causal=True)
-    for head_dim in (64, 59):  # with an axis of one, rows need not be aligned
-        yield case(f"one query, one key, head_dim {head_dim}", 1, 1, 1, head_dim)
-    yield case("no keys", 1, 2, 17, 64, seq_k=0)
-    for kind in ("positive", "peaked", "flat", "large", "low"):
-        yield case(f"{kind} inputs", 1, 2, 100, 64, kind=kind, is_causal=True)
-    yield case("scale 0", 1, 2, 70, 64, scale=0.0)
-    yield case("negative scale", 1, 2, 70, 64, scale=-0.5, is_causal=True)
-
-
-if __name__ == "__main__":
-    from common import selfcheck
-
-    raise SystemExit(selfcheck.main("Phase 5: forward and backward, tuned", cases()))

@@ -21,9 +21,10 @@ import math
 import sys
 from dataclasses import replace
 
-from common import bench, runtime  # before triton: chooses whether kernels are compiled or interpreted
-from common.inputs import make_qkv
+from common import runtime
+from common.measure import records, timing
 from common.verify import verify_results
+from common.verify.inputs import make_qkv
 from phase4_backward import backward as phase4
 from phase5_tuning import attention, configs, tuning_backward, tuning_forward
 from phase5_tuning.attention import FlashAttention
@@ -177,13 +178,13 @@ def run(args) -> list[dict]:
             missing = itertools.product(args.mode, args.provider)
             rows += [case | dict(mode=mode, provider=p, note="out of memory: q, k, v, dO") for mode, p in missing]
             continue
-        flops = bench.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
+        flops = timing.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
         alone = [p for p in args.provider if p == "naive"]
         together = [p for p in args.provider if p not in alone]
         for mode, group in itertools.product(args.mode, (together, alone)):
             fns = {p: timed(p, mode, q, k, v, do.detach(), is_causal) for p in group}
-            made = bench.measure(fns, rounds=ROUNDS, **case, mode=mode)
-            rows += bench.with_tflops(made, FLOPS[mode] * flops)
+            made = timing.measure(fns, rounds=ROUNDS, **case, mode=mode)
+            rows += timing.with_tflops(made, FLOPS[mode] * flops)
             del fns
             if runtime.DEVICE == "cuda":
                 torch.cuda.empty_cache()
@@ -255,7 +256,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--batch", type=size, help="instead of tokens / seq")
     parser.add_argument("--heads", type=size, help="instead of width / head_dim")
     parser.add_argument("--check", action="store_true", help="verify one head of ours at each shape first")
-    parser.add_argument("--name", type=bench.record_name, help="store the rows as phase5_tuning/results/NAME.json")
+    parser.add_argument("--name", type=records.record_name, help="store the rows as phase5_tuning/results/NAME.json")
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
     return parser.parse_args(argv)
 
@@ -271,7 +272,7 @@ def main(argv=None) -> int:
     if args.name:
         argv = [f"--name={args.name}", *([f"--commit={args.commit}"] if args.commit else [])]
         packages = [p for p in args.provider if p == "flash-attn-4"]
-        code = bench.main("phase5_tuning", KERNELS, lambda: rows.extend(run(args)) or rows, argv, packages, SETTINGS)
+        code = records.main("phase5_tuning", KERNELS, lambda: rows.extend(run(args)) or rows, argv, packages, SETTINGS)
     else:
         rows, code = run(args), 0
     made, console = table(rows), Console()

@@ -13,7 +13,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from common import hardware, runtime  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime
+from common.measure import offline
 from phase5_tuning import configs
 from phase5_tuning.tuning_backward import attention_backward
 from phase5_tuning.tuning_forward import LADDER, attention_forward
@@ -26,7 +27,7 @@ SPILLS = 512
 ALL_TILES = "heavy first", LADDER[-1].name  # the last rung that loads by pointers, and the last
 
 
-def launches(rung, dtype, head_dim) -> Iterator[tuple[str, hardware.Launch]]:
+def launches(rung, dtype, head_dim) -> Iterator[tuple[str, offline.Launch]]:
     """(tiles, launch) of a rung's kernels: with all candidates on ALL_TILES, else with the first."""
     q = torch.empty(1, 4, 512, head_dim, dtype=dtype, device=runtime.DEVICE)
     lse = torch.empty(1, 4, 512, device=runtime.DEVICE)
@@ -35,16 +36,16 @@ def launches(rung, dtype, head_dim) -> Iterator[tuple[str, hardware.Launch]]:
         found = configs.candidates(kind, head_dim, dtype)
         for config in found if rung.name in ALL_TILES else found[:1]:
             if kind == "forward":
-                made = hardware.record_launches(lambda: attention_forward(q, q, q, True, rung=rung, config=config))  # noqa: B023
+                made = offline.record_launches(lambda: attention_forward(q, q, q, True, rung=rung, config=config))  # noqa: B023
             else:
                 needs = dict(needs=(kind == "dq", kind == "dkdv")) | {f"{kind}_config": config}
-                made = hardware.record_launches(lambda: attention_backward(q, q, q, q, lse, q, **backward, **needs))  # noqa: B023
+                made = offline.record_launches(lambda: attention_backward(q, q, q, q, lse, q, **backward, **needs))  # noqa: B023
             yield str(config), made[-1]
 
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    known = list(hardware.SHARED_LIMIT)
+    known = list(offline.SHARED_LIMIT)
     what = f"of {', '.join(known)}; default: {' '.join(TARGETS)}"
     parser.add_argument("targets", nargs="*", metavar="target", help=what)
     targets = parser.parse_args(argv).targets
@@ -60,7 +61,7 @@ def main(argv=None) -> int:
                     continue
                 rung = replace(rung, tma=False)
             made = list(launches(rung, dtype, head_dim))
-            compiled = hardware.compile_launches([launch for _, launch in made], [target])
+            compiled = offline.compile_launches([launch for _, launch in made], [target])
             good = {c.kernel: False for c in compiled}
             for (tiles, _), c in zip(made, compiled, strict=True):
                 good[c.kernel] |= c.fits and c.spills <= SPILLS and not c.serialized

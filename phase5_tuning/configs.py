@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 
-from common import bench, runtime  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime
+from common.measure import timing
 
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
@@ -173,8 +174,8 @@ def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
     for config in found:
         try:
             # Until its clock has settled, a GPU shows what the candidate before has left of it.
-            timing = bench.time_ms(lambda: launch(config), rest_ms=0, warmup_ms=100, repeat_ms=50)  # noqa: B023
-            times[config] = timing.median
+            taken = timing.time_ms(lambda: launch(config), rest_ms=0, warmup_ms=100, repeat_ms=50)  # noqa: B023
+            times[config] = taken.median
         except OutOfResources as error:
             lacks = error.name
         except PTXASError as error:

@@ -12,8 +12,9 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 
-from common import bench, runtime  # before triton: chooses whether kernels are compiled or interpreted
-from common.inputs import make_qkv
+from common import runtime
+from common.measure import records, timing
+from common.verify.inputs import make_qkv
 from phase5_tuning import bench as phase5_bench
 from phase5_tuning.bench import FLOPS, KERNELS, timed
 
@@ -34,7 +35,7 @@ def watching() -> Iterator[list[tuple[float, float, float, float]]]:
     Seconds since 1970, the clock in MHz, the power in W, and what power may be.
     """
     query = "--query-gpu=timestamp,clocks.sm,power.draw.instant,power.limit"
-    command = ["nvidia-smi", "-i", bench.gpu_id(), query, "--format=csv,noheader,nounits", "-lms", "20"]
+    command = ["nvidia-smi", "-i", records.gpu_id(), query, "--format=csv,noheader,nounits", "-lms", "20"]
     smi = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     begun = smi.stdout.readline()  # it takes a moment to start
     if not parsed(begun):
@@ -69,7 +70,7 @@ def windows(calls: list[tuple[float, float]], width: float) -> list[float | None
 def endurance(fn) -> dict:
     """Rest, then call fn for SECONDS: how long calls took, and the GPU's clock and power `at_ms` after the start."""
     fn()  # compiles, and makes the graph of a backward pass
-    each = bench.time_ms(fn, rest_ms=0, warmup_ms=0, repeat_ms=20).median
+    each = timing.time_ms(fn, rest_ms=0, warmup_ms=0, repeat_ms=20).median
     events = [torch.cuda.Event(enable_timing=True) for _ in range(int(1e3 * SECONDS / each) + 2)]
     with watching() as samples:
         time.sleep(REST)
@@ -111,8 +112,8 @@ def run() -> list[dict]:
             row = case | dict(provider=provider) | endurance(timed(provider, mode, q, k, v, do.detach(), True))
             print(head_dim, mode, provider, f"rested {row['rested_ms']:.3f} ms, settled {row['ms']:.3f} ms", flush=True)
             rows.append(row)
-        flops = bench.attention_flops(1, heads, SEQ, SEQ, head_dim, is_causal=True)
-        bench.with_tflops(rows[-len(PROVIDERS) :], FLOPS[mode] * flops)
+        flops = timing.attention_flops(1, heads, SEQ, SEQ, head_dim, is_causal=True)
+        timing.with_tflops(rows[-len(PROVIDERS) :], FLOPS[mode] * flops)
     return rows
 
 
@@ -120,4 +121,4 @@ SETTINGS = *phase5_bench.SETTINGS, endurance, REST, SECONDS
 
 
 if __name__ == "__main__":
-    raise SystemExit(bench.main("phase5_tuning", KERNELS, run, settings=SETTINGS))
+    raise SystemExit(records.main("phase5_tuning", KERNELS, run, settings=SETTINGS))

@@ -14,7 +14,7 @@ the same tiles.
 Builds on: phase 2's `tile_pointers`, this phase's `tuning_forward`.
 """
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase2_tiling.tiling import tile_pointers
 from phase5_tuning import configs
 from phase5_tuning.tuning_forward import (
@@ -277,12 +277,3 @@ def attention_backward(
             run("dq", launch_dq, dq_config, k)
     dq = dq_out.to(dq.dtype) if needs_q else None
     return dq, *((dk_out.to(dk.dtype), dv_out.to(dv.dtype)) if needs_kv else (None, None))
-
-
-# --- python -m phase5_tuning.tuning_backward -----------------------------------------------------------------------
-
-if __name__ == "__main__":
-    from common import selfcheck
-    from phase5_tuning.attention import cases  # a gradient is verified with the o and LSE that it starts from
-
-    raise SystemExit(selfcheck.main("Phase 5: forward and backward, tuned", cases()))

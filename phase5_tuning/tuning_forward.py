@@ -17,7 +17,7 @@ import ctypes
 import math
 from dataclasses import dataclass
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase1_softmax.online_softmax import online_softmax_step
 from phase2_tiling.tiling import tile_pointers
 from phase5_tuning import configs
@@ -301,50 +301,3 @@ def descriptor(t: torch.Tensor, block: int) -> TensorDescriptor:
     if 1 in shape:  # the step along an axis of one is never taken: any will do
         strides = [*(s if n > 1 else 16 for s, n in zip(strides[:3], shape[:3], strict=True)), 1]
     return TensorDescriptor(t, shape, strides, [1, 1, block, configs.padded(shape[3])])
-
-
-# --- python -m phase5_tuning.tuning_forward ------------------------------------------------------------------------
-
-
-def cases():
-    """What this module must get right, small enough for the interpreter."""
-    from common.inputs import make_qkv
-    from common.selfcheck import Case
-    from common.verify import verify_results
-
-    def case(what, *sizes, is_causal=False, scale=None, rung=LADDER[-1], config=None, **inputs):
-        def attention(q, k, v, **options):
-            return attention_forward(q, k, v, **options, rung=rung, config=config)
-
-        q, k, v = make_qkv(*sizes, **inputs)
-        options = dict(is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        return Case(what, lambda: verify_results(attention, q, k, v, **options))
-
-    for rung in LADDER[:-1]:  # the last one differs in the backward pass only
-        for mask in ("full", "causal"):
-            yield case(f"rung: {rung.name}, {mask}", 2, 2, 70, 64, seq_k=100, rung=rung, is_causal=mask == "causal")
-    for head_dim in (64, 128, 256):
-        for config in configs.CANDIDATES["forward"][head_dim]:
-            yield case(f"head_dim {head_dim}, {config}", 1, 2, 150, head_dim, seq_k=140, config=config, is_causal=True)
-    for dtype in runtime.DTYPES:
-        yield case(f"ragged, causal, {dtype}", 2, 2, 70, 64, seq_k=100, dtype=dtype, is_causal=True)
-    for head_dim in (16, 40, 80):
-        yield case(f"head_dim {head_dim}", 1, 2, 70, head_dim, is_causal=True)
-    yield case("fewer keys than queries", 1, 2, 150, 64, seq_k=70, is_causal=True)
-    yield case("grouped heads 6 / 2", 2, 6, 70, 64, heads_kv=2, is_causal=True)
-    for layout in ("bshd", "transposed", "sliced", "expanded"):
-        yield case(f"{layout} memory", 2, 3, 70, 64, layout=layout, is_causal=True)
-    yield case("NaN all around", 2, 2, 65, 80, poison=True, is_causal=True)
-    for head_dim in (64, 59):  # with an axis of one, rows need not be aligned
-        yield case(f"one query, one key, head_dim {head_dim}", 1, 1, 1, head_dim)
-    yield case("no keys", 1, 2, 17, 64, seq_k=0)
-    for kind in ("positive", "peaked", "flat", "large", "low"):
-        yield case(f"{kind} inputs", 1, 2, 100, 64, kind=kind, is_causal=True)
-    yield case("scale 0", 1, 2, 70, 64, scale=0.0)
-    yield case("negative scale", 1, 2, 70, 64, scale=-0.5, is_causal=True)
-
-
-if __name__ == "__main__":
-    from common import selfcheck
-
-    raise SystemExit(selfcheck.main("Phase 5: the forward pass, tuned", cases()))

@@ -4,7 +4,8 @@ import functools
 import tempfile
 from unittest import mock
 
-from common import doctor, runtime
+from common import runtime
+from common.learn import doctor
 
 import pytest
 import torch

@@ -39,12 +39,8 @@ def kernels(path):
 
 
 def modules():
-    """Every module of a phase: those that verify themselves, and what one is split into."""
-    return [*runnable(), ("phase5_tuning", ROOT / "phase5_tuning" / "tuning_backward.py")]
-
-
-def runnable():
-    return [(phase.folder, ROOT / phase.folder / f"{module}.py") for phase in PHASES for module in phase.modules]
+    """Every module of a phase, with its folder."""
+    return [(phase.folder, phase.path(module)) for phase in PHASES for module in phase.modules]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "common").rglob("*.py")), ids=lambda p: p.name)
@@ -87,24 +83,13 @@ def test_modules_stay_readable():
         assert len(path.read_text().splitlines()) <= 360, path
 
 
-@pytest.mark.parametrize("name", ["common.cli", "common.phases"])
+@pytest.mark.parametrize("name", ["common.learn.cli", "common.phases"])
 def test_the_command_line_imports_neither_torch_nor_a_phase(name):
     code = (
         f"import sys, {name}; print([m for m in sys.modules if m.split('.')[0] in ('torch', 'triton') or 'phase' in m])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert out.strip() == ("['common.phases']")
-
-
-@pytest.mark.parametrize(("folder", "path"), runnable(), ids=lambda x: getattr(x, "name", x))
-def test_running_a_module_loads_its_kernels_once(folder, path):
-    code = (
-        f"import runpy, sys; sys.argv = ['x', '--help']\n"
-        f"try: runpy.run_module('{folder}.{path.stem}', run_name='__main__')\n"
-        f"except SystemExit: print('{folder}.{path.stem}' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-W", "error::RuntimeWarning", "-c", code], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "False", done.stderr
 
 
 def test_every_exported_name_exists():

@@ -1,6 +1,7 @@
 """Live source and notebook execution: what learners see is what runs."""
 
-from common import notebooks, source
+from common import source
+from common.learn import notebooks
 from phase2_tiling.tiling import _attention_tiled_kernel
 from phase3_forward.forward import _attn_fwd_kernel
 

@@ -1,9 +1,9 @@
-"""What several checks of phase 1's exercises need; each check is a module beside this one (see common.checking)."""
+"""What several checks of phase 1's exercises need; each check is a module beside this one (see common.learn.judge)."""
 
 import math
 
 from common import runtime
-from common.checking import reject
+from common.learn.judge import reject
 
 import torch
 

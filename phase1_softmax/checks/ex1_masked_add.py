@@ -1,7 +1,7 @@
 """Checks the sum for lengths of every kind, and that nothing beside the vectors is read or written."""
 
 from common import runtime
-from common.checking import counted, expect_close, reject
+from common.learn.judge import counted, expect_close, reject
 
 import torch
 

@@ -3,7 +3,7 @@
 import math
 
 from common import runtime
-from common.checking import expect_close, reject
+from common.learn.judge import expect_close, reject
 from phase1_softmax.checks import EXACT, INF, called, expect_sane, pair, randn
 
 import torch

@@ -2,7 +2,7 @@
 
 import itertools
 
-from common.checking import expect_close, reject
+from common.learn.judge import expect_close, reject
 from phase1_softmax.checks import EXACT, INF, called, expect_sane, pair, randn
 
 import torch

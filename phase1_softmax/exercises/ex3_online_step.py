@@ -19,7 +19,7 @@ Notebook: phase1_softmax/softmax.ipynb, section 2, "Three passes, then two".
 
 import math
 
-from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime
 
 import torch
 import triton

@@ -9,7 +9,7 @@ written there. Write the body.
 Notebook: phase1_softmax/softmax.ipynb, section 1, "The GPU in ten minutes: programs, blocks and masks".
 """
 
-from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""What several checks of phase 2's exercises need; each check is a module beside this one (see common.checking)."""
+"""What several checks of phase 2's exercises need; each check is a module beside this one (see common.learn.judge)."""
 
 from common import make_qkv, verify_results
 

@@ -1,6 +1,6 @@
 """Checks the largest logits for ragged lengths, with NaN around the inputs, and counts the bytes that are read."""
 
-from common.checking import counted, expect_close, reject
+from common.learn.judge import counted, expect_close, reject
 from phase2_tiling.checks import FP16, FP32, NAN, nan_around, one_head, surrounded
 
 import torch

@@ -4,7 +4,7 @@ import ast
 import inspect
 
 from common import runtime
-from common.checking import counted, reject
+from common.learn.judge import counted, reject
 from phase2_tiling.checks import BF16, FP32, attention_cases, one_head, state_of, verify
 
 import torch

@@ -3,7 +3,7 @@
 import random
 
 from common import runtime
-from common.checking import counted, reject
+from common.learn.judge import counted, reject
 from phase2_tiling import tiling
 from phase2_tiling.checks import FP16, FP32, one_head
 

@@ -1,6 +1,6 @@
 """Checks the state that waits in memory between tiles of keys, how often it travels, and whole results."""
 
-from common.checking import counted, expect_close, reject
+from common.learn.judge import counted, expect_close, reject
 from phase2_tiling.checks import FP32, attention_cases, nan_around, one_head, state_of, surrounded, verify
 
 import torch

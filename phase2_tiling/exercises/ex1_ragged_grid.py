@@ -16,7 +16,7 @@ A mask must broadcast to its pointers: for a tile of q it is (BLOCK_M, 1).
 Notebook: phase2_tiling/tiling.ipynb, section 3, "3.3 The way through".
 """
 
-from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime
 from phase2_tiling.tiling import tile_pointers
 
 import torch

@@ -19,7 +19,7 @@ There is one program. So the barrier after the loop: what some of its threads st
 Notebook: phase2_tiling/tiling.ipynb, section 2, "2.5 Queries outside, or keys outside?".
 """
 
-from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime
 from phase1_softmax.online_softmax import online_softmax_step
 from phase2_tiling import tiling
 from phase2_tiling.tiling import tile_pointers

@@ -20,7 +20,7 @@ keeps fp32 inputs from being rounded on a GPU (the interpreter never rounds, so 
 Notebook: phase2_tiling/tiling.ipynb, section 3, "3.3 The way through".
 """
 
-from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime
 from phase1_softmax.online_softmax import online_softmax_step
 from phase2_tiling import tiling
 from phase2_tiling.tiling import tile_pointers

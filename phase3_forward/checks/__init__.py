@@ -1,9 +1,9 @@
-"""What several checks of phase 3's exercises need; each check is a module beside this one (see common.checking)."""
+"""What several checks of phase 3's exercises need; each check is a module beside this one (see common.learn.judge)."""
 
 import traceback
 
 from common import verify_results
-from common.checking import is_stub, reject, root_of
+from common.learn.judge import is_stub, reject, root_of
 
 import torch
 

@@ -3,7 +3,7 @@
 import math
 
 from common import make_qkv
-from common.checking import guarded, reject
+from common.learn.judge import guarded, reject
 from phase3_forward.checks import BF16, FP32, INF, bottom_right, indices, verify_masked
 
 import torch

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from common import make_qkv, runtime
-from common.checking import expect_verified, guarded, reject
+from common.learn.judge import expect_verified, guarded, reject
 from phase3_forward.checks import BF16, FP16, FP32
 
 import torch

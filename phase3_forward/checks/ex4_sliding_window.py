@@ -4,8 +4,9 @@ import contextlib
 import math
 from unittest import mock
 
-from common import make_qkv, runtime, traffic
-from common.checking import expect_close, guarded, reject
+from common import make_qkv, runtime
+from common.learn.judge import expect_close, guarded, reject
+from common.measure import traffic
 from phase3_forward.checks import BF16, FP16, FP32, indices, verify_masked
 
 import torch

@@ -3,7 +3,7 @@
 import math
 
 from common import make_qkv, runtime
-from common.checking import expect_close, expect_verified, guarded, reject
+from common.learn.judge import expect_close, expect_verified, guarded, reject
 from phase3_forward.checks import BF16, FP16, FP32, INF, in_pieces
 
 import torch

@@ -17,7 +17,7 @@ HEAD_DIM on do not exist: nothing may be stored there.
 Notebook: phase3_forward/forward.ipynb, section 2, "The logarithm of the row sum".
 """
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase2_tiling.tiling import attention_tile_step, tile_pointers
 
 import torch

@@ -13,7 +13,7 @@ Notebook: phase3_forward/forward.ipynb, section 2, "Grouped heads"; for the numb
 headings from "Batch and heads" on.
 """
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase2_tiling.tiling import attention_tile_step, tile_pointers
 
 import torch

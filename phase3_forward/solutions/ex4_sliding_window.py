@@ -14,7 +14,7 @@ What a masked load without `other` returns there is undefined.
 Notebook: phase3_forward/forward.ipynb, section 6, "3.4 A sliding window".
 """
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase2_tiling.tiling import attention_tile_step, tile_pointers
 
 import torch

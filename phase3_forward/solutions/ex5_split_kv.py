@@ -19,7 +19,7 @@ part 1 the next, as far as there are any. Parts that come away empty have o = 0 
 Notebook: phase3_forward/forward.ipynb, section 2, "Two results become one".
 """
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase1_softmax.online_softmax import online_softmax_step  # noqa: F401, for answers that call it
 from phase2_tiling.tiling import attention_tile_step, tile_pointers
 

@@ -1,9 +1,10 @@
-"""What several checks of phase 4's exercises need; each check is a module beside this one (see common.checking)."""
+"""What several checks of phase 4's exercises need; each check is a module beside this one (see common.learn.judge)."""
 
-from common import make_qkv, make_tensor, runtime, traffic, verify_results
-from common.checking import reject
-from common.reference import naive_attention, tiled_attention, tiled_attention_backward
+from common import make_qkv, make_tensor, runtime, verify_results
+from common.learn.judge import reject
+from common.measure import traffic
 from common.verify import Report, VerificationError
+from common.verify.reference import naive_attention, tiled_attention, tiled_attention_backward
 
 import torch
 
@@ -82,8 +83,8 @@ def reject_report(report, case, names=()):
     shown = Report(case, tuple(r for r in report.results if r.name in names or not r.passed))
     if shown.passed:
         return
-    forward = "compare S, P, m and l tile by tile with common.reference.tiled_attention"
-    backward = "compare P and dS tile by tile with common.reference.tiled_attention_backward"
+    forward = "compare S, P, m and l tile by tile with common.verify.reference.tiled_attention"
+    backward = "compare P and dS tile by tile with common.verify.reference.tiled_attention_backward"
     first = next(r.name for r in shown.results if not r.passed)
     hint = shown.hint if first == "o" or shown.hint is None else shown.hint.replace(forward, backward)
     raise VerificationError(f"{shown}\n  hint: {hint}" if hint else str(shown))

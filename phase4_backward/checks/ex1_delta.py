@@ -3,8 +3,8 @@
 import itertools
 
 from common import make_qkv, make_tensor, runtime
-from common.checking import counted, expect, expect_close, reject
-from common.verify import E
+from common.learn.judge import counted, expect, expect_close, reject
+from common.verify.harness import E
 from phase4_backward.checks import UNWRITTEN, roomy
 
 import torch

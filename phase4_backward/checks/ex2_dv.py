@@ -1,7 +1,7 @@
 """Checks dv in fp64, and as part of the whole backward pass for dtypes, lengths, strides and low logits."""
 
 from common import make_tensor, runtime
-from common.checking import expect
+from common.learn.judge import expect
 from phase4_backward.checks import only_head_0, plain_inputs, verify
 
 import torch

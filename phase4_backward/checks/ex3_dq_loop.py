@@ -1,8 +1,8 @@
 """Checks dq for tiles of three shapes, full and causal, and that no key is read in vain."""
 
 from common import make_qkv, runtime
-from common.checking import expect, reject
-from common.reference import naive_attention
+from common.learn.judge import expect, reject
+from common.verify.reference import naive_attention
 from phase4_backward.checks import (
     BLOCKS,
     causal_case,

@@ -3,8 +3,8 @@
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.checking import expect, reject
-from common.verify import UNIT_ROUNDOFF, E
+from common.learn.judge import expect, reject
+from common.verify.harness import UNIT_ROUNDOFF, E
 from phase4_backward.checks import only_head_0, reject_report, small_tiles
 
 import torch

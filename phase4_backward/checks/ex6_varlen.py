@@ -6,7 +6,7 @@ import warnings
 from unittest import mock
 
 from common import make_tensor, runtime, verify_results
-from common.checking import reject
+from common.learn.judge import reject
 from common.verify import Report
 from phase4_backward.checks import UNWRITTEN, reject_report, small_tiles
 

@@ -20,7 +20,7 @@ Why does dV need neither V nor delta? (Hint 3 answers.)
 Notebook: phase4_backward/backward.ipynb, section 2, "P from one number a row".
 """
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase2_tiling.tiling import tile_pointers
 
 import torch

@@ -21,7 +21,7 @@ a delta of zeros, `tl.zeros_like(delta)`, returns P and P * (dO V^T).
 Notebook: phase4_backward/backward.ipynb, section 6, "Exercises, and what we still cannot do".
 """
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase1_softmax.online_softmax import online_softmax_step
 from phase2_tiling.tiling import tile_pointers
 from phase4_backward.backward import recompute_tile

@@ -23,7 +23,7 @@ something larger. The kernel multiplies and adds in fp32. Pointers come from pha
 Notebook: phase4_backward/backward.ipynb, section 2, "Delta without P".
 """
 
-from common import runtime  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime
 from phase2_tiling.tiling import tile_pointers
 
 import torch

@@ -15,7 +15,7 @@ the end are masked in any case.)
 Notebook: phase4_backward/backward.ipynb, section 3, "The kernel".
 """
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase2_tiling.tiling import tile_pointers
 from phase4_backward.backward import recompute_tile
 

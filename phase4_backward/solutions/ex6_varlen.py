@@ -23,7 +23,7 @@ Notebook: phase4_backward/backward.ipynb, section 6, "Exercises, and what we sti
 
 import itertools
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase2_tiling.tiling import attention_tile_step, tile_pointers
 from phase4_backward.backward import recompute_tile
 

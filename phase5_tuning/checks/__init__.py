@@ -1,9 +1,9 @@
-"""What several checks of phase 5's exercises need; each check is a module beside this one (see common.checking)."""
+"""What several checks of phase 5's exercises need; each check is a module beside this one (see common.learn.judge)."""
 
 import math
 from collections import Counter
 
-from common.checking import reject
+from common.learn.judge import reject
 
 import torch
 

@@ -5,8 +5,8 @@ import inspect
 import math
 
 from common import make_qkv, runtime
-from common.checking import expect, expect_verified, guarded, reject
-from common.reference import naive_attention
+from common.learn.judge import expect, expect_verified, guarded, reject
+from common.verify.reference import naive_attention
 from phase5_tuning.checks import BF16, FP16, FP32, INF
 
 import torch

@@ -7,7 +7,7 @@ import math
 from unittest import mock
 
 from common import make_qkv, runtime
-from common.checking import Rejected, expect_verified, guarded, reject
+from common.learn.judge import Rejected, expect_verified, guarded, reject
 from phase5_tuning.checks import BF16, FP16, FP32
 
 from triton.runtime.errors import InterpreterError

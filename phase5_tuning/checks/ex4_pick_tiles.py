@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from common.checking import reject
+from common.learn.judge import reject
 from phase5_tuning.checks import expect_ints, padded_dim
 from phase5_tuning.configs import Config
 

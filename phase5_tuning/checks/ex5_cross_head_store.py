@@ -3,9 +3,10 @@
 import math
 import warnings
 
-from common import make_qkv, runtime, traffic
-from common.checking import expect, expect_verified, guarded, reject
-from common.reference import naive_attention
+from common import make_qkv, runtime
+from common.learn.judge import expect, expect_verified, guarded, reject
+from common.measure import traffic
+from common.verify.reference import naive_attention
 from phase5_tuning.checks import FP32, INF
 
 import torch

@@ -4,9 +4,9 @@ import itertools
 import math
 
 from common import make_qkv, runtime
-from common.checking import expect, reject
-from common.reference import naive_attention
-from common.verify import UNIT_ROUNDOFF, Z_MAX, E
+from common.learn.judge import expect, reject
+from common.verify.harness import UNIT_ROUNDOFF, Z_MAX, E
+from common.verify.reference import naive_attention
 from phase5_tuning.checks import BF16, FP16, FP32, INF
 
 import torch

@@ -18,7 +18,7 @@ of the last tile past seq_q may count as queries.)
 Notebook: phase5_tuning/tuning.ipynb, section 6, "5.3 Split the causal loop".
 """
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase1_softmax.online_softmax import online_softmax_step
 from phase2_tiling.tiling import tile_pointers
 

@@ -23,7 +23,7 @@ block shape as well.
 Notebook: phase5_tuning/tuning.ipynb, section 6, "5.5 Find the store that crosses heads".
 """
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase2_tiling.tiling import attention_tile_step
 
 import torch

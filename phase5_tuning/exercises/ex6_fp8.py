@@ -24,7 +24,7 @@ P is not quantized here. A kernel for speed would do that as well, as tensor cor
 Notebook: phase5_tuning/tuning.ipynb, section 6, "5.6 Eight bits".
 """
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase1_softmax.online_softmax import online_softmax_step
 from phase2_tiling.tiling import tile_pointers
 

@@ -22,7 +22,7 @@ Notebook: phase5_tuning/tuning.ipynb, section 6, "5.2 Fold log2(e) into the scal
 
 import math
 
-from common import runtime, validate  # before triton: chooses whether kernels are compiled or interpreted
+from common import runtime, validate
 from phase2_tiling.tiling import tile_pointers
 
 import torch

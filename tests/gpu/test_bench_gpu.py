@@ -3,7 +3,7 @@
 import time
 from unittest import mock
 
-from common import bench
+from common.measure import timing
 from phase5_tuning import power
 
 import pytest
@@ -24,7 +24,7 @@ def test_a_late_host_is_not_measured_as_a_slow_gpu():
         time.sleep(1e-3)
         x.mul_(2)
 
-    at_ease, hurried = bench.time_ms(quick), bench.time_ms(late)
+    at_ease, hurried = timing.time_ms(quick), timing.time_ms(late)
     assert hurried.host >= 1
     assert hurried.median < 0.1
     assert hurried.median == pytest.approx(at_ease.median, rel=0.5)
@@ -38,13 +38,13 @@ def test_a_call_that_waits_for_the_gpu_is_measured_too():
         torch.cuda.synchronize()
         time.sleep(1e-3)
 
-    assert 1 <= bench.time_ms(waits, repeat_ms=20).median < 3
+    assert 1 <= timing.time_ms(waits, repeat_ms=20).median < 3
 
 
 def test_a_copy_takes_its_bytes_over_the_bandwidth():
     a, b = (torch.zeros(2**28, dtype=torch.uint8, device="cuda") for _ in range(2))
-    once = bench.time_ms(lambda: b.copy_(a))
-    twice = bench.time_ms(lambda: (b.copy_(a), b.copy_(a)))
+    once = timing.time_ms(lambda: b.copy_(a))
+    twice = timing.time_ms(lambda: (b.copy_(a), b.copy_(a)))
     assert once.fastest <= once.median <= once.slowest
     assert twice.median == pytest.approx(2 * once.median, rel=0.2)
 

@@ -3,7 +3,7 @@
 import functools
 
 from common import make_qkv, runtime, verify_results
-from common.inputs import LAYOUTS
+from common.verify.inputs import LAYOUTS
 from phase3_forward.checks import verify_masked
 from phase3_forward.solutions.ex2_epilogue import bottom_right_attention
 from phase3_forward.solutions.ex3_grouped_heads import grouped_attention

@@ -1,7 +1,7 @@
 """FP8 compiled: what the interpreter cannot show."""
 
 from common import make_qkv
-from common.verify import Z_MAX
+from common.verify.harness import Z_MAX
 from phase5_tuning.checks.ex6_fp8 import check_quantized_attention, outlier_errors, rounding_z
 from phase5_tuning.solutions import ex6_fp8
 

@@ -1,8 +1,8 @@
 """Phase 3 compiled: the whole matrix of dtypes, masks, head_dims and layouts, and what only a GPU can show."""
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.inputs import KINDS, LAYOUTS
-from common.reference import naive_attention
+from common.verify.inputs import KINDS, LAYOUTS
+from common.verify.reference import naive_attention
 from phase3_forward import attention_forward
 
 import pytest

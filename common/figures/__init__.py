@@ -1,1 +1,0 @@
-"""Every picture of the course: one module a phase, one function a picture, one look (see style)."""

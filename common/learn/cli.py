@@ -1,0 +1,224 @@
+"""`course`: the learner's command. Phases run as child processes; neither torch nor a phase is imported here."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from common import phases
+from common.learn import cli_exercises
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+    help="FlashAttention, from the online softmax to tuned kernels.",
+)
+console = Console(highlight=False, emoji=False)
+VERDICT = {True: "[green]PASS[/]", False: "[bold red]FAIL[/]"}
+
+
+@app.callback(invoke_without_command=True)
+def overview(context: typer.Context) -> None:
+    """Without a command: how far you are, and what to type next."""
+    if context.invoked_subcommand:
+        return
+    cli_exercises.overview()
+
+
+for _command in cli_exercises.COMMANDS:
+    app.command(_command.__name__.removesuffix("_task"))(_command)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: device, versions, a canary kernel, known traps, and what to do about each problem."""
+    table = Table(show_header=False, box=None)
+    child = _Child("common.learn.doctor")
+    for finding in child.rows():
+        mark = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[bold red]problem[/]"}[finding["level"]]
+        table.add_row(finding["what"], mark, escape(finding["found"]))
+        if finding["todo"]:
+            table.add_row("", "", f"[dim]-> {escape(finding['todo'])}[/]")
+    console.print(table)
+    if child.code:
+        console.print(child.errors(), style="red", markup=False)
+    raise typer.Exit(child.code)
+
+
+@app.command()
+def verify(
+    name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")] = "",
+) -> None:
+    """Verify phases against SDPA on this machine and print every case."""
+    code = 0
+    for phase in _chosen(name):
+        code |= subprocess.run([sys.executable, "-m", phase.folder], cwd=phases.ROOT).returncode
+    raise typer.Exit(code)
+
+
+@app.command()
+def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")] = "") -> None:
+    """The whole course on this machine: verify every phase, execute every notebook, print one summary."""
+    steps = []
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        for phase in _chosen(name):
+            steps.append(_verify_phase(phase, progress))
+            steps.append(_run_notebook(phase, progress))
+    table = Table(title="Summary (z: the worst of all cases, limit 6)", title_justify="left")
+    for column in ("phase", "checked", "passed", "z", "time", "verdict"):
+        table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")
+    for step in steps:
+        z = "" if step.z is None else f"{step.z:.2f}"
+        table.add_row(step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed])
+    console.print(table)
+    for step in steps:
+        if not step.passed:
+            console.print(f"{step.phase}, {step.checked}:", style="bold red")
+            console.print(step.error, markup=False)
+    if all(step.passed for step in steps):
+        console.print("All of it holds on this machine. Next: [bold]make lab[/] opens the first notebook.")
+    else:
+        console.print("Not all of it holds. Next: [bold].venv/bin/course doctor[/] looks at this machine.")
+        raise typer.Exit(1)
+
+
+@app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True, help_option_names=[]))
+def bench(context: typer.Context) -> None:
+    """Time phase 5's kernels beside their peers on this GPU; `course bench --help` lists what can be chosen."""
+    command = [sys.executable, "-m", "phase5_tuning.bench", *context.args]
+    raise typer.Exit(subprocess.run(command, cwd=phases.ROOT).returncode)
+
+
+@dataclass
+class _Step:
+    phase: str
+    checked: str
+    cases: str
+    z: float | None
+    seconds: float
+    passed: bool
+    error: str = ""
+
+
+def _chosen(name: str) -> list[phases.Phase]:
+    if not name:
+        return list(phases.PHASES)
+    phase = phases.find(name)
+    if phase is None:
+        known = ", ".join(f"{p.number} ({p.folder})" for p in phases.PHASES)
+        console.print(f"There is no phase {name!r}; there are {known}.", style="red", markup=False)
+        raise typer.Exit(2)
+    return [phase]
+
+
+def _verify_phase(phase: phases.Phase, progress: Progress) -> _Step:
+    start = time.perf_counter()
+    task = progress.add_task(f"phase {phase.number}: kernels against SDPA", total=None)
+    child = _Child(phase.folder, "--json")
+    rows, errors = [], []
+    for row in child.rows():
+        rows.append(row)
+        progress.update(task, total=row["of"], completed=row["done"])
+        if not row["passed"]:
+            errors.append(f"{row['what']}\n{row['text']}")
+    if child.code and not errors:
+        errors.append(child.errors() or f"python -m {phase.folder} ended with code {child.code}")
+    passed = sum(row["passed"] for row in rows)
+    total = rows[-1]["of"] if rows else 0
+    worst = max((row["z"] for row in rows if row["z"] is not None), default=None)
+    return _Step(
+        phase=str(phase.number),
+        checked="kernels",
+        cases=f"{passed}/{total}",
+        z=worst,
+        seconds=time.perf_counter() - start,
+        passed=child.code == 0 and bool(rows) and passed == total,
+        error="\n".join(errors),
+    )
+
+
+def _run_notebook(phase: phases.Phase, progress: Progress) -> _Step:
+    from common.learn import notebooks
+
+    start = time.perf_counter()
+    task = progress.add_task(f"phase {phase.number}: {phase.notebook}", total=None)
+    ran = [0, 0]
+
+    def on_cell(done, total):
+        ran[:] = done, total
+        progress.update(task, total=total, completed=done)
+
+    error = notebooks.execute(phase.notebook_path, on_cell=on_cell)
+    return _Step(
+        phase=str(phase.number),
+        checked=phase.notebook,
+        cases=f"{ran[0]}/{ran[1]}",
+        z=None,
+        seconds=time.perf_counter() - start,
+        passed=error is None,
+        error=error or "",
+    )
+
+
+class _Child:
+    """A Python module run as a child process that prints one JSON object a line."""
+
+    def __init__(self, *arguments: str):
+        self.code = -1
+        # Not a pipe: nobody reads it while the child runs, and a full one would stop the child.
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", *arguments],
+            cwd=phases.ROOT,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            errors="replace",
+        )
+
+    def rows(self) -> Iterator[dict]:
+        """Its findings or cases as they come; what a learner prints from a kernel is skipped."""
+        try:
+            for line in self._process.stdout:
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+                if isinstance(row, dict) and "what" in row and ("level" in row or "done" in row):
+                    yield row
+        except BaseException:
+            self._process.kill()
+            raise
+        self.code = self._process.wait()
+
+    def errors(self) -> str:
+        """The last lines that it wrote to stderr."""
+        self._errors.seek(0)
+        return "\n".join(self._errors.read().strip().splitlines()[-12:])
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

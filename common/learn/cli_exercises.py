@@ -1,0 +1,217 @@
+"""The commands of `course` for learning: where one stands, the next task, check, hint, solution, diff, reset, watch."""
+
+import time
+from contextlib import nullcontext
+from typing import Annotated
+
+from common import phases
+from common.learn import exercises
+from common.learn.exercises import TIME_LIMIT, Exercise, Progress, Verdict
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.syntax import Syntax
+from rich.table import Table
+
+console = Console(highlight=False, emoji=False)
+MARKS = {
+    "passed": "[green]PASS[/]",
+    "wrong": "[bold red]not yet right[/]",
+    "error": "[bold red]raises an error[/]",
+    "unfinished": "[yellow]not finished[/]",
+    "timeout": "[bold red]out of time[/]",
+    "crashed": "[bold red]crashed[/]",
+}
+Name = Annotated[str, typer.Argument(help="its name, number (1.3) or file; without: the next one", show_default=False)]
+NameOrAll = Annotated[str, typer.Argument(help="its name, number (1.3) or file; without: all", show_default=False)]
+Limit = Annotated[int, typer.Option(help="seconds that an answer may take", min=1)]
+
+
+def overview() -> None:
+    """Where one stands, phase by phase, and what is next."""
+    progress = Progress.load()
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for phase in phases.PHASES:
+        found = [e for e in exercises.load() if e.phase == phase]
+        solved = sum(map(progress.solved, found))
+        bar = ProgressBar(total=max(1, len(found)), completed=solved, width=20)
+        title = f"[bold]{phase.number}  {phase.title}[/]\n   [dim]{phase.folder}/{phase.notebook}[/]"
+        table.add_row(title, bar, f"{solved} of {len(found)}")
+    console.print(table)
+    console.line()
+    _say_next(progress)
+
+
+def next_task(name: Name = "") -> None:
+    """Show the next exercise, or another one: its task, its file, and where the notebook explains it."""
+    exercise = _chosen(name)
+    console.print(f"[bold]{exercise.number}  {exercise.title}[/]\n")
+    _print_task(exercise.task.split("\n", 1)[-1].strip())
+    console.print(f"Your file:  [bold]{exercise.file}[/]")
+    console.print(f"Then:       [bold]course check {exercise.number}[/]  (stuck? course hint {exercise.number})")
+
+
+def check(name: NameOrAll = "", limit: Limit = TIME_LIMIT) -> None:
+    """Check one exercise, all of a phase (course check 2), or all. Exit code 1 if any is not passed."""
+    phase = phases.find(name) if name else None
+    one = bool(name) and phase is None
+    chosen = [_chosen(name)] if one else [e for e in exercises.load() if phase in (None, e.phase)]
+    failed = 0
+    for exercise in chosen:
+        with console.status(f"checking {exercise.name}") if console.is_terminal else nullcontext():
+            verdict = exercises.check(exercise, limit=limit)
+        _print_verdict(exercise, verdict, short=not one)
+        failed += not verdict.passed
+    if not one:
+        console.print(f"\n{len(chosen) - failed} of {len(chosen)} exercises passed")
+    elif failed:
+        console.print(f"Your file: {exercise.file}\nHelp:      [bold]course hint {exercise.number}[/]")
+    if not failed or not one:
+        _say_next(Progress.load(), after=chosen[-1] if not failed else None)
+    raise typer.Exit(int(failed > 0))
+
+
+def hint(name: Name = "") -> None:
+    """Show the next hint for an exercise; called again, the one after it. Each says more than the one before."""
+    exercise, progress = _chosen(name), Progress.load()
+    console.print(f"[bold]{exercise.number}  {exercise.title}[/]")
+    shown = min(progress.hints.get(exercise.name, 0) + 1, len(exercise.hints))
+    for number, text in enumerate(exercise.hints[:shown], start=1):
+        console.print(f"[bold]Hint {number} of {len(exercise.hints)}[/]  {escape(text)}")
+    if shown == len(exercise.hints):
+        console.print(f"[dim]These are all hints. The solution: course solution {exercise.number} --give-up[/]")
+    progress.hints[exercise.name] = shown
+    progress.save()
+
+
+def solution(
+    name: Annotated[
+        str, typer.Argument(help="its name, number or file; without: the last one solved", show_default=False)
+    ] = "",
+    give_up: Annotated[bool, typer.Option("--give-up", help="show it although the exercise is not solved")] = False,
+) -> None:
+    """Show the solution of an exercise that you have solved, to compare; of any other with --give-up."""
+    progress = Progress.load()
+    solved = [e for e in exercises.load() if progress.solved(e)]
+    exercise = solved[-1] if solved and not name and not give_up else _chosen(name)
+    if exercise not in solved and not give_up:
+        console.print(f"{exercise.number} is not solved yet: [bold]course hint {exercise.number}[/] helps.")
+        console.print("To see the solution all the same, add [bold]--give-up[/].")
+        raise typer.Exit(1)
+    path = exercise.solution.relative_to(phases.ROOT)
+    console.print(f"[dim]{path}[/]")
+    text = exercise.solution.read_text()
+    if console.is_terminal:
+        console.print(Syntax(text, "python", background_color="default"))
+    else:
+        print(text, end="")
+
+
+def diff(
+    old: Annotated[str, typer.Argument(help="a phase, by number")],
+    new: Annotated[str, typer.Argument(help="another phase")],
+) -> None:
+    """Show what one phase's kernel changed against another's, from the source as it is now."""
+    from common.source import diff_texts, function_in
+
+    found = [phases.find(name) for name in (old, new)]
+    for name, phase in zip((old, new), found, strict=True):
+        if phase is None:
+            known = ", ".join(str(p.number) for p in phases.PHASES)
+            console.print(f"There is no phase {name!r}; there are {known}.", markup=False, style="red")
+            raise typer.Exit(2)
+    both = [kind for kind in found[0].kernels if kind in found[1].kernels]
+    kernels = [phase.kernels[both[0]] if both else next(iter(phase.kernels.values())) for phase in found]
+    texts = [function_in(phase.path(module), name) for phase, (module, name) in zip(found, kernels, strict=True)]
+    for sign, phase, (module, name) in zip("-+", found, kernels, strict=True):
+        console.print(f"[bold]{sign} {phase.folder}/{module}.py: {name}[/]")
+    if texts[0] == texts[1]:
+        console.print("They are the same.")
+    for line in diff_texts(*texts).splitlines():
+        style = {"-": "red", "+": "green", "@": "cyan"}.get(line[:1])
+        console.print(line, style=style, markup=False, soft_wrap=True)
+
+
+def reset(name: Annotated[str, typer.Argument(help="its name, number or file")]) -> None:
+    """Bring an exercise back as it was shipped. What you had is kept beside it."""
+    exercise = _chosen(name)
+    kept = exercises.reset(exercise)
+    console.print(f"{exercise.file} is as shipped." + (f" What you had: {kept.name}" if kept else ""))
+
+
+def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
+    """Check an exercise each time its file is saved until it passes; without a name, then the next. Ctrl-C ends."""
+    exercise, seen = _chosen(name), None
+    console.print(f"Watching [bold]{exercise.file}[/]; save it to check. Ctrl-C ends.")
+    try:
+        while True:
+            now = exercise.path.stat().st_mtime_ns if exercise.path.exists() else None
+            if now != seen:
+                seen = now
+                verdict = exercises.check(exercise, limit=limit)
+                _print_verdict(exercise, verdict)
+                following = Progress.load().next(after=exercise)
+                if verdict.passed and (name or following is None):
+                    console.print("Solved." if following else "All exercises are solved.")
+                    return
+                if verdict.passed:
+                    exercise, seen = following, None
+                    console.print(f"\nNext: [bold]{exercise.number} {exercise.title}[/], {exercise.file}")
+            time.sleep(0.3)
+    except KeyboardInterrupt:
+        console.print("\nStopped.")
+
+
+def _chosen(name: str) -> Exercise:
+    """The exercise that is meant; the next one without a name. Ends the command where there is none."""
+    if not name:
+        exercise = Progress.load().next()
+        if exercise is None:
+            console.print("All exercises are solved: name one.")
+            raise typer.Exit(0)
+        return exercise
+    exercise = exercises.find(name)
+    if exercise is None:
+        similar = exercises.similar(name)
+        meant = f" Did you mean {' or '.join(similar)}?" if similar else _known()
+        console.print(f"There is no exercise {name!r}.{meant}", style="red", markup=False)
+        raise typer.Exit(2)
+    return exercise
+
+
+def _print_verdict(exercise: Exercise, verdict: Verdict, *, short: bool = False) -> None:
+    seconds = f"  [dim]{verdict.seconds:.1f} s[/]" if verdict.seconds else ""
+    console.print(f"{exercise.number}  {exercise.name}  {MARKS[verdict.kind]}{seconds}")
+    if not short or verdict.kind not in ("passed", "unfinished"):
+        console.print(verdict.message, markup=False, style=None if verdict.passed else "red")
+
+
+def _known() -> str:
+    """The numbers that exist: "There are 1.1 to 1.5, 2.1 to 2.4." """
+    numbers = [[e.number for e in exercises.load() if e.phase == phase] for phase in phases.PHASES]
+    return f" There are {', '.join(f'{found[0]} to {found[-1]}' for found in numbers if found)}."
+
+
+def _print_task(text: str) -> None:
+    """Paragraphs for the terminal to break; formulas and lists as they are."""
+    for paragraph in text.split("\n\n"):
+        indented = any(line.startswith((" ", "- ", "1. ", "2. ")) for line in paragraph.splitlines())
+        console.print(paragraph if indented else " ".join(paragraph.split()), markup=False, soft_wrap=indented)
+        console.line()
+
+
+def _say_next(progress: Progress, after: Exercise | None = None) -> None:
+    exercise = progress.next(after)
+    if exercise is None:
+        console.print("All exercises are solved.")
+        return
+    console.print(f"Next: [bold]{exercise.number}  {exercise.title}[/]\n      {exercise.file}")
+    if not progress.passed:
+        console.print("      [bold]make lab[/] opens the first notebook, [bold]course next[/] shows the task")
+    else:
+        console.print("      [bold]course next[/] shows the task")
+
+
+COMMANDS = (next_task, check, hint, solution, diff, reset, watch)

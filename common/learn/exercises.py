@@ -1,0 +1,247 @@
+"""The exercises: what there is, how far a learner has come, and the check of an answer.
+
+Each is a file phaseN_x/exercises/exK_name.py that a learner completes; phaseN_x/solutions/ mirrors it. The two are one
+text: in a solution, comments mark the learner's part, and `stub_of` cuts it out.
+
+    # your code: what is wanted
+    #| a line that the exercise shows instead (to repair it); without any, it raises NotImplementedError
+    the solution
+    # end of your code
+
+An answer is checked in a child process by phaseN_x/checks/exK_name.py (see common.learn.judge), interpreted first and
+then, where there is a GPU, compiled. Imports neither torch nor a phase, so that the command line starts at once.
+"""
+
+import ast
+import difflib
+import hashlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from common import phases
+
+TIME_LIMIT = 60  # seconds for an answer, of which starting Python takes two; checks of right ones end in under five
+BEGIN, SHOWN, END = "# your code", "#|", "# end of your code"
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise. `section` is the heading in the phase's notebook where it belongs."""
+
+    phase: phases.Phase
+    name: str
+    title: str
+    section: str
+    hints: tuple[str, ...]
+
+    @property
+    def number(self) -> str:
+        """ "2.1": phase and place."""
+        return f"{self.phase.number}.{self.name.removeprefix('ex').split('_')[0]}"
+
+    @property
+    def path(self) -> Path:
+        return phases.ROOT / self.phase.folder / "exercises" / f"{self.name}.py"
+
+    @property
+    def file(self) -> str:
+        """The path as one types it in the root of the course."""
+        return f"{self.phase.folder}/exercises/{self.name}.py"
+
+    @property
+    def solution(self) -> Path:
+        return phases.ROOT / self.phase.folder / "solutions" / f"{self.name}.py"
+
+    @property
+    def stub(self) -> str:
+        """The file as it is before anybody has touched it."""
+        return stub_of(self.solution.read_text())
+
+    @property
+    def task(self) -> str:
+        return ast.get_docstring(ast.parse(self.stub))
+
+
+@cache
+def load() -> tuple[Exercise, ...]:
+    """All exercises in order, from phaseN_x/exercises/manifest.toml."""
+    found = []
+    for phase in phases.PHASES:
+        manifest = phases.ROOT / phase.folder / "exercises" / "manifest.toml"
+        if manifest.exists():
+            for entry in tomllib.loads(manifest.read_text())["exercise"]:
+                hints = tuple(" ".join(hint.split()) for hint in entry.pop("hints"))
+                found.append(Exercise(phase=phase, hints=hints, **entry))
+    return tuple(found)
+
+
+def find(name: str) -> Exercise | None:
+    """The exercise called by its name, its name without the number ("online_step"), its number ("1.3") or its file."""
+    stem = Path(name).stem
+    return next((e for e in load() if name == e.number or stem in (e.name, e.name.split("_", 1)[1])), None)
+
+
+def similar(name: str) -> list[str]:
+    """Names that may have been meant, the likeliest first."""
+    full = {e.name.split("_", 1)[1]: e.name for e in load()} | {e.name: e.name for e in load()}
+    close = difflib.get_close_matches(Path(name).stem, full, n=3, cutoff=0.6)
+    return list(dict.fromkeys(full[s] for s in close))
+
+
+def stub_of(solution: str) -> str:
+    """The exercise that belongs to the text of a solution."""
+    lines, shown, inside, indent = [], False, False, ""
+    for line in solution.splitlines():
+        text = line.strip()
+        if text.startswith(BEGIN):
+            inside, shown, indent = True, False, line[: line.index("#")]
+            lines.append(line)
+        elif text == END:
+            inside = False
+            if not shown:
+                lines.append(f"{indent}raise NotImplementedError")
+        elif inside and text.startswith(SHOWN):
+            shown = True
+            lines.append((indent + text.removeprefix(SHOWN).removeprefix(" ")).rstrip())
+        elif not inside:
+            lines.append(line)
+    if inside:
+        raise ValueError(f"{BEGIN!r} without {END!r}")
+    return "\n".join(lines) + "\n"
+
+
+# --- progress ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Progress:
+    """What has been solved, and how many hints were shown: .course/progress.json in the checkout, ignored by git."""
+
+    passed: dict[str, str] = field(default_factory=dict)  # name: hash of the answer
+    hints: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def path() -> Path:
+        return phases.ROOT / ".course" / "progress.json"
+
+    @classmethod
+    def load(cls) -> "Progress":
+        """The stored progress; none at all where the file is missing or cannot be read."""
+        try:
+            stored = json.loads(cls.path().read_text())
+            return cls(dict(stored["passed"]), dict(stored["hints"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return cls()
+
+    def save(self) -> None:
+        self.path().parent.mkdir(exist_ok=True)
+        new = self.path().with_suffix(".new")
+        new.write_text(json.dumps(dict(passed=self.passed, hints=self.hints), indent=1) + "\n")
+        new.replace(self.path())  # at once: a reader never sees half a file
+
+    def solved(self, exercise: Exercise) -> bool:
+        """True if the file is still the answer that passed."""
+        return exercise.path.exists() and self.passed.get(exercise.name) == _hash(exercise.path.read_bytes())
+
+    def next(self, after: Exercise | None = None) -> Exercise | None:
+        """The first exercise that is not solved; the first of those after another one, if there is any."""
+        everything = list(load())
+        start = everything.index(after) + 1 if after else 0
+        return next((e for e in everything[start:] + everything[:start] if not self.solved(e)), None)
+
+
+# --- check ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of an answer. kind: "passed", "wrong", "error" (it raised), "unfinished", "timeout" or "crashed"."""
+
+    kind: str
+    message: str
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return self.kind == "passed"
+
+
+def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
+    """Check the learner's file and note in the progress file if it is right. Never raises for what the answer does."""
+    if not exercise.path.exists():
+        return Verdict("error", f"{exercise.file} is missing: `course reset {exercise.name}` brings it back")
+    answer = exercise.path.read_bytes()
+    if answer.decode(errors="replace") == exercise.stub:
+        return Verdict("unfinished", "the file is as shipped: nothing has been changed yet")
+    start = time.perf_counter()
+    found = _in_child(exercise, limit, interpret=True)
+    if found.get("gpu") and found["kind"] == "passed":
+        compiled = _in_child(exercise, limit, interpret=False)
+        if compiled["kind"] == "passed":
+            found["message"] += "; compiled too"
+        else:
+            found = compiled | dict(message=f"right when interpreted, but compiled for the GPU: {compiled['message']}")
+    verdict = Verdict(found["kind"], found["message"], time.perf_counter() - start)
+    progress = Progress.load()
+    if verdict.passed:
+        progress.passed[exercise.name] = _hash(answer)  # of what was there before: it may have been edited meanwhile
+    else:
+        progress.passed.pop(exercise.name, None)
+    progress.save()
+    return verdict
+
+
+def _hash(answer: bytes) -> str:
+    return hashlib.sha256(answer).hexdigest()[:16]
+
+
+def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
+    """The judge's verdict, as a dict with kind and message. What the answer prints goes to the terminal."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "verdict.json"
+        command = [sys.executable, "-W", "ignore", "-m", "common.learn.judge"]
+        child = subprocess.Popen(
+            [*command, exercise.phase.folder, exercise.name, str(exercise.path), str(report)],
+            cwd=phases.ROOT,
+            env=os.environ | dict(TRITON_INTERPRET=str(int(interpret)), PYTHONUNBUFFERED="1"),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # so that what it starts can be stopped with it
+        )
+        try:
+            child.wait(limit)
+        except subprocess.TimeoutExpired:
+            return dict(kind="timeout", message=f"no result after {limit:.0f} s: is there a loop that never ends?")
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        try:
+            return json.loads(report.read_text())
+        except (OSError, ValueError):
+            code = child.returncode
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            return dict(kind="crashed", message=f"Python {how} in the middle of the check")
+
+
+def reset(exercise: Exercise) -> Path | None:
+    """Restore the file as shipped. What was there is kept beside it, in the returned path; None if nothing was."""
+    kept = None
+    if exercise.path.exists() and exercise.path.read_text(errors="replace") != exercise.stub:
+        names = (exercise.path.with_suffix(f".py.old{n}") for n in itertools.count(1))
+        kept = next(name for name in names if not name.exists())
+        exercise.path.replace(kept)
+    exercise.path.write_text(exercise.stub)
+    progress = Progress.load()
+    progress.passed.pop(exercise.name, None)
+    progress.save()
+    return kept

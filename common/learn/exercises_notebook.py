@@ -1,0 +1,15 @@
+"""`check` for notebooks: the verdict on an exercise in a line."""
+
+from common.learn import exercises
+
+
+def check(name: str) -> None:
+    """Check the learner's file of an exercise and print what came of it. Raises KeyError for an unknown name."""
+    exercise = exercises.find(name)
+    if exercise is None:
+        raise KeyError(f"there is no exercise {name!r}; similar: {', '.join(exercises.similar(name)) or 'none'}")
+    verdict = exercises.check(exercise)
+    what = {"passed": "PASS", "unfinished": "not finished"}.get(verdict.kind, "not yet right")
+    print(f"{exercise.number} {exercise.name}: {what}. {verdict.message}")
+    if not verdict.passed:
+        print(f"    your file: {exercise.file}    help: course hint {exercise.number}")

@@ -1,0 +1,95 @@
+"""Run the course's notebooks.
+
+    python -m common.learn.notebooks                                  execute copies of all, change nothing
+    python -m common.learn.notebooks --store phase1_softmax           execute and store the outputs (after an edit)
+
+Stored outputs come from the interpreter on a CPU, whatever machine stores them.
+"""
+
+import argparse
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common.phases import ROOT
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+
+def find(names: list[str] | None = None) -> list[Path]:
+    """The notebooks of the course in order; with names, those whose path contains one of them."""
+    found = sorted(ROOT.glob("phase*/*.ipynb"))
+    return [p for p in found if not names or any(n in str(p.relative_to(ROOT)) for n in names)]
+
+
+def execute(path: Path, *, store: bool = False, on_cell: Callable[[int, int], None] | None = None) -> str | None:
+    """Run a notebook top to bottom in its own folder. Returns None, or the error of the cell that failed.
+
+    on_cell(done, total) is called after each code cell. With store the outputs are written back, cleaned of timestamps;
+    otherwise the file is left alone.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    total = sum(cell.cell_type == "code" for cell in notebook.cells)
+    done = 0
+
+    def count(cell, **_):
+        nonlocal done
+        done += cell.cell_type == "code"
+        if on_cell:
+            on_cell(done, total)
+
+    client = NotebookClient(
+        notebook,
+        timeout=300,
+        kernel_name="python3",
+        extra_arguments=["--IPKernelApp.log_level=40"],  # errors only
+        resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False,
+        coalesce_streams=True,  # one output a cell, however often it flushes
+        on_cell_complete=count,
+    )
+    try:
+        client.execute()
+    except CellExecutionError as error:
+        return re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # without terminal colors
+    except (CellTimeoutError, DeadKernelError) as error:
+        return f"{type(error).__name__}: {error}"
+    if store:
+        notebook.metadata = nbformat.from_dict(METADATA)
+        for number, cell in enumerate(notebook.cells):
+            cell["id"] = f"cell-{number:03d}"
+        nbformat.write(notebook, path)
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Execute the course's notebooks.")
+    parser.add_argument("names", nargs="*", help="part of a path, such as phase1; default: all")
+    parser.add_argument("--store", action="store_true", help="write the outputs into the notebooks")
+    args = parser.parse_args()
+    if args.store:
+        os.environ["TRITON_INTERPRET"] = "1"
+    found = find(args.names)
+    if not found:
+        known = ", ".join(str(path.relative_to(ROOT)) for path in find())
+        parser.error(f"names: no notebook's path contains {' or '.join(args.names)}; there are {known}")
+    failed = 0
+    for path in found:
+        start = time.perf_counter()
+        error = execute(path, store=args.store)
+        failed += error is not None
+        print(f"{path.relative_to(ROOT)}: {error or 'ok'}, {time.perf_counter() - start:.0f} s", flush=True)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,254 @@
+"""Compile kernels for a GPU that is not here, and read what the compiler made of them.
+
+Triton compiles for any target on any machine: what is needed is the kernel and the types of its arguments. Those are
+taken from a real call, without running it:
+
+    launches = record_launches(lambda: attention_forward(q, k, v))
+    for c in compile_launches(launches, targets=["sm_90"]):
+        print(c)          # registers, spills, shared memory, tensor-core instructions
+
+The compiler works in a child process with TRITON_INTERPRET=0, as an interpreting process cannot compile.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from unittest import mock
+
+from common import runtime
+from common.phases import ROOT
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Shared memory that one program may use, in bytes (CUDA C++ Programming Guide, compute capabilities; CDNA 3 ISA: LDS).
+SHARED_LIMIT = {
+    "sm_75": 64 * 1024,
+    "sm_80": 163 * 1024,
+    "sm_86": 99 * 1024,
+    "sm_89": 99 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+    "gfx942": 64 * 1024,
+}
+
+# What to count, and the expression that finds it in PTX (NVIDIA) or in the assembly (AMD).
+INSTRUCTIONS = {
+    "mma.sync": r"\bmma\.sync",  # tensor core, Ampere: issued by a warp, operands in registers
+    "wgmma": r"\bwgmma\.mma_async",  # tensor core, Hopper: issued by four warps, runs asynchronously
+    "tcgen05.mma": r"\btcgen05\.mma",  # tensor core, Blackwell
+    "cp.async": r"\bcp\.async\.c[ag]",  # global to shared memory, past the registers
+    "TMA": r"\bcp\.async\.bulk\.tensor",  # the same by the tensor memory accelerator
+    "ex2": r"\bex2\.approx",  # exponential, base 2
+    "mfma": r"\bv_mfma_",  # tensor core, AMD CDNA
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel and the types of its arguments, as the JIT would specialize them."""
+
+    module: str
+    name: str
+    source: str | None  # for a kernel that lives in a notebook: its source, with what it needs imported
+    signature: dict
+    constexprs: list  # [path, value]: path is the argument's index, and the index inside a tuple
+    divisible: list  # paths of the arguments that are multiples of 16
+    options: dict
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a kernel. Sizes in bytes; `error` is its message if it refused."""
+
+    kernel: str
+    target: str
+    shared: int = 0
+    registers: int = 0
+    spills: int = 0
+    instructions: dict[str, int] = field(default_factory=dict)
+    assembly: str = ""  # PTX, or AMD assembly
+    sass: str = ""  # NVIDIA machine code, on request
+    serialized: bool = False  # ptxas lets each wgmma wait for the one before, as it does not trust their accumulators
+    error: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        """True if the program's shared memory exists on the target."""
+        return self.error is None and self.shared <= SHARED_LIMIT[self.target]
+
+    def __str__(self):
+        if self.error:
+            return f"{self.kernel} for {self.target}: {self.error.strip().splitlines()[-1]}"
+        counts = ", ".join(f"{n} {what}" for what, n in self.instructions.items() if n)
+        return (
+            f"{self.kernel} for {self.target}: {self.registers} registers, {self.spills} B spilled, "
+            f"{self.shared / 1024:.1f} KiB shared memory; {counts}{' (serialized)' if self.serialized else ''}"
+        )
+
+
+def record_launches(call: Callable[[], object]) -> list[Launch]:
+    """The kernels that `call` launches, with the types of their arguments. Nothing runs; results are not filled in.
+
+    bf16 stays bf16 here, also where kernels are interpreted.
+    """
+    launches = []
+
+    def record(kernel, *args, grid=None, warmup=False, **kwargs):
+        launches.append(_describe(kernel, args, kwargs))
+
+    if runtime.INTERPRETED:
+        from triton.runtime.interpreter import InterpretedFunction as Kernel
+    else:
+        from triton.runtime.jit import JITFunction as Kernel
+    with mock.patch.object(Kernel, "run", record), mock.patch.dict(runtime.KERNEL_DTYPE, clear=True):
+        call()
+    return launches
+
+
+def compile_launches(
+    launches: Iterable[Launch], targets: Iterable[str] = ("sm_90",), *, sass: bool = False
+) -> list[Compiled]:
+    """Compile each launch for each target ("sm_80", "sm_90", "sm_100", "gfx942", ...), in one child process.
+
+    A kernel that the compiler refuses comes back with `error` set. Raises RuntimeError if the child itself fails.
+    """
+    jobs = [dict(launch=asdict(launch), target=target, sass=sass) for launch in launches for target in targets]
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    folders = [str(ROOT), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    child = subprocess.run(
+        [sys.executable, "-m", "common.measure.offline"],
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    if child.returncode:
+        raise RuntimeError(f"offline compilation failed:\n{child.stderr}")
+    return [Compiled(**row) for row in json.loads(child.stdout)]
+
+
+def _describe(kernel, args, kwargs) -> Launch:
+    names = kernel.arg_names
+    values = dict(zip(names, args, strict=False)) | {n: v for n, v in kwargs.items() if n in names}
+    parameters = inspect.signature(kernel.fn).parameters
+    values = {n: p.default for n, p in parameters.items() if p.default is not p.empty} | values
+    is_constexpr = {n: "constexpr" in str(p.annotation) for n, p in parameters.items()}
+    constexprs, divisible = [], []
+
+    def typed(value, path, constexpr=False):
+        if constexpr or value is None or (type(value) is int and value == 1):
+            constexprs.append([path, value])
+            return "constexpr"
+        if isinstance(value, TensorDescriptor):
+            element = triton.runtime.jit.type_canonicalisation_dict[str(value.base.dtype).removeprefix("torch.")]
+            return f"tensordesc<{element}{list(value.block_shape)}>"
+        if isinstance(value, torch.Tensor):
+            if value.data_ptr() % 16 == 0:
+                divisible.append(path)
+            return "*" + triton.runtime.jit.type_canonicalisation_dict[str(value.dtype).removeprefix("torch.")]
+        if isinstance(value, bool):
+            return "u1"
+        if isinstance(value, tuple):
+            return [typed(v, [*path, i]) for i, v in enumerate(value)]
+        if isinstance(value, int):
+            if value % 16 == 0:
+                divisible.append(path)
+            return "i32" if -(2**31) <= value < 2**31 else "i64"
+        return "fp32"
+
+    signature = {n: typed(values[n], [names.index(n)], is_constexpr[n]) for n in names}
+    options = {n: v for n, v in kwargs.items() if n not in names}
+    module = kernel.fn.__module__
+    source = _source_with_imports(kernel) if module == "__main__" else None
+    return Launch(module, kernel.fn.__name__, source, signature, constexprs, divisible, options)
+
+
+def _source_with_imports(kernel) -> str:
+    lines = ["import triton", "import triton.language as tl"]
+    for name in kernel.fn.__code__.co_names:
+        used = kernel.fn.__globals__.get(name)
+        if isinstance(used, triton.runtime.KernelInterface) and used.fn.__module__ != "__main__":
+            lines.append(f"from {used.fn.__module__} import {used.fn.__name__}")
+    return "\n".join([*lines, inspect.getsource(kernel.fn)])
+
+
+# --- in the child process ------------------------------------------------------------------------------------------
+
+
+def _compile(launch: dict, target: str, sass: bool) -> Compiled:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    name = launch["name"]
+    with contextlib.ExitStack() as stack:
+        if launch["source"] is None:
+            kernel = getattr(importlib.import_module(launch["module"]), name)
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            path = Path(folder, "cell.py")
+            path.write_text(launch["source"])
+            spec = importlib.util.spec_from_file_location("cell", path)
+            cell = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(cell)
+            kernel = getattr(cell, name)
+
+        def as_tuples(x):
+            return tuple(as_tuples(i) for i in x) if isinstance(x, list) else x
+
+        source = ASTSource(
+            fn=kernel,
+            signature={n: as_tuples(t) for n, t in launch["signature"].items()},
+            constexprs={tuple(path): value for path, value in launch["constexprs"]},
+            attrs={tuple(path): [["tt.divisibility", 16]] for path in launch["divisible"]},
+        )
+        nvidia = target.startswith("sm_")
+        gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
+        try:
+            made = triton.compile(source, target=gpu, options=launch["options"])
+        except Exception as error:  # the compiler raises many types; its message is the result
+            reason = error
+            while reason.__cause__:  # an error inside a jitted function is wrapped in that of its caller
+                reason = reason.__cause__
+            text = f"{type(error).__name__}: {error}"
+            return Compiled(name, target, error=text if str(reason) in text else f"{text}\n{reason}")
+    assembly = made.asm["ptx" if nvidia else "amdgcn"]
+    counts = {what: len(re.findall(pattern, assembly)) for what, pattern in INSTRUCTIONS.items()}
+    shared = made.metadata.shared
+    if not nvidia:
+        registers = int(re.search(r"\.vgpr_count:\s*(\d+)", assembly)[1])
+        spills = int(re.search(r"\.private_segment_fixed_size:\s*(\d+)", assembly)[1])
+        return Compiled(name, target, shared, registers, spills, counts, assembly)
+    usage = _cuobjdump(made.asm["cubin"], "-res-usage")
+    registers, stack_bytes = int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"STACK:(\d+)", usage)[1])
+    text = _cuobjdump(made.asm["cubin"], "-sass") if sass or counts["wgmma"] else ""
+    # One group of products that run on their own is opened in PTX by wgmma.fence, in machine code by ARRIVE.
+    serialized = text.count("WARPGROUP.ARRIVE") > assembly.count("wgmma.fence")
+    return Compiled(name, target, shared, registers, stack_bytes, counts, assembly, text if sass else "", serialized)
+
+
+def _cuobjdump(cubin: bytes, flag: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):  # where Triton prints a program that ptxas refuses
+        results = [asdict(_compile(**job)) for job in json.load(sys.stdin)]
+    json.dump(results, sys.stdout)

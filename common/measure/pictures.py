@@ -1,0 +1,292 @@
+"""Pictures of recorded GPU runs (phaseN_x/results/*.json), each with its provenance underneath."""
+
+import textwrap
+
+from common.style import COLORS, new, use
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+
+def softmax_bandwidth(record: dict) -> None:
+    """Phase 1: bytes per second against row length, with the rate of a plain copy as the ceiling."""
+    fig, ax = new(8, 3.8)
+    looks = {
+        "softmax_fused": dict(color=COLORS["tiled"], marker="o"),
+        "softmax_online": dict(color=COLORS["state"], marker="s"),
+        "torch.softmax": dict(color=COLORS["s"], marker="^", linestyle="--"),
+    }
+    for provider, look in looks.items():
+        rows = [r for r in record["rows"] if r["provider"] == provider and "ms" in r]
+        ax.plot([r["cols"] for r in rows], [r["gb_per_s"] / 1000 for r in rows], label=provider, **look)
+    ceiling = record["ceilings"]["copy_bytes_per_s"] / 1e12
+    ax.axhline(ceiling, color=COLORS["limit"], linewidth=1, linestyle=":")
+    ax.text(1024, ceiling * 1.02, "a plain copy", va="bottom", fontsize=9)
+    ax.set_xscale("log", base=2)
+    ax.set_ylim(0, 1.15 * ceiling)
+    ax.set_xlabel("values in a row (2^28 in all)")
+    ax.set_ylabel("TB/s, one read and one write")
+    ax.set_title("How close to the speed of memory?")
+    ax.legend(loc="lower left")
+    _signed(fig, record)
+
+
+def one_head_times(record: dict) -> None:
+    """Phase 2: milliseconds for one head against sequence length."""
+    fig, ax = new(8, 3.8)
+    looks = {
+        "attention_unfused": dict(color=COLORS["unfused"], marker="s"),
+        "PyTorch, three steps": dict(color=COLORS["s"], marker="^", linestyle="--"),
+        "attention (tiled)": dict(color=COLORS["tiled"], marker="o"),
+        "SDPA": dict(color=COLORS["peer"], marker="v", linestyle="--"),
+    }
+    for provider, look in looks.items():
+        rows = [r for r in record["rows"] if r["provider"] == provider and "ms" in r]
+        ax.plot([r["seq"] for r in rows], [r["ms"] for r in rows], label=provider, **look)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xlabel("sequence length (one head, head_dim 64, fp16)")
+    ax.set_ylabel("milliseconds")
+    ax.set_title("Not writing S and P, in time")
+    ax.legend(loc="upper left")
+    _signed(fig, record)
+
+
+def forward_tflops(record: dict, seq: int = 4096) -> None:
+    """Phase 3: TFLOP/s of the forward pass beside SDPA's backends, one group of bars a case."""
+    _tflops(record, seq, "phase 3", f"The forward pass at seq {seq}, fp16, before any tuning")
+
+
+def backward_tflops(record: dict, seq: int = 4096) -> None:
+    """Phase 4: the same for the backward pass."""
+    _tflops(record, seq, "phase 4", f"The backward pass at seq {seq}, fp16, before any tuning")
+
+
+def _tflops(record, seq, ours, title) -> None:
+    fig, ax = new(8, 3.8)
+    looks = {
+        ours: dict(color=COLORS["tiled"]),
+        "SDPA flash": dict(color=COLORS["peer"], hatch="//", edgecolor="white"),
+        "SDPA cuDNN": dict(color=COLORS["s"], hatch="..", edgecolor="white"),
+    }
+    cases = [(d, c) for d in (64, 128) for c in (False, True)]
+    width = 0.27
+    for offset, (provider, look) in enumerate(looks.items()):
+        rows = {
+            (r["head_dim"], r["is_causal"]): r for r in record["rows"] if r["provider"] == provider and r["seq"] == seq
+        }
+        heights = [rows[case].get("tflops", 0) for case in cases]
+        x = np.arange(len(cases)) + (offset - 1) * width
+        for bar, height in zip(ax.bar(x, heights, width * 0.92, label=provider, **look), heights, strict=True):
+            ax.text(bar.get_x() + bar.get_width() / 2, height + 6, f"{height:.0f}", ha="center", fontsize=8)
+    ax.set_xticks(range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases])
+    ax.set_ylabel("TFLOP/s")
+    ax.set_title(title)
+    ax.legend(loc="upper left", ncols=3)
+    ax.set_ylim(0, 1.2 * ax.get_ylim()[1])
+    _signed(fig, record)
+
+
+def training_record(record: dict) -> None:
+    """Phase 4: long training runs, a column for each dtype: the losses, and how far two right kernels drift apart."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in record["rows"]))
+    use()
+    options = dict(layout="constrained", sharex=True, sharey="row", squeeze=False)
+    fig, axes = plt.subplots(2, len(dtypes), figsize=(9, 5), **options)
+    looks = {
+        "SDPA math": dict(color=COLORS["s"], linewidth=6),
+        "SDPA fused": dict(color=COLORS["peer"], linewidth=3),
+        "ours": dict(color=COLORS["ink"], linewidth=0.8),
+    }
+    for (top, below), dtype in zip(axes.T, dtypes, strict=True):
+        runs = {row["attention"]: row for row in record["rows"] if row["dtype"] == dtype}
+        losses = {name: np.array(runs[name]["losses"]) for name in looks}
+        for name, look in looks.items():
+            top.plot(losses[name], label=name, **look)
+        for name, color in (("SDPA math", COLORS["s"]), ("ours", COLORS["ink"])):
+            apart = np.abs(losses[name] - losses["SDPA fused"])
+            window = 20
+            mean = np.convolve(apart, np.full(window, 1 / window), mode="valid")
+            steps = np.arange(len(mean)) + window // 2
+            below.plot(
+                steps, np.where(mean > 0, mean, np.nan), color=color, linewidth=1.2, label=f"{name} against SDPA fused"
+            )
+        fused = runs["SDPA fused"]["fused"].lower().replace("_", " ")
+        top.set_title(f"{dtype} (SDPA fused: {fused})", fontsize=10)
+        top.set_yscale("log")
+        top.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+        top.minorticks_off()
+        below.set_yscale("log")
+        below.set_xlabel("step")
+    axes[0, 0].set_ylabel("loss, nats a character")
+    axes[1, 0].set_ylabel("|difference of losses|,\nmean of 20 steps")
+    axes[0, 0].legend(fontsize=9)
+    axes[1, 0].legend(fontsize=9, loc="lower right")
+    _signed(fig, record)
+
+
+def standing(forward: dict, backward: dict, seq: int = 4096) -> None:
+    """Phase 5: phases 3 and 4 beside SDPA's backends, both passes in one picture."""
+    fig, axes = new(9, 3.6, columns=2, sharey=True)
+    for ax, record, ours, title in zip(
+        axes, (forward, backward), ("phase 3", "phase 4"), ("forward", "backward"), strict=True
+    ):
+        looks = {ours: _PEERS["ours"], "SDPA flash": _PEERS["sdpa-flash"], "SDPA cuDNN": _PEERS["sdpa-cudnn"]}
+        cases = [(d, c) for d in (64, 128) for c in (False, True)]
+        for n, (provider, look) in enumerate(looks.items()):
+            rows = {
+                (r["head_dim"], r["is_causal"], r["seq"], r["provider"]): r.get("tflops", 0) for r in record["rows"]
+            }
+            heights = [rows.get((*case, seq, provider), 0) for case in cases]
+            bars = ax.bar(np.arange(4) + (n - 1) * 0.27, heights, 0.25, label=provider, color=look["color"],
+                          hatch=("", "//", "..")[n], edgecolor="white")  # fmt: skip
+            ax.bar_label(bars, fmt="%.0f", fontsize=7, padding=1)
+        ax.set_xticks(range(4), [f"D {d}\n{'causal' if c else 'full'}" for d, c in cases])
+        ax.set_title(f"{title}, seq {seq}")
+        ax.legend(fontsize=8, loc="upper left", ncols=3, columnspacing=1)
+    axes[0].set_ylabel("TFLOP/s")
+    axes[0].set_ylim(0, 1.2 * axes[0].get_ylim()[1])
+    _signed(fig, forward, backward)
+
+
+# A provider looks the same in every picture of phase 5.
+_PEERS = {
+    "naive": dict(color=COLORS["unfused"], marker="s"),
+    "sdpa-efficient": dict(color=COLORS["o"], marker="<", linestyle=":"),
+    "phase 4": dict(color=COLORS["ink"], marker="x", linestyle=":"),
+    "sdpa-flash": dict(color=COLORS["peer"], marker="v", linestyle="--"),
+    "flex": dict(color=COLORS["v"], marker="^", linestyle="-."),
+    "sdpa-cudnn": dict(color=COLORS["s"], marker="D", linestyle="--"),
+    "flash-attn-4": dict(color=COLORS["state"], marker="P", linestyle="--"),
+    "ours": dict(color=COLORS["tiled"], marker="o"),
+}
+
+
+def waterfall(record: dict, names: dict[str, str], cases: list[tuple], predicted: dict[tuple, dict]) -> None:
+    """Phase 5: the ladder. Each rung's TFLOP/s, the step from the rung before, and what was predicted.
+
+    names: provider -> label; cases: (head_dim, is_causal, seq, mode); predicted: case -> provider -> gain (1.1: +10 %)
+    """
+    fig, axes = new(9, 4.6, columns=len(cases))
+    for ax, case in zip(np.atleast_1d(axes), cases, strict=True):
+        found = {r["provider"]: r["tflops"] for r in record["rows"] if _case(r) == case and "tflops" in r}
+        shown = [provider for provider in names if provider in found]
+        before = None
+        for x, provider in enumerate(shown):
+            value = found[provider]
+            if before is None:
+                ax.bar(x, value, 0.7, color=COLORS["s"])
+            else:
+                good = value >= before
+                ax.bar(x, value - before, 0.7, bottom=before, color=COLORS["good" if good else "bad"],
+                       hatch="" if good else "//", edgecolor="white")  # fmt: skip
+                ax.plot([x - 1.35, x + 0.35], [before, before], color=COLORS["ink"], linewidth=0.8)
+                gain = predicted.get(case, {}).get(provider)
+                if gain:
+                    ax.plot(x, before * gain, "D", color="white", markeredgecolor=COLORS["ink"], markersize=6)
+            ink = "white" if before is None else COLORS["ink"]
+            ax.annotate(f"{value:.0f}", (x, 0), (0, 5), textcoords="offset points", ha="center", fontsize=9, color=ink)
+            before = value
+        peer = found.get("sdpa-flash")
+        if peer:
+            ax.axhline(peer, color=COLORS["peer"], linestyle="--", linewidth=1.2)
+            ax.text(len(shown) - 0.4, peer - 8, "SDPA flash", ha="right", va="top", fontsize=8)
+        ax.set_xticks(range(len(shown)), [names[p] for p in shown], rotation=40, ha="right", fontsize=9)
+        ax.set_ylim(0, 1.12 * ax.get_ylim()[1])
+        head_dim, is_causal, seq, mode = case
+        what = {"fwd": "forward", "bwd": "backward"}[mode]
+        ax.set_title(f"{what}, D {head_dim} {'causal' if is_causal else 'full'}, seq {seq}", fontsize=10)
+    np.atleast_1d(axes)[0].set_ylabel("TFLOP/s (diamond: predicted)" if predicted else "TFLOP/s")
+    _signed(fig, record)
+
+
+def peers(record: dict, mode: str) -> None:
+    """Phase 5: TFLOP/s against sequence length beside all peers, a panel for each head_dim and mask."""
+    use()
+    fig, axes = plt.subplots(2, 2, figsize=(9, 6.2), layout="constrained", sharex=True, sharey=True)
+    for ax, (head_dim, is_causal) in zip(axes.flat, [(d, c) for d in (64, 128) for c in (False, True)], strict=True):
+        for provider, look in _PEERS.items():
+            rows = [
+                r for r in record["rows"]
+                if (r["head_dim"], r["is_causal"], r["mode"], r["provider"]) == (head_dim, is_causal, mode, provider)
+                and "tflops" in r
+            ]  # fmt: skip
+            if rows:
+                ax.plot([r["seq"] for r in rows], [r["tflops"] for r in rows], label=provider, markersize=5,
+                        **look | dict(linewidth=2.5 if provider == "ours" else 1.3))  # fmt: skip
+        ax.set_title(f"head_dim {head_dim}, {'causal' if is_causal else 'full'}", fontsize=10)
+        ax.set_xscale("log", base=2)
+    axes[0, 0].set_ylim(0)  # shared, so only once everything is drawn
+    for ax in axes[:, 0]:
+        ax.set_ylabel("TFLOP/s")
+    for ax in axes[1]:
+        ax.set_xlabel("sequence length")
+    drawn = {line.get_label(): line for ax in axes.flat for line in ax.get_lines()}
+    handles = {provider: drawn[provider] for provider in _PEERS if provider in drawn}
+    fig.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles) or 1, fontsize=9)
+    _signed(fig, record)
+
+
+def long_sweep(record: dict, mode: str = "fwd", head_dims: tuple[int, ...] = (16, 64, 128)) -> None:
+    """Phase 5: milliseconds of one head against sequence length, as far as each goes; a panel for each dtype."""
+    dtypes = list(dict.fromkeys(r["dtype"] for r in record["rows"]))
+    fig, axes = new(9, 3.8, columns=len(dtypes), sharey=True, squeeze=False)
+    for ax, dtype in zip(axes[0], dtypes, strict=True):
+        for provider in ("naive", "ours"):
+            for n, head_dim in enumerate(head_dims):
+                rows = [
+                    r for r in record["rows"]
+                    if (r["dtype"], r["head_dim"], r["mode"], r["provider"]) == (dtype, head_dim, mode, provider)
+                ]  # fmt: skip
+                timed = [r for r in rows if "ms" in r]
+                look = _PEERS[provider] | dict(linestyle=("-", "--", ":")[n % 3], linewidth=1.4, markersize=4)
+                ax.plot([r["seq"] for r in timed], [r["ms"] for r in timed], label=f"{provider}, D {head_dim}", **look)
+                if timed and any("memory" in r.get("note", "") for r in rows):
+                    end = timed[-1]
+                    ax.plot(end["seq"], end["ms"], "X", color=COLORS["bad"], markersize=9)
+        ax.set_title(dtype)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_xlabel("sequence length (one head, causal)")
+    ended = any("memory" in r.get("note", "") for r in record["rows"])
+    axes[0, 0].set_ylabel(f"milliseconds, {mode}" + "\n(X: out of memory beyond)" * ended)
+    axes[0, 0].legend(fontsize=8)
+    _signed(fig, record)
+
+
+def power(record: dict, case: tuple) -> None:
+    """Phase 5: what the limit of power does to a kernel that runs for longer: power, clock, time of a call.
+
+    case: (head_dim, is_causal, seq, mode).
+    """
+    use()
+    fig, axes = plt.subplots(3, 1, figsize=(8, 5.4), layout="constrained", sharex=True)
+    watts, mhz, ms = axes
+    for row in (r for r in record["rows"] if _case(r) == case):
+        look = _PEERS[row["provider"]] | dict(marker="", linewidth=2 if row["provider"] == "ours" else 1.3)
+        watts.plot(row["at_ms"], row["watts"], label=row["provider"], **look)
+        mhz.plot(row["at_ms"], row["mhz"], **look)
+        at = [(n + 0.5) * row["window_ms"] for n in range(len(row["call_ms"]))]
+        ms.plot(at, [call or float("nan") for call in row["call_ms"]], **look)
+        if row["watts_allowed"]:
+            watts.axhline(row["watts_allowed"], color=COLORS["limit"], linewidth=1, linestyle=":")
+    watts.set_ylabel("power, W")
+    mhz.set_ylabel("clock, MHz")
+    ms.set_ylabel("a call, ms")
+    ms.set_xlabel("milliseconds since the first call, on a GPU that had rested")
+    watts.set_ylim(0)
+    ms.set_ylim(0)
+    watts.set_title("A kernel at the limit of power is slowed down (dotted: the limit)")
+    watts.legend(ncols=3, loc="lower right")
+    _signed(fig, record)
+
+
+def _case(row: dict) -> tuple:
+    return row["head_dim"], row["is_causal"], row["seq"], row["mode"]
+
+
+def _signed(fig, *records) -> None:
+    """Provenance under the picture: a number without it is not a number."""
+    lines = [line for r in records for line in textwrap.wrap(records.describe(r).replace("`", ""), 115)]
+    fig.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])
+    plt.show()

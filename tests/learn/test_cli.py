@@ -1,0 +1,206 @@
+"""The commands, typed as the README says."""
+
+import json
+import re
+import subprocess
+import sys
+
+from common import phases, runtime
+from common.learn import cli, doctor
+from common.phases import PHASES, ROOT, find
+
+import nbformat
+import pytest
+from typer.testing import CliRunner
+
+
+def course(*arguments, **kwargs):
+    command = [sys.executable, "-m", "common.learn.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, **kwargs)
+
+
+def test_help_names_every_command():
+    done = course("--help")
+    assert done.returncode == 0
+    for name in ("doctor", "verify", "run", "next", "check", "hint", "solution", "diff", "reset", "watch"):
+        assert f" {name} " in done.stdout
+
+
+def test_without_a_command_it_shows_the_phases_and_what_is_next():
+    done = course()
+    assert done.returncode == 0
+    assert all(phase.title in done.stdout for phase in PHASES)
+    assert "Next:" in done.stdout
+
+
+def test_verify_one_phase_prints_its_table():
+    done = course("verify", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Phase 1" in done.stdout
+    assert "FAIL" not in done.stdout
+    passed, total = re.search(r"^(\d+) of (\d+) cases passed", done.stdout, re.MULTILINE).groups()
+    assert passed == total
+    assert int(total) >= 10
+
+
+def test_an_unknown_phase_is_named_with_those_that_exist():
+    done = course("verify", "9")
+    assert done.returncode == 2
+    assert "'9'" in done.stdout
+    assert all(phase.folder in done.stdout for phase in PHASES)
+
+
+def test_doctor_finds_this_machine_in_order():
+    done = course("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for what in ("system", "versions", "device", "canary kernel", "bf16 trap", "compiler", "notebooks"):
+        assert what in done.stdout
+
+
+def test_doctor_reports_a_gpu_that_is_asked_for_but_missing():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    done = subprocess.run(
+        [sys.executable, "-m", "common.learn.doctor"],
+        capture_output=True, text=True, cwd=ROOT, env={"PATH": "/usr/bin:/bin", "TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    findings = {f["what"]: f for f in map(json.loads, done.stdout.splitlines())}
+    assert done.returncode == 1
+    assert findings["device"]["level"] == "problem"
+    assert "unset TRITON_INTERPRET" in findings["device"]["todo"]
+    problems = [what for what, finding in findings.items() if finding["level"] == "problem"]
+    assert problems == ["device"]  # nothing that only follows from it
+
+
+@pytest.mark.parametrize(("capability", "level"), [((7, 5), "note"), ((8, 0), "ok"), ((12, 0), "ok")])
+def test_doctor_knows_which_gpus_triton_supports(monkeypatch, capability, level):
+    import torch
+
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    for name, value in dict(device_count=1, get_device_name="a GPU", get_device_capability=capability).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    finding = doctor.check_device()
+    assert finding.level == level
+    assert ("8.0" in finding.todo) == (level == "note")
+
+
+@pytest.mark.parametrize(
+    ("versions", "level", "words"),
+    [
+        (dict(torch="2.13.0+cpu", triton="3.7.1", numpy="2.4.6"), "ok", ""),
+        (dict(torch="2.11.0", triton="3.6.0", numpy="2.3.1"), "ok", ""),
+        (dict(torch="2.11.0", triton="3.6.0", numpy="2.5.2"), "note", "numpy"),
+        (dict(torch="2.13.0", triton="3.6.0", numpy="2.3.1"), "note", "torch/triton"),
+    ],
+)
+def test_doctor_knows_the_version_pairs(monkeypatch, versions, level, words):
+    monkeypatch.setattr(doctor, "version", versions.__getitem__)
+    finding = doctor.check_versions()
+    assert finding.level == level
+    assert words in finding.todo
+
+
+def test_a_check_that_crashes_is_a_finding(monkeypatch, capsys):
+    def check_broken():
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(doctor, "CHECKS", (check_broken,))
+    assert doctor.main() == 1
+    assert "no such thing" in json.loads(capsys.readouterr().out)["found"]
+
+
+def test_phases_are_found_by_number_and_folder():
+    assert find("2").folder == "phase2_tiling"
+    assert find("phase3").number == 3
+    assert find("phase3_forward").number == 3
+    assert find("4x") is None
+    assert find("phase") is find("") is None
+
+
+def test_a_module_reports_a_failure_with_its_exit_code(tmp_path):
+    code = (
+        "from common import selfcheck, make_qkv, verify_results\n"
+        "import sys\n"
+        "q, k, v = make_qkv()\n"
+        "wrong = lambda q, k, v, **_: 2 * q\n"
+        "case = selfcheck.Case('wrong on purpose', lambda: verify_results(wrong, q, k, v))\n"
+        "sys.exit(suite.main('t', [case], sys.argv[1:]))\n"
+    )
+    table = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert table.returncode == 1
+    assert "FAIL" in table.stdout
+    assert "0 of 1 cases passed" in table.stdout
+    lines = subprocess.run([sys.executable, "-c", code, "--json"], capture_output=True, text=True, cwd=ROOT)
+    assert lines.returncode == 1
+    assert json.loads(lines.stdout)["passed"] is False
+
+
+def test_the_readme_names_only_commands_that_exist():
+    text = (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`?make ([a-z-]+)", text):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+    for command in re.findall(r"\bcourse ([a-z]+)", text.partition("## Commands")[2]):
+        assert course(command, "--help").returncode == 0, f"course {command}"
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert Path(ROOT, *module.split(".")).with_suffix(".py").exists() or (ROOT / module / "__main__.py").exists(), (
+            module
+        )
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (ROOT / link).exists(), link
+
+
+@pytest.fixture
+def broken_course(tmp_path, monkeypatch):
+    """A function that runs `course run` on a course whose only module is the given text."""
+    monkeypatch.setattr(phases, "ROOT", tmp_path)
+    monkeypatch.setattr(phases, "PHASES", (phases.Phase("phase1_x", "t", "q", ("__main__",), "kernel", "empty.ipynb"),))
+
+    def run(text):
+        folder = tmp_path / "phase1_x"
+        folder.mkdir()
+        (folder / "__main__.py").write_text(text)
+        nbformat.write(nbformat.v4.new_notebook(), folder / "empty.ipynb")
+        return CliRunner().invoke(cli.app, ["run"])
+
+    return run
+
+
+ROW = json.dumps(dict(what="c", passed=True, z=1.0, seconds=0.1, done=1, of=1, text=None))
+
+
+def test_a_module_may_print_what_it_likes(broken_course):
+    """More to stderr than a pipe holds, and lines that are no JSON or not text."""
+    done = broken_course(
+        "import sys\n"
+        "sys.stderr.write(300_000 * 'x')\n"
+        "print({'a': 1}, 3, flush=True)\n"
+        "sys.stdout.buffer.write(b'\\xff{\\n3\\n')\n"
+        f"print({ROW!r})\n"
+    )
+    assert done.exit_code == 0, done.output
+    assert "1/1" in done.output
+
+
+def test_a_module_that_dies_fails_with_its_code(broken_course):
+    done = broken_course(f"import os\nprint({ROW!r}, flush=True)\nos.kill(os.getpid(), 9)")
+    assert done.exit_code == 1
+    assert "ended with code -9" in done.output
+
+
+def test_what_a_learner_prints_is_no_result(tmp_path, monkeypatch):
+    printed = 'print("hello"); print(\'{"loss": 1.0}\'); print(\'{"what": "a case", "done": 1}\')'
+    (tmp_path / "printing.py").write_text(printed)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert list(cli._Child("printing").rows()) == [dict(what="a case", done=1)]
+
+
+def test_doctor_prints_brackets_as_they_are(monkeypatch):
+    finding = dict(what="x", level="problem", found="no [/such] thing", todo="see [link]")
+    monkeypatch.setattr(cli._Child, "rows", lambda self: iter([finding]))
+    done = CliRunner().invoke(cli.app, ["doctor"])
+    assert "no [/such] thing" in done.output
+    assert "see [link]" in done.output
+    assert "'[/x]'" in course("verify", "[/x]").stdout

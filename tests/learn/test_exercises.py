@@ -1,0 +1,278 @@
+"""Every exercise fails as shipped, its solution passes, and wrong answers are rejected with a word on the mistake."""
+
+import importlib
+import re
+import subprocess
+import sys
+
+import wrong_answers
+from common import phases
+from common.learn import exercises, judge
+from common.learn.exercises import END, Progress, check, stub_of
+
+import pytest
+from helpers import interpreted_only, needs_interpreter
+
+EXERCISES = exercises.load()
+WRONG = wrong_answers.load()
+each = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: e.name)
+one_a_phase = pytest.mark.parametrize("exercise", {e.phase.folder: e for e in EXERCISES}.values(), ids=lambda e: e.name)
+
+
+def judged(exercise, text, tmp_path):
+    """The verdict of the check on an answer with this text, in this process."""
+    path = tmp_path / f"{exercise.name}.py"
+    path.write_text(text)
+    check_of_it = importlib.import_module(f"{exercise.phase.folder}.checks.{exercise.name}").check
+    return judge.judge(check_of_it, path)
+
+
+@each
+def test_the_stub_asks_and_the_solution_answers_the_same_question(exercise):
+    assert exercise.solution.read_text().count(END) >= 1
+    assert exercise.task.splitlines()[0].rstrip(".?") == exercise.title.rstrip(".?")
+    assert f"{exercise.phase.folder}/{exercise.phase.notebook}" in exercise.task
+    edited = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", exercise.file], cwd=phases.ROOT).returncode
+    if edited and exercise.path.read_text() != exercise.stub:
+        pytest.skip("being solved here")
+    assert exercise.path.read_text() == exercise.stub
+
+
+@interpreted_only  # as the runner judges first: compiled, less can be seen
+@each
+def test_the_stub_fails(exercise, tmp_path):
+    assert judged(exercise, exercise.stub, tmp_path)["kind"] in ("unfinished", "wrong")
+
+
+@each
+def test_the_solution_passes(exercise, tmp_path):
+    found = judged(exercise, exercise.solution.read_text(), tmp_path)
+    assert found["kind"] == "passed", found["message"]
+    assert found["message"], "a passed check says what was verified"
+
+
+@interpreted_only
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("name", "wrong"), [(n, w) for n, ws in WRONG.items() for w in ws], ids=lambda x: getattr(x, "mistake", x)
+)
+def test_a_wrong_answer_is_rejected_and_the_mistake_is_named(name, wrong, tmp_path):
+    exercise = exercises.find(name)
+    found = judged(exercise, wrong.applied_to(exercise.solution.read_text()), tmp_path)
+    assert found["kind"] == "wrong", found
+    assert wrong.says in found["message"]
+
+
+def test_every_exercise_has_wrong_answers():
+    assert list(WRONG) == [e.name for e in EXERCISES]
+    assert all(len(wrongs) >= 2 for wrongs in WRONG.values())
+
+
+@each
+def test_hints_rise(exercise):
+    assert len(exercise.hints) == len(set(exercise.hints)) == 3
+    assert exercise.hints[0].endswith("?"), "the first hint is a question"
+    assert "`" in exercise.hints[2], "the last hint shows the line"
+
+
+def test_manifest_folders_checks_and_notebooks_name_the_same_exercises():
+    nbformat = pytest.importorskip("nbformat")
+    for phase in phases.PHASES:
+        folder = phases.ROOT / phase.folder
+        names = [e.name for e in EXERCISES if e.phase == phase]
+        assert names, phase.folder
+        assert names == sorted(names, key=lambda n: int(re.match(r"ex(\d+)_", n)[1]))
+        for kind in ("exercises", "solutions", "checks"):
+            assert {p.stem for p in (folder / kind).glob("ex*.py")} == set(names)
+        cells = [c.source for c in nbformat.read(phase.notebook_path, as_version=4).cells]
+        sections = {}
+        section = ""
+        for source in cells:
+            for heading in re.findall(r"^## (.*)", source, re.MULTILINE):
+                section = heading
+            for name in re.findall(r'^check\("(\w+)"\)', source, re.MULTILINE):
+                sections[name] = section
+        assert list(sections) == names, "the notebook checks other exercises, or in another order"
+        for e in EXERCISES:
+            if e.phase == phase:
+                assert sections[e.name].startswith(e.section)
+
+
+def test_numbers_and_titles_are_unique():
+    for of in ("name", "number", "title"):
+        values = [getattr(e, of) for e in EXERCISES]
+        assert len(values) == len(set(values))
+
+
+# --- the runner ----------------------------------------------------------------------------------------------------
+
+
+def test_a_stub_is_the_solution_without_the_learners_part():
+    solution = (
+        "a = 1\ndef f(x):\n    # your code: twice\n    #| return x\n    return 2 * x\n    # end of your code\n\nb = 2\n"
+    )
+    assert stub_of(solution) == "a = 1\ndef f(x):\n    # your code: twice\n    return x\n\nb = 2\n"
+    assert "    raise NotImplementedError\n" in stub_of(solution.replace("    #| return x\n", ""))
+    with pytest.raises(ValueError, match="without"):
+        stub_of(solution.replace(END, "#"))
+
+
+@pytest.mark.parametrize("name", ["ex1_masked_add", "masked_add", "1.1", "phase1_softmax/exercises/ex1_masked_add.py"])
+def test_an_exercise_goes_by_many_names(name):
+    assert exercises.find(name).name == "ex1_masked_add"
+
+
+@interpreted_only
+def test_an_error_in_a_kernel_names_the_line_of_the_kernel(tmp_path):
+    exercise = exercises.find("2.2")  # its own launcher is in the traceback too
+    found = judged(exercise, exercise.solution.read_text().replace("tl.trans(k)", "tl.trans(kk)"), tmp_path)
+    assert found["kind"] == "error"
+    assert "in _attention_kernel: s = tl.dot(q, tl.trans(kk)" in found["message"]
+
+
+def test_a_misspelled_name_is_recognized():
+    assert exercises.find("masked_ad") is None
+    assert exercises.similar("maskd_ad") == ["ex1_masked_add"]
+    assert exercises.similar("zzzzzz") == []
+
+
+@pytest.fixture
+def learner(tmp_path, monkeypatch):
+    """An exercise whose file and progress lie in a scratch folder; a function that writes an answer and checks it."""
+
+    class Scratch(exercises.Exercise):
+        path = tmp_path / "answer.py"
+
+    monkeypatch.setattr(Progress, "path", staticmethod(lambda: tmp_path / ".course" / "progress.json"))
+
+    def prepare(name):
+        made = Scratch(**{field: getattr(exercises.find(name), field) for field in exercises.Exercise.__annotations__})
+
+        def answer(text, **options):
+            made.path.write_text(text)
+            return check(made, **options)
+
+        answer.exercise = made
+        return answer
+
+    return prepare
+
+
+@needs_interpreter
+@one_a_phase
+def test_a_check_through_the_child_process(exercise, learner):
+    answer, wrong = learner(exercise.name), WRONG[exercise.name][0]
+    found = answer(wrong.applied_to(exercise.solution.read_text()))
+    assert found.kind == "wrong"
+    assert wrong.says in found.message
+    assert exercise.name not in Progress.load().passed
+    found = answer(exercise.solution.read_text())
+    assert found.passed
+    assert exercise.name in Progress.load().passed
+    found = answer(exercise.stub)
+    assert found.kind == "unfinished"
+
+
+ADD = exercises.find("1.1").solution.read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "words"),
+    [
+        ("while True: pass", "timeout", "never ends"),
+        ("import os; os.kill(os.getpid(), 11)", "crashed", "SIGSEGV"),
+        ("import os; os._exit(3)", "crashed", "code 3"),
+        ("import sys; sys.exit(0)", "error", "SystemExit"),
+        ("undefined_name", "error", "undefined_name"),
+        ("1 +", "error", "SyntaxError"),
+        ("raise KeyboardInterrupt", "error", "line 25, in _masked_add_kernel"),
+        ("raise NotImplementedError", "unfinished", "line 25 still raises"),
+        ("import torch; b = torch.ones(1, 2, 2) > 0; b @ b", "error", "not implemented for 'Bool'"),
+    ],
+)
+def test_whatever_an_answer_does_ends_in_a_verdict(line, kind, words, learner):
+    answer = learner("ex1_masked_add")
+    limit = 6 if kind == "timeout" else 60
+    found = answer(ADD.replace("    offsets =", f"    {line}\n    offsets =", 1), limit=limit)
+    assert found.kind == kind, found
+    assert words in found.message
+    assert not Progress.load().passed
+
+
+def test_a_solved_exercise_that_is_broken_later_is_no_longer_solved(learner):
+    answer = learner("ex1_masked_add")
+    assert answer(ADD).passed
+    assert not answer(ADD.replace("2 * x", "x")).passed
+    assert not Progress.load().passed
+
+
+def test_what_is_edited_during_a_check_is_not_what_was_checked(learner):
+    answer = learner("ex1_masked_add")
+    found = answer(ADD + "\nwith open(__file__, 'a') as file:\n    file.write('#')\n")
+    assert found.passed
+    assert not Progress.load().solved(answer.exercise)
+
+
+def test_a_reset_overwrites_no_answer_that_was_kept(learner):
+    answer = learner("ex1_masked_add")
+    kept = []
+    for n in range(4):
+        answer.exercise.path.write_text(f"# attempt {n}")
+        kept.append(exercises.reset(answer.exercise))
+        if n == 1:
+            kept[0].unlink()
+    assert [path.read_text() for path in (kept[1], kept[2], kept[3])] == ["# attempt 1", "# attempt 2", "# attempt 3"]
+
+
+def test_progress_survives_a_damaged_file(learner, tmp_path):
+    learner("ex1_masked_add")
+    stored = Progress({"ex1_masked_add": "0"}, {"ex1_masked_add": 2})
+    stored.save()
+    assert Progress.load() == stored
+    Progress.path().write_text("{")
+    assert Progress.load() == Progress()
+
+
+def test_reset_keeps_what_was_there(learner):
+    answer = learner("ex1_masked_add")
+    answer(ADD)
+    kept = exercises.reset(answer.exercise)
+    assert answer.exercise.path.read_text() == answer.exercise.stub
+    assert not Progress.load().passed
+    assert exercises.reset(answer.exercise) is None
+    answer("# again")
+    assert exercises.reset(answer.exercise) != kept
+    assert kept.read_text() == ADD
+
+
+def test_the_next_exercise_is_the_one_after(learner):
+    learner("ex1_masked_add")
+    assert Progress().next() is EXERCISES[0]
+    assert Progress().next(after=EXERCISES[3]) is EXERCISES[4]
+    assert Progress().next(after=EXERCISES[-1]) is EXERCISES[0]
+
+
+def test_a_missing_file_says_how_to_get_it_back(learner):
+    assert "course reset" in check(learner("ex1_masked_add").exercise).message
+
+
+@pytest.mark.parametrize("module", ["common.learn.exercises", "common.learn.cli"])
+def test_the_runner_does_not_load_torch(module):
+    code = f"import sys, {module}; print('torch' in sys.modules, 'triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=phases.ROOT)
+    assert done.stdout.strip() == "False False", done.stderr
+
+
+def test_expect_close_names_the_first_wrong_element():
+    import torch
+
+    with pytest.raises(judge.Rejected, match=r"x: 1 of 2 elements are wrong; the first: element \[1\] is nan"):
+        judge.expect_close("x", torch.tensor([1, float("nan")]), torch.tensor([1.0, 2.0]))
+    with pytest.raises(judge.Rejected, match=r"is 1\.00000012 where 1 is right \(computed in torch.float32"):
+        judge.expect_close("x", torch.tensor([1 + 2**-23]), torch.ones(1, dtype=torch.float64), rtol=0, atol=1e-9)
+    with pytest.raises(judge.Rejected, match="doubled"):
+        judge.expect_close("x", torch.tensor([2.0]), torch.tensor([1.0]), mistakes={"doubled": torch.tensor([2.0])})
+    with pytest.raises(judge.Rejected, match=r"expected shape \(1,\), got \(2,\)"):
+        judge.expect_close("x", torch.zeros(2), torch.zeros(1))
+    with pytest.raises(judge.Rejected, match="expected a tensor, got float"):
+        judge.expect_close("x", 1.0, torch.zeros(1))

@@ -1,0 +1,118 @@
+"""What the stored notebooks look like. That they run, and that marked outputs are still right, is nbval's part."""
+
+import contextlib
+import io
+import re
+
+from common.learn import notebooks
+from common.phases import PHASES, ROOT
+
+import nbformat
+import pytest
+
+SECTIONS = ("1. The question", "2. The mathematics", "3. The kernel", "4. Proof", "5. Measurement", "6. Exercises")
+MACHINE_PATH = re.compile(r"(/home/|/root/|/tmp/|/usr/|/work/|/Users/|site-packages|\.venv|[A-Z]:\\)")
+# Cells that may define a kernel.
+EXPERIMENTS = {"phase1_softmax": 1, "phase2_tiling": 2, "phase3_forward": 0, "phase4_backward": 1, "phase5_tuning": 1}
+
+
+@pytest.fixture(params=PHASES, ids=lambda p: p.folder)
+def phase(request):
+    return request.param
+
+
+@pytest.fixture
+def notebook(phase):
+    return nbformat.read(phase.notebook_path, as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def texts(notebook):
+    """All text that outputs of a notebook show."""
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            yield output.get("text", "")
+            data = output.get("data", {})
+            yield from (text for kind, text in data.items() if kind.startswith("text/"))
+
+
+def test_is_valid_and_was_executed_top_to_bottom(notebook):
+    nbformat.validate(notebook)
+    cells = [cell for cell in code_cells(notebook) if cell.source.strip()]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+
+
+def test_has_no_stored_error_or_warning(notebook):
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            assert output.output_type != "error", cell.source
+            assert output.get("name") != "stderr", output.text
+
+
+def test_shows_no_machine_path(notebook):
+    for text in texts(notebook):
+        assert not MACHINE_PATH.search(text), text
+
+
+def test_follows_the_skeleton(notebook):
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    found = re.findall(r"^## (.*)", text, re.MULTILINE)
+    assert len(found) == len(SECTIONS), found
+    assert all(f.startswith(s) for f, s in zip(found, SECTIONS, strict=True)), found
+
+
+def test_has_at_least_four_figures_and_some_checked_outputs(notebook):
+    figures = [o for c in code_cells(notebook) for o in c.outputs if "image/png" in o.get("data", {})]
+    checked = [c for c in code_cells(notebook) if "NBVAL_CHECK_OUTPUT" in c.source]
+    assert len(figures) >= 4
+    assert len(checked) >= 8
+    assert all(c.outputs for c in checked), "a checked cell without output checks nothing"
+
+
+def test_defines_no_kernel_of_ours(phase, notebook):
+    defined = [re.findall(r"@triton\.jit\s+def (\w+)", c.source) for c in code_cells(notebook)]
+    names = [name for found in defined for name in found]
+    ours = {
+        name for path in ROOT.glob("phase*/*.py") for name in re.findall(r"@triton\.jit\s+def (\w+)", path.read_text())
+    }
+    assert not set(names) & ours
+    assert len(names) == EXPERIMENTS[phase.folder], names
+
+
+def test_a_notebook_that_does_not_exist_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["notebooks", "phase9"])
+    with pytest.raises(SystemExit):
+        notebooks.main()
+    assert "contains phase9; there are phase1_softmax/softmax.ipynb" in capsys.readouterr().err
+
+
+def test_stays_small(phase):
+    assert phase.notebook_path.stat().st_size < 1.5 * 2**20
+
+
+def test_shows_sources_and_exercises_as_they_are_now(phase, notebook):
+    imports, *cells = code_cells(notebook)
+    names = {}
+    exec(imports.source, names)
+    shown = 0
+    for cell in (c for c in cells if re.match(r"(show|show_diff|check)\(", c.source)):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.suppress(NameError):  # of a kernel in an earlier cell
+            displayed = eval(cell.source, names)
+            now = displayed.text if displayed else said.getvalue()
+            stored = "".join(o.get("text") or o.data["text/plain"] for o in cell.outputs)
+            being_solved = "check(" in cell.source and "as shipped" not in now
+            assert stored.strip() == now.strip() or being_solved, (
+                f"stale: common.learn.notebooks --store {phase.folder}"
+            )
+            shown += 1
+    assert shown >= 5
+
+
+def test_output_is_narrow_enough_to_read(notebook):
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            assert all(len(line) <= 120 for line in output.get("text", "").splitlines()), cell.source

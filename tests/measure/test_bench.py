@@ -1,0 +1,288 @@
+"""Records of GPU runs: complete, and of the kernels as they are now."""
+
+import contextlib
+import importlib
+import json
+import sys
+from unittest import mock
+
+from common import runtime
+from common.learn.canary import _double_kernel
+from common.measure import records, timing
+from common.phases import PHASES, ROOT
+
+import pytest
+import triton
+
+HISTORY = ("h200_two_loops",)  # of kernels that are no more: their commit says which
+RECORDED = sorted((path.parent.parent.name, path.stem) for path in ROOT.glob("phase*/results/*.json"))
+every_record = pytest.mark.parametrize(("folder", "name"), RECORDED)
+
+
+def measuring_module(record):
+    """The module that made a record, from the command that is written in it."""
+    return record["provenance"]["command"].split()[2]
+
+
+def test_the_phases_that_show_a_record_have_one():
+    assert {phase.folder for phase in PHASES} <= {folder for folder, _ in RECORDED}
+
+
+@every_record
+def test_a_record_says_where_it_comes_from(folder, name):
+    record = records.load(folder, name)
+    assert all(record["provenance"].values())
+    assert "H200" in record["provenance"]["gpu"]
+    assert len(record["provenance"]["commit"]) == 40
+    assert record["ceilings"]["copy_bytes_per_s"] > 1e12
+    assert measuring_module(record).startswith(f"{folder}.")
+
+
+@every_record
+def test_a_record_is_of_the_kernels_as_they_are(folder, name):
+    record = records.load(folder, name)
+    module = importlib.import_module(measuring_module(record))
+    same = record["provenance"]["kernels"] == {records.qualified(k): records.fingerprint(k) for k in module.KERNELS}
+    if hasattr(module, "SETTINGS"):  # with other tiles or another clock it would be another record
+        same &= record["provenance"].get("settings") == records.settings_fingerprint(module.SETTINGS)
+    assert same == (name not in [*HISTORY, *records.stale(folder)])
+
+
+def test_a_record_knows_its_tiles_and_its_clock(monkeypatch):
+    before = records.settings_fingerprint([{"tile": 64}])
+    assert before == records.settings_fingerprint([{"tile": 64}]) != records.settings_fingerprint([{"tile": 128}])
+    assert before != records.settings_fingerprint([{"tile": 64}, ratios])
+    for name in ("time_ms", "measure"):
+        with monkeypatch.context() as patch:
+            patch.setattr(records, name, ratios)
+            assert before != records.settings_fingerprint([{"tile": 64}])
+
+
+@every_record
+def test_every_row_has_times_or_losses_or_says_why_not(folder, name):
+    for row in records.load(folder, name)["rows"]:
+        assert len({"note", "ms", "losses"} & set(row)) == 1
+        if "ms" in row:
+            assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
+        if "losses" in row:
+            assert all(0 < loss < 10 for loss in row["losses"])
+
+
+def ratios(folder, peer, ours, mode=None):
+    """Time of a peer / time of ours, smallest and largest over a record's cases, as the README writes it."""
+    times = {}
+    for row in records.load(folder)["rows"]:
+        if row.get("mode") == mode:
+            times.setdefault((row["head_dim"], row["is_causal"], row["seq"]), {})[row["provider"]] = row.get("ms")
+    found = [case[peer] / case[ours] for case in times.values()]
+    return f"{min(found):.2f} to {max(found):.2f}"
+
+
+def test_the_readme_says_what_the_records_say():
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    forward, backward = (
+        [ratios("phase5_tuning", peer, "ours", mode) for peer in ("sdpa-flash", "sdpa-cudnn", "flash-attn-4")]
+        for mode in ("fwd", "bwd")
+    )
+    assert f"at {forward[0]} times the speed of SDPA's FlashAttention-2 forward and {backward[0]} times back" in readme
+    assert f"at {forward[1]} and {backward[1]} of cuDNN; at {forward[2]} and {backward[2]} of FlashAtt" in readme
+    assert f"at {ratios('phase3_forward', 'SDPA flash', 'phase 3')} of its speed in fp16" in readme
+    assert f"at {ratios('phase4_backward', 'SDPA flash', 'phase 4')} of the speed of SDPA's FlashAttention-2" in readme
+
+
+def test_the_readme_says_how_much_faster_a_rested_gpu_is():
+    watched = {
+        (r["mode"], r["head_dim"], r["provider"]): r["rested_ms"]
+        for r in records.load("phase5_tuning", "h200_power")["rows"]
+    }
+    settled = {
+        (r["mode"], r["head_dim"], r["provider"]): r["ms"]
+        for r in records.load("phase5_tuning")["rows"] if r["is_causal"] and r["seq"] == 16384 and "ms" in r
+    }  # fmt: skip
+    higher = []
+    for mode, head_dim in (("fwd", 128), ("bwd", 64)):
+        at_first, later = (
+            times[mode, head_dim, "sdpa-flash"] / times[mode, head_dim, "ours"] for times in (watched, settled)
+        )
+        higher.append(round(100 * (at_first / later - 1)))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert "the ratios to FlashAttention-2 were {} and {} percent higher".format(*higher) in readme
+
+
+def test_a_record_without_provenance_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    (tmp_path / "phase" / "results").mkdir(parents=True)
+    path = tmp_path / "phase" / "results" / "h200.json"
+    path.write_text(json.dumps(dict(provenance=dict(gpu="x"), rows=[])))
+    with pytest.raises(ValueError, match="provenance lacks command, commit"):
+        records.load("phase")
+    with pytest.raises(FileNotFoundError):
+        records.load("phase", "other")
+
+
+def test_peers_that_are_packages_are_signed_with_their_versions():
+    smi = mock.Mock(stdout="NVIDIA H200, 580.1, 1980 MHz, 2619 MHz\n", stderr="", returncode=0)
+    started = mock.patch.dict(sys.modules, {"__main__": records})  # as by python -m common.measure.records
+    gpu = mock.patch.object(timing.torch.cuda, "get_device_properties", return_value=mock.Mock(uuid="1234-5678"))
+    with started, gpu, mock.patch.object(records.subprocess, "run", return_value=smi) as run:
+        plain, made = (
+            records.provenance([_double_kernel], "f" * 40, packages) for packages in ((), ("pytest", "no-such-peer"))
+        )
+    assert "GPU-1234-5678" in run.mock_calls[0].args[0]  # nvidia-smi's first need not be PyTorch's
+    smi.stdout, smi.returncode = "No devices were found", 6
+    refused = pytest.raises(RuntimeError, match=r"nvidia-smi -i GPU-1234-5678 failed \(No devices were found\)")
+    with started, gpu, mock.patch.object(records.subprocess, "run", return_value=smi), refused:
+        records.provenance([_double_kernel], "f" * 40)
+    assert "packages" not in plain
+    assert made["packages"] == {"pytest": pytest.__version__, "no-such-peer": "not installed"}
+    assert f"pytest {pytest.__version__}, no-such-peer not installed" in records.describe(
+        dict(provenance=made, rows=[])
+    )
+
+
+def test_the_fingerprint_follows_the_kernel_and_what_it_calls():
+    module = importlib.import_module("phase3_forward.forward")
+    step = importlib.import_module("phase2_tiling.tiling").attention_tile_step
+    before = records.fingerprint(module._attn_fwd_kernel)
+    assert before == records.fingerprint(module._attn_fwd_kernel)
+    assert before != records.fingerprint(step)
+
+    @triton.jit
+    def changed(x):
+        return x
+
+    original = module.attention_tile_step
+    try:
+        module.attention_tile_step = changed
+        assert records.fingerprint(module._attn_fwd_kernel) != before
+    finally:
+        module.attention_tile_step = original
+
+
+def test_flops_are_counted_as_the_field_does():
+    assert timing.attention_flops(2, 3, 100, 200, 64) == 4 * 2 * 3 * 100 * 200 * 64
+    assert timing.attention_flops(1, 1, 100, 100, 64, is_causal=True) == 2 * 100 * 100 * 64
+
+
+class SimulatedGpu:
+    """A clock for the host, and a GPU that does one thing after the other. Times in seconds."""
+
+    def __init__(self):
+        self.now = self.busy_until = 0.0
+
+    def queue(self, on_host, on_gpu):
+        self.now += on_host
+        self.busy_until = max(self.now, self.busy_until) + on_gpu
+
+    def synchronize(self):
+        self.now = max(self.now, self.busy_until)
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def clock(self):
+        return self.now
+
+    def event(gpu, enable_timing):
+        class Event:
+            def record(self):
+                gpu.queue(1e-6, 0)
+                self.at = gpu.busy_until
+
+            def query(self):
+                return self.at <= gpu.now
+
+            def elapsed_time(self, end):
+                return 1e3 * (end.at - self.at)
+
+        return Event()
+
+    def empty(self, *_, **__):
+        return mock.Mock(zero_=lambda: self.queue(5e-6, 60e-6))
+
+
+def simulated(gpu):
+    """Patches that let timing.time_ms run on a simulated GPU."""
+    patches = contextlib.ExitStack()
+    patches.enter_context(mock.patch.object(timing.runtime, "DEVICE", "cuda"))
+    patches.enter_context(mock.patch.multiple(timing.time, perf_counter=gpu.clock, sleep=gpu.sleep))
+    patches.enter_context(mock.patch.multiple(timing.torch, empty=gpu.empty))
+    patches.enter_context(mock.patch.multiple(timing.torch.cuda, Event=gpu.event, synchronize=gpu.synchronize))
+    return patches
+
+
+@pytest.mark.parametrize(("on_host", "on_gpu"), [(1e-5, 1e-3), (1e-3, 1e-3), (1e-3, 1e-5), (0.0, 1e-6)])
+def test_time_is_the_gpus_however_long_the_host_takes(on_host, on_gpu):
+    gpu = SimulatedGpu()
+
+    def two_kernels():
+        gpu.queue(on_host / 2, on_gpu / 2)
+        gpu.queue(on_host / 2, on_gpu / 2)
+
+    with simulated(gpu):
+        taken = timing.time_ms(two_kernels)
+    assert taken.median == pytest.approx(1e3 * on_gpu)
+    assert taken.host == pytest.approx(1e3 * on_host)
+    assert not taken.late
+
+
+def test_a_gpu_rests_and_warms_up_before_it_is_timed():
+    gpu = SimulatedGpu()
+    gpu.queue(0, 1.0)  # what came before
+    started, first = [], 1.12
+
+    def slow_for_100_ms():
+        started.append(gpu.now)
+        gpu.queue(1e-6, 1e-3 if max(gpu.now, gpu.busy_until) < first + 0.1 else 2e-3)
+
+    with simulated(gpu):
+        taken = timing.time_ms(slow_for_100_ms, repeat_ms=60)
+    assert started[0] == pytest.approx(first, abs=1e-3)
+    assert taken.fastest == pytest.approx(2)
+    assert gpu.busy_until < first + 0.3
+
+
+@pytest.mark.parametrize("on_gpu", [1e-4, 1.0])
+@pytest.mark.parametrize("on_host", [1e-4, 5e-3, 1.0])
+def test_a_host_that_cannot_be_in_time_is_told(on_host, on_gpu):
+    gpu, calls = SimulatedGpu(), []
+
+    def waits():
+        calls.append(gpu.now)
+        gpu.queue(on_host, on_gpu)
+        gpu.synchronize()
+        gpu.queue(on_host, on_gpu)
+
+    with simulated(gpu):
+        taken = timing.time_ms(waits)
+    assert taken.late
+    assert 0.99e3 * (2 * on_gpu + on_host) <= taken.median <= 1.01e3 * (2 * on_gpu + 2 * on_host)
+    assert taken.host >= 1.99e3 * on_host
+    assert len(calls) < 20 or on_host + on_gpu < 0.1, "long calls are not repeated in vain"
+
+
+def test_a_provider_that_refuses_stops_no_other():
+    errors = dict(
+        a=AssertionError("inputs must be bf16\nsecond line"), b=NotImplementedError(), c=timing.torch.OutOfMemoryError()
+    )
+
+    def time_ms(fn, **_):
+        return fn()
+
+    def refuse(error):
+        raise error
+
+    providers = {name: lambda error=error: refuse(error) for name, error in errors.items()}
+    providers["ours"] = lambda: timing.Timing(2.0, 1.0, 3.0, host=0.5)
+    with mock.patch.object(timing, "time_ms", time_ms):
+        rows = timing.measure(providers, rounds=2, seq=64)
+    assert [row.get("note") for row in rows] == ["inputs must be bf16", "NotImplementedError", "out of memory", None]
+    assert rows[-1]["ms"] == 2.0
+
+
+def test_the_interpreter_is_never_timed():
+    if not runtime.INTERPRETED:
+        pytest.skip("kernels are compiled here")
+    with pytest.raises(RuntimeError, match="needs a GPU"):
+        timing.time_ms(lambda: None)
+    assert records.main("phase1_softmax", [_double_kernel], lambda: [], []) == 1

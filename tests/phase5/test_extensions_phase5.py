@@ -1,0 +1,172 @@
+"""FP8, phase 5's larger exercise, in more shapes than its check can afford; and what other checks rest on."""
+
+import itertools
+from unittest import mock
+
+from common import make_qkv, runtime
+from common.measure import offline
+from common.verify.harness import Z_MAX
+from common.verify.reference import naive_attention
+from phase5_tuning import tuning_forward
+from phase5_tuning.checks.ex1_count_flops import executed as flops_of_the_check
+from phase5_tuning.checks.ex4_pick_tiles import BUDGET, COMPILED
+from phase5_tuning.checks.ex6_fp8 import check_quantized_attention, quantized, restored, rounding_z
+from phase5_tuning.configs import Config
+from phase5_tuning.solutions import (
+    ex1_count_flops,
+    ex2_fold_log2e,
+    ex3_split_causal_loop,
+    ex4_pick_tiles,
+    ex5_cross_head_store,
+    ex6_fp8,
+)
+from phase5_tuning.tuning_backward import attention_backward
+from phase5_tuning.tuning_forward import LADDER, attention_forward
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+# --- FP8 -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15)
+@given(
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 2),
+    seq_q=st.integers(1, 140),
+    seq_k=st.integers(1, 140),
+    head_dim=st.integers(1, 70),
+    is_causal=st.booleans(),
+    scale=st.sampled_from((None, 0.5, 0.0, -0.3)),
+    stretch=st.sampled_from((-20, 0, 20)),
+)
+def test_fp8_attention_of_any_shape(batch, heads, seq_q, seq_k, head_dim, is_causal, scale, stretch):
+    options = dict(is_causal=is_causal, scale=scale, stretch=stretch)
+    check_quantized_attention(ex6_fp8, batch, heads, seq_q, seq_k, head_dim, **options)
+
+
+@settings(max_examples=30)
+@given(
+    seq=st.integers(1, 140),
+    head_dim=st.integers(1, 40),
+    dtype=st.sampled_from(runtime.DTYPES),
+    exponent=st.integers(-12, 7),
+)
+def test_quantize_rounds_by_half_a_step(seq, head_dim, dtype, exponent):
+    t = make_qkv(1, 2, seq, head_dim, dtype=dtype)[0] * 2.0**exponent
+    t8, scales = ex6_fp8.quantize(t)
+    of_rows = scales.double().repeat_interleave(64, dim=2)[:, :, :seq, None]
+    error = (t8.double() * of_rows - t.double()).abs()
+    # Half a step of FP8, 2^-4 of the number or 2^-10 of the scale, and fp32's rounding of scale and quotient.
+    assert (error <= (2.0**-4 + 2.0**-22) * t.double().abs() + 2.0**-10 * of_rows).all()
+    assert t8.float().abs().max() == (448 if t.any() else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", ["bshd", "transposed", "sliced", "expanded"])
+def test_fp8_attention_takes_any_layout(layout, dtype):
+    q, k, v = make_qkv(1, 2, 70, 40, seq_k=100, dtype=dtype, layout=layout)
+    assert torch.equal(ex6_fp8.attention_fp8(q, k, v), ex6_fp8.attention_fp8(*(t.contiguous() for t in (q, k, v))))
+    assert rounding_z(ex6_fp8.attention_fp8(q, k, v), q, k, v) < Z_MAX
+
+
+def test_fp8_attention_without_keys_or_queries():
+    q, k, v = make_qkv(1, 2, 5, 16, seq_k=0)
+    assert torch.equal(ex6_fp8.attention_fp8(q, k, v), torch.zeros(q.shape, device=q.device))
+    q, k, v = make_qkv(1, 2, 0, 16, seq_k=5)
+    assert ex6_fp8.attention_fp8(q, k, v).shape == (1, 2, 0, 16)
+
+
+def test_fp8_refuses_what_it_cannot():
+    q, k, v = make_qkv(1, 2, 5, 16)
+    with pytest.raises(ValueError, match="k: expected"):
+        ex6_fp8.attention_fp8(q, k[..., :8], v)
+    with pytest.raises(TypeError, match="q: expected"):
+        ex6_fp8.attention_fp8(q.to(torch.float8_e4m3fn), k, v)
+
+
+def test_fp8_the_same_numbers_in_fp16_give_the_same_result():
+    """What GPUs without FP8 are given."""
+    pairs = [ex6_fp8.quantize(t) for t in make_qkv(1, 2, 70, 32)]
+    o = ex6_fp8.attention_quantized(*itertools.chain(*pairs), True)
+    wide = ex6_fp8.attention_quantized(*itertools.chain(*((t8.half(), scales) for t8, scales in pairs)), True)
+    off = 1e-5 if runtime.INTERPRETED else 2e-3  # Hopper's tensor cores add products of FP8 with fewer bits than fp32's
+    torch.testing.assert_close(o, wide, rtol=off, atol=off)
+
+
+def test_the_measure_of_rounding_errors_sees_a_wrong_result():
+    q, k, v = make_qkv(1, 1, 70, 32, dtype=torch.float32)
+    rounded = [restored(*quantized(t)) for t in (q, k, v)]
+    right = naive_attention(*rounded)[0]
+    assert 0.1 < rounding_z(right, q, k, v) < Z_MAX
+    assert rounding_z(naive_attention(*rounded[:2], 1.5 * rounded[2])[0], q, k, v) > Z_MAX
+
+
+# --- what the other checks rest on ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="the interpreter counts")
+@MASKS
+@pytest.mark.parametrize(("seq_q", "seq_k", "head_dim"), [(100, 70, 40), (33, 130, 16), (64, 64, 64)])
+def test_the_count_of_flops_is_what_the_kernels_execute(seq_q, seq_k, head_dim, is_causal):
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    q, k, v = make_qkv(1, 2, seq_q, head_dim, seq_k=seq_k)
+    o, lse = attention_forward(q, k, v, is_causal)
+    executed = 0
+    dot = builder.create_dot
+
+    def counting(a, b, *args, **kwargs):
+        nonlocal executed
+        executed += 2 * a.data.shape[0] * a.data.shape[1] * b.data.shape[1]
+        return dot(a, b, *args, **kwargs)
+
+    dkdv, dq = Config(32, 64, 4, 1), Config(64, 16, 4, 1)
+    with mock.patch.object(builder, "create_dot", counting):
+        attention_backward(q, k, v, o, lse, q, is_causal=is_causal, dkdv_config=dkdv, dq_config=dq)
+    tiles = (32, 64), (64, 16)
+    assert ex1_count_flops.executed_flops(1, 2, seq_q, seq_k, head_dim, is_causal, *tiles) == executed
+    assert flops_of_the_check(1, 2, seq_q, seq_k, head_dim, is_causal, *tiles) == executed
+
+
+@pytest.mark.skipif(triton.__version__ != "3.7.1", reason="recorded with Triton 3.7.1")
+def test_the_recorded_compiles_are_still_true():
+    """A third of them, as each takes half a second or more."""
+    rows = COMPILED[::3]
+    launches = []
+    for head_dim, *config, _, _, _ in rows:
+        q = torch.empty(1, 4, 512, head_dim, dtype=torch.float16, device=runtime.DEVICE)
+        with mock.patch.object(tuning_forward, "descriptors_allowed", return_value=True):
+            launches += offline.record_launches(
+                lambda q=q, config=config: attention_forward(q, q, q, True, rung=LADDER[-1], config=Config(*config))
+            )
+    for row, made in zip(rows, offline.compile_launches(launches, ["sm_90"]), strict=True):
+        assert made.error is None, made
+        assert (made.shared, made.registers, made.spills) == row[5:], row
+
+
+def test_within_the_budget_nothing_spills():
+    within = [row for row in COMPILED if ex4_pick_tiles.registers(Config(*row[1:5]), row[0]) <= BUDGET]
+    assert 0 < len(within) < len(COMPILED)
+    assert not any(spilled for *_, spilled in within)
+
+
+def test_the_kernels_compile_for_every_gpu():
+    q = torch.empty(1, 4, 128, 128, dtype=torch.float16, device=runtime.DEVICE)
+    scales = torch.ones(1, 4, 2, device=runtime.DEVICE)
+    launches = []
+    for module in (ex2_fold_log2e, ex3_split_causal_loop, ex5_cross_head_store):
+        launches += offline.record_launches(lambda module=module: module.attention(q, q, q, True))
+    launches += offline.record_launches(lambda: ex6_fp8.attention_quantized(*(q, scales) * 3, True))
+    made = offline.compile_launches(launches, ["sm_80", "sm_90", "gfx942"])
+    in_fp8 = offline.record_launches(lambda: ex6_fp8.attention_fp8(q, q, q, True))
+    made += offline.compile_launches(in_fp8, ["sm_89", "sm_90"])
+    for compiled in made:
+        assert compiled.error is None, compiled
+        assert compiled.shared <= offline.SHARED_LIMIT["gfx942" if compiled.target == "gfx942" else "sm_86"], compiled
+        assert compiled.spills <= 64, compiled
