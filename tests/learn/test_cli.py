@@ -121,11 +121,11 @@ def test_phases_are_found_by_number_and_folder():
 
 def test_a_module_reports_a_failure_with_its_exit_code(tmp_path):
     code = (
-        "from common import selfcheck, make_qkv, verify_results\n"
+        "from common import make_qkv, verify_results\nfrom common.verify import suite\n"
         "import sys\n"
         "q, k, v = make_qkv()\n"
         "wrong = lambda q, k, v, **_: 2 * q\n"
-        "case = selfcheck.Case('wrong on purpose', lambda: verify_results(wrong, q, k, v))\n"
+        "case = suite.Case('wrong on purpose', lambda: verify_results(wrong, q, k, v))\n"
         "sys.exit(suite.main('t', [case], sys.argv[1:]))\n"
     )
     table = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
