@@ -145,9 +145,8 @@ def test_the_readme_names_only_commands_that_exist():
     for command in re.findall(r"\bcourse ([a-z]+)", text.partition("## Commands")[2]):
         assert course(command, "--help").returncode == 0, f"course {command}"
     for module in re.findall(r"python -m ([\w.]+)", text):
-        assert Path(ROOT, *module.split(".")).with_suffix(".py").exists() or (ROOT / module / "__main__.py").exists(), (
-            module
-        )
+        path = ROOT.joinpath(*module.split("."))
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (ROOT / link).exists(), link
 
