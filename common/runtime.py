@@ -59,24 +59,6 @@ def to_kernel_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.to(KERNEL_DTYPE[t.dtype]) if t.dtype in KERNEL_DTYPE else t for t in written]
 
 
-def cast_like_sdpa(q, k, v) -> list:
-    """q, k, v cast as autocast casts SDPA's, if it is on; and as three tensors where one was given twice.
-
-    (torch.compile refuses an autograd.Function that gets the same tensor twice.) What no kernel takes is left as it is,
-    for validation to name.
-    """
-    made = []
-    for t in (q, k, v):
-        if isinstance(t, torch.Tensor):
-            device = t.device.type
-            if t.dtype in DTYPES and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
-                t = t.to(torch.get_autocast_dtype(device))
-            if t.layout == torch.strided and any(t is other for other in made):
-                t = t.view_as(t)
-        made.append(t)
-    return made
-
-
 _ONE_THREAD = threading.RLock()  # the interpreter keeps a program's index and much else in globals
 
 

@@ -16,6 +16,24 @@ def _describe(t: torch.Tensor) -> str:
     return f"shape {tuple(t.shape)}, {t.dtype}, {t.device}"
 
 
+def cast_like_sdpa(q, k, v) -> list:
+    """q, k, v cast as autocast casts SDPA's, if it is on; and as three tensors where one was given twice.
+
+    (torch.compile refuses an autograd.Function that gets the same tensor twice.) What no kernel takes is left as it is,
+    for validation to name.
+    """
+    made = []
+    for t in (q, k, v):
+        if isinstance(t, torch.Tensor):
+            device = t.device.type
+            if t.dtype in runtime.DTYPES and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+                t = t.to(torch.get_autocast_dtype(device))
+            if t.layout == torch.strided and any(t is other for other in made):
+                t = t.view_as(t)
+        made.append(t)
+    return made
+
+
 def check_tensor(name: str, t) -> None:
     """`t` is a dense tensor of a floating-point type and on a device that kernels can use here."""
     if not isinstance(t, torch.Tensor):

@@ -5,8 +5,21 @@ from phase2_tiling.tiling import (
     attention_resident,
     attention_tile_step,
     attention_unfused,
+    head_base,
+    load_tile,
     matmul,
+    store_tile,
     tile_pointers,
 )
 
-__all__ = ["attention", "attention_resident", "attention_tile_step", "attention_unfused", "matmul", "tile_pointers"]
+__all__ = [
+    "attention",
+    "attention_resident",
+    "attention_tile_step",
+    "attention_unfused",
+    "head_base",
+    "load_tile",
+    "matmul",
+    "store_tile",
+    "tile_pointers",
+]

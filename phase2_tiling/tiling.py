@@ -8,7 +8,8 @@ and at the end O = acc / l. Dao et al., arXiv 2205.14135 (FlashAttention); with 
 arXiv 2307.08691 (FlashAttention-2), Algorithm 1.
 
 Builds on: phase 1's `online_softmax_step`.
-Exports to later phases: `tile_pointers`, `attention_tile_step`.
+Exports to later phases: `load_tile`, `store_tile`, `head_base`, `attention_tile_step`; to exercises
+`tile_pointers`.
 """
 
 from common import runtime, validate
@@ -26,6 +27,33 @@ def tile_pointers(base_ptr, offs_row, offs_col, stride_row, stride_col):
     """Pointers to a tile of a strided matrix, (rows, cols). 64-bit: row * stride passes 2^31 sooner than one thinks."""
     rows = offs_row.to(tl.int64)[:, None] * stride_row
     return base_ptr + rows + offs_col.to(tl.int64)[None, :] * stride_col
+
+
+@triton.jit
+def load_tile(base_ptr, stride, offs_row, offs_col, rows, cols):
+    """The elements at (offs_row, offs_col) of a strided (rows, cols) matrix, 0 outside of it.
+
+    stride: a tuple whose last two entries are the steps to the next row and to the next column.
+    """
+    # 64-bit: row * stride passes 2^31 sooner than one thinks.
+    ptrs = base_ptr + offs_row.to(tl.int64)[:, None] * stride[-2]
+    ptrs += offs_col.to(tl.int64)[None, :] * stride[-1]
+    return tl.load(ptrs, mask=(offs_row < rows)[:, None] & (offs_col < cols)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(base_ptr, stride, offs_row, offs_col, rows, cols, tile):
+    """Write a tile to a strided (rows, cols) matrix in the matrix's dtype; nothing outside of it."""
+    ptrs = base_ptr + offs_row.to(tl.int64)[:, None] * stride[-2]
+    ptrs += offs_col.to(tl.int64)[None, :] * stride[-1]
+    inside = (offs_row < rows)[:, None] & (offs_col < cols)[None, :]
+    tl.store(ptrs, tile.to(base_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def head_base(base_ptr, stride, head, heads):
+    """The first element of one head of a (batch, heads, ...) tensor; `head` counts through the batch, 64-bit."""
+    return base_ptr + head // heads * stride[0] + head % heads * stride[1]
 
 
 @triton.jit
@@ -61,14 +89,10 @@ def _matmul_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start_k in range(0, k, BLOCK_K):
         offs_k = start_k + tl.arange(0, BLOCK_K)
-        in_a = (offs_m < m)[:, None] & (offs_k < k)[None, :]
-        in_b = (offs_k < k)[:, None] & (offs_n < n)[None, :]
-        a = tl.load(tile_pointers(a_ptr, offs_m, offs_k, stride_a[0], stride_a[1]), mask=in_a, other=0.0)
-        b = tl.load(tile_pointers(b_ptr, offs_k, offs_n, stride_b[0], stride_b[1]), mask=in_b, other=0.0)
+        a = load_tile(a_ptr, stride_a, offs_m, offs_k, m, k)
+        b = load_tile(b_ptr, stride_b, offs_k, offs_n, k, n)
         acc = tl.dot(a, b, acc, input_precision="ieee")
-    in_c = (offs_m < m)[:, None] & (offs_n < n)[None, :]
-    c_ptrs = tile_pointers(c_ptr, offs_m, offs_n, stride_c[0], stride_c[1])
-    tl.store(c_ptrs, (acc * scale).to(c_ptr.dtype.element_ty), mask=in_c)
+    store_tile(c_ptr, stride_c, offs_m, offs_n, m, n, acc * scale)
 
 
 @triton.jit
@@ -83,13 +107,11 @@ def _attention_resident_kernel(
     """
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
-    rows = (offs_m < seq_q)[:, None]  # (BLOCK_M, 1)
-    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[0], stride_q[1]), mask=rows, other=0.0)
+    q = load_tile(q_ptr, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, HEAD_DIM)
 
     offs_n = tl.arange(0, BLOCK_N)
-    cols = (offs_n < seq_k)[:, None]  # (BLOCK_N, 1)
-    k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[0], stride_k[1]), mask=cols, other=0.0)
-    v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[0], stride_v[1]), mask=cols, other=0.0)
+    k = load_tile(k_ptr, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, HEAD_DIM)
+    v = load_tile(v_ptr, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (BLOCK_M, BLOCK_N): whole rows of S
     s = tl.where((offs_n < seq_k)[None, :], s, float("-inf"))
     m_i = tl.max(s, axis=1)
@@ -97,9 +119,8 @@ def _attention_resident_kernel(
     l_i = tl.sum(p, axis=1)
     acc = tl.dot(p.to(v.dtype), v, input_precision="ieee")
 
-    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[0], stride_o[1])
-    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=rows)
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # no keys at all: o = 0
+    store_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
 
 
 @triton.jit
@@ -116,22 +137,19 @@ def _attention_tiled_kernel(
     """
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
-    rows = (offs_m < seq_q)[:, None]  # (BLOCK_M, 1)
-    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[0], stride_q[1]), mask=rows, other=0.0)
+    q = load_tile(q_ptr, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, HEAD_DIM)
 
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        cols = (offs_n < seq_k)[:, None]  # (BLOCK_N, 1)
-        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[0], stride_k[1]), mask=cols, other=0.0)
-        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[0], stride_v[1]), mask=cols, other=0.0)
+        k = load_tile(k_ptr, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, HEAD_DIM)
+        v = load_tile(v_ptr, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
         m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, (offs_n < seq_k)[None, :])
 
-    o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[0], stride_o[1])
-    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=rows)
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # no keys at all: o = 0
+    store_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
 
 
 # --- launchers and public functions --------------------------------------------------------------------------------

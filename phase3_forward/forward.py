@@ -4,11 +4,11 @@ The mathematics is phase 2's, unchanged. What is new is the bookkeeping that let
 more number per row: LSE = m + log(l), all that the backward pass needs to recompute P.
 Dao, arXiv 2307.08691 (FlashAttention-2), Algorithm 1.
 
-Builds on: phase 2's `tile_pointers` and `attention_tile_step`.
+Builds on: phase 2's `load_tile`, `store_tile`, `head_base` and `attention_tile_step`.
 """
 
 from common import runtime, validate
-from phase2_tiling.tiling import attention_tile_step, tile_pointers
+from phase2_tiling.tiling import attention_tile_step, head_base, load_tile, store_tile
 
 import torch
 import triton
@@ -34,17 +34,14 @@ def _attn_fwd_kernel(
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
     pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)  # 64-bit from here on: batch * stride can pass 2^31
-    b, h = pid_bh // heads_q, pid_bh % heads_q
-    q_ptr += b * stride_q[0] + h * stride_q[1]
-    k_ptr += b * stride_k[0] + (h // group) * stride_k[1]  # `group` query heads share one key head
-    v_ptr += b * stride_v[0] + (h // group) * stride_v[1]
-    o_ptr += b * stride_o[0] + h * stride_o[1]
+    q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
+    k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)  # `group` query heads share one key head
+    v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
+    o_head = head_base(o_ptr, stride_o, pid_bh, heads_q)
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    in_d = (offs_d < HEAD_DIM)[None, :]
-    rows = (offs_m < seq_q)[:, None] & in_d
-    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
+    q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
 
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -54,17 +51,15 @@ def _attn_fwd_kernel(
         end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
     for start_n in range(0, end_n, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        cols = (offs_n < seq_k)[:, None] & in_d
-        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
-        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+        k = load_tile(k_head, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, BLOCK_D)
+        v = load_tile(v_head, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
         visible = (offs_n < seq_k)[None, :]
         if IS_CAUSAL:  # as in SDPA, rows and columns are counted from the top left
             visible = visible & (offs_m[:, None] >= offs_n[None, :])
         m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible)
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: o = 0, lse = -inf
-    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[2], stride_o[3])
-    tl.store(o_ptrs, (acc / l_safe[:, None]).to(o_ptr.dtype.element_ty), mask=rows)
+    store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
     tl.store(lse_ptr + pid_bh * seq_q + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
 
 

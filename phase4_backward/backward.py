@@ -7,11 +7,11 @@ Math. With P_ij = exp(S_ij - LSE_i) and delta_i = sum_d dO_id O_id (FlashAttenti
 dQ sums over keys, dK and dV over queries: two kernels, each program owning the tile it writes. No atomics, so the
 result is the same bit for bit in every run.
 
-Builds on: phase 2's `tile_pointers`, phase 3's `attention_forward`.
+Builds on: phase 2's `load_tile`, `store_tile` and `head_base`, phase 3's `attention_forward`.
 """
 
 from common import runtime, validate
-from phase2_tiling.tiling import tile_pointers
+from phase2_tiling.tiling import head_base, load_tile, store_tile
 from phase3_forward.forward import attention_forward
 
 import torch
@@ -33,14 +33,12 @@ def _delta_kernel(
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
     pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
-    b, h = pid_bh // heads_q, pid_bh % heads_q
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    rows = (offs_m < seq_q)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    o_ptr += b * stride_o[0] + h * stride_o[1]
-    do_ptr += b * stride_do[0] + h * stride_do[1]
-    o = tl.load(tile_pointers(o_ptr, offs_m, offs_d, stride_o[2], stride_o[3]), mask=rows, other=0.0)
-    do = tl.load(tile_pointers(do_ptr, offs_m, offs_d, stride_do[2], stride_do[3]), mask=rows, other=0.0)
+    o_head = head_base(o_ptr, stride_o, pid_bh, heads_q)
+    do_head = head_base(do_ptr, stride_do, pid_bh, heads_q)
+    o = load_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
+    do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
     tl.store(delta_ptr + pid_bh * seq_q + offs_m, delta, mask=offs_m < seq_q)
 
@@ -75,15 +73,12 @@ def _attn_bwd_dkdv_kernel(
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     pid_n = tl.program_id(0) % tiles_n
     pid_bh = (tl.program_id(0) // tiles_n).to(tl.int64)
-    b, h_kv = pid_bh // heads_kv, pid_bh % heads_kv
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    in_d = (offs_d < HEAD_DIM)[None, :]
-    cols = (offs_n < seq_k)[:, None] & in_d
-    k_ptr += b * stride_k[0] + h_kv * stride_k[1]
-    v_ptr += b * stride_v[0] + h_kv * stride_v[1]
-    k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
-    v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+    k_head = head_base(k_ptr, stride_k, pid_bh, heads_kv)
+    v_head = head_base(v_ptr, stride_v, pid_bh, heads_kv)
+    k = load_tile(k_head, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, BLOCK_D)
+    v = load_tile(v_head, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
 
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -91,15 +86,14 @@ def _attn_bwd_dkdv_kernel(
     if IS_CAUSAL:  # queries before this tile's first key see none of it
         start = pid_n * BLOCK_N // BLOCK_M * BLOCK_M
     for g in range(0, group):
-        h = h_kv * group + g
-        q_head = q_ptr + b * stride_q[0] + h * stride_q[1]
-        do_head = do_ptr + b * stride_do[0] + h * stride_do[1]
-        row = (b * heads_kv * group + h) * seq_q
+        head = pid_bh * group + g  # a query head that shares this key head
+        q_head = head_base(q_ptr, stride_q, head, heads_kv * group)
+        do_head = head_base(do_ptr, stride_do, head, heads_kv * group)
+        row = head * seq_q
         for start_m in range(start, seq_q, BLOCK_M):
             offs_m = start_m + tl.arange(0, BLOCK_M)
-            rows = (offs_m < seq_q)[:, None] & in_d
-            q = tl.load(tile_pointers(q_head, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
-            do = tl.load(tile_pointers(do_head, offs_m, offs_d, stride_do[2], stride_do[3]), mask=rows, other=0.0)
+            q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
+            do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
             lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
             delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
             visible = (offs_m < seq_q)[:, None] & (offs_n < seq_k)[None, :]
@@ -109,12 +103,10 @@ def _attn_bwd_dkdv_kernel(
             dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
             dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision="ieee")
 
-    dk_ptr += b * stride_dk[0] + h_kv * stride_dk[1]
-    dv_ptr += b * stride_dv[0] + h_kv * stride_dv[1]
-    dk_ptrs = tile_pointers(dk_ptr, offs_n, offs_d, stride_dk[2], stride_dk[3])
-    dv_ptrs = tile_pointers(dv_ptr, offs_n, offs_d, stride_dv[2], stride_dv[3])
-    tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=cols)
-    tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=cols)
+    dk_head = head_base(dk_ptr, stride_dk, pid_bh, heads_kv)
+    dv_head = head_base(dv_ptr, stride_dv, pid_bh, heads_kv)
+    store_tile(dk_head, stride_dk, offs_n, offs_d, seq_k, HEAD_DIM, dk * scale)
+    store_tile(dv_head, stride_dv, offs_n, offs_d, seq_k, HEAD_DIM, dv)
 
 
 @triton.jit
@@ -133,19 +125,16 @@ def _attn_bwd_dq_kernel(
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
     pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
-    b, h = pid_bh // heads_q, pid_bh % heads_q
-    q_ptr += b * stride_q[0] + h * stride_q[1]
-    k_ptr += b * stride_k[0] + (h // group) * stride_k[1]
-    v_ptr += b * stride_v[0] + (h // group) * stride_v[1]
-    do_ptr += b * stride_do[0] + h * stride_do[1]
-    dq_ptr += b * stride_dq[0] + h * stride_dq[1]
+    q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
+    k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)
+    v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
+    do_head = head_base(do_ptr, stride_do, pid_bh, heads_q)
+    dq_head = head_base(dq_ptr, stride_dq, pid_bh, heads_q)
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    in_d = (offs_d < HEAD_DIM)[None, :]
-    rows = (offs_m < seq_q)[:, None] & in_d
-    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
-    do = tl.load(tile_pointers(do_ptr, offs_m, offs_d, stride_do[2], stride_do[3]), mask=rows, other=0.0)
+    q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
+    do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
     lse = tl.load(lse_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
     delta = tl.load(delta_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
 
@@ -155,17 +144,15 @@ def _attn_bwd_dq_kernel(
         end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
     for start_n in range(0, end_n, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        cols = (offs_n < seq_k)[:, None] & in_d
-        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
-        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+        k = load_tile(k_head, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, BLOCK_D)
+        v = load_tile(v_head, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
         visible = (offs_n < seq_k)[None, :]
         if IS_CAUSAL:
             visible = visible & (offs_m[:, None] >= offs_n[None, :])
         _, ds = recompute_tile(q, k, v, do, lse, delta, scale, visible)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
-    dq_ptrs = tile_pointers(dq_ptr, offs_m, offs_d, stride_dq[2], stride_dq[3])
-    tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows)
+    store_tile(dq_head, stride_dq, offs_m, offs_d, seq_q, HEAD_DIM, dq * scale)
 
 
 # --- launcher ------------------------------------------------------------------------------------------------------
@@ -302,7 +289,7 @@ def flash_attention(q, k, v, is_causal: bool = False, scale: float | None = None
 
     Under autocast the inputs are cast as SDPA's are. Works in torch.compile(fullgraph=True).
     """
-    q, k, v = runtime.cast_like_sdpa(q, k, v)
+    q, k, v = validate.cast_like_sdpa(q, k, v)
     scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
     if torch.compiler.is_compiling():  # torch.export loses the Function and keeps the operator
         return _forward_op(q, k, v, is_causal, scale)[0]

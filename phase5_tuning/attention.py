@@ -6,7 +6,7 @@ Builds on: this phase's `tuning_forward` and `tuning_backward`. The operator is 
 torch.compile takes whole, and an autograd.Function that saves q, k, v, o and the LSE.
 """
 
-from common import runtime, validate
+from common import validate
 from phase5_tuning.tuning_backward import attention_backward
 from phase5_tuning.tuning_forward import LADDER, attention_forward
 
@@ -126,7 +126,7 @@ def flash_attention(
         raise NotImplementedError("attn_mask: expected None; of masks only is_causal=True is supported")
     if dropout_p:
         raise NotImplementedError(f"dropout_p: expected 0, got {dropout_p}; phase 4's exercise 5 has a kernel for it")
-    query, key, value = runtime.cast_like_sdpa(query, key, value)
+    query, key, value = validate.cast_like_sdpa(query, key, value)
     validate.check_qkv(query, key, value, scale, is_causal, enable_gqa)
     if _traced(query, key, value):  # torch.export loses the Function and keeps the operator
         return _forward_op(query, key, value, is_causal, scale, LAST)[0]
