@@ -43,6 +43,8 @@ if _loaded_interpreted(sys.modules) not in (None, INTERPRETED):
     raise RuntimeError("TRITON_INTERPRET was changed after triton had been imported: set it before Python starts")
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
+recording = False  # True while common.measure.offline notes launches down instead of making them
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # The interpreter does bf16 arithmetic on the raw 16-bit integers and returns garbage without a word.
@@ -78,7 +80,9 @@ def on_device_of(tensor: torch.Tensor):
     """
     if INTERPRETED:
         return _ONE_THREAD
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return contextlib.nullcontext()
 
 
 def tile_sizes(head_dim: int, dtype: torch.dtype, *, backward: bool = False) -> dict[str, int]:

@@ -1,18 +1,16 @@
-"""`flash_attention` with SDPA's signature: the two tuned passes as one differentiable operator. What a user takes away.
+"""`flash_attention` with SDPA's signature: the two tuned passes as one differentiable operator.
 
     from phase5_tuning import flash_attention as scaled_dot_product_attention
 
-Builds on: this phase's `tuning_forward` and `tuning_backward`. The operator is made as in phase 4: two custom ops that
+Builds on: this phase's `forward` and `backward`. The operator is made as in phase 4: two custom ops that
 torch.compile takes whole, and an autograd.Function that saves q, k, v, o and the LSE.
 """
 
 from common import validate
-from phase5_tuning.tuning_backward import attention_backward
-from phase5_tuning.tuning_forward import LADDER, attention_forward
+from phase5_tuning.backward import attention_backward
+from phase5_tuning.forward import attention_forward
 
 import torch
-
-LAST = len(LADDER) - 1
 
 # --- autograd ------------------------------------------------------------------------------------------------------
 
@@ -30,27 +28,27 @@ def _traced(*tensors) -> bool:
 
 @torch.library.custom_op("flash_attention_course::tuned_forward", mutates_args=())
 def _forward_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None, rung: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return attention_forward(q, k, v, is_causal, scale, enable_gqa=True, rung=LADDER[rung])
+    return attention_forward(q, k, v, is_causal, scale, enable_gqa=True)
 
 
 @_forward_op.register_fake
-def _(q, k, v, is_causal, scale, rung):
+def _(q, k, v, is_causal, scale):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("flash_attention_course::tuned_backward", mutates_args=())
 def _backward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
-    dlse: torch.Tensor | None, is_causal: bool, scale: float | None, rung: int, needs_q: bool, needs_kv: bool,
+    dlse: torch.Tensor | None, is_causal: bool, scale: float | None, needs_q: bool, needs_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    grads = attention_backward(q, k, v, o, lse, do, dlse, is_causal, scale, (needs_q, needs_kv), LADDER[rung])
+    grads = attention_backward(q, k, v, o, lse, do, dlse, is_causal, scale, (needs_q, needs_kv))
     return tuple(t.new_empty(0) if g is None else g for t, g in zip((q, k, v), grads, strict=True))
 
 
 @_backward_op.register_fake
-def _(q, k, v, o, lse, do, dlse, is_causal, scale, rung, needs_q, needs_kv):
+def _(q, k, v, o, lse, do, dlse, is_causal, scale, needs_q, needs_kv):
     wanted = (q, needs_q), (k, needs_kv), (v, needs_kv)
     return tuple(t.new_empty(t.shape if needed else 0) for t, needed in wanted)
 
@@ -63,20 +61,20 @@ _backward_op.register_autograd(_no_second_derivative)
 
 
 class FlashAttention(torch.autograd.Function):
-    """`FlashAttention.apply(q, k, v, is_causal, scale, rung)` -> (o, lse), both differentiable.
+    """`FlashAttention.apply(q, k, v, is_causal, scale)` -> (o, lse), both differentiable.
 
-    Arguments and what is saved as in phase 4's; rung: an index into LADDER.
+    Arguments and what is saved as in phase 4's.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal=False, scale=None, rung=LAST):
+    def forward(ctx, q, k, v, is_causal=False, scale=None, enable_gqa=True):
         if _traced(q, k, v):
-            validate.check_qkv(q, k, v, scale, is_causal, enable_gqa=True)
-            o, lse = _forward_op(q, k, v, is_causal, scale, rung)
+            validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+            o, lse = _forward_op(q, k, v, is_causal, scale)
         else:
-            o, lse = attention_forward(q, k, v, is_causal, scale, enable_gqa=True, rung=LADDER[rung])
+            o, lse = attention_forward(q, k, v, is_causal, scale, enable_gqa)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options = is_causal, scale, rung
+        ctx.options = is_causal, scale
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -87,13 +85,12 @@ class FlashAttention(torch.autograd.Function):
             return (None,) * 6
         q, k, v, o, lse = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
-        is_causal, scale, rung = ctx.options
         wanted = needs[0], needs[1] or needs[2]
-        traced = _traced(q, k, v, o, lse, do, dlse)
-        if traced or torch.is_grad_enabled():  # create_graph: the operator refuses a second derivative
-            grads = _backward_op(q, k, v, o, lse, do, dlse, is_causal, scale, rung, *wanted)
+        if torch.is_grad_enabled() or _traced(q, k, v, o, lse, do, dlse):
+            # With create_graph too: the operator refuses a second derivative.
+            grads = _backward_op(q, k, v, o, lse, do, dlse, *ctx.options, *wanted)
         else:
-            grads = attention_backward(q, k, v, o, lse, do, dlse, is_causal, scale, wanted, LADDER[rung])
+            grads = attention_backward(q, k, v, o, lse, do, dlse, *ctx.options, wanted)
         return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), None, None, None
 
 
@@ -103,7 +100,9 @@ def _save_for_backward(ctx, inputs, output):
 
 
 # Who differentiates the operator itself, as an exported program does, gets the same backward pass.
-_forward_op.register_autograd(FlashAttention.backward, setup_context=_save_for_backward)
+_forward_op.register_autograd(
+    lambda ctx, do, dlse: FlashAttention.backward(ctx, do, dlse)[:5], setup_context=_save_for_backward
+)
 
 
 def flash_attention(
@@ -127,7 +126,9 @@ def flash_attention(
     if dropout_p:
         raise NotImplementedError(f"dropout_p: expected 0, got {dropout_p}; phase 4's exercise 5 has a kernel for it")
     query, key, value = validate.cast_like_sdpa(query, key, value)
-    validate.check_qkv(query, key, value, scale, is_causal, enable_gqa)
     if _traced(query, key, value):  # torch.export loses the Function and keeps the operator
-        return _forward_op(query, key, value, is_causal, scale, LAST)[0]
-    return FlashAttention.apply(query, key, value, is_causal, scale)[0]
+        validate.check_qkv(query, key, value, scale, is_causal, enable_gqa)
+        return _forward_op(query, key, value, is_causal, scale)[0]
+    if torch.is_grad_enabled():
+        return FlashAttention.apply(query, key, value, is_causal, scale, enable_gqa)[0]
+    return attention_forward(query, key, value, is_causal, scale, enable_gqa)[0]

@@ -1,7 +1,7 @@
 """What phase 5 must get right, small enough for the interpreter."""
 
+from functools import partial
 from itertools import zip_longest
-from unittest import mock
 
 from common import runtime
 from common.verify import verify_results
@@ -9,84 +9,65 @@ from common.verify.inputs import make_qkv, make_tensor
 from common.verify.suite import Case
 from phase5_tuning import configs
 from phase5_tuning.attention import FlashAttention
-from phase5_tuning.tuning_forward import LADDER, attention_forward
+from phase5_tuning.backward import attention_backward
+from phase5_tuning.forward import attention_forward
+from phase5_tuning.ladder import LADDER
 
 import torch
 
 
+class WithTiles(torch.autograd.Function):
+    """Both passes with given tiles: {"forward": Config, "dkdv": Config, "dq": Config}, each of which may be missing."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal, scale, chosen):
+        config = chosen.get("forward")
+        o, lse = attention_forward(q, k, v, is_causal, scale, enable_gqa=True, config=config)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = is_causal, scale, chosen
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, _):
+        is_causal, scale, chosen = ctx.options
+        tiles = dict(dkdv_config=chosen.get("dkdv"), dq_config=chosen.get("dq"))
+        return *attention_backward(*ctx.saved_tensors, do, None, is_causal, scale, **tiles), None, None, None
+
+
+def attention(q, k, v, *, is_causal, scale, enable_gqa):
+    return FlashAttention.apply(q, k, v, is_causal, scale)
+
+
+def case(what, *sizes, fn=attention, is_causal=False, scale=None, do_layout="bhsd", **inputs):
+    q, k, v = make_qkv(*sizes, **inputs)
+    generator = torch.Generator().manual_seed(1)
+    do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=generator)
+    options = dict(do=do, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return Case(what, lambda: verify_results(fn, q, k, v, **options))
+
+
+def with_tiles(chosen, q, k, v, *, is_causal, scale, enable_gqa):
+    return WithTiles.apply(q, k, v, is_causal, scale, chosen)
+
+
 def cases():
-    """The forward pass by itself, then both passes together."""
-    yield from forward_cases()
-    yield from both_cases()
-
-
-def forward_cases():
-    """What this module must get right, small enough for the interpreter."""
-
-    def case(what, *sizes, is_causal=False, scale=None, rung=LADDER[-1], config=None, **inputs):
-        def attention(q, k, v, **options):
-            return attention_forward(q, k, v, **options, rung=rung, config=config)
-
-        q, k, v = make_qkv(*sizes, **inputs)
-        options = dict(is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        return Case(what, lambda: verify_results(attention, q, k, v, **options))
-
-    for rung in LADDER[:-1]:  # the last one differs in the backward pass only
-        for mask in ("full", "causal"):
-            yield case(f"rung: {rung.name}, {mask}", 2, 2, 70, 64, seq_k=100, rung=rung, is_causal=mask == "causal")
-    for head_dim in (64, 128, 256):
-        for config in configs.CANDIDATES["forward"][head_dim]:
-            yield case(f"head_dim {head_dim}, {config}", 1, 2, 150, head_dim, seq_k=140, config=config, is_causal=True)
-    for dtype in runtime.DTYPES:
-        yield case(f"ragged, causal, {dtype}", 2, 2, 70, 64, seq_k=100, dtype=dtype, is_causal=True)
-    for head_dim in (16, 40, 80):
-        yield case(f"head_dim {head_dim}", 1, 2, 70, head_dim, is_causal=True)
-    yield case("fewer keys than queries", 1, 2, 150, 64, seq_k=70, is_causal=True)
-    yield case("grouped heads 6 / 2", 2, 6, 70, 64, heads_kv=2, is_causal=True)
-    for layout in ("bshd", "transposed", "sliced", "expanded"):
-        yield case(f"{layout} memory", 2, 3, 70, 64, layout=layout, is_causal=True)
-    yield case("NaN all around", 2, 2, 65, 80, poison=True, is_causal=True)
-    for head_dim in (64, 59):  # with an axis of one, rows need not be aligned
-        yield case(f"one query, one key, head_dim {head_dim}", 1, 1, 1, head_dim)
-    yield case("no keys", 1, 2, 17, 64, seq_k=0)
-    for kind in ("positive", "peaked", "flat", "large", "low"):
-        yield case(f"{kind} inputs", 1, 2, 100, 64, kind=kind, is_causal=True)
-    yield case("scale 0", 1, 2, 70, 64, scale=0.0)
-    yield case("negative scale", 1, 2, 70, 64, scale=-0.5, is_causal=True)
-
-
-def both_cases():
-    """What the tuned passes must get right together, small enough for the interpreter."""
-
-    def case(what, *sizes, is_causal=False, scale=None, do_layout="bhsd", rung=LADDER[-1], tiles=None, **inputs):
-        q, k, v = make_qkv(*sizes, **inputs)
-        do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1))
-        options = dict(do=do, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-
-        def attention(q, k, v, *, is_causal, scale, enable_gqa):
-            return FlashAttention.apply(q, k, v, is_causal, scale, LADDER.index(rung))
-
-        def run():
-            chosen = (lambda kind, *_, **__: tiles[kind]) if tiles else configs.choose
-            with mock.patch.object(configs, "choose", chosen):
-                return verify_results(attention, q, k, v, **options)
-
-        return Case(what, run)
-
     for rung in LADDER:
         for mask in ("full", "causal"):
-            yield case(f"rung: {rung.name}, {mask}", 2, 2, 70, 64, seq_k=100, rung=rung, is_causal=mask == "causal")
+            what, is_causal = f"rung: {rung.name}, {mask}", mask == "causal"
+            yield case(what, 2, 2, 70, 64, seq_k=100, fn=rung.attention, is_causal=is_causal)
     for head_dim in (64, 128, 256):
-        for dkdv, dq in zip_longest(*(configs.CANDIDATES[kind][head_dim] for kind in ("dkdv", "dq"))):
-            dkdv, dq = dkdv or dq, dq or dkdv
-            tiles = dict(forward=configs.CANDIDATES["forward"][head_dim][0], dkdv=dkdv, dq=dq)
-            what = f"head_dim {head_dim}, tiles {dkdv.BLOCK_M}x{dkdv.BLOCK_N}, {dq.BLOCK_M}x{dq.BLOCK_N}"
-            yield case(what, 1, 2, 150, head_dim, seq_k=140, tiles=tiles, is_causal=True)
+        kinds = {kind: configs.row(kind, head_dim, torch.float16, True).configs for kind in ("forward", "dkdv", "dq")}
+        for group in zip_longest(*kinds.values()):
+            chosen = {kind: config for kind, config in zip(kinds, group, strict=True) if config}
+            what = f"head_dim {head_dim}, tiles " + ", ".join(f"{c.BLOCK_M} x {c.BLOCK_N}" for c in chosen.values())
+            yield case(what, 1, 2, 150, head_dim, seq_k=140, fn=partial(with_tiles, chosen), is_causal=True)
     for dtype in runtime.DTYPES:
         yield case(f"ragged, causal, {dtype}", 2, 2, 70, 64, seq_k=100, dtype=dtype, is_causal=True)
     for head_dim in (16, 40, 80):
         yield case(f"head_dim {head_dim}", 1, 2, 70, head_dim, is_causal=True)
     yield case("fewer keys than queries", 1, 2, 150, 64, seq_k=70, is_causal=True)
+    yield case("more keys than queries", 1, 2, 70, 64, seq_k=150, is_causal=True)
     yield case("grouped heads 6 / 2", 2, 6, 70, 64, heads_kv=2, is_causal=True)
     for layout in ("bshd", "transposed", "sliced"):
         yield case(f"{layout} memory", 2, 3, 70, 64, layout=layout, do_layout=layout, is_causal=True)
@@ -95,7 +76,8 @@ def both_cases():
     for head_dim in (64, 59):  # with an axis of one, rows need not be aligned
         yield case(f"one query, one key, head_dim {head_dim}", 1, 1, 1, head_dim)
     yield case("no keys", 1, 2, 17, 64, seq_k=0)
+    yield case("no queries", 1, 2, 0, 64, seq_k=17)
     for kind in ("positive", "peaked", "flat", "large", "low"):
         yield case(f"{kind} inputs", 1, 2, 100, 64, kind=kind, is_causal=True)
-    yield case("scale 0", 1, 2, 70, 64, scale=0.0)
-    yield case("negative scale", 1, 2, 70, 64, scale=-0.5, is_causal=True)
+    for scale in (0.0, -0.5):
+        yield case(f"scale {scale}", 1, 2, 70, 64, scale=scale, is_causal=True)

@@ -1,19 +1,18 @@
-"""Which tiles, how many warps, how many stages: few candidates, chosen by measurement once for a GPU, then remembered.
+"""Which tiles, how many warps, how many stages: a table for the GPU that was measured, a trial on any other.
 
-    config = choose("forward", launch, rows=16 * 4096, head_dim=64, dtype=q.dtype, is_causal=True, tma=True, rung=rung)
+    config = choose("forward", head_dim, dtype, tma, is_causal, tiles, launch)
 
-For GPUs that were measured the choice is shipped (CHOSEN), so that a first call costs nothing; on any other, the
-candidates are timed with the call at hand, once for a GPU with little to do and once for a busy one. A candidate that
-the GPU has too little shared memory for is passed over; the last one, of phases 3 and 4, fits every GPU that Triton
-supports (compute capability 8.0 and later).
+A kernel is "forward", "dkdv" or "dq". A GPU that the table does not know times the table's configs with the call at
+hand, once when it is busy and once when it has little to do. A config that the GPU has no room for is passed over; the
+last candidate, of phases 3 and 4, fits every GPU that Triton supports (compute capability 8.0 and later).
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
 from common import runtime
-from common.measure import timing
+from common.measure.timing import time_ms
 
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
@@ -36,72 +35,70 @@ class Config:
         limit = f", at most {self.maxnreg} registers" if self.maxnreg else ""
         return f"{self.BLOCK_M} x {self.BLOCK_N}, {self.num_warps} warps, stages: {self.num_stages}{limit}"
 
+    @property
+    def tiles(self) -> dict[str, int]:
+        return dict(BLOCK_M=self.BLOCK_M, BLOCK_N=self.BLOCK_N)
+
+    @property
     def options(self) -> dict[str, int]:
-        options = dict(vars(self))
-        if self.maxnreg is None or torch.version.hip:
-            del options["maxnreg"]
-        return options
+        """Launch options, as Triton names them."""
+        options = dict(num_warps=self.num_warps, num_stages=self.num_stages)
+        return options | dict(maxnreg=self.maxnreg) if self.maxnreg and not torch.version.hip else options
 
 
-# By kernel and padded head_dim, fp16 and bf16: what won somewhere on an H200 among 6 to 14 shapes, or came close to it.
-CANDIDATES = {
-    "forward": {
-        64: [Config(64, 128, 4, 2), Config(64, 128, 4, 1, maxnreg=128), Config(64, 128, 4, 3), Config(128, 64, 4, 3)],
-        128: [Config(64, 128, 4, 1), Config(128, 64, 4, 2), Config(64, 64, 4, 3), Config(128, 64, 8, 3)],
-        256: [Config(64, 128, 4, 1), Config(128, 64, 8, 2), Config(64, 64, 4, 2)],
-    },
-    "dkdv": {
-        64: [Config(64, 64, 4, 2), Config(64, 64, 4, 3), Config(128, 64, 4, 2)],
-        128: [Config(64, 64, 4, 2), Config(64, 64, 4, 3), Config(64, 128, 8, 2)],
-        256: [Config(64, 64, 8, 2), Config(64, 32, 4, 1)],
-    },
-    "dq": {
-        64: [Config(64, 64, 4, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 3)],
-        128: [Config(64, 64, 4, 2), Config(64, 64, 4, 3), Config(128, 64, 8, 3)],
-        256: [Config(128, 64, 8, 1), Config(128, 32, 8, 2), Config(64, 32, 4, 2), Config(64, 32, 4, 1)],
-    },
+@dataclass(frozen=True)
+class Choice:
+    """The configs of one kernel: under a full and under a causal mask, and where programs are few.
+
+    Few programs have few neighbors to work while one of them waits, so that more stages pay. They are few up to
+    few_full or few_causal tiles of 64 rows for each multiprocessor, counted over batch, heads and sequence.
+    """
+
+    full: Config
+    causal: Config
+    few: Config | None = None
+    few_full: float = 0
+    few_causal: float = 0
+
+    def pick(self, is_causal: bool, tiles: float) -> Config:
+        """The config for a call with so many tiles of 64 rows for each multiprocessor."""
+        few = tiles <= (self.few_causal if is_causal else self.few_full)
+        return self.few if few else self.causal if is_causal else self.full
+
+    @property
+    def configs(self) -> list[Config]:
+        """The different configs, the likeliest first."""
+        return [c for c in dict.fromkeys((self.full, self.causal, self.few)) if c]
+
+
+def _same(config: Config, few: Config | None = None, few_full: float = 0, few_causal: float = 0) -> Choice:
+    return Choice(config, config, few, few_full, few_causal)
+
+
+# Won on an H200, or within the noise of what won. By kernel, padded head_dim, and whether descriptors fetch the tiles.
+TABLE = {
+    ("forward", 64, True): _same(Config(64, 128, 4, 1, maxnreg=128), Config(64, 128, 4, 3), 3, 8),
+    ("forward", 64, False): Choice(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 128, 4, 3), 2, 2),
+    ("forward", 128, True): _same(Config(64, 128, 4, 1), Config(64, 64, 4, 3), 4, 8),
+    ("forward", 128, False): Choice(Config(128, 64, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3), 1, 1),
+    ("forward", 256, True): _same(Config(64, 128, 4, 1), Config(64, 64, 4, 2), 1, 2),
+    ("forward", 256, False): _same(Config(128, 64, 8, 2)),
+    ("dkdv", 64, True): _same(Config(128, 64, 4, 2)),
+    ("dkdv", 64, False): Choice(Config(128, 64, 4, 2), Config(64, 64, 4, 3)),
+    ("dkdv", 128, True): _same(Config(64, 64, 4, 2), Config(64, 64, 4, 3), 1, 2),
+    ("dkdv", 128, False): _same(Config(64, 64, 4, 2)),
+    ("dkdv", 256, True): _same(Config(64, 64, 8, 2)),
+    ("dkdv", 256, False): _same(Config(64, 64, 8, 2)),
+    ("dq", 64, True): _same(Config(64, 64, 4, 2), Config(64, 64, 4, 3), 2, 8),
+    ("dq", 64, False): Choice(Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
+    ("dq", 128, True): _same(Config(64, 64, 4, 2), Config(64, 64, 4, 3), 1, 2),
+    ("dq", 128, False): Choice(Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
+    ("dq", 256, True): _same(Config(128, 64, 8, 1), Config(64, 32, 4, 2), 1, 2),
+    ("dq", 256, False): _same(Config(128, 32, 8, 2)),
 }
-# In fp32, products run on ordinary cores and want small tiles: the plain ones, with one exception.
-CANDIDATES_FP32 = {("forward", 64): [Config(64, 64, 4, 1)]}
-HOPPER = (9, 0)  # compute capability of H100 and H200
-# What won there under a full and under a causal mask, or was within the noise of it: by kernel, padded head_dim, and
-# whether descriptors fetch tiles.
-CHOSEN = {
-    (HOPPER, "forward", 64, True): (Config(64, 128, 4, 1, maxnreg=128), Config(64, 128, 4, 1, maxnreg=128)),
-    (HOPPER, "forward", 64, False): (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
-    (HOPPER, "forward", 128, True): (Config(64, 128, 4, 1), Config(64, 128, 4, 1)),
-    (HOPPER, "forward", 128, False): (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
-    (HOPPER, "forward", 256, True): (Config(64, 128, 4, 1), Config(64, 128, 4, 1)),
-    (HOPPER, "forward", 256, False): (Config(128, 64, 8, 2), Config(128, 64, 8, 2)),
-    (HOPPER, "dkdv", 64, True): (Config(128, 64, 4, 2), Config(128, 64, 4, 2)),
-    (HOPPER, "dkdv", 64, False): (Config(128, 64, 4, 2), Config(64, 64, 4, 3)),
-    (HOPPER, "dkdv", 128, True): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
-    (HOPPER, "dkdv", 128, False): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
-    (HOPPER, "dkdv", 256, True): (Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
-    (HOPPER, "dkdv", 256, False): (Config(64, 64, 8, 2), Config(64, 64, 8, 2)),
-    (HOPPER, "dq", 64, True): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
-    (HOPPER, "dq", 64, False): (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
-    (HOPPER, "dq", 128, True): (Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
-    (HOPPER, "dq", 128, False): (Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
-    (HOPPER, "dq", 256, True): (Config(128, 64, 8, 1), Config(128, 64, 8, 1)),
-    (HOPPER, "dq", 256, False): (Config(128, 32, 8, 2), Config(128, 32, 8, 2)),
-}
-CHOSEN_FP32 = {(HOPPER, "forward", 64, False): (Config(64, 64, 4, 1), Config(64, 64, 4, 1))}
-# What won where programs are too few to fill the GPU: with fewer neighbors to work while one waits, more stages pay (in
-# fp32, smaller tiles). And up to how many rows for each multiprocessor it is taken, under a full and a causal mask.
-FEW = {
-    (HOPPER, "forward", 64, True): (Config(64, 128, 4, 3), (192, 512)),
-    (HOPPER, "forward", 64, False): (Config(64, 128, 4, 3), (128, 128)),
-    (HOPPER, "forward", 128, True): (Config(64, 64, 4, 3), (256, 512)),
-    (HOPPER, "forward", 128, False): (Config(64, 64, 4, 3), (64, 64)),
-    (HOPPER, "forward", 256, True): (Config(64, 64, 4, 2), (64, 128)),
-    (HOPPER, "dkdv", 128, True): (Config(64, 64, 4, 3), (64, 128)),
-    (HOPPER, "dq", 64, True): (Config(64, 64, 4, 3), (128, 512)),
-    (HOPPER, "dq", 128, True): (Config(64, 64, 4, 3), (64, 128)),
-    (HOPPER, "dq", 256, True): (Config(64, 32, 4, 2), (64, 128)),
-}
-FEW_FP32 = {(HOPPER, "forward", 64, False): (Config(32, 32, 4, 1), (64, 32))}
-FEW_ROWS = (256, 512)  # up to which a GPU that is not known counts as not busy
+# In fp32, products run on ordinary cores and want the small tiles of phases 3 and 4, with one exception.
+TABLE_FP32 = {("forward", 64, False): _same(Config(64, 64, 4, 1), Config(32, 32, 4, 1), 1, 0.5)}
+FEW = 4, 8  # tiles of 64 rows for each multiprocessor, full and causal, up to which an unknown GPU counts as idle
 _measured = {}
 
 
@@ -110,111 +107,105 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def plain(kind: str, head_dim: int, dtype: torch.dtype) -> Config:
-    """The tiles of phases 3 and 4: fit every GPU that Triton supports."""
-    return Config(**runtime.tile_sizes(head_dim, dtype, backward=kind != "forward"))
+def plain(kernel: str, head_dim: int, dtype: torch.dtype) -> Config:
+    """The tiles of phases 3 and 4: they fit every GPU that Triton supports."""
+    return Config(**runtime.tile_sizes(head_dim, dtype, backward=kernel != "forward"))
 
 
-def candidates(kind: str, head_dim: int, dtype: torch.dtype) -> list[Config]:
-    """What is worth measuring, likeliest first."""
-    width = max(64, padded(head_dim))
-    found = CANDIDATES_FP32.get((kind, width), []) if dtype == torch.float32 else CANDIDATES[kind][width]
-    return [*found, plain(kind, head_dim, dtype)]
+def row(kernel: str, head_dim: int, dtype: torch.dtype, tma: bool) -> Choice | None:
+    """The table's row for a kernel; None where phases 3 and 4 have the best tiles."""
+    table = TABLE_FP32 if dtype == torch.float32 else TABLE
+    return table.get((kernel, max(64, padded(head_dim)), tma))
+
+
+def candidates(kernel: str, head_dim: int, dtype: torch.dtype, tma: bool) -> list[Config]:
+    """The configs worth trying, the likeliest first; the last one fits everywhere."""
+    known = row(kernel, head_dim, dtype, tma)
+    return [*(known.configs if known else []), plain(kernel, head_dim, dtype)]
 
 
 def choose(
-    kind: str,
+    kernel: str, head_dim: int, dtype: torch.dtype, tma: bool, is_causal: bool, tiles: int,
     launch: Callable[[Config], object],
-    *,
-    rows: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    is_causal: bool,
-    tma: bool,
-    rung: Hashable,
-    precision: str = "ieee",
-) -> Config:
-    """The config for a kernel ("forward", "dkdv" or "dq"), so that launch(config) can run it.
+) -> Config:  # fmt: skip
+    """The config for a kernel, so that launch(config) can run it.
 
-    rows: batch heads seq_q, or for dkdv batch heads_kv seq_k, with seq in whole tiles: how much can be done at once.
-    The last bits of a result may depend on it, as tiles may. tma: tiles are fetched by descriptors. What is measured
-    for a rung or a precision counts for no other.
+    tma: descriptors fetch the tiles. tiles: how many there are of 64 rows in batch x heads x sequence, of keys for
+    "dkdv", else of queries. The last bits of a result may depend on it, as they depend on the config.
 
-    Interpreted, without memory to measure in, and while a CUDA graph is being captured on a GPU that is not known,
-    nothing is measured: the last one is taken, which fits everywhere.
+    Interpreted, and while a CUDA graph is captured on an unknown GPU, nothing is measured: the tiles of phases 3 and 4
+    are taken. Without memory to measure in, too.
     """
-    found = candidates(kind, head_dim, dtype)
-    if runtime.DEVICE != "cuda" or len(found) == 1:
-        return found[-1]
+    known = row(kernel, head_dim, dtype, tma)
+    if runtime.DEVICE != "cuda" or known is None:
+        return plain(kernel, head_dim, dtype)
     device = torch.cuda.current_device()
-    each = rows / multiprocessors(device)
-    case = device, dtype, kind, padded(head_dim), is_causal, tma, rung, precision, each <= FEW_ROWS[is_causal]
-    known = _measured.get(case)
-    if torch.version.hip is None:  # AMD counts its generations in the same numbers
-        chosen, few = (CHOSEN_FP32, FEW_FP32) if dtype == torch.float32 else (CHOSEN, FEW)
-        shipped = capability(device), kind, max(64, padded(head_dim)), tma
-        if shipped in chosen:
-            config, limits = few.get(shipped, (None, (0, 0)))
-            known = config if each <= limits[is_causal] else chosen[shipped][is_causal]
-    if known or torch.cuda.is_current_stream_capturing():
-        return known or found[-1]
-    try:
-        _measured[case] = best = measured(found, launch)
-    except torch.cuda.OutOfMemoryError:
-        return found[-1]
-    return best
-
-
-def measured(found: list[Config], launch: Callable[[Config], object]) -> Config:
-    """The fastest of the configs that compile and that this GPU has room for.
-
-    Raises RuntimeError if it has room for none, and the assembler's error if none of the others compiles.
-    """
-    times, refused, lacks = {}, None, ""
-    for config in found:
+    each = tiles / multiprocessors(device)
+    if was_measured(device):
+        return known.pick(is_causal, each)
+    case = device, kernel, padded(head_dim), dtype, is_causal, tma, each <= FEW[is_causal]
+    if case not in _measured:
+        if torch.cuda.is_current_stream_capturing():
+            return plain(kernel, head_dim, dtype)
         try:
-            # Until its clock has settled, a GPU shows what the candidate before has left of it.
-            taken = timing.time_ms(lambda: launch(config), rest_ms=0, warmup_ms=100, repeat_ms=50)  # noqa: B023
-            times[config] = taken.median
+            _measured[case] = fastest(launch, candidates(kernel, head_dim, dtype, tma))
+        except torch.cuda.OutOfMemoryError:
+            return plain(kernel, head_dim, dtype)
+    return _measured[case]
+
+
+def fastest(launch: Callable[[Config], object], configs: Iterable[Config]) -> Config:
+    """The config with which launch(config) takes the least time, among those that compile and fit this GPU.
+
+    Raises as `fitting` does.
+    """
+    times = {}
+    for config in configs:
+        try:
+            # Until its clock has settled, a GPU shows what the config before has left of it.
+            run = lambda config=config: launch(config)  # noqa: E731
+            times[config] = time_ms(run, rest_ms=0, warmup_ms=100, repeat_ms=50).median
+        except (OutOfResources, PTXASError):
+            continue
+    return min(times, key=times.get) if times else fitting(launch, configs)
+
+
+def fitting(launch: Callable[[Config], object], configs: Iterable[Config]) -> Config:
+    """The first config with which launch(config) runs on this GPU; it has run then.
+
+    Raises the assembler's error where a config does not compile and none runs, else RuntimeError.
+    """
+    refused, lacks = None, ""
+    for config in configs:
+        try:
+            launch(config)
+            return config
         except OutOfResources as error:
             lacks = error.name
         except PTXASError as error:
             refused = error
-    if not times:
-        raise refused or _nothing_fits(found, lacks)
-    return min(times, key=times.get)
-
-
-def launch_fitting(launch: Callable[[Config], object], config: Config, kind: str, t: torch.Tensor) -> object:
-    """launch(config); or, if this GPU has too little shared memory for that, with the likeliest candidate that fits.
-
-    What fitted when it was measured may not fit now, or not compile: how much a tile needs depends on the mask, on
-    strides and on head_dim as well. kind, t: the kernel ("forward", "dkdv" or "dq"), and a tensor of the head_dim and
-    dtype that it works on. Raises as `measured` does.
-    """
-    tried, refused, lacks = [config, *candidates(kind, t.shape[3], t.dtype)], None, ""
-    for tile in tried:
-        try:
-            return launch(tile)
-        except OutOfResources as error:
-            lacks = error.name
-        except PTXASError as error:
-            refused = error
-    raise refused or _nothing_fits(tried, lacks)
-
-
-def _nothing_fits(tried: list[Config], lacks: str) -> RuntimeError:
-    sizes = ", ".join(dict.fromkeys(f"{c.BLOCK_M} x {c.BLOCK_N}" for c in tried))
-    return RuntimeError(f"no tile fits this GPU's {lacks} (tried {sizes}); a smaller head_dim needs less")
+    sizes = ", ".join(dict.fromkeys(f"{c.BLOCK_M} x {c.BLOCK_N}" for c in configs))
+    message = f"no tile fits this GPU's {lacks} (tried {sizes}); a smaller head_dim needs less"
+    raise refused or RuntimeError(message)
 
 
 @cache
-def capability(device: int | torch.device) -> tuple[int, int]:
+def was_measured(device: int) -> bool:
+    """True for the chip that the table is from: Hopper with 132 multiprocessors, as H200, H100 SXM and GH200 have it.
+
+    An H20 and an H100 PCIe have the same compute capability, and fewer multiprocessors.
+    """
+    hopper = torch.version.hip is None and capability(device) == (9, 0)  # AMD counts in the same numbers
+    return hopper and multiprocessors(device) == 132
+
+
+@cache
+def capability(device: int) -> tuple[int, int]:
     """Compute capability of a GPU, remembered: asking takes a few microseconds."""
     return torch.cuda.get_device_capability(device)
 
 
 @cache
-def multiprocessors(device: int | torch.device) -> int:
+def multiprocessors(device: int) -> int:
     """How many programs, at least, run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count

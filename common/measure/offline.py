@@ -113,7 +113,11 @@ def record_launches(call: Callable[[], object]) -> list[Launch]:
         from triton.runtime.interpreter import InterpretedFunction as Kernel
     else:
         from triton.runtime.jit import JITFunction as Kernel
-    with mock.patch.object(Kernel, "run", record), mock.patch.dict(runtime.KERNEL_DTYPE, clear=True):
+    with (
+        mock.patch.object(Kernel, "run", record),
+        mock.patch.object(runtime, "recording", True),
+        mock.patch.dict(runtime.KERNEL_DTYPE, clear=True),
+    ):
         call()
     return launches
 
