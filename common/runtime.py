@@ -61,6 +61,7 @@ def to_kernel_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.to(KERNEL_DTYPE[t.dtype]) if t.dtype in KERNEL_DTYPE else t for t in written]
 
 
+_NO_SWITCH = contextlib.nullcontext()
 _ONE_THREAD = threading.RLock()  # the interpreter keeps a program's index and much else in globals
 
 
@@ -82,7 +83,7 @@ def on_device_of(tensor: torch.Tensor):
         return _ONE_THREAD
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
-    return contextlib.nullcontext()
+    return _NO_SWITCH
 
 
 def tile_sizes(head_dim: int, dtype: torch.dtype, *, backward: bool = False) -> dict[str, int]:

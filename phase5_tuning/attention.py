@@ -86,7 +86,7 @@ class FlashAttention(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         wanted = needs[0], needs[1] or needs[2]
-        if torch.is_grad_enabled() or _traced(q, k, v, o, lse, do, dlse):
+        if torch.is_grad_enabled() or _traced(do, dlse):
             # With create_graph too: the operator refuses a second derivative.
             grads = _backward_op(q, k, v, o, lse, do, dlse, *ctx.options, *wanted)
         else:

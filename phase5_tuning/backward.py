@@ -167,7 +167,7 @@ def _plan(
 
 def _empty(t: torch.Tensor) -> torch.Tensor:
     """Memory for the gradient of t, contiguous."""
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 def _as_kernels_take(q, k, v, o, lse, do, dlse) -> list:

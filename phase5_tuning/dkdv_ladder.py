@@ -152,8 +152,9 @@ def _attn_bwd_dkdv_edges_kernel(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
             s = s * scale2 - lse[:, None]
             if IS_CAUSAL or RAGGED:
-                # The last key that a query sees.
-                last_n = tl.where(offs_m < seq_q, offs_m if IS_CAUSAL else seq_k, -1)
+                last_n = offs_m if IS_CAUSAL else tl.full((BLOCK_M,), seq_k, tl.int32)  # that a query sees
+                if RAGGED:
+                    last_n = tl.where(offs_m < seq_q, last_n, -1)
                 s = tl.where(last_n[:, None] >= offs_n[None, :], s, float("-inf"))
             p = tl.exp2(s)
             do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
@@ -210,8 +211,9 @@ def _attn_bwd_dkdv_transposed_kernel(
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
             s = s * scale2 - lse[None, :]
             if IS_CAUSAL or RAGGED:
-                # The last key that a query sees.
-                last_n = tl.where(offs_m < seq_q, offs_m if IS_CAUSAL else seq_k, -1)
+                last_n = offs_m if IS_CAUSAL else tl.full((BLOCK_M,), seq_k, tl.int32)  # that a query sees
+                if RAGGED:
+                    last_n = tl.where(offs_m < seq_q, last_n, -1)
                 s = tl.where(last_n[None, :] >= offs_n[:, None], s, float("-inf"))
             p = tl.exp2(s)
             do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
@@ -264,8 +266,9 @@ def _attn_bwd_dkdv_descriptors_kernel(
             s = tl.dot(k, tl.trans(q))  # (BLOCK_N, BLOCK_M)
             s = s * scale2 - lse[None, :]
             if IS_CAUSAL or RAGGED:
-                # The last key that a query sees.
-                last_n = tl.where(offs_m < seq_q, offs_m if IS_CAUSAL else seq_k, -1)
+                last_n = offs_m if IS_CAUSAL else tl.full((BLOCK_M,), seq_k, tl.int32)  # that a query sees
+                if RAGGED:
+                    last_n = tl.where(offs_m < seq_q, last_n, -1)
                 s = tl.where(last_n[None, :] >= offs_n[:, None], s, float("-inf"))
             p = tl.exp2(s)
             do = do_desc.load([b, h, start_m, 0]).reshape(BLOCK_M, BLOCK_D)

@@ -63,28 +63,29 @@ def attention_forward(
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """A function of q, k and v, for all calls of one kind. sign: of the scale; as_given: no input is converted."""
+    """A function of q, k and v for all calls of one kind.
+
+    rows: the shape of the LSE. sign: of the scale. as_given: no input is converted.
+    """
 
     launch: Launch
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+    rows: torch.Size
     sign: int
     as_given: bool
 
     def __call__(self, q, k, v):
+        given = q
         if not self.as_given:
             q, k, v = _as_kernels_take(q, k, v, self.sign)
-        o = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        lse = torch.empty(self.shape[:3], dtype=torch.float32, device=self.device)
+        o = torch.empty_like(given, memory_format=torch.contiguous_format)
+        lse = torch.empty(self.rows, dtype=torch.float32, device=o.device)
         with runtime.on_device_of(q):
-            if self.dtype not in runtime.KERNEL_DTYPE:
+            if q.dtype == o.dtype:
                 self.launch(q, k, v, o, lse)
-            else:
-                (out,) = runtime.to_kernel_dtype(o)
-                self.launch(q, k, v, out, lse)
-                o.copy_(out)
-        return o, lse
+                return o, lse
+            (out,) = runtime.to_kernel_dtype(o)
+            self.launch(q, k, v, out, lse)
+            return o.copy_(out), lse
 
 
 def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
@@ -123,7 +124,7 @@ def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
             tried = [chosen, *configs.candidates(*case)]
         launch = prepared(with_tiles, tried, q, k, v, o, lse)
     as_given = all(a is b for a, b in zip(given, (q, k, v), strict=True))
-    return ForwardPlan(launch, given[0].shape, given[0].dtype, given[0].device, sign, as_given)
+    return ForwardPlan(launch, q.shape[:3], sign, as_given)
 
 
 def _as_kernels_take(q, k, v, sign: int):

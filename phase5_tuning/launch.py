@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 
 from common import runtime
-from phase5_tuning import configs
+from phase5_tuning import configs, direct
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -76,7 +76,7 @@ class Launch:
         Raises OutOfResources or PTXASError where the GPU has no room for it or the assembler refuses it.
         """
         made = self.kernel.warmup(*self._arguments(tensors), *self.rest, grid=self.grid, **self.options)
-        self._compiled = made[self.grid]
+        self._compiled = direct.runner(made, self.grid)
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         if self._compiled is None or runtime.recording:
@@ -127,7 +127,7 @@ def descriptors_allowed(*tensors: torch.Tensor) -> bool:
     It wants rows that are contiguous, do not overlap, and begin at multiples of 16 bytes. In fp32 the products want
     their operands in registers, and tiles that arrive in shared memory only make the compiler spill.
     """
-    here = runtime.INTERPRETED or not torch.version.hip and configs.capability(tensors[0].device.index) >= (9, 0)
+    here = runtime.INTERPRETED or (not torch.version.hip and configs.capability(tensors[0].device.index) >= (9, 0))
     return here and all(_rows_aligned(t) for t in tensors)
 
 
