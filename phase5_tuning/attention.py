@@ -75,6 +75,7 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, is_causal=False, scale=None, rung=LAST):
         if _traced(q, k, v):
             validate.check_qkv(q, k, v, scale, is_causal, enable_gqa=True)
+            validate.refuse_forward_mode(q, k, v)
             o, lse = _forward_op(q, k, v, is_causal, scale, rung)
         else:
             o, lse = attention_forward(q, k, v, is_causal, scale, enable_gqa=True, rung=LADDER[rung])
@@ -131,6 +132,7 @@ def flash_attention(
         raise NotImplementedError(f"dropout_p: expected 0, got {dropout_p}; phase 4's exercise 5 has a kernel for it")
     query, key, value = runtime.as_sdpa_takes(query, key, value)
     validate.check_qkv(query, key, value, scale, is_causal, enable_gqa)
+    validate.refuse_forward_mode(query, key, value)
     if _traced(query, key, value):  # torch.export loses the Function and keeps the operator
         return _forward_op(query, key, value, is_causal, scale, LAST)[0]
     return FlashAttention.apply(query, key, value, is_causal, scale)[0]

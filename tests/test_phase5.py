@@ -22,6 +22,7 @@ from helpers import guarded, interpreted_only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import checkpoint
 from triton.runtime.errors import OutOfResources, PTXASError
@@ -462,6 +463,78 @@ def test_trap43_a_second_derivative_is_refused():
     (dq,) = torch.autograd.grad((flash_attention(q, k, v) ** 2).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="gradient of a gradient"):
         dq.sum().backward()
+
+
+def pushed(fn, *inputs):
+    """The derivative of fn by all its inputs along ones, by torch.func.jvp."""
+    return torch.func.jvp(fn, inputs, tuple(map(torch.ones_like, inputs)))[1]
+
+
+def of_duals(fn, *inputs):
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, torch.ones_like(t)) for t in inputs]
+        return forward_ad.unpack_dual(fn(*duals)).tangent
+
+
+def compiled(fn, **options):
+    torch._dynamo.reset()
+    return torch.compile(fn, backend="aot_eager", **options)
+
+
+def by_q(fn, k, v):
+    return lambda q: fn(q, k, v)
+
+
+WAYS_FORWARD = {
+    "jvp": pushed,
+    "linearize": lambda fn, q, k, v: torch.func.linearize(by_q(fn, k, v), q)[1](q),
+    "jacfwd": lambda fn, q, k, v: torch.func.jacfwd(by_q(fn, k, v))(q),
+    "hessian": lambda fn, q, k, v: torch.func.hessian(lambda q: fn(q, k, v).sum())(q),
+    "jvp of vmap": lambda fn, *qkv: pushed(torch.func.vmap(fn), *(t[None] for t in qkv)),
+    "vmap of jvp": lambda fn, *qkv: torch.func.vmap(functools.partial(pushed, fn))(*(t[None] for t in qkv)),
+    "by the value alone": lambda fn, q, k, v: pushed(lambda v: fn(q, k, v), v),
+    "inside another jvp": lambda fn, q, k, v: pushed(lambda q: pushed(lambda x: x * fn(q, k, v), q), q),
+    "duals": of_duals,
+    "duals of leaves": lambda fn, *qkv: of_duals(fn, *(t.clone().requires_grad_() for t in qkv)),
+    "jvp, compiled": lambda fn, *qkv: compiled(functools.partial(pushed, fn))(*qkv),
+    "jvp, compiled whole": lambda fn, *qkv: compiled(functools.partial(pushed, fn), fullgraph=True)(*qkv),
+    "compiled, jvp": lambda fn, *qkv: pushed(compiled(fn), *qkv),
+    "compiled, duals": lambda fn, *qkv: of_duals(compiled(fn), *qkv),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WAYS_FORWARD)
+@pytest.mark.parametrize("fn", [flash_attention, phase4.flash_attention], ids=["phase 5", "phase 4"])
+def test_trap43_forward_mode_derivatives_are_refused_and_not_zero(fn, way):
+    tensors = make_qkv(1, 1, 5, 16, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="forward-mode derivatives are not implemented; use SDPA"):
+        WAYS_FORWARD[way](fn, *tensors)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trap43_forward_mode_is_noticed_by_what_was_compiled_before():
+    tensors = make_qkv(1, 1, 5, 16, dtype=torch.float32)
+    fn = compiled(flash_attention)
+    fn(*tensors)
+    with pytest.raises(RuntimeError, match="forward-mode derivatives"):
+        of_duals(fn, *tensors)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["jvp", "duals", "linearize", "jvp, compiled", "compiled, duals"])
+@pytest.mark.parametrize("function", [FlashAttention, phase4.FlashAttention], ids=["phase 5", "phase 4"])
+def test_trap43_forward_mode_of_the_function_raises(function, way):
+    """PyTorch may refuse before the Function is reached, in its own words."""
+    tensors = make_qkv(1, 1, 5, 16, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="forward-mode derivatives|override the setup_context|implement the jvp"):
+        WAYS_FORWARD[way](lambda q, k, v: function.apply(q, k, v, False, None)[0], *tensors)
+
+
+@pytest.mark.parametrize("fn", [flash_attention, phase4.flash_attention], ids=["phase 5", "phase 4"])
+def test_what_has_no_derivative_may_be_used_inside_a_forward_mode_derivative(fn):
+    q, k, v = make_qkv(1, 1, 5, 16, dtype=torch.float32)
+    torch.testing.assert_close(of_duals(lambda x: x * fn(q, k, v), q), fn(q, k, v))
 
 
 def test_trap44_compiles_into_one_graph():
