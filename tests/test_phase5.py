@@ -527,7 +527,7 @@ def test_trap43_forward_mode_is_noticed_by_what_was_compiled_before():
 def test_trap43_forward_mode_of_the_function_raises(function, way):
     """PyTorch may refuse before the Function is reached, in its own words."""
     tensors = make_qkv(1, 1, 5, 16, dtype=torch.float32)
-    with pytest.raises(RuntimeError, match="forward-mode derivatives|override the setup_context|implement the jvp"):
+    with pytest.raises(RuntimeError, match=r"forward-mode derivatives|override the setup_context|implement the jvp"):
         WAYS_FORWARD[way](lambda q, k, v: function.apply(q, k, v, False, None)[0], *tensors)
 
 
