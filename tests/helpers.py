@@ -23,6 +23,22 @@ def needs_memory(gib):
     return pytest.mark.skipif(not enough, reason=f"needs {gib} GiB of GPU memory")
 
 
+@contextlib.contextmanager
+def launches_on(kernel):
+    """Yields a list of the GPUs that are current whenever a kernel of this kind is launched.
+
+    GPUs that may read each other's memory hide a launch on the wrong one: the result is right, only late.
+    """
+    devices, run = [], type(kernel).run
+
+    def watched(self, *args, **kwargs):
+        devices.append(torch.cuda.current_device())
+        return run(self, *args, **kwargs)
+
+    with mock.patch.object(type(kernel), "run", watched):
+        yield devices
+
+
 CANARY = 1024.0
 GUARD = 64 * 256  # elements on each side: a whole tile of the largest head_dim
 
