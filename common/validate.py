@@ -7,6 +7,8 @@ import numbers
 from common import runtime
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 
 MAX_HEAD_DIM = 256
 MAX_SCALE = torch.finfo(torch.float32).max  # kernels take it in fp32
@@ -122,6 +124,23 @@ def check_saved(q, k, v, o, lse, do, dlse, scale, is_causal) -> float:
     if not lse.is_contiguous():
         raise ValueError(f"lse: expected a contiguous tensor, got strides {lse.stride()}")
     return scale
+
+
+NO_FORWARD_MODE = "flash_attention: forward-mode derivatives are not implemented; use SDPA's math backend for them"
+
+
+def refuse_forward_mode(*tensors) -> None:
+    """Raise RuntimeError if a tensor carries a forward-mode derivative, which an operator would drop without a word.
+
+    Whoever is inside torch.func.jvp, or another transform around it or within it, is taken to carry one: a transform
+    hides the derivatives that belong to those around it. Ordinarily this costs a look at one number.
+    """
+    if forward_ad._current_level < 0:
+        return
+    if torch.compiler.is_compiling():  # a graph shows no derivatives; the call itself does
+        torch._dynamo.graph_break(msg=NO_FORWARD_MODE)
+    if any(is_functorch_wrapped_tensor(t) or forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(NO_FORWARD_MODE)
 
 
 def check_heads(q, k, enable_gqa: bool) -> None:

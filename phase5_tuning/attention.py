@@ -70,6 +70,7 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, is_causal=False, scale=None, enable_gqa=True):
         if _traced(q, k, v):
             validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+            validate.refuse_forward_mode(q, k, v)
             o, lse = _forward_op(q, k, v, is_causal, scale)
         else:
             o, lse = attention_forward(q, k, v, is_causal, scale, enable_gqa)
@@ -126,6 +127,7 @@ def flash_attention(
     if dropout_p:
         raise NotImplementedError(f"dropout_p: expected 0, got {dropout_p}; phase 4's exercise 5 has a kernel for it")
     query, key, value = validate.cast_like_sdpa(query, key, value)
+    validate.refuse_forward_mode(query, key, value)
     if _traced(query, key, value):  # torch.export loses the Function and keeps the operator
         validate.check_qkv(query, key, value, scale, is_causal, enable_gqa)
         return _forward_op(query, key, value, is_causal, scale)[0]

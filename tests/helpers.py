@@ -1,5 +1,6 @@
 """What several test files share."""
 
+import contextlib
 import functools
 import tempfile
 from unittest import mock
@@ -7,6 +8,7 @@ from unittest import mock
 from common import runtime
 from common.learn import doctor
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,50 +24,105 @@ def needs_memory(gib):
     return pytest.mark.skipif(not enough, reason=f"needs {gib} GiB of GPU memory")
 
 
+@contextlib.contextmanager
+def launches_on(kernel):
+    """Yields a list of the GPUs that are current whenever a kernel of this kind is launched.
+
+    GPUs that may read each other's memory hide a launch on the wrong one: the result is right, only late.
+    """
+    devices, run = [], type(kernel).run
+
+    def watched(self, *args, **kwargs):
+        devices.append(torch.cuda.current_device())
+        return run(self, *args, **kwargs)
+
+    with mock.patch.object(type(kernel), "run", watched):
+        yield devices
+
+
 CANARY = 1024.0
 GUARD = 64 * 256  # elements on each side: a whole tile of the largest head_dim
 
 
-def guarded(fn):
-    """`fn`, with every result that it allocates filled with NaN beforehand and set between canaries.
+ALLOCATORS = (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")
 
-    An element that no program writes stays NaN, and a store outside the result kills a canary, which raises.
+
+@contextlib.contextmanager
+def guards():
+    """Inside it, every tensor of numbers that is allocated starts as NaN and lies between canaries.
+
+    An element that no program writes stays NaN, and a store outside the result kills a canary, which raises at the end.
+    Held around a verification it guards the backward pass too, which runs after the guarded function has returned.
     """
+    buffers = []
+
+    def surround(allocate):
+        def empty(*args, **kwargs):
+            wanted = allocate(*args, **kwargs)
+            if not wanted.is_floating_point():
+                return wanted
+            elements = wanted.untyped_storage().nbytes() // wanted.itemsize
+            buffer = wanted.new_full((elements + 2 * GUARD,), CANARY)
+            buffer[GUARD : GUARD + elements] = float("nan")
+            buffers.append(buffer)
+            return buffer.as_strided(wanted.shape, wanted.stride(), GUARD)
+
+        return empty
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ALLOCATORS:
+            stack.enter_context(mock.patch.object(owner, name, surround(getattr(owner, name))))
+        yield
+    assert buffers, "nothing was allocated through torch.empty: nothing is guarded"
+    for buffer in buffers:
+        edges = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
+        assert (edges == CANARY).all(), "a store outside the result"
+
+
+def guarded(fn):
+    """`fn`, called within `guards`: for what computes its results before it returns."""
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
-        buffers = []
-
-        def surround(allocate):
-            def empty(*args, **kwargs):
-                wanted = allocate(*args, **kwargs)
-                elements = wanted.untyped_storage().nbytes() // wanted.itemsize
-                buffer = wanted.new_full((elements + 2 * GUARD,), CANARY)
-                buffer[GUARD : GUARD + elements] = float("nan")
-                buffers.append(buffer)
-                return buffer.as_strided(wanted.shape, wanted.stride(), GUARD)
-
-            return empty
-
-        with (
-            mock.patch.object(torch, "empty", surround(torch.empty)),
-            mock.patch.object(torch, "empty_like", surround(torch.empty_like)),
-        ):
-            result = fn(*args, **kwargs)
-        assert buffers, "nothing was allocated through torch.empty: nothing is guarded"
-        for buffer in buffers:
-            edges = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
-            assert (edges == CANARY).all(), "a store outside the result"
-        return result
+        with guards():
+            return fn(*args, **kwargs)
 
     return call
 
 
-def embedded(x: torch.Tensor, fill: float) -> torch.Tensor:
-    """A copy of x (..., rows, columns) inside a larger tensor: `fill` precedes and follows each row and each matrix."""
+@contextlib.contextmanager
+def each_element_written_once():
+    """Raise if an interpreted kernel adds to memory, or stores to a place that one has stored to before.
+
+    Where programs run at once, the first makes sums that differ from run to run, and the second is a race.
+    """
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    written, store = set(), builder.create_masked_store
+
+    def once(ptrs, value, mask, *args, **kwargs):
+        places = ptrs.data[np.asarray(mask.data)].tolist()
+        assert written.isdisjoint(places), "a place was written twice"
+        written.update(places)
+        assert len(set(places)) == len(places), "two elements of a tile went to one place"
+        return store(ptrs, value, mask, *args, **kwargs)
+
+    def atomic(*args, **kwargs):
+        raise AssertionError("an atomic operation")
+
+    with mock.patch.multiple(builder, create_masked_store=once, create_atomic_rmw=atomic, create_atomic_cas=atomic):
+        yield
+    assert written, "no kernel was interpreted"
+
+
+def embedded(x: torch.Tensor, fill: float, margin: int = 4) -> torch.Tensor:
+    """A copy of x (..., rows, columns) inside a larger tensor: `fill` precedes and follows each row and each matrix.
+
+    margin: how many columns. With 8 of 16 bits, rows that were aligned to 16 bytes still are.
+    """
     *lead, rows, columns = x.shape
-    big = x.new_full((*lead, rows + 6, columns + 8), fill)
-    return big[..., 3 : rows + 3, 4 : columns + 4].copy_(x)
+    big = x.new_full((*lead, rows + 6, columns + 2 * margin), fill)
+    return big[..., 3 : rows + 3, margin : columns + margin].copy_(x)
 
 
 def far_apart(x: torch.Tensor, axis: int) -> torch.Tensor:
@@ -79,3 +136,20 @@ def far_apart(x: torch.Tensor, axis: int) -> torch.Tensor:
     with tempfile.NamedTemporaryFile() as file:
         big = torch.from_file(file.name, shared=True, size=2**31 + reach + 1, dtype=x.dtype)
     return big.as_strided(x.shape, strides, 2**31).copy_(x)
+
+
+@contextlib.contextmanager
+def results_far_apart(axis: int):
+    """Inside it, every tensor of four axes that is allocated lies as `far_apart` lays it."""
+
+    def spread(allocate):
+        def empty(*args, **kwargs):
+            made = allocate(*args, **kwargs)
+            return far_apart(made, axis) if made.dim() == 4 else made
+
+        return empty
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ALLOCATORS[:2]:
+            stack.enter_context(mock.patch.object(owner, name, spread(getattr(owner, name))))
+        yield

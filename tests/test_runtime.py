@@ -1,5 +1,6 @@
 """Where kernels run, and what happens to bf16 where Triton's interpreter cannot compute with it."""
 
+import contextlib
 import functools
 import importlib
 import multiprocessing
@@ -10,8 +11,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import phase4_backward
+import phase5_tuning
 from common import make_qkv, runtime
-from phase1_softmax import logsumexp, softmax, softmax_online
+from phase1_softmax import logsumexp, softmax, softmax_fused, softmax_online
 from phase2_tiling import attention, attention_resident, attention_unfused, matmul
 from phase3_forward import attention_forward
 
@@ -178,6 +181,55 @@ def test_tile_sizes_are_legal_tiles(head_dim, dtype):
     for block in (tiles["BLOCK_M"], tiles["BLOCK_N"]):
         assert block >= 16  # the least that a tile product takes
         assert block & (block - 1) == 0
+
+
+def _trained(fn):
+    def call(*tensors):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        fn(*leaves).sum().backward()
+
+    call.__name__ = fn.__module__
+    return call
+
+
+LAUNCHES = [
+    *((fn, (_bf16(5, 40),)) for fn in (softmax, softmax_fused, softmax_online, logsumexp)),
+    (matmul, (_bf16(20, 30), _bf16(30, 10))),
+    *((fn, ONE_HEAD) for fn in (attention, attention_resident, attention_unfused)),
+    (attention_forward, make_qkv(1, 2, 20, 24)),
+    *(
+        (_trained(fn), make_qkv(1, 2, 20, 24))
+        for fn in (phase4_backward.flash_attention, phase5_tuning.flash_attention)
+    ),
+]
+
+
+@interpreted_only
+@pytest.mark.parametrize(("fn", "tensors"), LAUNCHES, ids=_name)
+def test_trap38_every_launch_is_within_on_device_of_its_tensors(fn, tensors, monkeypatch):
+    """Interpreted, that is what keeps two threads apart; compiled, what selects the GPU."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    entered, inside, launched = [], [], []
+    run = InterpretedFunction.run
+
+    @contextlib.contextmanager
+    def watched(tensor):
+        entered.append(tensor.device)
+        inside.append(tensor)
+        yield
+        inside.pop()
+
+    def watch(self, *args, **kwargs):
+        launched.append(bool(inside))
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(runtime, "on_device_of", watched)
+    monkeypatch.setattr(InterpretedFunction, "run", watch)
+    fn(*tensors)
+    assert launched
+    assert all(launched)
+    assert set(entered) == {tensors[0].device}
 
 
 @interpreted_only

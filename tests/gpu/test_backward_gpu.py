@@ -125,6 +125,21 @@ def test_trap12_trap13_more_than_two_to_the_31_elements_and_65535_heads():
         verify(*inputs[:3], is_causal=True)  # and what they are equal to is right
 
 
+@needs_memory(48)
+def test_trap13_more_than_two_to_the_31_rows():
+    """LSE and delta alone have more than 2^31 elements; two keys a head, so that nothing else takes long."""
+    heads = 2**21 + 1000
+    q, do = (torch.randn(1, heads, 1024, 1, dtype=torch.float16, device="cuda") for _ in range(2))
+    k, v = (torch.randn(1, heads, 2, 1, dtype=torch.float16, device="cuda") for _ in range(2))
+    assert heads * 1024 > 2**31
+    results = gradients(q, k, v, do, is_causal=False)
+    for part in (slice(0, 2), slice(2**20, 2**20 + 2), slice(-2, None)):
+        inputs = [t[:, part].clone() for t in (q, k, v, do)]
+        for name, large, small in zip(("dq", "dk", "dv"), results, gradients(*inputs, is_causal=False), strict=True):
+            assert torch.equal(large[:, part], small), f"{name} of heads {part}"
+        verify(*inputs[:3])  # and what they are equal to is right
+
+
 @needs_memory(12)
 @MASKS
 def test_trap13_a_long_strided_view(is_causal):

@@ -1,11 +1,11 @@
 """Phase 1 compiled: sizes that the interpreter is too slow for."""
 
 from common import runtime, verify_softmax
-from phase1_softmax import logsumexp, softmax, softmax_fused, softmax_online
+from phase1_softmax import logsumexp, online_softmax, softmax, softmax_fused, softmax_online
 
 import pytest
 import torch
-from helpers import guarded
+from helpers import guarded, launches_on, needs_two_gpus
 
 pytestmark = pytest.mark.gpu
 FNS = [softmax_fused, softmax_online, logsumexp]
@@ -54,3 +54,16 @@ def test_the_same_call_gives_the_same_bits(fn):
     first = fn(x)
     for _ in range(20):
         assert torch.equal(guarded(fn)(x), first)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("fn", [softmax, *FNS])
+def test_trap38_a_tensor_on_another_device_than_the_current_one(fn):
+    here = random(40, 3000)
+    there = here.to("cuda:1")
+    with launches_on(online_softmax._logsumexp_kernel) as devices:
+        result = guarded(fn)(there)
+    assert set(devices) == {1}
+    assert torch.cuda.current_device() == 0
+    assert result.device == torch.device("cuda:1")
+    assert torch.equal(result.cpu(), fn(here).cpu())

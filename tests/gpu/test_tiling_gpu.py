@@ -1,11 +1,11 @@
 """Phase 2 compiled: sizes that the interpreter is too slow for, and the wall that the interpreter does not have."""
 
 from common import make_qkv, runtime, verify_results
-from phase2_tiling import attention, attention_resident, attention_unfused, matmul
+from phase2_tiling import attention, attention_resident, attention_unfused, matmul, tiling
 
 import pytest
 import torch
-from helpers import guarded
+from helpers import guarded, launches_on, needs_two_gpus
 
 pytestmark = pytest.mark.gpu
 every_dtype = pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)
@@ -68,3 +68,16 @@ def test_the_same_call_gives_the_same_bits(dtype):
     first = attention(*tensors)
     for _ in range(20):
         assert torch.equal(guarded(attention)(*tensors), first)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("fn", [attention, attention_resident, attention_unfused, lambda q, k, v: matmul(q, k.T)])
+def test_trap38_a_tensor_on_another_device_than_the_current_one(fn):
+    here = one_head(100, 60, 64)
+    there = [t.to("cuda:1") for t in here]
+    with launches_on(tiling._matmul_kernel) as devices:
+        result = guarded(fn)(*there)
+    assert set(devices) == {1}
+    assert torch.cuda.current_device() == 0
+    assert result.device == torch.device("cuda:1")
+    assert torch.equal(result.cpu(), fn(*here).cpu())

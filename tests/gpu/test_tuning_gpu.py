@@ -9,6 +9,7 @@ import time
 from unittest import mock
 
 from common import make_qkv, make_tensor, phases, runtime, verify_results
+from phase4_backward.backward import attention_backward as phase4_attention_backward
 from phase5_tuning import configs
 from phase5_tuning.attention import LAST, FlashAttention, flash_attention
 from phase5_tuning.tuning_backward import attention_backward
@@ -16,7 +17,7 @@ from phase5_tuning.tuning_forward import LADDER, attention_forward, descriptors_
 
 import pytest
 import torch
-from helpers import guarded, needs_memory, needs_two_gpus
+from helpers import embedded, guards, needs_memory, needs_two_gpus
 from triton.runtime.errors import OutOfResources
 
 pytestmark = pytest.mark.gpu
@@ -74,10 +75,11 @@ def test_trap36_every_tile_shape_with_results_full_of_nan(kind, head_dim, config
         return config if asked == kind else configs.candidates(asked, head_dim, dtype)[0]
 
     with mock.patch.object(configs, "choose", chosen):
-        for is_causal, seq in ((False, 300), (True, 257), (False, 256)):
+        for is_causal, seq in ((False, 300), (True, 257), (False, 256), (True, 256), (False, 192), (True, 192)):
             for layout in ("bhsd", "sliced"):  # by descriptors, and by pointers
                 q, k, v = make_qkv(1, 2, seq, head_dim, dtype=dtype, layout=layout)
-                verify(q, k, v, guarded(tuned), is_causal=is_causal)
+                with guards():
+                    verify(q, k, v, is_causal=is_causal)
 
 
 @DTYPES
@@ -106,7 +108,53 @@ def test_every_layout(layout, do_layout):
 
 @pytest.mark.parametrize("seq", [500, 1000])
 def test_trap1_no_tile_reaches_into_the_next_head(seq):
-    verify(*make_qkv(2, 4, seq, 128, dtype=torch.bfloat16), guarded(tuned), is_causal=True)
+    with guards():
+        verify(*make_qkv(2, 4, seq, 128, dtype=torch.bfloat16), is_causal=True)
+
+
+@MASKS
+@pytest.mark.parametrize(
+    "margin", [8, 5], ids=["descriptors", "pointers"]
+)  # rows begin at multiples of 16 bytes or not
+def test_trap2_and_51_nothing_outside_is_read_or_written(margin, is_causal):
+    tensors = *make_qkv(2, 4, 130, 80, heads_kv=2, seq_k=200), make_tensor((2, 4, 130, 80))
+    q, k, v, do = (embedded(t, float("nan"), margin) for t in tensors)
+    assert descriptors_allowed(q, k, v, do) == (margin == 8)
+    options = dict(do=do, is_causal=is_causal, enable_gqa=True, compare_sdpa=False)
+    with guards():
+        verify_results(tuned, q, k, v, **options).check()
+
+
+@MASKS
+@pytest.mark.parametrize("sizes", [(0, 2, 5), (2, 0, 5), (2, 2, 0)], ids=["batch", "heads", "seq_q"])
+def test_trap11_empty_results_and_gradients_have_the_right_shape(sizes, is_causal):
+    q, k, v = (t.requires_grad_() for t in make_qkv(*sizes, 64, seq_k=7, dtype=torch.bfloat16))
+    o, lse = FlashAttention.apply(q, k, v, is_causal, None)
+    assert (o.shape, lse.shape) == ((*sizes, 64), sizes)
+    o.sum().backward()
+    assert [t.grad.shape for t in (q, k, v)] == [t.shape for t in (q, k, v)]
+    assert not k.grad.any()
+    assert not v.grad.any()
+    torch.cuda.synchronize()
+
+
+@MASKS
+@pytest.mark.parametrize("layout", ["bhsd", "sliced"], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize("seq_q", [192, 256])
+@pytest.mark.parametrize("tile", [(128, 64, 4, 2), (64, 128, 8, 2)], ids=str)
+def test_trap22_keys_of_minus_infinity_in_unequal_tiles(tile, seq_q, layout, is_causal):
+    """A query past the end, loaded as 0, times an infinite key is NaN: it must see nothing."""
+    q, k, v = make_qkv(1, 2, seq_q, 64, kind="positive", layout=layout)
+    k[:, :, :3], k[:, :, 70] = float("-inf"), float("-inf")
+    do = make_tensor(q.shape, layout=layout, generator=torch.Generator().manual_seed(1))
+    assert descriptors_allowed(q, k, v, do) == (layout == "bhsd")
+    o, lse = attention_forward(q, k, v, is_causal)
+    options = dict(is_causal=is_causal, needs=(False, True))
+    _, dk, dv = attention_backward(q, k, v, o, lse, do, dkdv_config=configs.Config(*tile), **options)
+    _, *expected = phase4_attention_backward(q, k, v, o, lse, do, **options)
+    assert dk.isfinite().all()
+    assert dv.isfinite().all()
+    torch.testing.assert_close([dk, dv], expected, rtol=2e-2, atol=1e-2)
 
 
 def test_nan_all_around():
@@ -129,12 +177,48 @@ def test_trap40_the_same_bits_in_50_runs(dtype):
 @needs_memory(64)
 def test_trap13_2_31_elements():
     heads = 2**31 // (256 * 64) // 2 + 2
-    tensors = [torch.randn(2, heads, 256, 64, dtype=torch.float16, device="cuda") for _ in range(4)]
-    assert tensors[0].numel() > 2**31
+    # The third batch lies beyond 2^31. The second does not, and with two a step of 2^31 would be 64-bit anyway.
+    tensors = [torch.randn(3, heads, 256, 64, dtype=torch.float16, device="cuda") for _ in range(4)]
+    assert tensors[0].stride(0) < 2**31 < 2 * tensors[0].stride(0)
     last = [t[-1:, -2:].clone() for t in tensors]
     with mock.patch.object(configs, "FEW", {}):  # the same tiles for many heads and for two
         for many, two in zip(gradients(*tensors), gradients(*last), strict=True):
             assert torch.equal(many[-1:, -2:], two)
+
+
+@needs_memory(60)
+def test_trap13_more_than_two_to_the_31_rows():
+    """LSE and delta alone have more than 2^31 elements; two keys a head, so that nothing else takes long."""
+    heads = 2**21 + 1000
+    q, do = (torch.randn(1, heads, 1024, 1, dtype=torch.float16, device="cuda") for _ in range(2))
+    k, v = (torch.randn(1, heads, 2, 1, dtype=torch.float16, device="cuda") for _ in range(2))
+    assert heads * 1024 > 2**31
+    with mock.patch.object(configs, "FEW", {}):  # the same tiles for many heads and for two
+        results = gradients(q, k, v, do, is_causal=False)
+        for part in (slice(0, 2), slice(2**20, 2**20 + 2), slice(-2, None)):
+            inputs = [t[:, part].clone() for t in (q, k, v, do)]
+            alone = gradients(*inputs, is_causal=False)
+            for name, large, small in zip(("o", "dq", "dk", "dv"), results, alone, strict=True):
+                assert torch.equal(large[:, part], small), f"{name} of heads {part}"
+            verify(*inputs[:3])  # and what they are equal to is right
+
+
+@needs_memory(8)
+@pytest.mark.parametrize("odd", [0, 1], ids=["descriptors", "pointers"])  # aligned rows or not
+@pytest.mark.parametrize("shape", [(3, 1, 100, 64), (1, 3, 100, 64)], ids=["batches", "heads"])
+def test_trap13_batches_or_heads_far_apart(shape, odd):
+    """Two steps of 2^30 elements pass 2^31, while the step itself is still a 32-bit number."""
+
+    def views(step):
+        generator = torch.Generator().manual_seed(0)
+        room = torch.empty(2 * step + 4 * 6400, dtype=torch.float16, device="cuda")
+        parts = [room.as_strided(shape, (step, step, 64, 1), i * 6400) for i in range(4)]
+        return [part.copy_(make_tensor(shape, generator=generator)) for part in parts]
+
+    far, near = views(2**30 + 8 + odd), views(2**15 + 8 + odd)
+    assert descriptors_allowed(*far) == descriptors_allowed(*near) == (not odd)
+    for a, b in zip(gradients(*far), gradients(*near), strict=True):
+        assert torch.equal(a, b)
 
 
 @needs_memory(12)

@@ -261,6 +261,80 @@ def test_a_host_that_cannot_be_in_time_is_told(on_host, on_gpu):
     assert len(calls) < 20 or on_host + on_gpu < 0.1, "long calls are not repeated in vain"
 
 
+def test_one_slow_call_moves_the_slowest_and_not_the_median():
+    gpu, calls = SimulatedGpu(), []
+
+    def slow_at_last():
+        calls.append(gpu.now)
+        gpu.queue(1e-6, 1.0 if len(calls) == measured else 1e-3)
+
+    measured = 0
+    with simulated(gpu):
+        bench.time_ms(slow_at_last)
+        measured, calls[:] = len(calls), []
+        gpu.now = gpu.busy_until = 0.0
+        timing = bench.time_ms(slow_at_last)
+    assert len(calls) == measured  # the slow one was the last that counts
+    assert timing.median == pytest.approx(1)
+    assert (timing.fastest, timing.slowest) == (pytest.approx(1), pytest.approx(1000))
+
+
+def test_calls_for_which_the_host_is_late_now_and_then_do_not_count():
+    gpu, calls = SimulatedGpu(), []
+
+    def late_every_tenth_time():
+        calls.append(gpu.now)
+        gpu.queue(1e-6, 5e-4)
+        if len(calls) % 10 == 0:  # the GPU waits for the host in the middle of the call
+            gpu.queue(0.05, 0)
+        gpu.queue(1e-6, 5e-4)
+
+    with simulated(gpu):
+        timing = bench.time_ms(late_every_tenth_time)
+    assert not timing.late
+    assert timing.slowest == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.parametrize(("late", "overwrites"), [(1, 1), (2, 2)])
+def test_a_first_call_may_be_late_and_a_second_one_not(late, overwrites):
+    """What the host queues first has nothing before it; if it is late again, more work is put before each call."""
+    gpu, calls, cleared = SimulatedGpu(), [], []
+
+    def call():
+        calls.append(len(cleared))
+        if 1 < len(calls) < 2 + late:  # the first compiles, the next five are tried
+            gpu.queue(1e-2, 0)
+        gpu.queue(1e-6, 1e-3)
+
+    def empty(*_, **__):
+        def zero_():
+            cleared.append(gpu.now)
+            gpu.queue(5e-6, 60e-6)
+
+        return mock.Mock(zero_=zero_)
+
+    with simulated(gpu), mock.patch.object(bench.torch, "empty", empty):
+        bench.time_ms(call)
+    assert calls[-1] - calls[-2] == overwrites
+
+
+def test_providers_take_turns_and_every_second_time_in_the_opposite_order():
+    asked = []
+
+    def time_ms(fn, **_):
+        asked.append(fn())
+        at = {name: asked.count(name) for name in "abc"}[asked[-1]]
+        return bench.Timing(float(at**2), at - 0.5, at + 9.0, host=1.0 / at, late=at == 2 and asked[-1] == "b")
+
+    with mock.patch.object(bench, "time_ms", time_ms):
+        rows = bench.measure({name: lambda name=name: name for name in "abc"}, rounds=4, seq=64)
+    assert "".join(asked) == "abccba" * 2
+    assert [row["provider"] for row in rows] == ["a", "b", "c"]
+    for row in rows:  # the median of 1, 4, 9, 16, and not their mean
+        assert (row["ms"], row["ms_min"], row["ms_max"], row["host_ms"]) == (6.5, 0.5, 13.0, 0.25)
+    assert ["late" in row for row in rows] == [False, True, False]
+
+
 def test_a_provider_that_refuses_stops_no_other():
     errors = dict(
         a=AssertionError("inputs must be bf16\nsecond line"), b=NotImplementedError(), c=timing.torch.OutOfMemoryError()

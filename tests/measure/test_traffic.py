@@ -79,6 +79,24 @@ def test_attention_of_one_head(seq_q, seq_k, dtype):
     assert resident.total == q.nbytes + programs * (k.nbytes + v.nbytes) + o.nbytes
 
 
+@pytest.mark.parametrize(("seq_k", "sweeps"), [(4096, 1), (4100, 2)])
+def test_rows_of_more_than_4096_scores_are_swept_twice(seq_k, sweeps):
+    q, k, v = (t[0, 0] for t in make_qkv(1, 1, 3, 16, seq_k=seq_k))
+    with traffic.measure() as moved:
+        attention_unfused(q, k, v)
+    assert moved.total == traffic.unfused_attention_bytes(3, seq_k, 16, MATMUL_BLOCK, 2)
+    tiles = -(-seq_k // MATMUL_BLOCK)
+    scores = (3 * 16 * tiles + seq_k * 16) * 2 + 3 * seq_k * 4
+    weighted = (3 * seq_k + seq_k * 16 + 3 * 16) * 2
+    assert moved.total == scores + 3 * seq_k * (4 * sweeps + 2) + weighted
+
+
+def test_the_least_is_every_matrix_once_a_step():
+    inputs_and_output = (2 * 5 + 3 * 5 + 3 * 5 + 2 * 5) * 2  # q, k, v, o in 16 bits
+    scores, weights = 2 * 3 * 4, 2 * 3 * 2  # each written by one step and read by the next
+    assert traffic.least_unfused_attention_bytes(2, 3, 5, 2) == inputs_and_output + 2 * scores + 2 * weights
+
+
 @each_dtype
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(

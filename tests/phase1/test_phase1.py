@@ -1,7 +1,15 @@
 """Phase 1: softmax and logsumexp against SDPA, and the two primitives that later phases build on."""
 
 from common import runtime, verify_softmax
-from phase1_softmax import logsumexp, merge_states, online_softmax_step, softmax, softmax_fused, softmax_online
+from phase1_softmax import (
+    logsumexp,
+    merge_states,
+    online_softmax,
+    online_softmax_step,
+    softmax,
+    softmax_fused,
+    softmax_online,
+)
 
 import pytest
 import torch
@@ -64,6 +72,17 @@ def test_fused_and_online_agree():
     x = random(3, 4096)
     torch.testing.assert_close(softmax_fused(x), softmax_online(x), rtol=2e-6, atol=0)
     torch.testing.assert_close(softmax_online(x, block_n=64), softmax_online(x, block_n=2048), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("block_n", [1, 16, 4096, 8192])
+def test_any_power_of_two_may_be_the_block(block_n):
+    x = random(2, 40 if block_n == 1 else 5000)
+    verify(lambda x: softmax_online(x, block_n), x)
+
+
+def test_a_row_of_4096_is_loaded_once(monkeypatch):
+    monkeypatch.setattr(online_softmax, "softmax_online", lambda *_, **__: pytest.fail("loaded twice"))
+    softmax(random(1, 4096))
 
 
 @pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)

@@ -164,7 +164,9 @@ def test_trap15_any_strides(layout, is_causal):
     q, k, v = make_qkv(2, 2, 50, 40, seq_k=70, layout=layout)
     verify(q, k, v, is_causal=is_causal)
     dense = [t.contiguous() for t in (q, k, v)]
-    assert_equal(attention_forward(q, k, v, is_causal), attention_forward(*dense, is_causal))
+    results = attention_forward(q, k, v, is_causal)
+    assert_equal(results, attention_forward(*dense, is_causal))
+    assert all(t.is_contiguous() for t in results)
 
 
 def test_trap15_views_of_one_packed_qkv():

@@ -27,7 +27,13 @@ def test_trap42_only_what_is_needed_is_computed():
         launched.append(args[-1])
         return real(*args)
 
-    for frozen, expected in (((0,), (False, True)), ((1, 2), (True, False)), ((1,), (True, True))):
+    for frozen, expected in (
+        ((0,), (False, True)),
+        ((1, 2), (True, False)),
+        ((1,), (True, True)),
+        ((0, 2), (False, True)),
+        ((0, 1), (False, True)),
+    ):
         tensors = make_qkv(1, 2, 20, 16)
         for i, t in enumerate(tensors):
             t.requires_grad_(i not in frozen)
@@ -66,8 +72,9 @@ def test_trap44_compiles_into_one_graph():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_trap44_opcheck():
-    q, k, v = make_qkv(1, 4, 20, 16, heads_kv=2)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_trap44_opcheck(layout):
+    q, k, v = make_qkv(1, 4, 20, 16, heads_kv=2, layout=layout)
     torch.library.opcheck(backward._forward_op, (q, k, v, True, 0.25))
     o, lse = backward._forward_op(q, k, v, True, 0.25)
     for dlse in (None, torch.randn_like(lse)):
@@ -163,12 +170,14 @@ def test_an_outside_suite_with_3d_tensors(is_causal):
     ("name", "wrong", "error"),
     [
         ("o", lambda t: t[:, :, 1:], ValueError),
+        ("o", lambda t: t.float(), TypeError),
         ("do", lambda t: t.double(), TypeError),
         ("do", lambda t: None, TypeError),
         ("lse", lambda t: t[:, :1], ValueError),
         ("lse", lambda t: t.half(), TypeError),
         ("lse", lambda t: t.mT.contiguous().mT, ValueError),
         ("dlse", lambda t: t[..., None], ValueError),
+        ("dlse", lambda t: t.half(), TypeError),
     ],
 )
 def test_trap47_the_backward_launcher_checks_what_was_saved(name, wrong, error):

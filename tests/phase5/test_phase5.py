@@ -9,7 +9,7 @@ from unittest import mock
 from common import make_qkv, runtime, verify_results
 from common.measure import offline, traffic
 from common.phases import ROOT
-from common.verify.inputs import make_tensor
+from common.verify.inputs import LAYOUTS, make_tensor
 from phase3_forward import attention_forward
 from phase4_backward import backward as phase4
 from phase5_tuning import attention, compile_all, configs, tuning_backward, tuning_forward
@@ -19,14 +19,17 @@ from phase5_tuning.tuning_forward import LADDER
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import guarded, interpreted_only
+from helpers import each_element_written_once, embedded, far_apart, guards, interpreted_only, results_far_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import checkpoint
 from triton.runtime.errors import OutOfResources, PTXASError
 
+INF = float("inf")
+MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 MUST_SAVE = checkpoint.CheckpointPolicy.MUST_SAVE
 FORWARD, BOTH = list(tuning_forward.cases()), list(attention.cases())
 
@@ -35,8 +38,64 @@ def tuned(q, k, v, *, is_causal, scale, enable_gqa, rung=LAST):
     return FlashAttention.apply(q, k, v, is_causal, scale, rung)
 
 
+def phase4_attention(q, k, v, *, is_causal, scale, enable_gqa):
+    return phase4.FlashAttention.apply(q, k, v, is_causal, scale)
+
+
 def leaves(*sizes, **inputs):
     return [t.requires_grad_() for t in make_qkv(*sizes, **inputs)]
+
+
+def gradient_like(q, **inputs):
+    """A random dO for `q`."""
+    return make_tensor(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1), **inputs)
+
+
+def verify(fn, q, k, v, do=None, **options):
+    """o, lse, dq, dk, dv against the truth; every one filled with NaN beforehand, and between canaries."""
+    options |= dict(enable_gqa=q.shape[1] != k.shape[1], do=gradient_like(q) if do is None else do)
+    with guards():
+        return verify_results(fn, q, k, v, compare_sdpa=False, **options).check()
+
+
+class InTiles(torch.autograd.Function):
+    """Both passes, by one tile for all kernels."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal, scale, config):
+        o, lse = tuning_forward.attention_forward(q, k, v, is_causal, scale, enable_gqa=True, config=config)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = dict(is_causal=is_causal, scale=scale, dkdv_config=config, dq_config=config)
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, _):
+        q, k, v, o, lse = ctx.saved_tensors
+        return *tuning_backward.attention_backward(q, k, v, o, lse, do, **ctx.options), None, None, None
+
+
+def in_tiles(block_m, block_n):
+    """Attention as verify_results calls it, in tiles of block_m queries and block_n keys."""
+    config = configs.Config(block_m, block_n, num_warps=4, num_stages=1)
+
+    def attention(q, k, v, *, is_causal, scale, enable_gqa):
+        return InTiles.apply(q, k, v, is_causal, scale, config)
+
+    return attention
+
+
+def backward(q, k, v, do, is_causal=False, dlse=None, **tiles):
+    """(dq, dk, dv) by the two launchers, without autograd."""
+    o, lse = tuning_forward.attention_forward(q, k, v, is_causal, enable_gqa=True)
+    return tuning_backward.attention_backward(q, k, v, o, lse, do, dlse, is_causal, **tiles)
+
+
+def assert_equal(ours, others):
+    """The same bits; compiled, code specialized for other sizes or strides may sum in another order."""
+    tolerance = dict(rtol=0, atol=0) if runtime.INTERPRETED else dict(rtol=2e-3, atol=1e-3)
+    for a, b in zip(ours, others, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True, **tolerance)
 
 
 @pytest.mark.parametrize("case", FORWARD, ids=lambda case: case.what)
@@ -75,13 +134,105 @@ def test_any_input_on_any_rung(
     ).check()
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_trap2_and_51_nothing_outside_is_read_or_written(is_causal):
-    q, k, v = make_qkv(2, 4, 70, 40, heads_kv=2, seq_k=90, poison=True)
-    options = dict(is_causal=is_causal, enable_gqa=True, compare_sdpa=False)
-    for rung in (replace(LADDER[-1], tma=False), LADDER[-1]):
-        fn = guarded(functools.partial(tuning_forward.attention_forward, rung=rung))
-        verify_results(fn, q, k, v, **options).check()
+@MASKS
+@pytest.mark.parametrize(
+    "margin", [8, 5], ids=["descriptors", "pointers"]
+)  # rows begin at multiples of 16 bytes or not
+def test_trap2_and_51_nothing_outside_is_read_or_written(margin, is_causal):
+    q, k, v = make_qkv(2, 2, 70, 40, heads_kv=1, seq_k=90)
+    q, k, v, do = (embedded(t, float("nan"), margin) for t in (q, k, v, gradient_like(q)))
+    assert tuning_forward.descriptors_allowed(q, k, v, do) == (margin == 8)
+    verify(tuned, q, k, v, do, is_causal=is_causal)
+
+
+# Every shape of tile that may be chosen, and the same with queries and keys exchanged.
+SHAPES = sorted(
+    {
+        shape
+        for by_head_dim in configs.CANDIDATES.values()
+        for found in by_head_dim.values()
+        for c in found
+        for shape in ((c.BLOCK_M, c.BLOCK_N), (c.BLOCK_N, c.BLOCK_M))
+    }
+)
+
+
+@MASKS
+@pytest.mark.parametrize("kind", ["normal", "low"])  # low: P of a key past the end, not masked, would overflow
+@pytest.mark.parametrize(("block_m", "block_n"), SHAPES)
+def test_lengths_that_are_a_multiple_of_one_side_of_a_tile_only(block_m, block_n, kind, is_causal):
+    seq = 3 * min(block_m, block_n)
+    verify(in_tiles(block_m, block_n), *make_qkv(1, 1, seq, 16, kind=kind), is_causal=is_causal)
+
+
+@pytest.mark.parametrize(("seq_q", "seq_k"), [(64, 64), (128, 128), (64, 128), (128, 64)])
+def test_causal_with_whole_tiles(seq_q, seq_k):
+    q, k, v = make_qkv(1, 1, seq_q, 16, seq_k=seq_k)
+    verify(tuned, q, k, v, is_causal=True)
+    verify(in_tiles(64, 64), q, k, v, is_causal=True)
+
+
+@MASKS
+@pytest.mark.parametrize("sizes", [(0, 2, 5), (2, 0, 5), (2, 2, 0)], ids=["batch", "heads", "seq_q"])
+def test_trap11_empty_results_and_gradients_have_the_right_shape(sizes, is_causal):
+    q, k, v = leaves(*sizes, 16, seq_k=7, dtype=torch.bfloat16)
+    o, lse = tuning_forward.attention_forward(q, k, v, is_causal)
+    assert (o.shape, o.dtype) == ((*sizes, 16), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == (sizes, torch.float32)
+    for t, grad in zip((q, k, v), backward(q, k, v, o, is_causal), strict=True):
+        assert (grad.shape, grad.dtype) == (t.shape, t.dtype)
+        assert not grad.any()
+    flash_attention(q, k, v, is_causal=is_causal).sum().backward()
+    assert [t.grad.shape for t in (q, k, v)] == [t.shape for t in (q, k, v)]
+    assert not k.grad.any()
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)], ids=str)
+@pytest.mark.parametrize("seq_q", [0, 5])
+def test_trap11_and_42_of_nothing_only_what_is_needed_comes_back(seq_q, needs):
+    q, k, v = make_qkv(1, 2, seq_q, 16, seq_k=0 if seq_q else 7)
+    dq, dk, dv = backward(q, k, v, q, needs=needs)
+    assert [t is not None for t in (dq, dk, dv)] == [needs[0], needs[1], needs[1]]
+    assert not any(t.any() for t in (dq, dk, dv) if t is not None)
+
+
+# Three of what lies far apart: with two the stride itself passes 2^31, and Triton takes it as 64-bit of its own accord.
+BATCH_AND_HEADS = {0: (3, 1), 1: (1, 3), 2: (1, 1), 3: (1, 1)}
+
+
+@interpreted_only  # compiled: tests/gpu
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+@pytest.mark.parametrize("which", range(5), ids=["q", "k", "v", "o", "do"])
+def test_trap13_offsets_are_64_bit(which, axis):
+    q, k, v = make_qkv(*BATCH_AND_HEADS[axis], 20, 16)
+    o, lse = expected = tuning_forward.attention_forward(q, k, v)
+    tensors = [q, k, v, o, gradient_like(q)]
+    spread = [far_apart(t, axis) if i == which else t for i, t in enumerate(tensors)]
+    if which < 3:
+        assert_equal(tuning_forward.attention_forward(*spread[:3]), expected)
+    assert_equal(*(tuning_backward.attention_backward(*i[:4], lse, i[4]) for i in (spread, tensors)))
+
+
+@interpreted_only
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_trap13_offsets_of_the_results_are_64_bit(axis):
+    q, k, v = make_qkv(*BATCH_AND_HEADS[axis], 20, 16)
+    o, lse = tuning_forward.attention_forward(q, k, v)
+    expected = tuning_backward.attention_backward(q, k, v, o, lse, o)
+    with results_far_apart(axis):
+        far, _ = tuning_forward.attention_forward(q, k, v)
+        results = tuning_backward.attention_backward(q, k, v, o, lse, o)
+    assert all(t.stride(axis) * (t.shape[axis] - 1) >= 2**31 for t in (far, *results))
+    assert_equal((far, *results), (o, *expected))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_trap15_results_are_contiguous_whatever_the_inputs_are(dtype, layout):
+    q, k, v = make_qkv(2, 3, 20, 16, layout=layout, dtype=dtype)
+    o, lse = tuning_forward.attention_forward(q, k, v)
+    results = o, lse, *tuning_backward.attention_backward(q, k, v, o, lse, gradient_like(q, layout=layout))
+    assert all(t.is_contiguous() for t in results)
 
 
 def test_trap31_the_gradient_of_the_lse_may_be_expanded():
@@ -105,11 +256,40 @@ def test_trap22_and_20_rows_of_minus_infinity_on_every_rung():
         assert leaf[2].grad.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)
-def test_trap40_the_same_bits_twice(dtype):
-    q, k, v = leaves(1, 4, 70, 32, heads_kv=2, dtype=dtype)
-    first, again = (torch.autograd.grad(FlashAttention.apply(q, k, v, True)[0].sum(), (q, k, v)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of inf - inf where NaN is the right answer
+@MASKS
+@pytest.mark.parametrize("seq_q", [192, 256])
+@pytest.mark.parametrize(("block_m", "block_n"), [(128, 64), (64, 128), (128, 32)])
+def test_trap22_keys_of_minus_infinity_in_unequal_tiles(block_m, block_n, seq_q, is_causal):
+    """A query past the end, loaded as 0, times an infinite key is NaN: it must see nothing."""
+    q, k, v = make_qkv(1, 1, seq_q, 16, kind="positive")
+    k[:, :, :3], k[:, :, 70] = -INF, -INF
+    do = gradient_like(q)
+    tile = configs.Config(block_m, block_n, num_warps=4, num_stages=1)
+    _, dk, dv = backward(q, k, v, do, is_causal, dkdv_config=tile, dq_config=tile)
+    o, lse = attention_forward(q, k, v, is_causal)
+    _, *expected = phase4.attention_backward(q, k, v, o, lse, do, is_causal=is_causal)
+    assert dk.isfinite().all()
+    assert dv.isfinite().all()
+    torch.testing.assert_close([dk, dv], expected, rtol=2e-3, atol=1e-3)
+
+
+@interpreted_only  # compiled, the same bits in 50 runs: tests/gpu. Interpreted, programs run one after the other
+@MASKS
+def test_trap40_no_atomics_and_no_element_is_written_twice(is_causal):
+    q, k, v = make_qkv(2, 4, 70, 16, heads_kv=2, seq_k=90)
+    with each_element_written_once():
+        backward(q, k, v, gradient_like(q), is_causal, dlse=torch.ones(2, 4, 70))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("fn", [tuned, phase4_attention], ids=["phase 5", "phase 4"])
+def test_trap28_products_with_a_large_gradient_are_summed_in_fp32(fn, dtype):
+    """Scaling the loss brings dO near the largest number of fp16, and dO * O beyond it."""
+    q, k, v = make_qkv(1, 2, 8, 16, seq_k=64, dtype=dtype)
+    q, k, v, do = q / 8, k / 8, 4 * v.sign(), 6e4 * gradient_like(q).sign()
+    v[:, :, :, 0], do[:, :, :, 0] = 4, 6e4
+    verify(fn, q, k, v, do, scale=2.0**-6)
 
 
 @interpreted_only
@@ -396,6 +576,33 @@ def test_a_known_gpu_measures_nothing(unknown_gpu):
         assert choose(lambda config: pytest.fail("launched")) == configs.CHOSEN[(9, 0), "dkdv", 64, True][False]
 
 
+@MASKS
+@pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_known_gpu_takes_the_tile_that_is_shipped_for_the_mask(unknown_gpu, dtype, tma, is_causal):
+    chosen, few = (configs.CHOSEN_FP32, configs.FEW_FP32) if dtype == torch.float32 else (configs.CHOSEN, configs.FEW)
+    keys = [key for key in chosen if key[3] == tma]
+    for _, kind, head_dim, _ in keys:
+        key = configs.HOPPER, kind, head_dim, tma
+        tile, limits = few.get(key, (None, (0, 0)))
+        expected = {1: tile or chosen[key][is_causal], 10**6: chosen[key][is_causal]}  # by rows a multiprocessor
+        if tile:
+            expected |= {limits[is_causal]: tile, limits[is_causal] + 1: chosen[key][is_causal]}
+        for rows, config in expected.items():
+            options = dict(rows=100 * rows, head_dim=head_dim, dtype=dtype, is_causal=is_causal, tma=tma)
+            with mock.patch.object(configs, "capability", return_value=configs.HOPPER):
+                launch = functools.partial(pytest.fail, "launched")
+                assert configs.choose(kind, launch, rung=LADDER[-1], **options) == config, (key, rows)
+
+
+@MASKS
+def test_a_gpu_that_is_not_known_counts_as_busy_above_a_limit_of_the_mask(unknown_gpu, is_causal):
+    limit = 100 * configs.FEW_ROWS[is_causal]  # rows for each of its 100 multiprocessors
+    for rows, measured in ((64, 1), (limit, 1), (limit + 1, 2), (10 * limit, 2)):
+        choose(lambda config: 1.0, rows=rows, is_causal=is_causal)
+        assert len(unknown_gpu) == measured
+
+
 def test_few_programs_get_other_tiles_than_many(unknown_gpu):
     with mock.patch.object(configs, "capability", return_value=(9, 0)):
         for is_causal, limit in ((False, 192), (True, 512)):  # rows for each of the 100 multiprocessors
@@ -447,8 +654,37 @@ def test_what_is_not_supported_says_so():
         tuning_backward.attention_backward(q, k, v, q, torch.zeros(1, 1, 20), q[:, :, :5])
 
 
+# Which of q, k, v are frozen, and whether dq, and dk with dv, must be computed.
+FROZEN = (
+    ((0,), (False, True)),
+    ((1, 2), (True, False)),
+    ((1,), (True, True)),
+    ((0, 2), (False, True)),
+    ((0, 1), (False, True)),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("o", lambda t: t.float()),
+        ("do", lambda t: t.double()),
+        ("lse", lambda t: t.half()),
+        ("dlse", lambda t: t.half()),
+        ("dlse", lambda t: t.double()),
+    ],
+)
+def test_trap47_the_backward_launcher_checks_dtypes(name, wrong):
+    q, k, v = make_qkv(1, 2, 20, 16)
+    o, lse = tuning_forward.attention_forward(q, k, v)
+    given = dict(o=o, lse=lse, do=torch.ones_like(o), dlse=torch.ones_like(lse))
+    given[name] = wrong(given[name])
+    with pytest.raises(TypeError, match=f"^{name}: expected torch"):
+        tuning_backward.attention_backward(q, k, v, **given)
+
+
 def test_trap42_only_what_is_needed_is_computed():
-    for frozen, expected in (((0,), (False, True)), ((1, 2), (True, False)), ((1,), (True, True))):
+    for frozen, expected in FROZEN:
         tensors = make_qkv(1, 2, 20, 16)
         for i, t in enumerate(tensors):
             t.requires_grad_(i not in frozen)
@@ -463,6 +699,78 @@ def test_trap43_a_second_derivative_is_refused():
     (dq,) = torch.autograd.grad((flash_attention(q, k, v) ** 2).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="gradient of a gradient"):
         dq.sum().backward()
+
+
+def pushed(fn, *inputs):
+    """The derivative of fn by all its inputs along ones, by torch.func.jvp."""
+    return torch.func.jvp(fn, inputs, tuple(map(torch.ones_like, inputs)))[1]
+
+
+def of_duals(fn, *inputs):
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, torch.ones_like(t)) for t in inputs]
+        return forward_ad.unpack_dual(fn(*duals)).tangent
+
+
+def compiled(fn, **options):
+    torch._dynamo.reset()
+    return torch.compile(fn, backend="aot_eager", **options)
+
+
+def by_q(fn, k, v):
+    return lambda q: fn(q, k, v)
+
+
+WAYS_FORWARD = {
+    "jvp": pushed,
+    "linearize": lambda fn, q, k, v: torch.func.linearize(by_q(fn, k, v), q)[1](q),
+    "jacfwd": lambda fn, q, k, v: torch.func.jacfwd(by_q(fn, k, v))(q),
+    "hessian": lambda fn, q, k, v: torch.func.hessian(lambda q: fn(q, k, v).sum())(q),
+    "jvp of vmap": lambda fn, *qkv: pushed(torch.func.vmap(fn), *(t[None] for t in qkv)),
+    "vmap of jvp": lambda fn, *qkv: torch.func.vmap(functools.partial(pushed, fn))(*(t[None] for t in qkv)),
+    "by the value alone": lambda fn, q, k, v: pushed(lambda v: fn(q, k, v), v),
+    "inside another jvp": lambda fn, q, k, v: pushed(lambda q: pushed(lambda x: x * fn(q, k, v), q), q),
+    "duals": of_duals,
+    "duals of leaves": lambda fn, *qkv: of_duals(fn, *(t.clone().requires_grad_() for t in qkv)),
+    "jvp, compiled": lambda fn, *qkv: compiled(functools.partial(pushed, fn))(*qkv),
+    "jvp, compiled whole": lambda fn, *qkv: compiled(functools.partial(pushed, fn), fullgraph=True)(*qkv),
+    "compiled, jvp": lambda fn, *qkv: pushed(compiled(fn), *qkv),
+    "compiled, duals": lambda fn, *qkv: of_duals(compiled(fn), *qkv),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", WAYS_FORWARD)
+@pytest.mark.parametrize("fn", [flash_attention, phase4.flash_attention], ids=["phase 5", "phase 4"])
+def test_trap43_forward_mode_derivatives_are_refused_and_not_zero(fn, way):
+    tensors = make_qkv(1, 1, 5, 16, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="forward-mode derivatives are not implemented; use SDPA"):
+        WAYS_FORWARD[way](fn, *tensors)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trap43_forward_mode_is_noticed_by_what_was_compiled_before():
+    tensors = make_qkv(1, 1, 5, 16, dtype=torch.float32)
+    fn = compiled(flash_attention)
+    fn(*tensors)
+    with pytest.raises(RuntimeError, match="forward-mode derivatives"):
+        of_duals(fn, *tensors)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["jvp", "duals", "linearize", "jvp, compiled", "compiled, duals"])
+@pytest.mark.parametrize("function", [FlashAttention, phase4.FlashAttention], ids=["phase 5", "phase 4"])
+def test_trap43_forward_mode_of_the_function_raises(function, way):
+    """PyTorch may refuse before the Function is reached, in its own words."""
+    tensors = make_qkv(1, 1, 5, 16, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=r"forward-mode derivatives|override the setup_context|implement the jvp"):
+        WAYS_FORWARD[way](lambda q, k, v: function.apply(q, k, v, False, None)[0], *tensors)
+
+
+@pytest.mark.parametrize("fn", [flash_attention, phase4.flash_attention], ids=["phase 5", "phase 4"])
+def test_what_has_no_derivative_may_be_used_inside_a_forward_mode_derivative(fn):
+    q, k, v = make_qkv(1, 1, 5, 16, dtype=torch.float32)
+    torch.testing.assert_close(of_duals(lambda x: x * fn(q, k, v), q), fn(q, k, v))
 
 
 def test_trap44_compiles_into_one_graph():
@@ -555,8 +863,9 @@ def test_the_default_device_does_not_matter():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_trap44_opcheck():
-    q, k, v = make_qkv(1, 4, 20, 16, heads_kv=2)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_trap44_opcheck(layout):
+    q, k, v = make_qkv(1, 4, 20, 16, heads_kv=2, layout=layout)
     torch.library.opcheck(attention._forward_op, (q, k, v, True, 0.25, LAST))
     o, lse = attention._forward_op(q, k, v, True, 0.25, LAST)
     for dlse, needs in ((None, (True, True)), (torch.randn_like(lse), (False, True))):

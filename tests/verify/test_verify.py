@@ -550,6 +550,30 @@ def test_wrong_softmax_is_rejected(wrong):
     assert not verify_softmax(wrong, x).passed
 
 
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
+@pytest.mark.parametrize("at", [(0, 3), (1, 0), (2, 49)])
+def test_error_model_of_a_softmax(at, dtype):
+    u, e = {FP16: 2.0**-11, BF16: 2.0**-8, FP32: 2.0**-24}[dtype], 2.0**-24
+    h = {FP16: 2.0**-25, BF16: 2.0**-134, FP32: 2.0**-150}[dtype]
+    x = (3 * torch.randn(3, 50, generator=torch.Generator().manual_seed(0))).to(dtype)
+    X = x.double()
+    LSE, P = torch.logsumexp(X, -1, keepdim=True), torch.softmax(X, -1)
+    rho = e * (2 + X.abs() + LSE.abs())
+    var_p = P**2 * (u**2 + rho**2) + h**2 + 2.0**-252  # flushed to 0 below 2^-126
+    var_lse = (2 * e * (4 + X.abs().amax(-1) + LSE[:, 0].abs())) ** 2 + (P * rho**2).sum(-1)
+
+    def wrong(right, at):  # the worst element is shown
+        y = right.clone()
+        y[at] = 1e4
+        return lambda x: y
+
+    p = verify_softmax(wrong(torch.softmax(x.float(), -1).to(dtype), at), x)["p"]
+    lse = verify_softmax(wrong(torch.logsumexp(x.float(), -1), at[0]), x, kind="logsumexp")["lse"]
+    assert (p.index, lse.index) == (at, at[:1])
+    assert p.sigma == pytest.approx(var_p[at].sqrt().item(), rel=1e-9)
+    assert lse.sigma == pytest.approx(var_lse[at[0]].sqrt().item(), rel=1e-9)
+
+
 def test_softmax_of_minus_infinity():
     x = torch.full((2, 5), NEG_INF)
     x[1, 2] = 1.0
