@@ -270,12 +270,12 @@ def test_one_slow_call_moves_the_slowest_and_not_the_median():
 
     measured = 0
     with simulated(gpu):
-        bench.time_ms(slow_at_last)
+        timing.time_ms(slow_at_last)
         measured, calls[:] = len(calls), []
         gpu.now = gpu.busy_until = 0.0
-        timing = bench.time_ms(slow_at_last)
+        taken = timing.time_ms(slow_at_last)
     assert len(calls) == measured  # the slow one was the last that counts
-    assert timing.median == pytest.approx(1)
+    assert taken.median == pytest.approx(1)
     assert (timing.fastest, timing.slowest) == (pytest.approx(1), pytest.approx(1000))
 
 
@@ -290,9 +290,9 @@ def test_calls_for_which_the_host_is_late_now_and_then_do_not_count():
         gpu.queue(1e-6, 5e-4)
 
     with simulated(gpu):
-        timing = bench.time_ms(late_every_tenth_time)
-    assert not timing.late
-    assert timing.slowest == pytest.approx(1, rel=0.01)
+        taken = timing.time_ms(late_every_tenth_time)
+    assert not taken.late
+    assert taken.slowest == pytest.approx(1, rel=0.01)
 
 
 @pytest.mark.parametrize(("late", "overwrites"), [(1, 1), (2, 2)])
@@ -313,8 +313,8 @@ def test_a_first_call_may_be_late_and_a_second_one_not(late, overwrites):
 
         return mock.Mock(zero_=zero_)
 
-    with simulated(gpu), mock.patch.object(bench.torch, "empty", empty):
-        bench.time_ms(call)
+    with simulated(gpu), mock.patch.object(timing.torch, "empty", empty):
+        timing.time_ms(call)
     assert calls[-1] - calls[-2] == overwrites
 
 
@@ -324,10 +324,10 @@ def test_providers_take_turns_and_every_second_time_in_the_opposite_order():
     def time_ms(fn, **_):
         asked.append(fn())
         at = {name: asked.count(name) for name in "abc"}[asked[-1]]
-        return bench.Timing(float(at**2), at - 0.5, at + 9.0, host=1.0 / at, late=at == 2 and asked[-1] == "b")
+        return timing.Timing(float(at**2), at - 0.5, at + 9.0, host=1.0 / at, late=at == 2 and asked[-1] == "b")
 
-    with mock.patch.object(bench, "time_ms", time_ms):
-        rows = bench.measure({name: lambda name=name: name for name in "abc"}, rounds=4, seq=64)
+    with mock.patch.object(timing, "time_ms", time_ms):
+        rows = timing.measure({name: lambda name=name: name for name in "abc"}, rounds=4, seq=64)
     assert "".join(asked) == "abccba" * 2
     assert [row["provider"] for row in rows] == ["a", "b", "c"]
     for row in rows:  # the median of 1, 4, 9, 16, and not their mean
