@@ -4,6 +4,7 @@
     --provider sdpa-flash,ours      one or more; `ladder` is phase 4, every rung, and ours
     --tokens 16384 --width 2048     batch = tokens / seq and heads = width / head_dim, the same work in every case
     --batch 1 --heads 16            or fixed
+    --clock caller                  show times as a caller meets them, host included; both are recorded
     --check                         verify one head of ours at each shape against attention in fp64, before all timing
     --name h200                     store the rows, with provenance, as phase5_tuning/results/NAME.json
 
@@ -19,32 +20,32 @@ import functools
 import itertools
 import math
 import sys
-from dataclasses import replace
 
 from common import runtime
 from common.measure import records, timing
 from common.verify import verify_results
 from common.verify.inputs import make_qkv
 from phase4_backward import backward as phase4
-from phase5_tuning import attention, configs, tuning_backward, tuning_forward
+from phase5_tuning import configs, launch
 from phase5_tuning.attention import FlashAttention
-from phase5_tuning.tuning_forward import LADDER
+from phase5_tuning.dkdv_ladder import _attn_bwd_rows_kernel
+from phase5_tuning.forward import attention_forward
+from phase5_tuning.ladder import LADDER
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-KERNELS = (
-    tuning_forward._attn_fwd_tuned_kernel,
-    tuning_backward._rows_kernel,
-    tuning_backward._attn_bwd_dkdv_tuned_kernel,
-    tuning_backward._attn_bwd_dq_tuned_kernel,
-)
+_OF_RUNGS = [kernel for rung in LADDER for kernel in (rung.forward, rung.dkdv, rung.dq)]
+KERNELS = *dict.fromkeys(_OF_RUNGS), _attn_bwd_rows_kernel
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # of the forward pass
 ROUNDS = 2
-SETTINGS = configs.CHOSEN, configs.CHOSEN_FP32, configs.FEW, configs.FEW_FP32, configs.choose, tuning_forward.pick
-TITLE = "TFLOP/s, medians (*: one call after the other, the GPU waits for the host)"
+SETTINGS = configs.TABLE, configs.TABLE_FP32, configs.Choice.pick, configs.choose, launch.precision
+TITLES = {
+    "gpu": "TFLOP/s by the GPU's clock, medians (*: one call after the other, the GPU waits for the host)",
+    "caller": "TFLOP/s by the caller's clock, host time included, medians",
+}
 
 
 def naive(q, k, v, is_causal):
@@ -80,19 +81,23 @@ def flex(q, k, v, is_causal):
     return _compiled_flex()(q, k, v, block_mask=_causal_blocks(q.shape[2]) if is_causal else None)
 
 
-def flash_attn_4(q, k, v, is_causal):
+def flash_attn_4(deterministic, q, k, v, is_causal):
     from flash_attn.cute import flash_attn_func
 
-    o = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=is_causal)
+    o = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=is_causal, deterministic=deterministic)
     return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
 
 
-def ours(rung, q, k, v, is_causal):
-    return FlashAttention.apply(q, k, v, is_causal, None, rung)[0]
+def ours(q, k, v, is_causal):
+    return FlashAttention.apply(q, k, v, is_causal)[0]
 
 
-def forward_only(options, q, k, v, is_causal):
-    return tuning_forward.attention_forward(q, k, v, is_causal, **options)[0]
+def on_rung(rung, q, k, v, is_causal):
+    return rung.attention(q, k, v, is_causal=is_causal)[0]
+
+
+def forward_only(config, q, k, v, is_causal):
+    return attention_forward(q, k, v, is_causal, config=config)[0]
 
 
 PROVIDERS = {
@@ -101,20 +106,19 @@ PROVIDERS = {
     "sdpa-flash": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa-cudnn": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
     "flex": flex,
-    "flash-attn-4": flash_attn_4,
+    "flash-attn-4": functools.partial(flash_attn_4, False),
+    "flash-attn-4-det": functools.partial(flash_attn_4, True),  # the same bits in every run, as ours
     "phase 4": phase4.flash_attention,
-    **{f"rung: {rung.name}": functools.partial(ours, i) for i, rung in enumerate(LADDER[1:-1], start=1)},
-    "ours": functools.partial(ours, attention.LAST),
+    **{f"rung: {rung.name}": functools.partial(on_rung, rung) for rung in LADDER[1:-1]},
+    "ours": ours,
     # The last rung's tile at head_dim 64, causal, forward: without a limit of registers, and in two stages.
-    "64x128 in 1 stage": functools.partial(forward_only, dict(config=configs.Config(64, 128, 4, 1))),
-    "64x128 in 2 stages": functools.partial(forward_only, dict(config=configs.Config(64, 128, 4, 2))),
-    # What did not help: K transposed in memory (transposing it is not counted); forward only, other tiles. And the last
-    # rung without late sums.
-    "K pre-transposed": functools.partial(ours, attention.LAST),
-    "128x128 by 8 warps": functools.partial(forward_only, dict(config=configs.Config(128, 128, 8, 2))),
-    "64x64 in 3 stages": functools.partial(forward_only, dict(config=configs.Config(64, 64, 4, 3))),
-    "64x64 in 1 stage": functools.partial(forward_only, dict(config=configs.Config(64, 64, 4, 1))),
-    "sums in every turn": functools.partial(forward_only, dict(rung=replace(LADDER[-1], late_sums=False))),
+    "64x128 in 1 stage": functools.partial(forward_only, configs.Config(64, 128, 4, 1)),
+    "64x128 in 2 stages": functools.partial(forward_only, configs.Config(64, 128, 4, 2)),
+    # What did not help: K transposed in memory (transposing it is not counted); forward only, other tiles.
+    "K pre-transposed": ours,
+    "128x128 by 8 warps": functools.partial(forward_only, configs.Config(128, 128, 8, 2)),
+    "64x64 in 3 stages": functools.partial(forward_only, configs.Config(64, 64, 4, 3)),
+    "64x64 in 1 stage": functools.partial(forward_only, configs.Config(64, 64, 4, 1)),
 }
 LADDER_PROVIDERS = ["phase 4", *(p for p in PROVIDERS if p.startswith("rung: ")), "ours"]
 
@@ -191,20 +195,24 @@ def run(args) -> list[dict]:
     return rows
 
 
-def table(rows: list[dict]):
-    """The rows as a rich Table: a line a case and mode, a column a provider, in TFLOP/s."""
+def table(rows: list[dict], clock: str = "gpu"):
+    """The rows as a rich Table: a line a case and mode, a column a provider, in TFLOP/s by one of two clocks."""
     from rich.markup import escape
     from rich.table import Table
 
     providers = list(dict.fromkeys(row["provider"] for row in rows))
-    made = Table("dtype", "head_dim", "mask", "batch x heads", "seq", "mode", *providers, title=TITLE)
+    made = Table("dtype", "head_dim", "mask", "batch x heads", "seq", "mode", *providers, title=TITLES[clock])
     cases = {}
     for row in rows:
         mask = "causal" if row["is_causal"] else "full"
         case = (row["dtype"], row["head_dim"], mask, f"{row['batch']} x {row['heads']}", row["seq"], row["mode"])
-        waits = "*" if row.get("late") or row.get("host_ms", 0) > row.get("ms", 0) else ""
-        digits = ".0f" if row.get("tflops", 0) >= 100 else ".3g"
-        speed = f"{row['tflops']:{digits}}{waits}" if "tflops" in row else escape(row["note"][:24])
+        waits = clock == "gpu" and (row.get("late") or row.get("host_ms", 0) > row.get("ms", 0))
+        tflops = row.get("tflops" if clock == "gpu" else "caller_tflops")
+        speed = (
+            f"{tflops:{'.0f' if tflops >= 100 else '.3g'}}{'*' if waits else ''}"
+            if tflops
+            else escape(row["note"][:24])
+        )
         cases.setdefault(case, {})[row["provider"]] = speed
     for case, speeds in cases.items():
         made.add_row(*map(str, case), *(speeds.get(provider, "") for provider in providers))
@@ -255,6 +263,7 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--width", type=size, default=2048, help="heads * head_dim, without --heads")
     parser.add_argument("--batch", type=size, help="instead of tokens / seq")
     parser.add_argument("--heads", type=size, help="instead of width / head_dim")
+    parser.add_argument("--clock", choices=TITLES, default="gpu", help="the GPU's, or the caller's with host time")
     parser.add_argument("--check", action="store_true", help="verify one head of ours at each shape first")
     parser.add_argument("--name", type=records.record_name, help="store the rows as phase5_tuning/results/NAME.json")
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
@@ -271,11 +280,11 @@ def main(argv=None) -> int:
     rows = []
     if args.name:
         argv = [f"--name={args.name}", *([f"--commit={args.commit}"] if args.commit else [])]
-        packages = [p for p in args.provider if p == "flash-attn-4"]
+        packages = ["flash-attn-4"] if any(p.startswith("flash-attn-4") for p in args.provider) else []
         code = records.main("phase5_tuning", KERNELS, lambda: rows.extend(run(args)) or rows, argv, packages, SETTINGS)
     else:
         rows, code = run(args), 0
-    made, console = table(rows), Console()
+    made, console = table(rows, args.clock), Console()
     width = console.measure(made, options=console.options.update(max_width=1000)).maximum
     Console(width=max(width, console.width)).print(made)  # a line that is too long wraps, but loses nothing
     return code

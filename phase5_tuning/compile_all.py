@@ -11,36 +11,37 @@ with exact products always spills; it is listed, not judged.
 import argparse
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 
 from common import runtime
 from common.measure import offline
 from phase5_tuning import configs
-from phase5_tuning.tuning_backward import attention_backward
-from phase5_tuning.tuning_forward import LADDER, attention_forward
+from phase5_tuning.backward import attention_backward
+from phase5_tuning.forward import attention_forward
+from phase5_tuning.ladder import LADDER
 
 import torch
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
 WITH_TMA = ("sm_90", "sm_100", "sm_120")
 SPILLS = 512
-ALL_TILES = "heavy first", LADDER[-1].name  # the last rung that loads by pointers, and the last
+ALL_TILES = "heavy first", "descriptors"  # the rungs that ship
 
 
 def launches(rung, dtype, head_dim) -> Iterator[tuple[str, offline.Launch]]:
     """(tiles, launch) of a rung's kernels: with all candidates on ALL_TILES, else with the first."""
     q = torch.empty(1, 4, 512, head_dim, dtype=dtype, device=runtime.DEVICE)
     lse = torch.empty(1, 4, 512, device=runtime.DEVICE)
-    backward = dict(is_causal=True, rung=rung)
     for kind in ("forward", "dkdv", "dq"):
-        found = configs.candidates(kind, head_dim, dtype)
-        for config in found if rung.name in ALL_TILES else found[:1]:
+        tried = configs.candidates(kind, head_dim, dtype, rung.name == "descriptors")
+        for config in tried if rung.name in ALL_TILES else tried[:1]:
             if kind == "forward":
-                made = offline.record_launches(lambda: attention_forward(q, q, q, True, rung=rung, config=config))  # noqa: B023
+                call = partial(attention_forward, q, q, q, True, kernel=rung.forward, config=config)
             else:
-                needs = dict(needs=(kind == "dq", kind == "dkdv")) | {f"{kind}_config": config}
-                made = offline.record_launches(lambda: attention_backward(q, q, q, q, lse, q, **backward, **needs))  # noqa: B023
-            yield str(config), made[-1]
+                options = {f"{kind}_kernel": getattr(rung, kind), f"{kind}_config": config}
+                options["needs"] = kind == "dq", kind == "dkdv"
+                call = partial(attention_backward, q, q, q, q, lse, q, None, True, **options)
+            yield str(config), offline.record_launches(call)[-1]
 
 
 def main(argv=None) -> int:
@@ -56,10 +57,8 @@ def main(argv=None) -> int:
     bad = 0
     for target in targets or TARGETS:
         for dtype, head_dim, rung in itertools.product((torch.float16, torch.float32), (64, 128, 256), LADDER[1:]):
-            if target not in WITH_TMA or dtype == torch.float32:  # no descriptors: the last rungs load by pointers
-                if rung.name == "descriptors":
-                    continue
-                rung = replace(rung, tma=False)
+            if rung.name == "descriptors" and (target not in WITH_TMA or dtype == torch.float32):
+                continue
             made = list(launches(rung, dtype, head_dim))
             compiled = offline.compile_launches([launch for _, launch in made], [target])
             good = {c.kernel: False for c in compiled}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 
 from common import runtime
-from common.measure.timing import ceilings, measure, time_ms
+from common.measure.timing import caller_ms, ceilings, measure, time_ms
 from common.phases import ROOT
 from common.source import source
 
@@ -48,7 +48,7 @@ def gpu_id() -> str:
 
 def settings_fingerprint(settings: Sequence[object]) -> str:
     """Hash of what a measurement depends on beside the kernels: settings, such as tiles or functions, and the clock."""
-    parts = (source(s, docstring=False) if callable(s) else repr(s) for s in (*settings, time_ms, measure))
+    parts = (source(s, docstring=False) if callable(s) else repr(s) for s in (*settings, time_ms, caller_ms, measure))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

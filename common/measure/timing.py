@@ -88,20 +88,62 @@ def time_ms(fn: Callable[[], object], *, rest_ms: int = 120, warmup_ms: int = 12
     return Timing(statistics.median(times), min(times), max(times), host, late=not in_time)
 
 
+def caller_ms(fn: Callable[[], object], *, rounds: int = 3, round_ms: int = 40) -> float:
+    """Milliseconds of a call as its caller meets it: calls back to back, host time included, nothing flushed.
+
+    The median of the rounds, each between two device events. Where the GPU waits for the host, that is the host's time;
+    elsewhere it is the GPU's, with inputs that the call before may have left in the L2 cache.
+    Raises RuntimeError where kernels are interpreted.
+    """
+    if runtime.DEVICE != "cuda":
+        raise RuntimeError("timing needs a GPU and compiled kernels; interpreted runs say nothing about speed")
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def each(calls):
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(calls):
+            fn()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / calls
+
+    each(3)
+    calls = max(3, int(round_ms / each(3)))
+    return statistics.median(each(calls) for _ in range(rounds))
+
+
+def host_us(fn: Callable[[], object], *, calls: int = 300, rounds: int = 5) -> float:
+    """Microseconds that the host takes to queue a call of fn, without waiting for the GPU: the fastest round's mean.
+
+    Meant for calls that the GPU finishes sooner than the host can queue them; else it is the GPU's time.
+    """
+    fastest = float("inf")
+    for _ in range(rounds + 1):  # the first one warms up
+        begin = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        fastest = min(fastest, (time.perf_counter() - begin) / calls)
+        torch.cuda.synchronize()
+    return 1e6 * fastest
+
+
 def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **case) -> list[dict]:
     """Time every provider on one case, in the same run. Each row holds the case, the provider and its times.
 
     rounds: how many turns each provider gets, every second time in the opposite order, as a GPU grows warmer. "ms" is
-    the median of the turns' medians, "host_ms" the least that the host took to queue a call ("late": and the GPU's time
-    includes waiting for it). Out of memory and calls that a provider refuses are recorded as such ("note"), not left
-    out.
+    the median of the turns' medians. "host_ms" is the least that the host took to queue a call; "late" says that the
+    GPU's time includes waiting for it. "caller_ms" is the time by `caller_ms`. Out of memory and calls that a provider
+    refuses are recorded as such ("note"), not left out.
     """
-    times, notes = {provider: [] for provider in providers}, {}
+    times, callers, notes = {provider: [] for provider in providers}, {}, {}
     names = list(providers)
     for turn in range(rounds):
         for provider in [p for p in names[:: -1 if turn % 2 else 1] if p not in notes]:
             try:
                 times[provider].append(time_ms(providers[provider], repeat_ms=120 // rounds))
+                if turn == 0:
+                    callers[provider] = caller_ms(providers[provider])
             except torch.cuda.OutOfMemoryError:
                 notes[provider] = "out of memory"
             except Exception as error:  # whatever a peer says no with, the others are measured
@@ -114,6 +156,7 @@ def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **ca
         else:
             medians, fastest, slowest, host, late = zip(*times[provider], strict=True)
             row |= dict(ms=statistics.median(medians), ms_min=min(fastest), ms_max=max(slowest), host_ms=min(host))
+            row["caller_ms"] = callers[provider]
             row |= dict(late=True) if any(late) else {}
         rows.append(row)
         print("  ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
@@ -121,10 +164,12 @@ def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **ca
 
 
 def with_tflops(rows: list[dict], flops: float) -> list[dict]:
-    """The rows with "tflops" added where there is a time."""
+    """The rows with "tflops" and "caller_tflops" added where there are times."""
     for row in rows:
         if "ms" in row:
             row["tflops"] = flops / row["ms"] / 1e9
+        if "caller_ms" in row:
+            row["caller_tflops"] = flops / row["caller_ms"] / 1e9
     return rows
 
 
