@@ -52,8 +52,9 @@ def store_tile(base_ptr, stride, offs_row, offs_col, rows, cols, tile):
 
 @triton.jit
 def head_base(base_ptr, stride, head, heads):
-    """The first element of one head of a (batch, heads, ...) tensor; `head` counts through the batch, 64-bit."""
-    return base_ptr + head // heads * stride[0] + head % heads * stride[1]
+    """The first element of one head of a (batch, heads, ...) tensor; `head` counts through the batch."""
+    # 64-bit: batch * stride can pass 2^31.
+    return base_ptr + (head // heads).to(tl.int64) * stride[0] + (head % heads).to(tl.int64) * stride[1]
 
 
 @triton.jit

@@ -33,7 +33,7 @@ def _attn_fwd_kernel(
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)  # 64-bit from here on: batch * stride can pass 2^31
+    pid_bh = tl.program_id(0) // tiles_m
     q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
     k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)  # `group` query heads share one key head
     v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
@@ -60,7 +60,7 @@ def _attn_fwd_kernel(
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: o = 0, lse = -inf
     store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
-    tl.store(lse_ptr + pid_bh * seq_q + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
+    tl.store(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
 
 
 # --- launcher ------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def _delta_kernel(
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_m
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     o_head = head_base(o_ptr, stride_o, pid_bh, heads_q)
@@ -40,7 +40,7 @@ def _delta_kernel(
     o = load_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
     do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
-    tl.store(delta_ptr + pid_bh * seq_q + offs_m, delta, mask=offs_m < seq_q)
+    tl.store(delta_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, delta, mask=offs_m < seq_q)
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _attn_bwd_dkdv_kernel(
     """
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     pid_n = tl.program_id(0) % tiles_n
-    pid_bh = (tl.program_id(0) // tiles_n).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_n
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     k_head = head_base(k_ptr, stride_k, pid_bh, heads_kv)
@@ -89,7 +89,7 @@ def _attn_bwd_dkdv_kernel(
         head = pid_bh * group + g  # a query head that shares this key head
         q_head = head_base(q_ptr, stride_q, head, heads_kv * group)
         do_head = head_base(do_ptr, stride_do, head, heads_kv * group)
-        row = head * seq_q
+        row = head.to(tl.int64) * seq_q
         for start_m in range(start, seq_q, BLOCK_M):
             offs_m = start_m + tl.arange(0, BLOCK_M)
             q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
@@ -124,7 +124,7 @@ def _attn_bwd_dq_kernel(
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_m
     q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
     k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)
     v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
@@ -135,8 +135,8 @@ def _attn_bwd_dq_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
     do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
-    lse = tl.load(lse_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
-    delta = tl.load(delta_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+    lse = tl.load(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+    delta = tl.load(delta_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
 
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     end_n = seq_k

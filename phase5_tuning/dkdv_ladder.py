@@ -32,7 +32,7 @@ def _attn_bwd_rows_kernel(
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_m
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     o_head = head_base(o_ptr, stride_o, pid_bh, heads_q)
@@ -41,7 +41,7 @@ def _attn_bwd_rows_kernel(
     do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), axis=1)
 
-    rows = pid_bh * seq_q + offs_m
+    rows = pid_bh.to(tl.int64) * seq_q + offs_m
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + rows, mask=offs_m < seq_q, other=0.0)
     lse = tl.load(lse_ptr + rows, mask=offs_m < seq_q, other=0.0)
@@ -66,7 +66,7 @@ def _attn_bwd_dkdv_base2_kernel(
     """
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     pid_n = tl.program_id(0) % tiles_n
-    pid_bh = (tl.program_id(0) // tiles_n).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_n
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     k_head = head_base(k_ptr, stride_k, pid_bh, heads_kv)
@@ -84,7 +84,7 @@ def _attn_bwd_dkdv_base2_kernel(
         head = pid_bh * group + g  # a query head that shares this key head
         q_head = head_base(q_ptr, stride_q, head, heads_kv * group)
         do_head = head_base(do_ptr, stride_do, head, heads_kv * group)
-        row = head * seq_q
+        row = head.to(tl.int64) * seq_q
         for start_m in range(start, seq_q, BLOCK_M):
             offs_m = start_m + tl.arange(0, BLOCK_M)
             q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
@@ -125,7 +125,7 @@ def _attn_bwd_dkdv_edges_kernel(
     """
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     pid_n = tl.program_id(0) % tiles_n
-    pid_bh = (tl.program_id(0) // tiles_n).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_n
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     k_head = head_base(k_ptr, stride_k, pid_bh, heads_kv)
@@ -144,7 +144,7 @@ def _attn_bwd_dkdv_edges_kernel(
         head = pid_bh * group + g  # a query head that shares this key head
         q_head = head_base(q_ptr, stride_q, head, heads_kv * group)
         do_head = head_base(do_ptr, stride_do, head, heads_kv * group)
-        row = head * seq_q
+        row = head.to(tl.int64) * seq_q
         for start_m in range(start, seq_q, BLOCK_M):
             offs_m = start_m + tl.arange(0, BLOCK_M)
             q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
@@ -184,7 +184,7 @@ def _attn_bwd_dkdv_transposed_kernel(
     """
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     pid_n = tl.program_id(0) % tiles_n
-    pid_bh = (tl.program_id(0) // tiles_n).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_n
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     k_head = head_base(k_ptr, stride_k, pid_bh, heads_kv)
@@ -203,7 +203,7 @@ def _attn_bwd_dkdv_transposed_kernel(
         head = pid_bh * group + g  # a query head that shares this key head
         q_head = head_base(q_ptr, stride_q, head, heads_kv * group)
         do_head = head_base(do_ptr, stride_do, head, heads_kv * group)
-        row = head * seq_q
+        row = head.to(tl.int64) * seq_q
         for start_m in range(start, seq_q, BLOCK_M):
             offs_m = start_m + tl.arange(0, BLOCK_M)
             q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
@@ -242,10 +242,10 @@ def _attn_bwd_dkdv_descriptors_kernel(
     """
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     pid_n = tl.program_id(0) % tiles_n
-    pid_bh = (tl.program_id(0) // tiles_n).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_n
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    b, h_kv = (pid_bh // heads_kv).to(tl.int32), (pid_bh % heads_kv).to(tl.int32)
+    b, h_kv = pid_bh // heads_kv, pid_bh % heads_kv
     k = k_desc.load([b, h_kv, pid_n * BLOCK_N, 0]).reshape(BLOCK_N, BLOCK_D)
     v = v_desc.load([b, h_kv, pid_n * BLOCK_N, 0]).reshape(BLOCK_N, BLOCK_D)
 
@@ -258,7 +258,7 @@ def _attn_bwd_dkdv_descriptors_kernel(
     tl.assume(start < seq_q)  # ptxas may serialize the products of a loop that need not run at all
     for g in range(0, group):
         h = h_kv * group + g  # a query head that shares this key head
-        row = (pid_bh * group + g) * seq_q
+        row = (pid_bh * group + g).to(tl.int64) * seq_q
         for start_m in range(start, seq_q, BLOCK_M):
             offs_m = start_m + tl.arange(0, BLOCK_M)
             q = q_desc.load([b, h, start_m, 0]).reshape(BLOCK_M, BLOCK_D)

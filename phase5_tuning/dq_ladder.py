@@ -35,7 +35,7 @@ def _attn_bwd_dq_base2_kernel(
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_m
     q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
     k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)
     v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
@@ -46,8 +46,8 @@ def _attn_bwd_dq_base2_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
     do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
-    lse = tl.load(lse_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
-    delta = tl.load(delta_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+    lse = tl.load(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+    delta = tl.load(delta_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
 
     scale2 = scale * LOG2E
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -86,7 +86,7 @@ def _attn_bwd_dq_edges_kernel(
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_m
     q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
     k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)
     v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
@@ -97,8 +97,8 @@ def _attn_bwd_dq_edges_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
     do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
-    lse = tl.load(lse_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
-    delta = tl.load(delta_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+    lse = tl.load(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+    delta = tl.load(delta_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
 
     scale2 = scale * LOG2E
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -140,16 +140,16 @@ def _attn_bwd_dq_descriptors_kernel(
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
-    b, h = (pid_bh // heads_q).to(tl.int32), (pid_bh % heads_q).to(tl.int32)
+    pid_bh = tl.program_id(0) // tiles_m
+    b, h = pid_bh // heads_q, pid_bh % heads_q
     dq_head = head_base(dq_ptr, stride_dq, pid_bh, heads_q)
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     q = q_desc.load([b, h, pid_m * BLOCK_M, 0]).reshape(BLOCK_M, BLOCK_D)
     do = do_desc.load([b, h, pid_m * BLOCK_M, 0]).reshape(BLOCK_M, BLOCK_D)
-    lse = tl.load(lse_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
-    delta = tl.load(delta_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+    lse = tl.load(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+    delta = tl.load(delta_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
 
     scale2 = scale * LOG2E
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)

@@ -41,7 +41,7 @@ def _attn_fwd_base2_kernel(
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_m
     q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
     k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)
     v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
@@ -78,7 +78,7 @@ def _attn_fwd_base2_kernel(
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
     lse = (m_i + tl.log2(l_safe)) / LOG2E
-    tl.store(lse_ptr + pid_bh * seq_q + offs_m, lse, mask=offs_m < seq_q)
+    tl.store(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, lse, mask=offs_m < seq_q)
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def _attn_fwd_late_sums_kernel(
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_m
     q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
     k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)
     v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
@@ -133,7 +133,7 @@ def _attn_fwd_late_sums_kernel(
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
     lse = (m_i + tl.log2(l_safe)) / LOG2E
-    tl.store(lse_ptr + pid_bh * seq_q + offs_m, lse, mask=offs_m < seq_q)
+    tl.store(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, lse, mask=offs_m < seq_q)
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def _attn_fwd_edges_kernel(
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_m
     q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
     k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)
     v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
@@ -193,7 +193,7 @@ def _attn_fwd_edges_kernel(
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
     lse = (m_i + tl.log2(l_safe)) / LOG2E
-    tl.store(lse_ptr + pid_bh * seq_q + offs_m, lse, mask=offs_m < seq_q)
+    tl.store(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, lse, mask=offs_m < seq_q)
 
 
 @triton.jit
@@ -212,7 +212,7 @@ def _attn_fwd_heavy_first_kernel(
     pid_m = tl.program_id(0) % tiles_m
     if IS_CAUSAL:
         pid_m = tiles_m - 1 - pid_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
+    pid_bh = tl.program_id(0) // tiles_m
     q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
     k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)
     v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
@@ -254,7 +254,7 @@ def _attn_fwd_heavy_first_kernel(
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
     lse = (m_i + tl.log2(l_safe)) / LOG2E
-    tl.store(lse_ptr + pid_bh * seq_q + offs_m, lse, mask=offs_m < seq_q)
+    tl.store(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, lse, mask=offs_m < seq_q)
 
 
 @triton.jit
@@ -274,8 +274,8 @@ def _attn_fwd_descriptors_kernel(
     pid_m = tl.program_id(0) % tiles_m
     if IS_CAUSAL:
         pid_m = tiles_m - 1 - pid_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
-    b, h = (pid_bh // heads_q).to(tl.int32), (pid_bh % heads_q).to(tl.int32)
+    pid_bh = tl.program_id(0) // tiles_m
+    b, h = pid_bh // heads_q, pid_bh % heads_q
     o_head = head_base(o_ptr, stride_o, pid_bh, heads_q)
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -314,4 +314,4 @@ def _attn_fwd_descriptors_kernel(
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
     lse = (m_i + tl.log2(l_safe)) / LOG2E
-    tl.store(lse_ptr + pid_bh * seq_q + offs_m, lse, mask=offs_m < seq_q)
+    tl.store(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, lse, mask=offs_m < seq_q)

@@ -1,7 +1,8 @@
 """Where a call's microseconds go: `python -m phase5_tuning.host --name h200_host`.
 
-The calls are so small that the GPU is done before the host has queued the next one: batch 1, 4 heads, 128 tokens, 64
-columns. A row is what the host takes for one provider and mode ("no_grad", "grad", "backward"), or for one step of ours.
+The calls are so small that the GPU is done before the host has queued the next one: batch 1, 4 heads, 128 tokens,
+head_dim 64. A row is what the host takes for one provider and mode ("no_grad", "grad", "backward"), or for one step of
+ours.
 """
 
 from common import runtime

@@ -76,13 +76,13 @@ class Launch:
         Raises OutOfResources or PTXASError where the GPU has no room for it or the assembler refuses it.
         """
         made = self.kernel.warmup(*self._arguments(tensors), *self.rest, grid=self.grid, **self.options)
-        self._compiled = direct.runner(made, self.grid)
+        self._compiled = direct.runner(made, self.grid, self.described, self.rest)
 
     def __call__(self, *tensors: torch.Tensor | None) -> None:
         if self._compiled is None or runtime.recording:
             self.kernel[self.grid](*self._arguments(tensors), *self.rest, **self.options)
         else:
-            self._compiled(*self._arguments(tensors), *self.rest)
+            self._compiled(*tensors)
 
     def _arguments(self, tensors):
         count = len(self.described)
