@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 from common import phases, runtime
 from common.learn import cli, doctor

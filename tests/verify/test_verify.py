@@ -9,8 +9,9 @@ import math
 import random
 
 from common.verify import VerificationError, diagnose, harness, verify_results, verify_softmax
+from common.verify.emulator import emulate
 from common.verify.inputs import KINDS, LAYOUTS, make_qkv, make_tensor
-from common.verify.mutants import BF16, CUSTOMARY_RULES, FP16, FP32, MUTANTS, OURS, Case, emulate, rule_table
+from common.verify.mutants import BF16, CUSTOMARY_RULES, FP16, FP32, MUTANTS, OURS, Case, rule_table
 from common.verify.reference import (
     NEG_INF,
     causal_mask,
