@@ -1,11 +1,12 @@
 """What several test files share."""
 
+import contextlib
 import functools
 import tempfile
-from unittest import mock
 
 from common import runtime
 from common.learn import doctor
+from common.verify import guard
 
 import pytest
 import torch
@@ -22,41 +23,25 @@ def needs_memory(gib):
     return pytest.mark.skipif(not enough, reason=f"needs {gib} GiB of GPU memory")
 
 
-CANARY = 1024.0
-GUARD = 64 * 256  # elements on each side: a whole tile of the largest head_dim
+@contextlib.contextmanager
+def guards():
+    """Raise at the end if something was stored outside of a result. An element that no program writes stays NaN.
+
+    Held around a verification it guards the backward pass too, which runs after the guarded function has returned.
+    """
+    with guard.watched() as results:
+        yield
+    assert results, "nothing was allocated through torch.empty: nothing is guarded"
+    assert not any(result.stored_outside for result in results), "a store outside the result"
 
 
 def guarded(fn):
-    """`fn`, with every result that it allocates filled with NaN beforehand and set between canaries.
-
-    An element that no program writes stays NaN, and a store outside the result kills a canary, which raises.
-    """
+    """`fn`, called within `guards`: for what computes its results before it returns."""
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
-        buffers = []
-
-        def surround(allocate):
-            def empty(*args, **kwargs):
-                wanted = allocate(*args, **kwargs)
-                elements = wanted.untyped_storage().nbytes() // wanted.itemsize
-                buffer = wanted.new_full((elements + 2 * GUARD,), CANARY)
-                buffer[GUARD : GUARD + elements] = float("nan")
-                buffers.append(buffer)
-                return buffer.as_strided(wanted.shape, wanted.stride(), GUARD)
-
-            return empty
-
-        with (
-            mock.patch.object(torch, "empty", surround(torch.empty)),
-            mock.patch.object(torch, "empty_like", surround(torch.empty_like)),
-        ):
-            result = fn(*args, **kwargs)
-        assert buffers, "nothing was allocated through torch.empty: nothing is guarded"
-        for buffer in buffers:
-            edges = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
-            assert (edges == CANARY).all(), "a store outside the result"
-        return result
+        with guards():
+            return fn(*args, **kwargs)
 
     return call
 

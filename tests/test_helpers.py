@@ -1,5 +1,7 @@
 """The guards that other tests rely on do see what they are there for."""
 
+from common.verify import guard
+
 import pytest
 import torch
 from helpers import embedded, far_apart, guarded
@@ -37,3 +39,24 @@ def test_embedded_and_far_apart_are_copies():
         far = far_apart(x.half(), axis)
         assert torch.equal(far, x.half())
         assert (far.shape[axis] - 1) * far.stride(axis) >= 2**31
+
+
+def test_guards_hold_during_the_backward_pass():
+    class Stray(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.empty_like(x).fill_(1)
+
+        @staticmethod
+        def backward(ctx, dy):
+            dx = dy.new_empty(dy.shape)
+            dx.as_strided((1,), (1,), dx.storage_offset() - 1).zero_()
+            return dx
+
+    x = torch.ones(3, requires_grad=True)
+    y = guarded(Stray.apply)(x)
+    with guard.watched() as results:
+        (dx,) = torch.autograd.grad(y.sum(), x)
+    assert guard.never_stored(dx).all()
+    assert dx.isnan().all()
+    assert [result.stored_outside for result in results if result.tensor.shape == (3,)] == [True]

@@ -40,13 +40,13 @@ def check(answer):
                 "lse is not finite in rows that saw keys. Where logits are large exp(m_i) overflows: add m_i outside "
                 "of the logarithm"
             )
-        _expect_row_sums(found[0], q, k, v, mask)
+        _require_row_sums(found[0], q, k, v, mask)
         verify_masked(lambda *_, found=found: found, q, k, v, mask)
-    _expect_large_values_and_nan(answer.bottom_right_attention)
+    _require_large_values_and_nan(answer.bottom_right_attention)
     return "o and lse of 184 rows a head in fp16, bf16 and fp32, 30 of them without a key; nothing stored outside"
 
 
-def _expect_large_values_and_nan(attention):
+def _require_large_values_and_nan(attention):
     """Large values stay finite, as o is their mean, and a NaN among them is seen by whoever sees its key."""
     q, _, v = make_qkv(1, 1, 64, 16)
     zero, large = torch.zeros_like(q), torch.full_like(v, 2000.0)
@@ -57,7 +57,7 @@ def _expect_large_values_and_nan(attention):
         reject("a NaN in v does not reach o: it must, or nobody learns of it. Are the empty rows told apart by l_i?")
 
 
-def _expect_row_sums(o, q, k, v, mask):
+def _require_row_sums(o, q, k, v, mask):
     """Reject acc / l_i without [:, None], which divides column d by l_i[d] where the tile is square."""
     n = min(q.shape[2:])
     mask = mask.to(q.device)

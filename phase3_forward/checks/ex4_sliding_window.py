@@ -5,7 +5,7 @@ import math
 from unittest import mock
 
 from common import make_qkv, runtime
-from common.learn.judge import expect_close, guarded, reject
+from common.learn.judge import guarded, reject, require
 from common.measure import traffic
 from phase3_forward.checks import BF16, FP16, FP32, indices, verify_masked
 
@@ -78,7 +78,7 @@ def check(answer):
         for end, how in ((seq_k + tail, ""), (last + 1, ", and the walk goes on to them")):
             mask = (there <= i) & (i - there < window) & (there < end)
             mistakes[f"keys from seq_k on are visible{how}"] = _masked_attention(q, *behind, mask)
-        expect_close(what, o, _masked_attention(q, k, v, right), mistakes=mistakes)
+        require(what, o, _masked_attention(q, k, v, right), mistakes=mistakes)
 
     # With head_dim 136 tiles of keys are half as long as those of queries.
     for dtype, seq_k, heads_kv, window, head_dim in [
@@ -95,7 +95,7 @@ def check(answer):
         verify_masked(windowed, q, k, v, (j <= i) & (i - j < window), what=what)
 
     if runtime.INTERPRETED:
-        _expect_few_bytes(answer.sliding_window_attention)
+        _require_few_bytes(answer.sliding_window_attention)
     return "nine windows against SDPA, in three dtypes, rows without a key among them; bytes grow like seq * window"
 
 
@@ -128,7 +128,7 @@ def _masked_attention(q, k, v, mask):
     return torch.where(mask.any(dim=-1)[:, None], o, 0.0)
 
 
-def _expect_few_bytes(attend):
+def _require_few_bytes(attend):
     """A walk over the tiles that touch the band, and no others."""
     seq, head_dim = 320, 16
     block_m, block_n = (runtime.tile_sizes(head_dim, FP16)[name] for name in ("BLOCK_M", "BLOCK_N"))

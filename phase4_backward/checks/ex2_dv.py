@@ -1,7 +1,7 @@
 """Checks dv in fp64, and as part of the whole backward pass for dtypes, lengths, strides and low logits."""
 
 from common import make_tensor, runtime
-from common.learn.judge import expect
+from common.learn.judge import require
 from phase4_backward.checks import only_head_0, plain_inputs, verify
 
 import torch
@@ -38,7 +38,7 @@ def check(answer):
     }
     sentence = "head 0 is right, the others are not: lse_ptr is that of this head already; is it moved again?"
     signs = {sentence: only_head_0(found, right)}
-    expect("dv, 60 queries and 40 keys, tiles of 16 queries x 32 keys", found, right, mistakes=mistakes, signs=signs)
+    require("dv, 60 queries and 40 keys, tiles of 16 queries x 32 keys", found, right, mistakes=mistakes, signs=signs)
     for dtype in runtime.DTYPES:
         sizes = dict(seq_k=50, dtype=dtype, poison=True, do_layout="expanded")
         verify(theirs, 2, 2, 37, 40, tiles=(16, 32), **sizes)

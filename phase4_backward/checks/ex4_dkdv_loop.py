@@ -1,7 +1,7 @@
 """Checks dk and dv of grouped heads for tiles of three shapes, full and causal, and that no query is read in vain."""
 
 from common import runtime
-from common.learn.judge import expect
+from common.learn.judge import require
 from phase4_backward.checks import (
     BLOCKS,
     causal_case,
@@ -48,7 +48,7 @@ def check(answer):
                 "key head 0 is right, the other is not: do q, do, lse and delta belong to query head h?": head_0,
             }
             what = f"{name}, {causal_case(block_m, block_n, 70, 50)}"
-            expect(what, found[at], right[name], mistakes=candidates, signs=signs)
+            require(what, found[at], right[name], mistakes=candidates, signs=signs)
     for (block_m, block_n), dtype in zip(BLOCKS, runtime.DTYPES, strict=True):
         tiles = dict(block_m=block_m, block_n=block_n)
 

@@ -3,7 +3,7 @@
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.learn.judge import expect, reject
+from common.learn.judge import reject, require
 from common.verify.harness import UNIT_ROUNDOFF, E
 from phase4_backward.checks import only_head_0, reject_report, small_tiles
 
@@ -124,4 +124,4 @@ def check_dropout(
         heads_in_a_row = (t.flatten(0, 1)[None] for t in (found, right))
         sentence = "head 0 is right, the others are not: rows are counted through all heads, `row`, not `offs_m`"
         signs = {sentence: only_head_0(*heads_in_a_row, **close)}
-        expect(what, found, right, **close, mistakes=mistakes[name], signs=signs)
+        require(what, found, right, **close, mistakes=mistakes[name], signs=signs)

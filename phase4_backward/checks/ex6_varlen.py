@@ -1,14 +1,13 @@
 """Checks o and the gradients of each packed sequence taken alone, and that neighbors do not meet."""
 
-import contextlib
 import itertools
 import warnings
 from unittest import mock
 
 from common import make_tensor, runtime, verify_results
 from common.learn.judge import reject
-from common.verify import Report
-from phase4_backward.checks import UNWRITTEN, reject_report, small_tiles
+from common.verify import Report, guard
+from phase4_backward.checks import reject_report, small_tiles
 
 import torch
 import triton
@@ -57,11 +56,13 @@ def check_varlen(answer, lengths_q, lengths_k, heads, head_dim, dtype, *, is_cau
         for t, ends in ((q, ends_q), (do, ends_q), (k, ends_k), (v, ends_k)):
             t[: ends[1]], t[ends[2] :] = neighbors, neighbors
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    with _guarded():
+    with guard.watched() as results:
         o = answer.varlen_attention(*leaves, cu_q, cu_k, is_causal, scale)
         if not isinstance(o, torch.Tensor) or (o.dtype, o.shape) != (dtype, q.shape):
             reject(f"o: expected {tuple(q.shape)} in {dtype}")
         dq, dk, dv = torch.autograd.grad(o, leaves, do)
+    if any(result.stored_outside for result in results):
+        reject("something was written outside of a result: how long is a sequence, and where does it begin?")
     for b in sequences:
         where = f"sequence {b} of lengths_q = {lengths_q}, lengths_k = {lengths_k}{', causal' if is_causal else ''}"
         of_q, of_k = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
@@ -96,7 +97,7 @@ def check_varlen(answer, lengths_q, lengths_k, heads, head_dim, dtype, *, is_cau
 
 def _reject_unwritten(where, tensors, seq_q, seq_k):
     for name, t in tensors.items():
-        missing = (t == UNWRITTEN).any(dim=1).any(dim=-1)[0].nonzero().flatten().tolist()
+        missing = guard.never_stored(t).any(dim=1).any(dim=-1)[0].nonzero().flatten().tolist()
         if missing and 0 in (seq_q, seq_k):
             has, lacks = ("queries", "keys") if seq_q else ("keys", "queries")
             reject(f"{where}: it has {has} but no {lacks}: its {name} is 0, and somebody has to write it")
@@ -124,24 +125,3 @@ class _Stored(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do):
         return *ctx.saved_tensors, None, None, None, None
-
-
-@contextlib.contextmanager
-def _guarded(guard=2**14, canary=1024.0):
-    """Results, UNWRITTEN at first, lie inside larger memory, so that a stray store does no harm and leaves a trace."""
-    buffers, empty = [], torch.empty
-
-    def allocate(*size, dtype=None, device=None, **_):
-        size = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-        elements = torch.Size(size).numel()
-        buffers.append(empty(elements + 2 * guard, dtype=dtype, device=device).fill_(canary))
-        return buffers[-1][guard : guard + elements].fill_(UNWRITTEN).view(size)
-
-    def allocate_like(t, dtype=None, **_):
-        return allocate(t.shape, dtype=dtype or t.dtype, device=t.device)
-
-    with mock.patch.multiple(torch, empty=allocate, empty_like=allocate_like):
-        yield
-    for buffer in buffers:
-        if not ((buffer[:guard] == canary).all() and (buffer[-guard:] == canary).all()):
-            reject("something was written outside of a result: how long is a sequence, and where does it begin?")

@@ -4,7 +4,7 @@ import itertools
 import random
 
 from common.learn.judge import reject
-from phase5_tuning.checks import expect_ints, padded_dim
+from phase5_tuning.checks import padded_dim, require_ints
 from phase5_tuning.configs import Config
 
 # What the compiler made of the last rung of `_attn_fwd_tuned_kernel` (fp16, causal): Triton 3.7.1, target sm_90.
@@ -61,8 +61,8 @@ def check(answer):
         }
         got = answer.registers(config, head_dim)
         register_calls.append((f"registers{config, head_dim}", got, acc_and_s // threads, mistakes))
-    expect_ints(shared_calls)
-    expect_ints(register_calls)
+    require_ints(shared_calls)
+    require_ints(register_calls)
     for config, head_dim, shared, _, spilled in recorded:
         got = answer.shared_bytes(config, head_dim, 2)
         if abs(got - shared) > MARGIN * shared:

@@ -263,16 +263,16 @@ def test_the_runner_does_not_load_torch(module):
     assert done.stdout.strip() == "False False", done.stderr
 
 
-def test_expect_close_names_the_first_wrong_element():
+def test_require_names_the_first_wrong_element():
     import torch
 
     with pytest.raises(judge.Rejected, match=r"x: 1 of 2 elements are wrong; the first: element \[1\] is nan"):
-        judge.expect_close("x", torch.tensor([1, float("nan")]), torch.tensor([1.0, 2.0]))
+        judge.require("x", torch.tensor([1, float("nan")]), torch.tensor([1.0, 2.0]))
     with pytest.raises(judge.Rejected, match=r"is 1\.00000012 where 1 is right \(computed in torch.float32"):
-        judge.expect_close("x", torch.tensor([1 + 2**-23]), torch.ones(1, dtype=torch.float64), rtol=0, atol=1e-9)
+        judge.require("x", torch.tensor([1 + 2**-23]), torch.ones(1, dtype=torch.float64), rtol=0, atol=1e-9)
     with pytest.raises(judge.Rejected, match="doubled"):
-        judge.expect_close("x", torch.tensor([2.0]), torch.tensor([1.0]), mistakes={"doubled": torch.tensor([2.0])})
+        judge.require("x", torch.tensor([2.0]), torch.tensor([1.0]), mistakes={"doubled": torch.tensor([2.0])})
     with pytest.raises(judge.Rejected, match=r"expected shape \(1,\), got \(2,\)"):
-        judge.expect_close("x", torch.zeros(2), torch.zeros(1))
+        judge.require("x", torch.zeros(2), torch.zeros(1))
     with pytest.raises(judge.Rejected, match="expected a tensor, got float"):
-        judge.expect_close("x", 1.0, torch.zeros(1))
+        judge.require("x", 1.0, torch.zeros(1))
