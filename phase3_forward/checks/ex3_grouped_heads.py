@@ -32,9 +32,9 @@ def check(answer):
         q, *wide = (t[:2] for t in make_qkv(heads_q, heads_q, seq_q, 16, seq_k=20, dtype=FP32))
         k, v = (t[:, :heads_kv] for t in wide)  # behind the key heads lie others, which nobody may read
         what = f"{heads_q} query heads on {heads_kv}"
-        found = fn(q, k, v, enable_gqa=True)
-        _require_heads(what, *found, q, *wide, heads_q // heads_kv)
-        require_verified(what, lambda *_, found=found, **__: found, q, k, v, enable_gqa=True)
+        results = fn(q, k, v, enable_gqa=True)
+        _require_heads(what, *results, q, *wide, heads_q // heads_kv)
+        require_verified(what, lambda *_, results=results, **__: results, q, k, v, enable_gqa=True)
     for layout in ("bshd", "transposed", "sliced", "expanded"):
         q, k, v = make_qkv(2, 2, 70, 40, heads_kv=1, layout=layout)
         require_verified(f"{layout} memory", fn, q, k, v, enable_gqa=True, is_causal=True)

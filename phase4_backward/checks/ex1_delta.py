@@ -31,10 +31,10 @@ def check(answer):
             ("delta_over_head_dim", (o, do), 5 * ones),
         ):
             try:
-                found = getattr(answer, what)(*given)
+                actual = getattr(answer, what)(*given)
             except (IndexError, RuntimeError) as error:
                 reject(f"{what}: with {len(lead)} leading axes it raises {error}. Count axes from the end: dim=-1, .mT")
-            require(f"{what}, {len(lead)} leading axes", found, right, rtol=1e-12, atol=1e-12)
+            require(f"{what}, {len(lead)} leading axes", actual, right, rtol=1e-12, atol=1e-12)
 
     for dtype, layout in ((torch.float16, "contiguous"), *itertools.product(runtime.DTYPES, ("transposed", "sliced"))):
         _check_delta_kernel(answer, dtype, 40, layout, with_dlse=layout == "transposed")
@@ -42,12 +42,12 @@ def check(answer):
     return "both formulas in fp64; the kernel in fp16, bf16, fp32, dO transposed, sliced, with stride 0; less dlse"
 
 
-def _require_fp64(what, found, right, mistakes):
-    if isinstance(found, torch.Tensor) and found.shape == right.shape:
-        error = (found.double() - right).abs().max().item()
+def _require_fp64(what, actual, right, mistakes):
+    if isinstance(actual, torch.Tensor) and actual.shape == right.shape:
+        error = (actual.double() - right).abs().max().item()
         if 1e-10 < error < 1e-4:
             reject(f"{what}: computed in fp32 (off by {error:.0e}), the inputs are fp64: stay in their dtype")
-    require(what, found, right, rtol=1e-12, atol=1e-12, mistakes=mistakes)
+    require(what, actual, right, rtol=1e-12, atol=1e-12, mistakes=mistakes)
 
 
 def _check_delta_kernel(answer, dtype, head_dim, layout, *, with_dlse):

@@ -66,22 +66,23 @@ def check_varlen(answer, lengths_q, lengths_k, heads, head_dim, dtype, *, is_cau
     for b in sequences:
         where = f"sequence {b} of lengths_q = {lengths_q}, lengths_k = {lengths_k}{', causal' if is_causal else ''}"
         of_q, of_k = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
-        found = [t.detach()[s].transpose(0, 1)[None] for t, s in ((o, of_q), (dq, of_q), (dk, of_k), (dv, of_k))]
+        results_of_b = [t.detach()[s].transpose(0, 1)[None] for t, s in ((o, of_q), (dq, of_q), (dk, of_k), (dv, of_k))]
         alone = [t[s].transpose(0, 1)[None] for t, s in ((q, of_q), (k, of_k), (v, of_k), (do, of_q))]
-        _reject_unwritten(where, dict(zip(("o", "dq", "dk", "dv"), found, strict=True)), lengths_q[b], lengths_k[b])
+        named = dict(zip(("o", "dq", "dk", "dv"), results_of_b, strict=True))
+        _reject_unwritten(where, named, lengths_q[b], lengths_k[b])
 
-        def verified(found, alone):
+        def verified(results, alone):
             def stored(q, k, v, *, is_causal, scale, enable_gqa):
-                return _Stored.apply(q, k, v, *found)
+                return _Stored.apply(q, k, v, *results)
 
             options = dict(do=alone[3], is_causal=is_causal, scale=scale, compare_sdpa=False)
             return verify_results(stored, *alone[:3], **options)
 
-        report = verified(found, alone)
+        report = verified(results_of_b, alone)
         if report.passed:
             continue
         first = next(r.name for r in report.results if not r.passed)
-        head_0 = verified(*([t[:, :1] for t in tensors] for tensors in (found, alone)))
+        head_0 = verified(*([t[:, :1] for t in tensors] for tensors in (results_of_b, alone)))
         if neighbors is not None:
             where += ", all others filled with NaN (does it see its neighbors?)"
         elif heads > 1 and head_0[first].passed:

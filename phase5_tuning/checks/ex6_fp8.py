@@ -220,5 +220,5 @@ def outlier_errors(fp8) -> tuple[float, float]:
         t[:, :, 64:] *= 3e4
     truth = naive_attention(*(t.double()[:, :, :64] for t in inputs), is_causal=True)[0]
     coarse = [restored(*quantized(t, rows=t.shape[2]), rows=t.shape[2])[:, :, :64] for t in inputs]
-    found = fp8(*inputs, True)[:, :, :64].double(), naive_attention(*coarse, is_causal=True)[0]
-    return tuple(((o - truth).square().mean() / truth.square().mean()).sqrt().item() for o in found)
+    outputs = fp8(*inputs, True)[:, :, :64].double(), naive_attention(*coarse, is_causal=True)[0]
+    return tuple(((o - truth).square().mean() / truth.square().mean()).sqrt().item() for o in outputs)
