@@ -7,6 +7,7 @@ from unittest import mock
 
 from common import runtime
 from common.learn import doctor
+from common.verify import guard
 
 import numpy as np
 import pytest
@@ -40,43 +41,16 @@ def launches_on(kernel):
         yield devices
 
 
-CANARY = 1024.0
-GUARD = 64 * 256  # elements on each side: a whole tile of the largest head_dim
-
-
-ALLOCATORS = (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")
-
-
 @contextlib.contextmanager
 def guards():
-    """Inside it, every tensor of numbers that is allocated starts as NaN and lies between canaries.
+    """Raise at the end if something was stored outside of a result. An element that no program writes stays NaN.
 
-    An element that no program writes stays NaN, and a store outside the result kills a canary, which raises at the end.
     Held around a verification it guards the backward pass too, which runs after the guarded function has returned.
     """
-    buffers = []
-
-    def surround(allocate):
-        def empty(*args, **kwargs):
-            wanted = allocate(*args, **kwargs)
-            if not wanted.is_floating_point():
-                return wanted
-            elements = wanted.untyped_storage().nbytes() // wanted.itemsize
-            buffer = wanted.new_full((elements + 2 * GUARD,), CANARY)
-            buffer[GUARD : GUARD + elements] = float("nan")
-            buffers.append(buffer)
-            return buffer.as_strided(wanted.shape, wanted.stride(), GUARD)
-
-        return empty
-
-    with contextlib.ExitStack() as stack:
-        for owner, name in ALLOCATORS:
-            stack.enter_context(mock.patch.object(owner, name, surround(getattr(owner, name))))
+    with guard.watched() as results:
         yield
-    assert buffers, "nothing was allocated through torch.empty: nothing is guarded"
-    for buffer in buffers:
-        edges = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
-        assert (edges == CANARY).all(), "a store outside the result"
+    assert results, "nothing was allocated through torch.empty: nothing is guarded"
+    assert not any(result.stored_outside for result in results), "a store outside the result"
 
 
 def guarded(fn):
@@ -150,6 +124,6 @@ def results_far_apart(axis: int):
         return empty
 
     with contextlib.ExitStack() as stack:
-        for owner, name in ALLOCATORS[:2]:
+        for owner, name in guard.ALLOCATORS[:2]:
             stack.enter_context(mock.patch.object(owner, name, spread(getattr(owner, name))))
         yield

@@ -1,4 +1,4 @@
-"""`course`: the learner's command. Phases run as child processes; neither torch nor a phase is imported here."""
+"""`course`: the learner's command. Phases run as child processes; this imports neither torch nor a phase."""
 
 import json
 import subprocess
@@ -37,8 +37,8 @@ def overview(context: typer.Context) -> None:
     cli_exercises.overview()
 
 
-for _command in cli_exercises.COMMANDS:
-    app.command(_command.__name__.removesuffix("_task"))(_command)
+for _name, _command in cli_exercises.COMMANDS.items():
+    app.command(_name)(_command)
 
 
 @app.command()
@@ -196,7 +196,7 @@ class _Child:
         )
 
     def rows(self) -> Iterator[dict]:
-        """Its findings or cases as they come; what a learner prints from a kernel is skipped."""
+        """Its findings or cases as they come. Lines that a learner prints from a kernel are skipped."""
         try:
             for line in self._process.stdout:
                 try:

@@ -34,11 +34,11 @@ def overview() -> None:
     progress = Progress.load()
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for phase in phases.PHASES:
-        found = [e for e in exercises.load() if e.phase == phase]
-        solved = sum(map(progress.solved, found))
-        bar = ProgressBar(total=max(1, len(found)), completed=solved, width=20)
+        of_phase = [e for e in exercises.load() if e.phase == phase]
+        solved = sum(map(progress.solved, of_phase))
+        bar = ProgressBar(total=max(1, len(of_phase)), completed=solved, width=20)
         title = f"[bold]{phase.number}  {phase.title}[/]\n   [dim]{phase.folder}/{phase.notebook}[/]"
-        table.add_row(title, bar, f"{solved} of {len(found)}")
+        table.add_row(title, bar, f"{solved} of {len(of_phase)}")
     console.print(table)
     console.line()
     _say_next(progress)
@@ -116,16 +116,16 @@ def diff(
     """Show what one phase's kernel changed against another's, from the source as it is now."""
     from common.source import diff_texts, function_in
 
-    found = [phases.find(name) for name in (old, new)]
-    for name, phase in zip((old, new), found, strict=True):
+    pair = [phases.find(name) for name in (old, new)]
+    for name, phase in zip((old, new), pair, strict=True):
         if phase is None:
             known = ", ".join(str(p.number) for p in phases.PHASES)
             console.print(f"There is no phase {name!r}; there are {known}.", markup=False, style="red")
             raise typer.Exit(2)
-    both = [kind for kind in found[0].kernels if kind in found[1].kernels]
-    kernels = [phase.kernels[both[0]] if both else next(iter(phase.kernels.values())) for phase in found]
-    texts = [function_in(phase.path(module), name) for phase, (module, name) in zip(found, kernels, strict=True)]
-    for sign, phase, (module, name) in zip("-+", found, kernels, strict=True):
+    both = [kind for kind in pair[0].kernels if kind in pair[1].kernels]
+    kernels = [phase.kernels[both[0]] if both else next(iter(phase.kernels.values())) for phase in pair]
+    texts = [function_in(phase.path(module), name) for phase, (module, name) in zip(pair, kernels, strict=True)]
+    for sign, phase, (module, name) in zip("-+", pair, kernels, strict=True):
         console.print(f"[bold]{sign} {phase.folder}/{module}.py: {name}[/]")
     if texts[0] == texts[1]:
         console.print("They are the same.")
@@ -191,7 +191,7 @@ def _print_verdict(exercise: Exercise, verdict: Verdict, *, short: bool = False)
 def _known() -> str:
     """The numbers that exist: "There are 1.1 to 1.5, 2.1 to 2.4." """
     numbers = [[e.number for e in exercises.load() if e.phase == phase] for phase in phases.PHASES]
-    return f" There are {', '.join(f'{found[0]} to {found[-1]}' for found in numbers if found)}."
+    return f" There are {', '.join(f'{of_phase[0]} to {of_phase[-1]}' for of_phase in numbers if of_phase)}."
 
 
 def _print_task(text: str) -> None:
@@ -214,4 +214,4 @@ def _say_next(progress: Progress, after: Exercise | None = None) -> None:
         console.print("      [bold]course next[/] shows the task")
 
 
-COMMANDS = (next_task, check, hint, solution, diff, reset, watch)
+COMMANDS = dict(next=next_task, check=check, hint=hint, solution=solution, diff=diff, reset=reset, watch=watch)

@@ -1,15 +1,16 @@
 """The exercises: what there is, how far a learner has come, and the check of an answer.
 
-Each is a file phaseN_x/exercises/exK_name.py that a learner completes; phaseN_x/solutions/ mirrors it. The two are one
-text: in a solution, comments mark the learner's part, and `stub_of` cuts it out.
+Each is a file phaseN_x/exercises/exK_name.py that a learner completes; phaseN_x/solutions/ mirrors it.
+The two are one text: in a solution, comments mark the learner's part, and `stub_of` cuts it out.
 
-    # your code: what is wanted
+    # your code: the task in a few words
     #| a line that the exercise shows instead (to repair it); without any, it raises NotImplementedError
     the solution
     # end of your code
 
-An answer is checked in a child process by phaseN_x/checks/exK_name.py (see common.learn.judge), interpreted first and
-then, where there is a GPU, compiled. Imports neither torch nor a phase, so that the command line starts at once.
+`check` runs phaseN_x/checks/exK_name.py on an answer in a child process (see common.learn.judge),
+interpreted first and then, where there is a GPU, compiled. This module imports neither torch nor a
+phase, so that the command line starts at once.
 """
 
 import ast
@@ -75,14 +76,14 @@ class Exercise:
 @cache
 def load() -> tuple[Exercise, ...]:
     """All exercises in order, from phaseN_x/exercises/manifest.toml."""
-    found = []
+    loaded = []
     for phase in phases.PHASES:
         manifest = phases.ROOT / phase.folder / "exercises" / "manifest.toml"
         if manifest.exists():
             for entry in tomllib.loads(manifest.read_text())["exercise"]:
                 hints = tuple(" ".join(hint.split()) for hint in entry.pop("hints"))
-                found.append(Exercise(phase=phase, hints=hints, **entry))
-    return tuple(found)
+                loaded.append(Exercise(phase=phase, hints=hints, **entry))
+    return tuple(loaded)
 
 
 def find(name: str) -> Exercise | None:
@@ -165,7 +166,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of an answer. kind: "passed", "wrong", "error" (it raised), "unfinished", "timeout" or "crashed"."""
+    """The outcome of a check. kind: "passed", "wrong", "error" (it raised), "unfinished", "timeout" or "crashed"."""
 
     kind: str
     message: str
@@ -184,14 +185,15 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
     if answer.decode(errors="replace") == exercise.stub:
         return Verdict("unfinished", "the file is as shipped: nothing has been changed yet")
     start = time.perf_counter()
-    found = _in_child(exercise, limit, interpret=True)
-    if found.get("gpu") and found["kind"] == "passed":
+    outcome = _in_child(exercise, limit, interpret=True)
+    if outcome.get("gpu") and outcome["kind"] == "passed":
         compiled = _in_child(exercise, limit, interpret=False)
         if compiled["kind"] == "passed":
-            found["message"] += "; compiled too"
+            outcome["message"] += "; compiled too"
         else:
-            found = compiled | dict(message=f"right when interpreted, but compiled for the GPU: {compiled['message']}")
-    verdict = Verdict(found["kind"], found["message"], time.perf_counter() - start)
+            message = f"right when interpreted, but compiled for the GPU: {compiled['message']}"
+            outcome = compiled | dict(message=message)
+    verdict = Verdict(outcome["kind"], outcome["message"], time.perf_counter() - start)
     progress = Progress.load()
     if verdict.passed:
         progress.passed[exercise.name] = _hash(answer)  # of what was there before: it may have been edited meanwhile

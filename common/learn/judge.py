@@ -16,11 +16,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from unittest import mock
 
 from common import runtime
 from common.measure import traffic
-from common.verify import VerificationError, verify_results
+from common.verify import VerificationError, guard, verify_results
 
 import torch
 
@@ -33,47 +32,67 @@ def reject(message: str) -> None:
     raise Rejected(message)
 
 
-def expect_close(
+def require(
     what: str,
     actual: torch.Tensor,
-    expected: torch.Tensor,
+    right: torch.Tensor,
     *,
     mistakes: Mapping[str, torch.Tensor] | None = None,
+    signs: Mapping[str, bool] | None = None,
     rtol: float = 1e-4,
-    atol: float = 1e-5,
+    atol: float = 1e-4,
 ) -> None:
-    """Reject unless `actual` is a tensor like `expected`: same shape, same values, NaN nowhere but where expected.
+    """Reject unless `actual` is a tensor like `right`: same shape, same values, NaN in the same places.
 
-    mistakes  sentence: what a well-known wrong answer gives. If that is what came out, the sentence is the message.
+    mistakes  sentence: the result of a well-known mistake. The sentence is the message where `actual` is far
+              nearer to that result than to `right`.
+    signs     sentence: whether `actual` shows this sign; asked where no mistake is recognized
     """
     if not isinstance(actual, torch.Tensor):
         reject(f"{what}: expected a tensor, got {type(actual).__name__}")
-    if actual.shape != expected.shape:
-        reject(f"{what}: expected shape {tuple(expected.shape)}, got {tuple(actual.shape)}")
-
-    def same(a, b):
-        return torch.allclose(a.double(), b.double(), rtol=rtol, atol=atol, equal_nan=True)
-
-    if same(actual, expected):
+    if actual.shape != right.shape:
+        reject(f"{what}: expected shape {tuple(right.shape)}, got {tuple(actual.shape)}")
+    given_dtype, wanted_dtype = actual.dtype, right.dtype
+    actual, right = actual.double(), right.double()
+    close = torch.isclose(actual, right, rtol=rtol, atol=atol, equal_nan=True)
+    if close.all():
         return
-    for sentence, wrong in (mistakes or {}).items():
-        if wrong.shape == actual.shape and same(actual, wrong):
-            reject(f"{what}: {sentence}")
-    off = ~torch.isclose(actual.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
-    index = tuple(off.nonzero()[0].tolist())
-    got, right = actual[index].item(), expected[index].item()
-    digits = next((d for d in (6, 9, 17) if f"{got:.{d}g}" != f"{right:.{d}g}"), 17)
+    sentence = _recognized(actual, right, mistakes or {}, dict(rtol=rtol, atol=atol, equal_nan=True))
+    sentence = sentence or next((sign for sign, shown in (signs or {}).items() if shown), None)
+    if sentence:
+        reject(f"{what}: {sentence}")
+    index = tuple((~close).nonzero()[0].tolist())
+    got, wanted = actual[index].item(), right[index].item()
+    digits = next((d for d in (6, 9, 17) if f"{got:.{d}g}" != f"{wanted:.{d}g}"), 17)
     where = f"element [{', '.join(map(str, index))}]" if index else "it"
-    dtypes = (
-        f" (computed in {actual.dtype}, where {expected.dtype} is right?)" if actual.dtype != expected.dtype else ""
-    )
+    short = given_dtype != wanted_dtype and torch.allclose(actual, right, rtol=1e-6, atol=1e-6)
+    dtypes = f" (computed in {given_dtype}, where {wanted_dtype} is right?)" if short else ""
     reject(
-        f"{what}: {int(off.sum())} of {off.numel()} elements are wrong; the first: {where} is {got:.{digits}g} where "
-        f"{right:.{digits}g} is right{dtypes}"
+        f"{what}: {int((~close).sum())} of {close.numel()} elements are wrong; the first: {where} is "
+        f"{got:.{digits}g} where {wanted:.{digits}g} is right{dtypes}"
     )
 
 
-def expect_verified(what: str, fn: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> None:
+def _recognized(actual, right, mistakes, tolerance) -> str | None:
+    """The sentence of the mistake whose result is nearest to `actual`, if it is near enough."""
+    distances = {}
+    several_zero = sum(not wrong.any() for wrong in mistakes.values()) > 1
+    for sentence, wrong in mistakes.items():
+        if wrong.shape != right.shape or (several_zero and not wrong.any()):  # which one is it?
+            continue
+        distance = (actual - wrong).norm().item()
+        if torch.allclose(actual, wrong.double(), **tolerance):
+            distance = 0.0
+        if not math.isnan(distance):
+            distances[sentence] = distance
+    nearest = min(distances, key=distances.get, default=None)
+    if nearest is None:
+        return None
+    near = distances[nearest] == 0 or distances[nearest] < 0.05 * (actual - right).norm().item()
+    return nearest if near else None
+
+
+def require_verified(what: str, fn: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> None:
     """verify_results(...).check(), with `what` in front of its message."""
     try:
         verify_results(fn, q, k, v, compare_sdpa=False, **options).check()
@@ -86,77 +105,34 @@ def counted(**tensors: torch.Tensor) -> contextlib.AbstractContextManager[traffi
     return traffic.measure(**tensors) if runtime.INTERPRETED else contextlib.nullcontext()
 
 
-def expect(
-    what: str,
-    found: torch.Tensor,
-    right: torch.Tensor,
-    *,
-    mistakes: Mapping[str, torch.Tensor],
-    signs: Mapping[str, bool] | None = None,
-    rtol: float = 1e-4,
-    atol: float = 1e-4,
-) -> None:
-    """expect_close in fp64. A mistake is recognized if what came out is far nearer to it than to the truth.
-
-    mistakes  sentence: what the mistake gives        signs  sentence: whether what came out shows it
-    """
-    if isinstance(found, torch.Tensor) and found.shape == right.shape:
-        found = found.double()
-        if not torch.allclose(found, right, rtol=rtol, atol=atol):
-            # Of zeros alone nobody can say where they come from.
-            distances = {sentence: (found - wrong).norm().item() for sentence, wrong in mistakes.items() if wrong.any()}
-            known = {sentence: distance for sentence, distance in distances.items() if not math.isnan(distance)}
-            nearest = min(known, key=known.get, default=None)
-            if nearest and known[nearest] < 0.05 * (found - right).norm().item():
-                reject(f"{what}: {nearest}")
-            for sentence, shown in (signs or {}).items():
-                if shown:
-                    reject(f"{what}: {sentence}")
-    expect_close(what, found, right, rtol=rtol, atol=atol)
-
-
-def guarded(fn, ask=lambda unwritten, outside: "is every store masked, and does its pointer stand at this head?"):
-    """`fn`, its results o and lse allocated inside larger memory: rejects stores beside them and elements never stored.
+def guarded(
+    fn: Callable,
+    ask: Callable[[list[str], list[str]], str] = lambda unwritten, outside: (
+        "is every store masked, and does its pointer stand at this head?"
+    ),
+) -> Callable:
+    """`fn` with its results o and lse guarded: rejects stores beside them and elements that are never stored.
 
     ask(unwritten, outside) returns the question that ends the message; both are lists of "o" and "lse".
     """
-    edge, canary = 2**16, 1024.0  # room on each side for a tile of the largest head_dim, and for batch and head swapped
-    empty, empty_like = torch.empty, torch.empty_like
-    bits = {2: torch.int16, 4: torch.int32}
 
     def call(*args, **options):
-        made = []
-
-        def between(allocate):
-            def allocated(*args, **options):
-                wanted = allocate(*args, **options)
-                elements = wanted.untyped_storage().nbytes() // wanted.itemsize
-                # -1, all bits set, is a NaN in every dtype, and one that arithmetic does not give.
-                memory = torch.full((elements + 2 * edge,), -1, dtype=bits[wanted.itemsize], device=wanted.device)
-                memory = memory.view(wanted.dtype)
-                memory[:edge] = memory[-edge:] = canary
-                made.append((memory, memory.as_strided(wanted.shape, wanted.stride(), edge)))
-                return made[-1][1]
-
-            return allocated
-
-        with mock.patch.multiple(torch, empty=between(empty), empty_like=between(empty_like)):
-            result = fn(*args, **options)
-        said, unwritten, outside = [], [], []
-        for name, (memory, inner) in zip(itertools.cycle(("o", "lse")), made):
-            left = inner.view(bits[inner.itemsize]) == -1
-            if left.any() and inner.dtype not in runtime.KERNEL_DTYPE:  # those are copied
+        with guard.watched() as results:
+            returned = fn(*args, **options)
+        problems, unwritten, outside = [], [], []
+        for name, result in zip(itertools.cycle(("o", "lse")), results):
+            missing = guard.never_stored(result.tensor)
+            if missing.any() and result.tensor.dtype not in runtime.KERNEL_DTYPE:  # those are copied
                 unwritten.append(name)
-                index = ", ".join(map(str, left.nonzero()[0].tolist()))
-                said.append(
-                    f"{name}: {int(left.sum())} of {left.numel()} elements were never stored, {name}[{index}] first"
-                )
-            if (torch.cat([memory[:edge], memory[-edge:]]) != canary).any():
+                first = ", ".join(map(str, missing.nonzero()[0].tolist()))
+                count = f"{int(missing.sum())} of {missing.numel()} elements"
+                problems.append(f"{name}: {count} were never stored, {name}[{first}] first")
+            if result.stored_outside:
                 outside.append(name)
-                said.append(f"something was stored outside of {name}")
-        if said:
-            reject(f"{'; '.join(said)}: {ask(unwritten, outside)}")
-        return result
+                problems.append(f"something was stored outside of {name}")
+        if problems:
+            reject(f"{'; '.join(problems)}: {ask(unwritten, outside)}")
+        return returned
 
     return call
 
@@ -220,9 +196,9 @@ def _own_frames(error: BaseException, path: Path) -> list[traceback.FrameSummary
 def main(folder: str, name: str, path: str, verdict: str) -> int:
     torch.set_num_threads(1)  # tensors are small
     check = importlib.import_module(f"{folder}.checks.{name}").check
-    found = judge(check, Path(path)) | dict(gpu=torch.cuda.is_available(), interpreted=runtime.INTERPRETED)
-    Path(verdict).write_text(json.dumps(found))
-    return int(found["kind"] != "passed")
+    outcome = judge(check, Path(path)) | dict(gpu=torch.cuda.is_available())
+    Path(verdict).write_text(json.dumps(outcome))
+    return int(outcome["kind"] != "passed")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ METADATA = {
 
 def find(names: list[str] | None = None) -> list[Path]:
     """The notebooks of the course in order; with names, those whose path contains one of them."""
-    found = sorted(ROOT.glob("phase*/*.ipynb"))
-    return [p for p in found if not names or any(n in str(p.relative_to(ROOT)) for n in names)]
+    paths = sorted(ROOT.glob("phase*/*.ipynb"))
+    return [p for p in paths if not names or any(n in str(p.relative_to(ROOT)) for n in names)]
 
 
 def execute(path: Path, *, store: bool = False, on_cell: Callable[[int, int], None] | None = None) -> str | None:
@@ -78,12 +78,12 @@ def main() -> int:
     args = parser.parse_args()
     if args.store:
         os.environ["TRITON_INTERPRET"] = "1"
-    found = find(args.names)
-    if not found:
+    chosen = find(args.names)
+    if not chosen:
         known = ", ".join(str(path.relative_to(ROOT)) for path in find())
         parser.error(f"names: no notebook's path contains {' or '.join(args.names)}; there are {known}")
     failed = 0
-    for path in found:
+    for path in chosen:
         start = time.perf_counter()
         error = execute(path, store=args.store)
         failed += error is not None

@@ -1,21 +1,31 @@
 """What went wrong? Given a result that failed, name the mistake that produces it.
 
-First by hypothesis: compute, in fp64, what attention with one well-known mistake would return, and see whether that is
-what came out. Then by place and size: which elements are wrong, and by how much. A hint is a hint: it is worded as
-the question to ask next.
+First by hypothesis: the emulator computes, in fp64, the result of one well-known mistake, and the hint
+names the mistake whose result this is. Then by place and size: the elements that are wrong, and by how
+much. A hint is worded as the question to ask next.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.verify.reference import NEG_INF, causal_mask, expand_heads
+from common.verify.emulator import (
+    Steps,
+    backward,
+    forward,
+    inverse_rescale,
+    last_of_group,
+    not_rescaled,
+    not_rescaled_last,
+    summed_modulo,
+)
+from common.verify.reference import NEG_INF
 
 import torch
-import torch.nn.functional as F
 
 TILE_SIZES = (16, 32, 64, 128)
+LN2 = math.log(2)
 MAX_ELEMENTS = 2**22  # hypotheses are tried only where all of S has at most this many entries
 
 
@@ -39,8 +49,8 @@ def hint(name, actual, truth, wrong, context: Context, rows=None) -> str | None:
     finite = actual.isfinite() & truth.isfinite()
     small = math.prod(context.q.shape[:3]) * context.k.shape[2] <= MAX_ELEMENTS
     if rows is None and small and (wrong & finite).any() and finite.double().mean() > 0.5:
-        for sentence, candidate in _hypotheses(name, truth, context):
-            if _explains(candidate, actual, truth, finite):
+        for sentence, changes in _hypotheses(name, context):
+            if _explains(_mistaken(name, context, changes), actual, truth, finite):
                 return sentence
     misplaced = (actual.isfinite() != truth.isfinite()) | (actual.isnan() != truth.isnan())
     if misplaced.any():
@@ -60,247 +70,167 @@ def hint(name, actual, truth, wrong, context: Context, rows=None) -> str | None:
 
 
 def _explains(candidate, actual, truth, finite) -> bool:
-    """True if `candidate` is far closer to what came out than the truth is (both are off by ordinary rounding)."""
+    """True if `candidate` is far closer to the result than the truth is (rounding moves both a little)."""
     if candidate.shape != actual.shape:
         return False
     candidate, actual, truth = candidate[finite], actual[finite], truth[finite]
-    return bool((actual - candidate).norm() < 0.1 * (actual - truth).norm())  # False where the candidate has NaN
+    return bool((actual - candidate).norm() < 0.1 * (actual - truth).norm())  # False for a NaN in candidate
 
 
-def _hypotheses(name, truth, c: Context) -> Iterator[tuple[str, torch.Tensor]]:
+def _mistaken(name, c: Context, changes: dict) -> torch.Tensor:
+    """Tensor `name` of the emulator in fp64, one tile for the whole, with the `changes` of its steps."""
+    steps = Steps(**dict(block_m=c.q.shape[2], block_n=c.k.shape[2]) | changes)
+    inputs = tuple(t.double() for t in (c.q, c.k, c.v))
+    o, lse, m, l = forward(*inputs, c.is_causal, c.scale, steps)
+    if name in ("o", "lse"):
+        return o if name == "o" else lse
+    gradients = backward(*inputs, o, lse, m, l, c.do.double(), c.is_causal, c.scale, steps)
+    return gradients[("dq", "dk", "dv").index(name)]
+
+
+def _hypotheses(name, c: Context) -> Iterator[tuple[str, dict]]:
+    """(sentence, changes of the emulator's steps), the likelier mistakes first."""
     if c.k.shape[2] == 0 or 0 in c.q.shape:
         return
     if name in ("o", "lse"):
-        for sentence, attention in _forward_mistakes(c):
-            o, lse = attention()
-            yield sentence, o if name == "o" else lse
-    if name == "lse":
-        _, _, row_max, row_sum = _attention(c)
-        yield "the LSE is in base 2: multiply by ln 2, the saved LSE is a natural logarithm", truth / math.log(2)
-        yield "the LSE mixes m with log2(l): both in natural units, LSE = m + log(l)", row_max + torch.log2(row_sum)
-        yield "the LSE is log(l) without the maximum: LSE = m + log(l)", torch.log(row_sum)
-        yield "the LSE is the maximum alone: LSE = m + log(l)", row_max
-    elif name in ("dq", "dk", "dv"):
-        for sentence, gradients in _backward_mistakes(name, c):
-            yield sentence, gradients()[name]
+        yield from _forward_mistakes(c)
+        yield from _LSE_MISTAKES.items() if name == "lse" else ()
+    else:
+        yield from _backward_mistakes(name, c)
 
 
-def _logits(c: Context, *, scale=None, mask=None, hidden=NEG_INF, kv_head=None, k=None):
-    heads, seq_q = c.q.shape[1], c.q.shape[2]
-    k = (c.k if k is None else k).double()
-    k = expand_heads(k, heads) if kv_head is None else k[:, kv_head]
-    s = (c.scale if scale is None else scale) * (c.q.double() @ k.mT)
-    if mask is None and c.is_causal:
-        mask = causal_mask(seq_q, k.shape[2], device=s.device)
-    return s if mask is None else s.masked_fill(~mask, hidden)
+def _flushed_exp(x):
+    """exp in fp32's normal numbers: 0 below -87."""
+    return torch.where(x < -87, 0.0, torch.exp(x))
 
 
-def _attention(c: Context, *, kv_head=None, v=None, **changes):
-    """fp64 attention with one thing changed. Returns (o, lse, row maximum, row sum of exp(s - maximum))."""
-    v = (c.v if v is None else v).double()
-    v = expand_heads(v, c.q.shape[1]) if kv_head is None else v[:, kv_head]
-    s = _logits(c, kv_head=kv_head, **changes)
-    row_max = s.amax(dim=-1)
-    p = torch.exp(s - _finite(row_max)[..., None])
-    row_sum = p.sum(dim=-1)
-    o = (p @ v) / torch.where(row_sum == 0, 1.0, row_sum)[..., None]
-    return o, row_max + torch.log(row_sum), row_max, row_sum
+_MASK_MISTAKES = {
+    "this is attention without the causal mask": lambda i, j, m, n: j >= 0,
+    "the causal mask hides the diagonal: query i sees keys j <= i, not j < i": lambda i, j, m, n: j < i,
+    "the causal mask shows one key too many: query i sees keys j <= i, not j <= i + 1": (lambda i, j, m, n: j <= i + 1),
+    "the causal mask is the wrong way round: query i sees keys j <= i, not j >= i": lambda i, j, m, n: j >= i,
+}
+_SCALE_MISTAKES = {
+    "the scale is missing: S = scale * Q K^T": lambda scale, d: 1.0,
+    "the scale is applied twice": lambda scale, d: scale**2,
+    "exp2 was used where exp is meant: exp(x) = exp2(x * log2(e))": lambda scale, d: scale * LN2,
+    "log2(e) is folded into the scale but exp (not exp2) is used": lambda scale, d: scale / LN2,
+}
+_RESCALE_MISTAKES = {
+    "neither the accumulator nor l is rescaled by alpha when the maximum grows": dict(
+        rescale_acc=not_rescaled, rescale_sum=not_rescaled
+    ),
+    "the accumulator is not rescaled by alpha when the maximum grows (l is)": dict(rescale_acc=not_rescaled),
+    "l is not rescaled by alpha when the maximum grows (the accumulator is)": dict(rescale_sum=not_rescaled),
+    "the accumulator is not rescaled by alpha in the last tile": dict(rescale_acc=not_rescaled_last),
+    "l is not rescaled by alpha in the last tile": dict(rescale_sum=not_rescaled_last),
+    "the accumulator is divided by alpha = exp(m_old - m_new): multiply": dict(rescale_acc=inverse_rescale),
+    "l is divided by alpha = exp(m_old - m_new): multiply": dict(rescale_sum=inverse_rescale),
+}
+_LSE_MISTAKES = {
+    "the LSE is in base 2: multiply by ln 2, the saved LSE is a natural logarithm": dict(
+        lse=lambda m, l: (m + torch.log(l)) / LN2
+    ),
+    "the LSE mixes m with log2(l): both in natural units, LSE = m + log(l)": dict(lse=lambda m, l: m + torch.log2(l)),
+    "the LSE is log(l) without the maximum: LSE = m + log(l)": dict(lse=lambda m, l: torch.log(l)),
+    "the LSE is the maximum alone: LSE = m + log(l)": dict(lse=lambda m, l: m),
+}
 
 
-def _finite(x):
-    return torch.where(x == NEG_INF, 0.0, x)
-
-
-def _forward_mistakes(c: Context) -> Iterator[tuple[str, Callable]]:
-    """(sentence, function that returns the mistaken (o, lse)), the likelier ones first."""
+def _forward_mistakes(c: Context) -> Iterator[tuple[str, dict]]:
     batch, heads, seq_q, head_dim = c.q.shape
     heads_kv, seq_k = c.k.shape[1:3]
+    ragged = [tile for tile in TILE_SIZES if seq_k % tile]
+    padded_keys = {tile: -(-seq_k // tile) * tile for tile in ragged}
 
-    def changed(**kwargs):
-        return lambda: _attention(c, **kwargs)[:2]
-
-    yield (
+    sentence = (
         "o is 0 where all logits are far below zero: does the running maximum start at a finite value instead of -inf, "
-        "or do keys past the end count as logit 0?",
-        lambda: _finite_start(c),
+        "or do keys past the end count as logit 0?"
     )
+    yield sentence, dict(first_max=0.0, exp=_flushed_exp)
     if c.is_causal:
-        for sentence, mask in _mask_mistakes(seq_q, seq_k, c.q.device):
-            yield sentence, changed(mask=mask)
-        for hidden, tail in itertools.product((0.0, -1e6), sorted({0, *(-seq_k % tile for tile in TILE_SIZES)})):
-            k, v = (F.pad(t, (0, 0, 0, tail)) for t in (c.k, c.v))
-            mask = causal_mask(seq_q, seq_k, device=c.q.device)
-            yield (
-                "hidden keys keep some weight: the mask must write -inf, not 0 or a large negative number",
-                changed(k=k, v=v, mask=F.pad(mask, (0, tail)), hidden=hidden),
-            )
-    yield "the scale is missing: S = scale * Q K^T", changed(scale=1.0)
-    yield "the scale is applied twice", changed(scale=c.scale**2)
-    yield "exp2 was used where exp is meant: exp(x) = exp2(x * log2(e))", changed(scale=c.scale * math.log(2))
-    yield "log2(e) is folded into the scale but exp (not exp2) is used", changed(scale=c.scale / math.log(2))
+        for sentence, visible in _MASK_MISTAKES.items():
+            yield sentence, dict(visible=visible)
+        if seq_q != seq_k:
+            sentence = "the causal mask is aligned bottom-right; SDPA's is_causal counts from the top left"
+            yield sentence, dict(visible=lambda i, j, m, n: j <= i + n - m)
+        for tile in (t for t in TILE_SIZES if t < min(seq_q, seq_k)):
+            sentence = f"the tile on the diagonal is not masked inside (tiles of {tile})"
+            yield sentence, dict(visible=lambda i, j, m, n, t=tile: j // t <= i // t)
+            sentence = f"the tile on the diagonal is skipped (tiles of {tile}): it is partly visible"
+            yield sentence, dict(visible=lambda i, j, m, n, t=tile: j // t < i // t)
+        sentence = "hidden keys keep some weight: the mask must write -inf, not 0 or a large negative number"
+        for hidden, keys in itertools.product((0.0, -1e6), sorted({seq_k, *padded_keys.values()})):
+            yield sentence, dict(hidden=hidden, block_n=keys)
+    for sentence, scale in _SCALE_MISTAKES.items():
+        yield sentence, dict(scale=scale)
     padded = 1 / math.sqrt(2 ** math.ceil(math.log2(head_dim)))
     if padded != c.scale == 1 / math.sqrt(head_dim):
-        yield "the scale is that of the padded head_dim: use the true head_dim", changed(scale=padded)
+        sentence = "the scale is that of the padded head_dim: use the true head_dim"
+        yield sentence, dict(scale=lambda scale, d: padded)
     if heads != heads_kv:
-        modulo = [h % heads_kv for h in range(heads)]
-        yield (
-            "query head h reads key head h % heads_kv; it should read h // (heads_q / heads_kv)",
-            changed(kv_head=modulo),
-        )
+        sentence = "query head h reads key head h % heads_kv; it should read h // (heads_q / heads_kv)"
+        yield sentence, dict(key_head=lambda h, heads_q, heads_kv: h % heads_kv)
     if heads_kv > 1:
-        yield (
-            "every head reads key head 0: is the head's stride added to the base pointer?",
-            changed(kv_head=[0] * heads),
-        )
+        sentence = "every head reads key head 0: is the head's stride added to the base pointer?"
+        yield sentence, dict(key_head=lambda h, heads_q, heads_kv: 0 * h)
     if batch > 1:
-        k, v = (t[:1].expand_as(t) for t in (c.k, c.v))
-        yield "every batch reads the keys of batch 0: is the batch stride added?", changed(k=k, v=v)
-    for tile in TILE_SIZES:
-        whole = seq_k // tile * tile
-        if whole == seq_k:
-            continue
-        if whole:
-            yield (
-                f"the last, partial tile of keys is dropped (tiles of {tile}): use a ceiling division",
-                changed(k=c.k[:, :, :whole], v=c.v[:, :, :whole]),
-            )
-        k, v = (F.pad(t, (0, 0, 0, whole + tile - seq_k)) for t in (c.k, c.v))
-        yield (
-            f"keys past the end count as logit 0 (tiles of {tile}): the tail must be masked with -inf",
-            changed(k=k, v=v),
-        )
+        sentence = "every batch reads the keys of batch 0: is the batch stride added?"
+        yield sentence, dict(key_batch=lambda b: 0 * b)
+    for tile in ragged:
+        if whole := seq_k // tile * tile:
+            sentence = f"the last, partial tile of keys is dropped (tiles of {tile}): use a ceiling division"
+            yield sentence, dict(loop_end=lambda seq_k, whole=whole: whole, block_n=whole)
+        sentence = f"keys past the end count as logit 0 (tiles of {tile}): the tail must be masked with -inf"
+        yield sentence, dict(in_bounds=lambda j, seq_k: j >= 0, block_n=padded_keys[tile])
     if seq_k > 1:
-        yield "the last key is not seen: keys 0..seq_k - 1 are in bounds", changed(k=c.k[:, :, :-1], v=c.v[:, :, :-1])
-    yield "the result is not divided by the row sum l", lambda: _unnormalized(c)
-    for tile in TILE_SIZES:
-        if tile < seq_k:
-            for sentence, rescale_acc, rescale_sum in _RESCALES:
-                yield sentence, lambda a=rescale_acc, s=rescale_sum, t=tile: _streamed(c, t, a, s)
+        sentence = "the last key is not seen: keys 0..seq_k - 1 are in bounds"
+        yield sentence, dict(in_bounds=lambda j, seq_k: j < seq_k - 1)
+    yield "the result is not divided by the row sum l", dict(normalize=lambda acc, l: acc)
+    for tile in (t for t in TILE_SIZES if t < seq_k):
+        for sentence, wrong_rescale in _RESCALE_MISTAKES.items():
+            yield sentence, dict(block_m=tile, block_n=tile, **wrong_rescale)
 
 
-def _mask_mistakes(seq_q, seq_k, device):
-    i = torch.arange(seq_q, device=device)[:, None]
-    j = torch.arange(seq_k, device=device)[None, :]
-    yield "this is attention without the causal mask", torch.ones_like(i >= j)
-    yield "the causal mask hides the diagonal: query i sees keys j <= i, not j < i", j < i
-    yield "the causal mask shows one key too many: query i sees keys j <= i, not j <= i + 1", j <= i + 1
-    yield "the causal mask is the wrong way round: query i sees keys j <= i, not j >= i", j >= i
-    if seq_q != seq_k:
-        sentence = "the causal mask is aligned bottom-right; SDPA's is_causal counts from the top left"
-        yield sentence, j <= i + seq_k - seq_q
-    for tile in (t for t in TILE_SIZES if t < min(seq_q, seq_k)):
-        yield f"the tile on the diagonal is not masked inside (tiles of {tile})", j // tile <= i // tile
-        yield f"the tile on the diagonal is skipped (tiles of {tile}): it is partly visible", j // tile < i // tile
+_DS_MISTAKES = {  # of dQ and dK
+    "{} is not multiplied by the scale": dict(scale_dq=lambda scale: 1.0, scale_dk=lambda scale: 1.0),
+    "{} is multiplied by the scale twice": dict(scale_dq=lambda scale: scale**2, scale_dk=lambda scale: scale**2),
+    "delta is missing: dS = P * (dP - delta)": dict(delta=lambda delta, l, dtype: 0 * delta),
+    "delta uses an O that is not divided by l": dict(delta=lambda delta, l, dtype: delta * l),
+    "delta belongs to the neighboring row": dict(delta=lambda delta, l, dtype: delta.roll(1, dims=-1)),
+    "delta is outside the product: dS = P * (dP - delta), not P * dP - delta": dict(
+        ds=lambda p, dp, delta: p * dp - delta
+    ),
+    "delta is outside the product: dS = P * (dP - delta), not P * dP - delta (where visible)": dict(
+        ds=lambda p, dp, delta: torch.where(p == 0, 0.0, p * dp - delta)  # hidden elements are left out
+    ),
+}
+_DV_MISTAKES = {"dV is dS^T dO: it takes P, dV = P^T dO": dict(dv_weights=lambda p, ds: ds)}
+_P_MISTAKES = {
+    "P is recomputed without the row sum: P = exp(S - LSE), not exp(S - m)": dict(saved_lse=lambda lse, m: m),
+    "P is recomputed with the LSE of the neighboring row": dict(saved_lse=lambda lse, m: lse.roll(1, dims=-1)),
+}
+_GROUP_MISTAKES = {
+    "only the last query head of each group reaches {}: sum over the group": dict(
+        share_dk=last_of_group, share_dv=last_of_group
+    ),
+    "{} is summed over the heads h % heads_kv: a group is heads_q / heads_kv neighbors": dict(
+        share_dk=summed_modulo, share_dv=summed_modulo
+    ),
+}
 
 
-def _finite_start(c: Context):
-    """exp(s - m) underflows in every row whose logits all lie below the m it started with."""
-    o, lse, row_max, _ = _attention(c)
-    below = row_max < -87  # exp of less is 0 in fp32's normal numbers
-    return torch.where(below[..., None], 0.0, o), torch.where(below, 0.0, lse)
-
-
-def _unnormalized(c: Context):
-    o, lse, _, row_sum = _attention(c)
-    return o * row_sum[..., None], lse
-
-
-def _right(alpha, last):
-    return alpha
-
-
-def _keep(alpha, last):
-    return torch.ones_like(alpha)
-
-
-def _skip_last(alpha, last):
-    return torch.where(last, 1.0, alpha)
-
-
-def _inverse(alpha, last):
-    return torch.where(alpha > 0, 1 / alpha, 0.0)
-
-
-_RESCALES = (
-    ("neither the accumulator nor l is rescaled by alpha when the maximum grows", _keep, _keep),
-    ("the accumulator is not rescaled by alpha when the maximum grows (l is)", _keep, _right),
-    ("l is not rescaled by alpha when the maximum grows (the accumulator is)", _right, _keep),
-    ("the accumulator is not rescaled by alpha in the last tile", _skip_last, _right),
-    ("l is not rescaled by alpha in the last tile", _right, _skip_last),
-    ("the accumulator is divided by alpha = exp(m_old - m_new): multiply", _inverse, _right),
-    ("l is divided by alpha = exp(m_old - m_new): multiply", _right, _inverse),
-)
-
-
-def _streamed(c: Context, tile: int, rescale_acc: Callable, rescale_sum: Callable):
-    """The online recurrence with a rescale done wrong, tiles of `tile` keys."""
-    s, v = _logits(c), expand_heads(c.v, c.q.shape[1]).double()
-    seq_q, seq_k = s.shape[-2:]
-    end = torch.full((seq_q,), seq_k, device=s.device)
-    if c.is_causal:  # a tile of queries stops at its diagonal
-        end = end.minimum((torch.arange(seq_q, device=s.device) // tile + 1) * tile)
-    m = s.new_full(s.shape[:-1], NEG_INF)
-    total, acc = torch.zeros_like(m), s.new_zeros(*s.shape[:-1], v.shape[-1])
-    for start in range(0, seq_k, tile):
-        part, last = s[..., start : start + tile], start + tile >= end
-        new = torch.maximum(m, part.amax(dim=-1))
-        p, alpha = torch.exp(part - _finite(new)[..., None]), torch.exp(m - _finite(new))
-        total = rescale_sum(alpha, last) * total + p.sum(dim=-1)
-        acc = rescale_acc(alpha, last)[..., None] * acc + p @ v[:, :, start : start + tile]
-        m = new
-    return acc / torch.where(total == 0, 1.0, total)[..., None], m + torch.log(total)
-
-
-def _backward_mistakes(name, c: Context) -> Iterator[tuple[str, Callable]]:
-    """(sentence, function that returns the mistaken gradients by name)."""
-    o, lse, _, row_sum = _attention(c)
-    heads, heads_kv = c.q.shape[1], c.k.shape[1]
-    q, do = c.q.double(), c.do.double()
-    k, v = expand_heads(c.k, heads).double(), expand_heads(c.v, heads).double()
-    s = _logits(c)
-    p = torch.exp(s - _finite(lse)[..., None])
-    dp, delta = do @ v.mT, (do * o).sum(dim=-1)
-
-    def gradients(*, p=p, delta=delta, ds=None, scale=c.scale, grouped=None, keys=slice(None), rows=slice(None)):
-        ds = p * (dp - delta[..., None]) if ds is None else ds
-        dk = scale * (ds[:, :, rows].mT @ q[:, :, rows])
-        dv = p[:, :, rows].mT @ do[:, :, rows]
-        grouped = grouped or (lambda t: t.unflatten(1, (heads_kv, -1)).sum(dim=2))
-        return dict(dq=scale * (ds[..., keys] @ k[:, :, keys]), dk=grouped(dk), dv=grouped(dv))
-
-    def changed(**kwargs):
-        return lambda: gradients(**kwargs)
-
-    if name != "dv":
-        yield f"{name} is not multiplied by the scale", changed(scale=1.0)
-        yield f"{name} is multiplied by the scale twice", changed(scale=c.scale**2)
-        yield "delta is missing: dS = P * (dP - delta)", changed(delta=torch.zeros_like(delta))
-        yield "delta uses an O that is not divided by l", changed(delta=delta * row_sum)
-        yield "delta belongs to the neighboring row", changed(delta=delta.roll(1, dims=-1))
-        outside = p * dp - delta[..., None]
-        for ds in (outside, torch.where(s == NEG_INF, 0.0, outside)):
-            yield "delta is outside the product: dS = P * (dP - delta), not P * dP - delta", changed(ds=ds)
-    else:
-        yield "dV is dS^T dO: it takes P, dV = P^T dO", changed(p=p * (dp - delta[..., None]))
+def _backward_mistakes(name, c: Context) -> Iterator[tuple[str, dict]]:
+    mistakes = dict(_DV_MISTAKES if name == "dv" else _DS_MISTAKES)
     if c.is_causal:
-        unmasked = torch.exp(_logits(c, mask=torch.ones_like(s[0, 0], dtype=torch.bool)) - _finite(lse)[..., None])
-        yield "the backward pass forgets the causal mask", changed(p=unmasked)
-    yield "P is recomputed without the row sum: P = exp(S - LSE), not exp(S - m)", changed(p=p * row_sum[..., None])
-    shifted = torch.exp(s - _finite(lse).roll(1, dims=-1)[..., None])
-    yield "P is recomputed with the LSE of the neighboring row", changed(p=shifted)
-    if heads != heads_kv:
-        yield (
-            f"only the last query head of each group reaches {name}: sum over the group",
-            changed(grouped=lambda t: t.unflatten(1, (heads_kv, -1))[:, :, -1]),
-        )
-        yield (
-            f"{name} is summed over the heads h % heads_kv: a group is heads_q / heads_kv neighbors",
-            changed(grouped=lambda t: t.unflatten(1, (-1, heads_kv)).sum(dim=1)),
-        )
+        mistakes["the backward pass forgets the causal mask"] = dict(visible_backward=lambda i, j, m, n: j >= 0)
+    mistakes |= _P_MISTAKES | (_GROUP_MISTAKES if c.q.shape[1] != c.k.shape[1] else {})
+    for sentence, changes in mistakes.items():
+        yield sentence.format(name), changes
     for tile in TILE_SIZES:
-        last_keys, last_rows = (slice((n - 1) // tile * tile, n) for n in (k.shape[2], q.shape[2]))
         sentence = f"{name} holds the last tile of its loop alone (tiles of {tile}): add to it, do not overwrite"
-        yield sentence, changed(keys=last_keys, rows=last_rows)
+        loop = "block_n" if name == "dq" else "block_m"
+        yield sentence, {loop: tile, "tiles_backward": lambda tiles: tiles[-1:]}
 
 
 # --- place and size -----------------------------------------------------------------------------------------------

@@ -1,12 +1,7 @@
 """Wrong kernels on purpose: the proof that verify_results would notice.
 
-`emulate` is FlashAttention, forward and backward, in plain PyTorch with the roundings of a real kernel. Each decision
-that a kernel takes is one field of `Steps`; the defaults are right, and a mutant replaces exactly one of them. MUTANTS
-holds each mistake with a case in which it matters; `rule_table` asks which acceptance rules would let it through.
-
-Beside `reference.tiled_attention` the emulator has these switches and the backward pass, pads the last tiles as
-kernels do (a mask can be forgotten only where there is padding), and visits the tiles that a causal mask hides (a wrong
-mask may show something there).
+A mutant is the emulator with exactly one decision replaced (see common.verify.emulator). MUTANTS holds
+each mistake with a case in which it matters; `rule_table` asks which acceptance rules let it through.
 """
 
 import math
@@ -14,162 +9,24 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from common.verify.emulator import (
+    Steps,
+    emulate,
+    inverse_rescale,
+    last_of_group,
+    not_rescaled,
+    not_rescaled_last,
+    summed_modulo,
+)
 from common.verify.harness import Report, run_attention, verify_results
 from common.verify.inputs import make_qkv, make_tensor
-from common.verify.reference import NEG_INF, naive_attention, naive_attention_backward
+from common.verify.reference import naive_attention, naive_attention_backward
 
 import torch
 import torch.nn.functional as F
 
-TILE = 32
+TILE = Steps.block_n
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-
-
-# --- the emulator -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Every decision of a tiled kernel, in the order in which it is taken. i, j: query and key indices."""
-
-    key_batch: Callable = lambda b: b
-    key_head: Callable = lambda h, heads_q, heads_kv: h // (heads_q // heads_kv)
-    pad_v: float = 0.0  # what lies past the last value row
-    scale: Callable = lambda scale, head_dim: scale
-    loop_end: Callable = lambda seq_k: seq_k
-    product: Callable = torch.matmul  # operands hold values of the input dtype, sums are fp32
-    logits: Callable = lambda q, k, scale, product, dtype: scale * product(q, k.mT)
-    in_bounds: Callable = lambda j, seq_k: j < seq_k
-    visible: Callable = lambda i, j, seq_q, seq_k: j <= i  # when causal
-    hidden: float = NEG_INF
-    first_max: float = NEG_INF
-    running_max: Callable = lambda m, s, scale: torch.maximum(m, s.amax(dim=-1))
-    exp: Callable = torch.exp
-    alpha: Callable = lambda m_old, m_new, exp: exp(m_old - m_new)
-    rescale_acc: Callable = lambda alpha, last: alpha  # last: this is the last tile
-    rescale_sum: Callable = lambda alpha, last: alpha
-    round_p: Callable = lambda p, dtype: p.to(dtype)
-    summand: Callable = lambda p, rounded: p  # what the row sum adds up
-    acc: Callable = lambda acc, dtype: acc
-    normalize: Callable = lambda acc, l: acc / l
-    store: Callable = lambda o, seq_q: o
-    lse: Callable = lambda m, l: m + torch.log(l)
-    # the backward pass
-    pad_rows: Callable = lambda t, rows: F.pad(t, (0, 0, 0, rows))
-    saved_lse: Callable = lambda lse, m: lse
-    delta: Callable = lambda delta, l, dtype: delta
-    visible_backward: Callable | None = None  # None: as in the forward pass
-    in_bounds_backward: Callable | None = None
-    ds: Callable = lambda p, dp, delta: p * (dp - delta)
-    round_ds: Callable = lambda ds, dtype: ds.to(dtype)
-    dv_weights: Callable = lambda p, ds: p
-    add_dq: Callable = torch.add
-    scale_dq: Callable = lambda scale: scale
-    scale_dk: Callable = lambda scale: scale
-    share_dk: Callable = lambda dk, heads_kv: dk.unflatten(1, (heads_kv, -1)).sum(dim=2)
-    share_dv: Callable = lambda dv, heads_kv: dv.unflatten(1, (heads_kv, -1)).sum(dim=2)
-
-
-def emulate(q, k, v, *, is_causal=False, scale=None, enable_gqa=False, steps=Steps()):
-    """FlashAttention-2 as a kernel computes it, differentiable; shapes as in common.verify.reference. Returns (o, lse).
-
-    Products are summed in fp32; P and dS are rounded to the input dtype before they enter one; o, dq, dk, dv are
-    rounded to it at the end; lse and delta stay in fp32.
-    """
-    return _Emulated.apply(q, k, v, is_causal, 1 / math.sqrt(q.shape[-1]) if scale is None else scale, steps)
-
-
-class _Emulated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, is_causal, scale, steps):
-        o, lse, m, l = _forward(q, k, v, is_causal, scale, steps)
-        ctx.save_for_backward(q, k, v, o, lse, m, l)
-        ctx.options = is_causal, scale, steps
-        ctx.mark_non_differentiable(lse)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, do, _):
-        return *_backward(*ctx.saved_tensors, do, *ctx.options), None, None, None
-
-
-def _forward(q, k, v, is_causal, scale, step):
-    dtype, seq_q, seq_k = q.dtype, q.shape[2], k.shape[2]
-    scale = step.scale(scale, q.shape[-1])
-    k, v = _read_keys(q, k, v, step)
-    q = F.pad(q.float(), (0, 0, 0, -seq_q % TILE))
-    shown = _shown(q, k, seq_q, seq_k, step.in_bounds, step.visible if is_causal else None)
-    acc = torch.zeros_like(q)
-    m_i = q.new_full(q.shape[:-1], step.first_max)
-    l_i = torch.zeros_like(m_i)
-    tiles_n = _tiles(step.loop_end(seq_k))
-    for rows in _tiles(seq_q):
-        for n, cols in enumerate(tiles_n):
-            s = step.logits(q[:, :, rows], k[:, :, cols], scale, step.product, dtype)
-            s = s.masked_fill(~shown[rows, cols], step.hidden)
-            m_new = step.running_max(m_i[:, :, rows], s, scale)
-            shift = _finite(m_new)
-            alpha, p = step.alpha(m_i[:, :, rows], shift, step.exp), step.exp(s - shift[..., None])
-            last = n == len(tiles_n) - 1
-            rounded = step.round_p(p, dtype).float()
-            l_i[:, :, rows] = step.rescale_sum(alpha, last) * l_i[:, :, rows] + step.summand(p, rounded).sum(dim=-1)
-            kept = step.rescale_acc(alpha, last)[..., None] * acc[:, :, rows]
-            acc[:, :, rows] = step.acc(kept + step.product(rounded, v[:, :, cols]), dtype)
-            m_i[:, :, rows] = m_new
-    l_i = torch.where(l_i == 0, 1.0, l_i)  # a row that saw no key
-    o = step.store(step.normalize(acc, l_i[..., None]).to(dtype), seq_q)
-    return tuple(t[:, :, :seq_q].contiguous() for t in (o, step.lse(m_i, l_i), m_i, l_i))
-
-
-def _backward(q, k, v, o, lse, m, l, do, is_causal, scale, step):
-    dtype, seq_q, seq_k, heads_kv = q.dtype, q.shape[2], k.shape[2], k.shape[1]
-    scale = step.scale(scale, q.shape[-1])
-    k, v = _read_keys(q, k, v, step)
-    delta = step.delta((do.float() * o.float()).sum(dim=-1), l, dtype)
-    shift = _finite(step.saved_lse(lse, m))
-    q, do, delta, shift = (step.pad_rows(t.float(), -seq_q % TILE) for t in (q, do, delta[..., None], shift[..., None]))
-    visible = (step.visible_backward or step.visible) if is_causal else None
-    shown = _shown(q, k, seq_q, seq_k, step.in_bounds_backward or step.in_bounds, visible)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for rows in _tiles(seq_q):
-        for cols in _tiles(step.loop_end(seq_k)):
-            s = step.logits(q[:, :, rows], k[:, :, cols], scale, step.product, dtype)
-            p = step.exp(s.masked_fill(~shown[rows, cols], step.hidden) - shift[:, :, rows])
-            ds = step.ds(p, step.product(do[:, :, rows], v[:, :, cols].mT), delta[:, :, rows])
-            p = step.round_p(step.dv_weights(p, ds), dtype).float()
-            ds = step.round_ds(ds, dtype).float()
-            dv[:, :, cols] += step.product(p.mT, do[:, :, rows])
-            dk[:, :, cols] += step.product(ds.mT, q[:, :, rows])
-            dq[:, :, rows] = step.add_dq(dq[:, :, rows], step.product(ds, k[:, :, cols]))
-    dq = step.scale_dq(scale) * dq[:, :, :seq_q]
-    dk = step.share_dk(step.scale_dk(scale) * dk[:, :, :seq_k], heads_kv)
-    return dq.to(dtype), dk.to(dtype), step.share_dv(dv[:, :, :seq_k], heads_kv).to(dtype)
-
-
-def _tiles(length):
-    return [slice(start, start + TILE) for start in range(0, length, TILE)]
-
-
-def _read_keys(q, k, v, step):
-    """k and v in fp32, one head for each query head, padded to whole tiles."""
-    (batch, heads_q), (heads_kv, seq_k) = q.shape[:2], k.shape[1:3]
-    b = step.key_batch(torch.arange(batch, device=q.device))
-    h = step.key_head(torch.arange(heads_q, device=q.device), heads_q, heads_kv)
-    k, v = (t[b[:, None], h].float() for t in (k, v))
-    pad = (0, 0, 0, -seq_k % TILE)
-    return F.pad(k, pad), F.pad(v, pad, value=step.pad_v)
-
-
-def _shown(q, k, seq_q, seq_k, in_bounds, visible):
-    """The mask over padded queries and keys: True where a query sees a key."""
-    i = torch.arange(q.shape[2], device=q.device)[:, None]
-    j = torch.arange(k.shape[2], device=q.device)[None, :]
-    shown = in_bounds(j, seq_k).expand(i.shape[0], -1)
-    return shown & visible(i, j, seq_q, seq_k) if visible else shown
-
-
-def _finite(x):
-    return torch.where(x == NEG_INF, 0.0, x)
 
 
 # --- the mistakes -------------------------------------------------------------------------------------------------
@@ -272,28 +129,12 @@ def _repeat_last_row(t, rows):
     return torch.cat([t, t[:, :, -1:].expand(-1, -1, rows, -1)], dim=2)
 
 
-def _keep(alpha, last):
-    return torch.ones_like(alpha)
-
-
-def _skip_last(alpha, last):
-    return torch.ones_like(alpha) if last else alpha
-
-
-def _inverse(alpha, last):
-    return torch.where(alpha > 0, 1 / alpha, 0.0)
-
-
 def _tile_max(m, s, scale):
     return s.amax(dim=-1)
 
 
 def _unscaled_max(m, s, scale):
     return torch.maximum(m, s.amax(dim=-1) / scale)
-
-
-def _last_of_group(t, heads_kv):
-    return t.unflatten(1, (heads_kv, -1))[:, :, -1]
 
 
 FULL = Case()
@@ -314,13 +155,13 @@ GRAD_POSITIVE = Case(grad=True, seq_q=100, head_dim=128, kind="positive")
 # fmt: off
 MUTANTS: dict[str, Mutant] = dict(
     # the online softmax
-    acc_not_rescaled=_mutant("accumulator not rescaled", FULL, rescale_acc=_keep),
-    sum_not_rescaled=_mutant("row sum not rescaled", FULL, rescale_sum=_keep),
+    acc_not_rescaled=_mutant("accumulator not rescaled", FULL, rescale_acc=not_rescaled),
+    sum_not_rescaled=_mutant("row sum not rescaled", FULL, rescale_sum=not_rescaled),
     nothing_rescaled=_mutant("neither is rescaled", FULL, alpha=lambda m_old, m_new, exp: torch.ones_like(m_new)),
-    acc_not_rescaled_last=_mutant("accumulator not rescaled in the last tile", FULL, rescale_acc=_skip_last),
-    sum_not_rescaled_last=_mutant("row sum not rescaled in the last tile", FULL, rescale_sum=_skip_last),
-    acc_inverse_rescale=_mutant("accumulator divided by alpha", FULL, rescale_acc=_inverse),
-    sum_inverse_rescale=_mutant("row sum divided by alpha", FULL, rescale_sum=_inverse),
+    acc_not_rescaled_last=_mutant("accumulator not rescaled in the last tile", FULL, rescale_acc=not_rescaled_last),
+    sum_not_rescaled_last=_mutant("row sum not rescaled in the last tile", FULL, rescale_sum=not_rescaled_last),
+    acc_inverse_rescale=_mutant("accumulator divided by alpha", FULL, rescale_acc=inverse_rescale),
+    sum_inverse_rescale=_mutant("row sum divided by alpha", FULL, rescale_sum=inverse_rescale),
     max_starts_at_0=_mutant("maximum starts at 0", LOW, first_max=0.0),
     max_starts_at_5e4=_mutant("maximum starts at -5e4", LOWER, first_max=-5e4),
     max_of_tile=_mutant("maximum of the tile alone", Case(kind="large"), running_max=_tile_max),
@@ -386,10 +227,10 @@ MUTANTS: dict[str, Mutant] = dict(
     dk_scaled_twice=_mutant("dK scaled twice", GRAD, scale_dk=lambda scale: scale**2),
     dq_last_tile=_mutant("dQ of the last key tile alone", GRAD, add_dq=lambda dq, part: part),
     dv_from_ds=_mutant("dV = dS^T dO", GRAD, dv_weights=lambda p, ds: ds),
-    dk_last_of_group=_mutant("dK of a group's last head alone", GRAD_GROUPED, share_dk=_last_of_group),
-    dv_last_of_group=_mutant("dV of a group's last head alone", GRAD_GROUPED, share_dv=_last_of_group),
+    dk_last_of_group=_mutant("dK of a group's last head alone", GRAD_GROUPED, share_dk=last_of_group),
+    dv_last_of_group=_mutant("dV of a group's last head alone", GRAD_GROUPED, share_dv=last_of_group),
     dk_shared_modulo=_mutant("dK summed over h % heads_kv", GRAD_GROUPED,
-                             share_dk=lambda dk, n: dk.unflatten(1, (-1, n)).sum(dim=1)),
+                             share_dk=summed_modulo),
     ds_through_bf16=_mutant("dS rounded to bf16", GRAD, round_ds=lambda ds, dtype: ds.bfloat16()),
     ds_through_fp16=_mutant("dS rounded to fp16", GRAD_EXACT, round_ds=lambda ds, dtype: ds.half()),
     # not mistakes after all: on these inputs the result is as good as that of a correct kernel

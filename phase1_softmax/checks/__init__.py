@@ -31,10 +31,10 @@ def pair(what, result):
     return result
 
 
-def expect_sane(what, actual, expected, else_=""):
+def require_sane(what, actual, expected, else_=""):
     """Reject NaN where none is expected, and an fp64 result with the precision of fp32."""
     if not isinstance(actual, torch.Tensor) or actual.shape != expected.shape:
-        return  # expect_close says so
+        return  # require says so
     if actual.isnan().any() and not expected.isnan().any():
         reject(f"{what} is NaN: is -inf subtracted from -inf somewhere, or 0 divided by 0?{else_}")
     rounded = torch.allclose(actual.double(), expected, rtol=1e-6, atol=1e-6)

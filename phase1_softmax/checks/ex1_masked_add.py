@@ -1,7 +1,7 @@
 """Checks the sum for lengths of every kind, and that nothing beside the vectors is read or written."""
 
 from common import runtime
-from common.learn.judge import counted, expect_close, reject
+from common.learn.judge import counted, reject, require
 
 import torch
 
@@ -21,12 +21,12 @@ def check(answer):
             "only the first block is there: do the offsets start at program_id * BLOCK?": right.where(first, out),
             "nothing was stored": torch.full_like(out, float("nan")),
         }
-        expect_close(f"out, n = {n}", out, right, mistakes=mistakes)
+        require(f"out, n = {n}", out, right, mistakes=mistakes)
         out.copy_(before[2, 256 : 256 + n])
         if not torch.equal(memory, before):
             reject(f"n = {n}: something was written outside of out: does the store have a mask?")
         if moved and moved.loaded != 8 * n:
             reject(f"n = {n}: {moved.loaded} bytes were read, x and y have {8 * n}: do both loads have the mask?")
     ones = torch.ones(300, device=runtime.DEVICE)
-    expect_close("masked_add(x, y)", answer.masked_add(ones, ones), 3 * ones)
+    require("masked_add(x, y)", answer.masked_add(ones, ones), 3 * ones)
     return f"lengths {', '.join(map(str, lengths))}; nothing read or written outside"

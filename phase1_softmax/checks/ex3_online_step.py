@@ -3,8 +3,8 @@
 import math
 
 from common import runtime
-from common.learn.judge import expect_close, reject
-from phase1_softmax.checks import EXACT, INF, called, expect_sane, pair, randn
+from common.learn.judge import reject, require
+from phase1_softmax.checks import EXACT, INF, called, pair, randn, require_sane
 
 import torch
 
@@ -33,7 +33,7 @@ def check(answer):
         for what, *state in cases:
             m_old, l_old, s = (t.to(dtype).contiguous() for t in state)
             m_got, l_got = pair(f"{name}, {what}", called(step, m_old, l_old, s))
-            _expect_state(f"{name}, {what}", m_got, l_got, m_old.double(), l_old.double(), s.double(), tolerance)
+            _require_state(f"{name}, {what}", m_got, l_got, m_old.double(), l_old.double(), s.double(), tolerance)
             if m_got.dtype != dtype or l_got.dtype != dtype:
                 reject(f"{name}: m and l are {dtype} before, {m_got.dtype} and {l_got.dtype} after the step")
         s = tile.to(dtype).clone()
@@ -46,11 +46,11 @@ def check(answer):
     x = 5 * randn(6, 200).double()
     x[2, :70] = x[3, 100:] = x[4] = -INF
     for cols in (1, 7, 64, 200):
-        expect_close(f"logsumexp, {cols} columns at a time", answer.logsumexp(x, cols), torch.logsumexp(x, 1), **EXACT)
+        require(f"logsumexp, {cols} columns at a time", answer.logsumexp(x, cols), torch.logsumexp(x, 1), **EXACT)
     return "states of every kind, in PyTorch (fp64) and in Triton; rows in tiles of 1 to 200 columns"
 
 
-def _expect_state(what, m_got, l_got, m, l, tile, tolerance):
+def _require_state(what, m_got, l_got, m, l, tile, tolerance):
     """Reject unless (m_got, l_got) is the state (m, l) with the tile taken in."""
     own = tile.amax(1)
     m_new = torch.maximum(m, own)
@@ -62,8 +62,8 @@ def _expect_state(what, m_got, l_got, m, l, tile, tolerance):
         "a maximum below 0 became 0: what does m start from?": m_new.clamp(min=0),
         "this is one maximum for all rows: which axis is reduced?": torch.maximum(m, tile.max()),
     }
-    expect_sane(f"{what}: m", m_got, m_new)
-    expect_close(f"{what}: m", m_got, m_new, mistakes=of_m, **tolerance)
+    require_sane(f"{what}: m", m_got, m_new)
+    require(f"{what}: m", m_got, m_new, mistakes=of_m, **tolerance)
     of_l = {
         "the old sum was measured against the old maximum: is it rescaled?": l + new,
         "the old sum is rescaled the wrong way around: it must never grow": l * torch.exp(shift - m) + new,
@@ -74,5 +74,5 @@ def _expect_state(what, m_got, l_got, m, l, tile, tolerance):
         * torch.exp(m - shift),
     }
     l_new = l * torch.exp(m - shift) + new
-    expect_sane(f"{what}: l", l_got, l_new)
-    expect_close(f"{what}: l", l_got, l_new, mistakes=of_l, **tolerance)
+    require_sane(f"{what}: l", l_got, l_new)
+    require(f"{what}: l", l_got, l_new, mistakes=of_l, **tolerance)

@@ -2,8 +2,8 @@
 
 import itertools
 
-from common.learn.judge import expect_close, reject
-from phase1_softmax.checks import EXACT, INF, called, expect_sane, pair, randn
+from common.learn.judge import reject, require
+from phase1_softmax.checks import EXACT, INF, called, pair, randn, require_sane
 
 import torch
 
@@ -29,7 +29,7 @@ def check(answer):
         a, b, expected = (_attend(logits[..., part], v[:, part]) for part in (part_a, part_b, part_a + part_b))
         for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, dict(rtol=1e-3, atol=1e-4))):
             got = pair(what, called(answer.merge, *(t.to(dtype) for t in (*a, *b))))
-            _expect_merged(what, got, expected, a, b, tolerance)
+            _require_merged(what, got, expected, a, b, tolerance)
             if got[0].dtype != dtype or got[1].dtype != dtype:
                 reject(f"o and lse are {dtype} before, {got[0].dtype} and {got[1].dtype} after the merge")
 
@@ -39,12 +39,12 @@ def check(answer):
         o, lse = parts[order[0]]
         for i in order[1:]:
             o, lse = answer.merge(o, lse, *parts[i])
-        expect_close(f"o, eight parts in the order {order}", o, whole[0], **EXACT)
-        expect_close(f"lse, eight parts in the order {order}", lse, whole[1], **EXACT)
+        require(f"o, eight parts in the order {order}", o, whole[0], **EXACT)
+        require(f"lse, eight parts in the order {order}", lse, whole[1], **EXACT)
     tree = parts
     while len(tree) > 1:
         tree = [answer.merge(*a, *b) for a, b in zip(tree[::2], tree[1::2], strict=True)]
-    expect_close("o, eight parts merged in pairs", tree[0][0], whole[0], **EXACT)
+    require("o, eight parts merged in pairs", tree[0][0], whole[0], **EXACT)
     return "fp64 and fp32: rows in two parts and in eight, any order; parts that see nothing"
 
 
@@ -54,7 +54,7 @@ def _attend(s, v):
     return torch.exp(s - torch.where(lse == -INF, 0.0, lse)[..., None]) @ v, lse
 
 
-def _expect_merged(what, got, expected, a, b, tolerance):
+def _require_merged(what, got, expected, a, b, tolerance):
     """Reject unless `got` is the pair `expected`, which the pairs a and b merge into."""
     (o_got, lse_got), (o, lse), (o_a, lse_a), (o_b, lse_b) = got, expected, a, b
     larger = torch.maximum(lse_a, lse_b)
@@ -63,8 +63,8 @@ def _expect_merged(what, got, expected, a, b, tolerance):
         "this is the sum; the sums of exponentials are what adds up": lse_a + lse_b,
         "exp(lse) has left the range of numbers: what may be subtracted first?": torch.log(lse_a.exp() + lse_b.exp()),
     }
-    expect_sane(f"{what}: lse", lse_got, lse)
-    expect_close(f"{what}: lse", lse_got, lse, mistakes=of_lse, **tolerance)
+    require_sane(f"{what}: lse", lse_got, lse)
+    require(f"{what}: lse", lse_got, lse, mistakes=of_lse, **tolerance)
     w_a, w_b = (torch.exp(t - torch.where(lse == -INF, 0.0, lse))[..., None] for t in (lse_a, lse_b))
     shift = torch.where(larger == -INF, 0.0, larger)
     of_o = {
@@ -77,5 +77,5 @@ def _expect_merged(what, got, expected, a, b, tolerance):
         "this weighs by lse itself, not by its exponential": (lse_a[..., None] * o_a + lse_b[..., None] * o_b)
         / (lse_a + lse_b)[..., None],
     }
-    expect_sane(f"{what}: o", o_got, o, " Or has exp(lse) left the range of numbers?")
-    expect_close(f"{what}: o", o_got, o, mistakes=of_o, **tolerance)
+    require_sane(f"{what}: o", o_got, o, " Or has exp(lse) left the range of numbers?")
+    require(f"{what}: o", o_got, o, mistakes=of_o, **tolerance)

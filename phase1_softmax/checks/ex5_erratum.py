@@ -1,7 +1,7 @@
 """Checks the update over three tiles, and that the wrong ones fail on one of the inputs and hide on the other."""
 
 from common import runtime
-from common.learn.judge import expect_close, reject
+from common.learn.judge import reject, require
 from phase1_softmax.checks import EXACT, INF, called, randn
 
 import torch
@@ -28,7 +28,7 @@ def check(answer):
             mistakes = {text: values[letter] for letter, text in ERRATA.items()}
             mistakes |= {"the old term is not rescaled": steps[i][0] + steps[i][3] @ v[i]}
             got = called(answer.update, *steps[i])
-            expect_close(f"update, tile {i + 1} of 3", got, values["B"], mistakes=mistakes, **EXACT)
+            require(f"update, tile {i + 1} of 3", got, values["B"], mistakes=mistakes, **EXACT)
 
     for letter, off in _errors("telling_input", answer.telling_input()).items():
         if off < 0.01:

@@ -1,6 +1,6 @@
 """Checks the largest logits for ragged lengths, with NaN around the inputs, and counts the bytes that are read."""
 
-from common.learn.judge import counted, expect_close, reject
+from common.learn.judge import counted, reject, require
 from phase2_tiling.checks import FP16, FP32, NAN, nan_around, one_head, surrounded
 
 import torch
@@ -25,7 +25,7 @@ def check(answer):
             "NaN comes in from memory past the last key: does the load of k have a mask?": right * NAN,
             "a key that does not exist wins: 0 is safe to load, but what is its logit?": right.clamp(min=0),
         }
-        expect_close(f"out, {what}", out, right, mistakes=mistakes)
+        require(f"out, {what}", out, right, mistakes=mistakes)
         if not nan_around(out):
             reject(f"{what}: something was written outside of out: does the store have a mask?")
         if moved and moved.loaded_from["q"] != q.nbytes:

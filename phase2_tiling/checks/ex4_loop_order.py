@@ -1,6 +1,6 @@
 """Checks the state that waits in memory between tiles of keys, how often it travels, and whole results."""
 
-from common.learn.judge import counted, expect_close, reject
+from common.learn.judge import counted, reject, require
 from phase2_tiling.checks import FP32, attention_cases, nan_around, one_head, state_of, surrounded, verify
 
 import torch
@@ -40,7 +40,7 @@ def _check_continuation(answer):
             mistakes |= {
                 sentence: _visits(q, k, v, before, block, update) for sentence, update in _WRONG_UPDATES.items()
             }
-        expect_close(name, t, right[i], mistakes=mistakes, atol=1e-4)
+        require(name, t, right[i], mistakes=mistakes, atol=1e-4)
     if not all(map(nan_around, (o, m, l))):
         reject("something was written outside of o, m and l: do the stores have a mask?")
     visits = triton.cdiv(seq_k, block)

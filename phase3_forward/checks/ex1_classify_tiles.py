@@ -36,8 +36,8 @@ def check(answer):
     def kinds(visible):
         return [_kinds(visible, *row) for row in rows]
 
-    def bounds(found):
-        return [(row.count("full"), len(row) - row.count("skipped")) for row in found]
+    def bounds(rows_of_kinds):
+        return [(row.count("full"), len(row) - row.count("skipped")) for row in rows_of_kinds]
 
     def name_mistake(got, right, as_kinds, call):
         """Where queries are no more than keys every rule below stays inside S, so that answers can be compared."""

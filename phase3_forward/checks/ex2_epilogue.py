@@ -28,25 +28,25 @@ def check(answer):
     for q, k, v in cases:
         seq_q, seq_k = q.shape[2], k.shape[2]
         mask = bottom_right(*indices(seq_q, seq_k), seq_q, seq_k)
-        found = guarded(answer.bottom_right_attention, ask)(q, k, v)
+        results = guarded(answer.bottom_right_attention, ask)(q, k, v)
         unseen = max(0, seq_q - seq_k)
-        o, lse = (t[:, :, :unseen] for t in found)
+        o, lse = (t[:, :, :unseen] for t in results)
         if o.isnan().any():
             reject("rows that saw no key: o is NaN, which is what 0 / 0 gives")
         if (lse != -INF).any():
             reject(f"rows that saw no key: lse is {lse.max().item():g}, not -inf. Is m_i part of it?")
-        if not found[1][:, :, unseen:].isfinite().all():
+        if not results[1][:, :, unseen:].isfinite().all():
             reject(
                 "lse is not finite in rows that saw keys. Where logits are large exp(m_i) overflows: add m_i outside "
                 "of the logarithm"
             )
-        _expect_row_sums(found[0], q, k, v, mask)
-        verify_masked(lambda *_, found=found: found, q, k, v, mask)
-    _expect_large_values_and_nan(answer.bottom_right_attention)
+        _require_row_sums(results[0], q, k, v, mask)
+        verify_masked(lambda *_, results=results: results, q, k, v, mask)
+    _require_large_values_and_nan(answer.bottom_right_attention)
     return "o and lse of 184 rows a head in fp16, bf16 and fp32, 30 of them without a key; nothing stored outside"
 
 
-def _expect_large_values_and_nan(attention):
+def _require_large_values_and_nan(attention):
     """Large values stay finite, as o is their mean, and a NaN among them is seen by whoever sees its key."""
     q, _, v = make_qkv(1, 1, 64, 16)
     zero, large = torch.zeros_like(q), torch.full_like(v, 2000.0)
@@ -57,7 +57,7 @@ def _expect_large_values_and_nan(attention):
         reject("a NaN in v does not reach o: it must, or nobody learns of it. Are the empty rows told apart by l_i?")
 
 
-def _expect_row_sums(o, q, k, v, mask):
+def _require_row_sums(o, q, k, v, mask):
     """Reject acc / l_i without [:, None], which divides column d by l_i[d] where the tile is square."""
     n = min(q.shape[2:])
     mask = mask.to(q.device)

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from common import make_qkv, runtime
-from common.learn.judge import expect_verified, guarded, reject
+from common.learn.judge import guarded, reject, require_verified
 from phase3_forward.checks import BF16, FP16, FP32
 
 import torch
@@ -32,19 +32,19 @@ def check(answer):
         q, *wide = (t[:2] for t in make_qkv(heads_q, heads_q, seq_q, 16, seq_k=20, dtype=FP32))
         k, v = (t[:, :heads_kv] for t in wide)  # behind the key heads lie others, which nobody may read
         what = f"{heads_q} query heads on {heads_kv}"
-        found = fn(q, k, v, enable_gqa=True)
-        _expect_heads(what, *found, q, *wide, heads_q // heads_kv)
-        expect_verified(what, lambda *_, found=found, **__: found, q, k, v, enable_gqa=True)
+        results = fn(q, k, v, enable_gqa=True)
+        _require_heads(what, *results, q, *wide, heads_q // heads_kv)
+        require_verified(what, lambda *_, results=results, **__: results, q, k, v, enable_gqa=True)
     for layout in ("bshd", "transposed", "sliced", "expanded"):
         q, k, v = make_qkv(2, 2, 70, 40, heads_kv=1, layout=layout)
-        expect_verified(f"{layout} memory", fn, q, k, v, enable_gqa=True, is_causal=True)
+        require_verified(f"{layout} memory", fn, q, k, v, enable_gqa=True, is_causal=True)
     q, k, v = make_qkv(1, 4, 33, 24, heads_kv=2, layout="bshd", poison=True, dtype=BF16)
-    expect_verified("NaN all around", fn, q, k, v, enable_gqa=True)
-    _expect_wide_offsets(fn)
+    require_verified("NaN all around", fn, q, k, v, enable_gqa=True)
+    _require_wide_offsets(fn)
     return "6 heads on 2, 6 on 3, 4 on 1, 4 on 4; four layouts; keys 2^31 elements apart"
 
 
-def _expect_heads(what, o, lse, q, k, v, group):
+def _require_heads(what, o, lse, q, k, v, group):
     """Reject a head that reads memory of another, and say of which."""
     heads = list(itertools.product(range(q.shape[0]), range(q.shape[1])))
     q, k, v = q.double(), k.double(), v.double()
@@ -86,7 +86,7 @@ def _misread(me, right, head, name):
     return f"query head {me[1]} reads {name} of key head {head[1]}; it should read {right[1]} (h // group)"
 
 
-def _expect_wide_offsets(fn):
+def _require_wide_offsets(fn):
     """Keys whose batches lie 2^30 elements apart: a file of which only the touched pages exist."""
     if not runtime.INTERPRETED:
         return  # it would take gigabytes of GPU memory

@@ -5,98 +5,117 @@ import math
 from unittest import mock
 
 from common import make_qkv, runtime
-from common.learn.judge import expect_close, guarded, reject
+from common.learn.judge import guarded, reject, require
 from common.measure import traffic
 from phase3_forward.checks import BF16, FP16, FP32, indices, verify_masked
 
 import torch
 import torch.nn.functional as F
 
+LONGEST = 2**31 - 1
+WINDOWS = [  # seq_q, seq_k, window
+    (150, 150, 40),
+    (100, 100, 3),
+    (70, 70, 64),
+    (70, 70, 1000),
+    (100, 60, 20),
+    (70, 70, LONGEST),
+]
+INPUTS = [  # dtype, seq_k, heads_kv, window, head_dim; at 136 tiles of keys are half as long as those of queries
+    (FP16, 130, 1, 50, 40),
+    (BF16, 60, 2, 20, 40),
+    (FP16, 80, 1, 40, 136),
+]
+
 
 def check(answer):
     def attend(q, k, v, window, **options):
-        with masked_loads_undefined():
-            found = guarded(answer.sliding_window_attention)(q, k, v, window, **options)
-        if found[0].isnan().any() and not answer.sliding_window_attention(q, k, v, window, **options)[0].isnan().any():
-            reject(
-                "a load is masked but has no `other`: what it puts there is undefined, here NaN, and 0 * NaN is NaN. "
-                "Give it other=0.0"
-            )
-        return found
+        return _attend(answer.sliding_window_attention, q, k, v, window, **options)
 
-    block = runtime.tile_sizes(16, FP32)["BLOCK_M"]
-    longest = 2**31 - 1
-    for seq_q, seq_k, window in [
-        (150, 150, 40), (100, 100, 3), (70, 70, 64), (70, 70, 1000), (100, 60, 20), (70, 70, longest),
-    ]:  # fmt: skip
-        # Without the first batch and head, so that keys before the first one are somebody else's.
-        q, *wide = (t[1:] for t in make_qkv(2, 3, seq_q, 16, seq_k=seq_k, dtype=FP32))
-        q, (k, v) = q[:, 1:], (t[:, 1:] for t in wide)
-        o = attend(q, k, v, window)[0]
-        what = f"o ({seq_q} queries, {seq_k} keys, window {window})"
-        i, j = indices(seq_q, seq_k)
-        right = (j <= i) & (i - j < window)
-        if window == longest:
-            expected = _masked_attention(q, k, v, right)
-            if not torch.allclose(o.double(), expected, rtol=1e-4, atol=1e-5):
-                reject(
-                    "window 2^31 - 1: offs_n + window passes 2^31 and wraps around: compare offs_m - offs_n with window"
-                )
-            continue
-        if o.isnan().any():
-            row = int(o.isnan().any(dim=-1).nonzero()[0, -1])
-            reject(
-                f"{what}: row {row} is NaN. Is it exp(-inf - -inf), in a tile that hides all its keys? A load unmasked?"
-            )
-        first, last = i // block * block, (i // block + 1) * block - 1
-        begin = (first - window + 1).clamp(min=0) // block * block
-        masks = {
-            "the window shows one key too many: i - window < j, and not i - window <= j": (j <= i) & (i - j <= window),
-            "the window shows one key too few: j = i - window + 1 is its first": (j <= i) & (i - j < window - 1),
-            "this is causal attention without a window": j <= i,
-            "keys after the query's own are visible": (i - j < window) & (j <= last),
-            "keys of earlier tiles are missing: the walk begins where the window of the tile's first query does": (
-                right & (j >= first)
-            ),
-            "the walk begins too late: it is the tile's first query whose window reaches back furthest": (
-                right & (j >= (last - window + 1).clamp(min=0) // block * block)
-            ),
-            "the tiles at the left edge of the band are not masked inside": (j <= i) & (j >= begin),
-            "the walk ends too early: the tile's last query sees its own key": right & (j < first),
-        }
-        mistakes = {sentence: _masked_attention(q, k, v, mask) for sentence, mask in masks.items()}
-
-        # Keys that do not exist: those before 0 are the head before's, those from seq_k on are loaded as zeros.
-        before = [torch.cat([t[:, :-1], t[:, 1:]], dim=2) for t in wide]
-        there = torch.arange(-seq_k, seq_k)[None, :]
-        toward_0 = ((first - window + 1).double() / block).trunc() * block  # as // of a kernel rounds
-        mask = (there <= i) & (i - there < window) & (there >= toward_0)
-        mistakes["the walk begins at a negative key: max(0, ...)"] = _masked_attention(q, *before, mask)
-        tail = -seq_k % block
-        behind = [F.pad(t, (0, 0, 0, max(tail, seq_q + block - seq_k))) for t in (k, v)]
-        there = torch.arange(behind[0].shape[2])[None, :]
-        for end, how in ((seq_k + tail, ""), (last + 1, ", and the walk goes on to them")):
-            mask = (there <= i) & (i - there < window) & (there < end)
-            mistakes[f"keys from seq_k on are visible{how}"] = _masked_attention(q, *behind, mask)
-        expect_close(what, o, _masked_attention(q, k, v, right), mistakes=mistakes)
-
-    # With head_dim 136 tiles of keys are half as long as those of queries.
-    for dtype, seq_k, heads_kv, window, head_dim in [
-        (FP16, 130, 1, 50, 40), (BF16, 60, 2, 20, 40), (FP16, 80, 1, 40, 136),
-    ]:  # fmt: skip
-        q, k, v = make_qkv(1, 2, 100, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, layout="bshd", poison=True)
-        i, j = indices(100, seq_k)
+    for sizes in WINDOWS:
+        _check_window(attend, *sizes)
+    for dtype, seq_k, heads_kv, window, head_dim in INPUTS:
+        memory = dict(layout="bshd", poison=True)
+        q, k, v = make_qkv(1, 2, 100, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, **memory)
 
         def windowed(q, k, v, window=window):
             return attend(q, k, v, window, enable_gqa=True)
 
+        i, j = indices(100, seq_k)
         tiles = runtime.tile_sizes(head_dim, dtype)
         what = f"tiles of {tiles['BLOCK_M']} queries and {tiles['BLOCK_N']} keys, window {window}: "
         verify_masked(windowed, q, k, v, (j <= i) & (i - j < window), what=what)
-
     if runtime.INTERPRETED:
-        _expect_few_bytes(answer.sliding_window_attention)
+        _require_few_bytes(answer.sliding_window_attention)
     return "nine windows against SDPA, in three dtypes, rows without a key among them; bytes grow like seq * window"
+
+
+def _attend(attention, q, k, v, window, **options):
+    with masked_loads_undefined():
+        results = guarded(attention)(q, k, v, window, **options)
+    if results[0].isnan().any() and not attention(q, k, v, window, **options)[0].isnan().any():
+        reject(
+            "a load is masked but has no `other`: what it puts there is undefined, here NaN, and 0 * NaN is NaN. "
+            "Give it other=0.0"
+        )
+    return results
+
+
+def _check_window(attend, seq_q, seq_k, window):
+    # Without the first batch and head, so that keys before the first one are somebody else's.
+    q, *wide = (t[1:] for t in make_qkv(2, 3, seq_q, 16, seq_k=seq_k, dtype=FP32))
+    q, (k, v) = q[:, 1:], (t[:, 1:] for t in wide)
+    o = attend(q, k, v, window)[0]
+    i, j = indices(seq_q, seq_k)
+    right = _masked_attention(q, k, v, (j <= i) & (i - j < window))
+    if window == LONGEST:
+        if not torch.allclose(o.double(), right, rtol=1e-4, atol=1e-5):
+            reject("window 2^31 - 1: offs_n + window passes 2^31 and wraps around: compare offs_m - offs_n with window")
+        return
+    what = f"o ({seq_q} queries, {seq_k} keys, window {window})"
+    if o.isnan().any():
+        row = int(o.isnan().any(dim=-1).nonzero()[0, -1])
+        reject(f"{what}: row {row} is NaN. Is it exp(-inf - -inf), in a tile that hides all its keys? A load unmasked?")
+    require(what, o, right, mistakes=_window_mistakes(q, k, v, wide, window))
+
+
+def _window_mistakes(q, k, v, wide, window):
+    """Sentence: the o of that mistake. wide: k and v with the head before each."""
+    seq_q, seq_k = q.shape[2], k.shape[2]
+    block = runtime.tile_sizes(16, FP32)["BLOCK_M"]
+    i, j = indices(seq_q, seq_k)
+    right = (j <= i) & (i - j < window)
+    first, last = i // block * block, (i // block + 1) * block - 1
+    begin = (first - window + 1).clamp(min=0) // block * block
+    masks = {
+        "the window shows one key too many: i - window < j, and not i - window <= j": (j <= i) & (i - j <= window),
+        "the window shows one key too few: j = i - window + 1 is its first": (j <= i) & (i - j < window - 1),
+        "this is causal attention without a window": j <= i,
+        "keys after the query's own are visible": (i - j < window) & (j <= last),
+        "keys of earlier tiles are missing: the walk begins where the window of the tile's first query does": (
+            right & (j >= first)
+        ),
+        "the walk begins too late: it is the tile's first query whose window reaches back furthest": (
+            right & (j >= (last - window + 1).clamp(min=0) // block * block)
+        ),
+        "the tiles at the left edge of the band are not masked inside": (j <= i) & (j >= begin),
+        "the walk ends too early: the tile's last query sees its own key": right & (j < first),
+    }
+    mistakes = {sentence: _masked_attention(q, k, v, mask) for sentence, mask in masks.items()}
+
+    # Keys that do not exist: those before 0 are the head before's, those from seq_k on are loaded as zeros.
+    before = [torch.cat([t[:, :-1], t[:, 1:]], dim=2) for t in wide]
+    there = torch.arange(-seq_k, seq_k)[None, :]
+    toward_0 = ((first - window + 1).double() / block).trunc() * block  # as // of a kernel rounds
+    mask = (there <= i) & (i - there < window) & (there >= toward_0)
+    mistakes["the walk begins at a negative key: max(0, ...)"] = _masked_attention(q, *before, mask)
+    tail = -seq_k % block
+    behind = [F.pad(t, (0, 0, 0, max(tail, seq_q + block - seq_k))) for t in (k, v)]
+    there = torch.arange(behind[0].shape[2])[None, :]
+    for end, how in ((seq_k + tail, ""), (last + 1, ", and the walk goes on to them")):
+        mask = (there <= i) & (i - there < window) & (there < end)
+        mistakes[f"keys from seq_k on are visible{how}"] = _masked_attention(q, *behind, mask)
+    return mistakes
 
 
 @contextlib.contextmanager
@@ -128,7 +147,7 @@ def _masked_attention(q, k, v, mask):
     return torch.where(mask.any(dim=-1)[:, None], o, 0.0)
 
 
-def _expect_few_bytes(attend):
+def _require_few_bytes(attend):
     """A walk over the tiles that touch the band, and no others."""
     seq, head_dim = 320, 16
     block_m, block_n = (runtime.tile_sizes(head_dim, FP16)[name] for name in ("BLOCK_M", "BLOCK_N"))

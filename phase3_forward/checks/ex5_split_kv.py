@@ -3,7 +3,7 @@
 import math
 
 from common import make_qkv, runtime
-from common.learn.judge import expect_close, expect_verified, guarded, reject
+from common.learn.judge import guarded, reject, require, require_verified
 from phase3_forward.checks import BF16, FP16, FP32, INF, in_pieces
 
 import torch
@@ -22,7 +22,7 @@ def check(answer):
         def attention(q, k, v, splits=splits, **_):
             return guarded(answer.split_kv_attention)(q, k, v, splits, enable_gqa=True)
 
-        expect_verified(f"{seq_q} queries, {seq_k} keys, {splits} parts", attention, q, k, v, enable_gqa=True)
+        require_verified(f"{seq_q} queries, {seq_k} keys, {splits} parts", attention, q, k, v, enable_gqa=True)
     return "12 parts one by one and merges, empty parts among them; whole results in three dtypes"
 
 
@@ -41,9 +41,9 @@ def _check_parts(split_parts):
             taken = _keys_taken(lse_parts[part], s)
             if taken and taken != (begin, end) and not torch.allclose(lse_parts[part].double(), right, atol=1e-4):
                 reject(f"{what}: it took {_span(*taken)}; it should take {_span(begin, end)}")
-            expect_close(f"lse of {what}", lse_parts[part], right, atol=1e-4)
+            require(f"lse of {what}", lse_parts[part], right, atol=1e-4)
             part_keys = k[:, :, begin:end], v[:, :, begin:end]
-            expect_verified(what, lambda *_, results=results, **__: results, q, *part_keys)
+            require_verified(what, lambda *_, results=results, **__: results, q, *part_keys)
 
 
 def _keys_taken(lse, s):
@@ -103,13 +103,13 @@ def _check_merge(merge):
             "neither l_i nor acc is rescaled when the maximum grows": _without_rescale(o_parts, lse_parts, "acc", "l"),
         }
         right = (weight * o_parts).sum(dim=0).masked_fill(empty, 0.0)
-        expect_close(f"merge, {what}: o", o, right, mistakes=mistakes)
+        require(f"merge, {what}: o", o, right, mistakes=mistakes)
         mistakes = {
             "this is the largest lse of the parts": largest,
             "this is the sum of the parts' lse: it is exp(lse) that adds up": lse_parts.double().sum(dim=0),
             "the maximum is missing: lse = m_i + log(l_i)": lse - largest,
         }
-        expect_close(f"merge, {what}: lse", got, lse, mistakes=mistakes)
+        require(f"merge, {what}: lse", got, lse, mistakes=mistakes)
 
 
 def _without_rescale(o_parts, lse_parts, *kept):

@@ -32,11 +32,11 @@ def small_tiles(head_dim, dtype, *, backward=False):
     return dict(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=1)
 
 
-def only_head_0(found, right, rtol=1e-4, atol=1e-5):
+def only_head_0(actual, right, rtol=1e-4, atol=1e-5):
     """Whether head 0 of (batch, heads, ...) is right and each of the others is not."""
-    if not isinstance(found, torch.Tensor) or found.shape != right.shape or right.shape[1] < 2:
+    if not isinstance(actual, torch.Tensor) or actual.shape != right.shape or right.shape[1] < 2:
         return False
-    good = [torch.allclose(found[:, h].double(), right[:, h], rtol=rtol, atol=atol) for h in range(right.shape[1])]
+    good = [torch.allclose(actual[:, h].double(), right[:, h], rtol=rtol, atol=atol) for h in range(right.shape[1])]
     return good[0] and not any(good[1:])
 
 

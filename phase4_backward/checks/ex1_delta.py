@@ -3,7 +3,7 @@
 import itertools
 
 from common import make_qkv, make_tensor, runtime
-from common.learn.judge import counted, expect, expect_close, reject
+from common.learn.judge import counted, reject, require
 from common.verify.harness import E
 from phase4_backward.checks import UNWRITTEN, roomy
 
@@ -19,9 +19,9 @@ def check(answer):
         "this is the mean; wanted is the sum": (p * dp).mean(-1),
     }
     # (p @ v * do).sum(-1), which sums over keys first, is the same number and as good.
-    _expect_fp64("delta_over_keys", answer.delta_over_keys(p, do, v), (p * dp).sum(-1), mistakes)
+    _require_fp64("delta_over_keys", answer.delta_over_keys(p, do, v), (p * dp).sum(-1), mistakes)
     mistakes = {"this is the mean; wanted is the sum": (do * q).mean(-1)}
-    _expect_fp64("delta_over_head_dim", answer.delta_over_head_dim(q, do), (do * q).sum(-1), mistakes)
+    _require_fp64("delta_over_head_dim", answer.delta_over_head_dim(q, do), (do * q).sum(-1), mistakes)
 
     for lead in ((), (2, 1, 3)):
         p, do, v, o = (torch.ones(*lead, *sizes, dtype=torch.float64) for sizes in ((7, 11), (7, 5), (11, 5), (7, 5)))
@@ -31,10 +31,10 @@ def check(answer):
             ("delta_over_head_dim", (o, do), 5 * ones),
         ):
             try:
-                found = getattr(answer, what)(*given)
+                actual = getattr(answer, what)(*given)
             except (IndexError, RuntimeError) as error:
                 reject(f"{what}: with {len(lead)} leading axes it raises {error}. Count axes from the end: dim=-1, .mT")
-            expect_close(f"{what}, {len(lead)} leading axes", found, right, rtol=1e-12, atol=1e-12)
+            require(f"{what}, {len(lead)} leading axes", actual, right, rtol=1e-12, atol=1e-12)
 
     for dtype, layout in ((torch.float16, "contiguous"), *itertools.product(runtime.DTYPES, ("transposed", "sliced"))):
         _check_delta_kernel(answer, dtype, 40, layout, with_dlse=layout == "transposed")
@@ -42,12 +42,12 @@ def check(answer):
     return "both formulas in fp64; the kernel in fp16, bf16, fp32, dO transposed, sliced, with stride 0; less dlse"
 
 
-def _expect_fp64(what, found, right, mistakes):
-    if isinstance(found, torch.Tensor) and found.shape == right.shape:
-        error = (found.double() - right).abs().max().item()
+def _require_fp64(what, actual, right, mistakes):
+    if isinstance(actual, torch.Tensor) and actual.shape == right.shape:
+        error = (actual.double() - right).abs().max().item()
         if 1e-10 < error < 1e-4:
             reject(f"{what}: computed in fp32 (off by {error:.0e}), the inputs are fp64: stay in their dtype")
-    expect_close(what, found, right, rtol=1e-12, atol=1e-12, mistakes=mistakes)
+    require(what, actual, right, rtol=1e-12, atol=1e-12, mistakes=mistakes)
 
 
 def _check_delta_kernel(answer, dtype, head_dim, layout, *, with_dlse):
@@ -123,7 +123,7 @@ def _check_delta_kernel(answer, dtype, head_dim, layout, *, with_dlse):
             delta.isnan().any()
         ),
     }
-    expect(what, delta, right, **exact, mistakes=mistakes, signs=signs)
+    require(what, delta, right, **exact, mistakes=mistakes, signs=signs)
     most = 2 * rows * head_dim * kernel_o.element_size() + (4 * rows if with_dlse else 0)
     if moved and moved.loaded > most:
         reject(f"{what}: {moved.loaded} bytes are loaded, there are {most}: mask the rows past seq_q in the loads too")

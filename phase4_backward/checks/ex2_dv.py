@@ -1,7 +1,7 @@
 """Checks dv in fp64, and as part of the whole backward pass for dtypes, lengths, strides and low logits."""
 
 from common import make_tensor, runtime
-from common.learn.judge import expect
+from common.learn.judge import require
 from phase4_backward.checks import only_head_0, plain_inputs, verify
 
 import torch
@@ -13,7 +13,7 @@ def check(answer):
 
     q, k, _, _, _, lse = plain_inputs(2, 2, 60, 40, is_causal=False)
     do = make_tensor(q.shape, dtype=q.dtype, layout="transposed", generator=torch.Generator().manual_seed(1))
-    found = answer.attention_dv(q, k, do, lse)
+    dv = answer.attention_dv(q, k, do, lse)
     q, k, do, lse = (t.double() for t in (q, k, do, lse))
     s = q @ k.mT / 4
     p = torch.exp(s - lse[..., None])
@@ -37,8 +37,8 @@ def check(answer):
         "do is read with the strides of q: it has four of its own": p.mT @ do.mT.reshape(do.shape),
     }
     sentence = "head 0 is right, the others are not: lse_ptr is that of this head already; is it moved again?"
-    signs = {sentence: only_head_0(found, right)}
-    expect("dv, 60 queries and 40 keys, tiles of 16 queries x 32 keys", found, right, mistakes=mistakes, signs=signs)
+    signs = {sentence: only_head_0(dv, right)}
+    require("dv, 60 queries and 40 keys, tiles of 16 queries x 32 keys", dv, right, mistakes=mistakes, signs=signs)
     for dtype in runtime.DTYPES:
         sizes = dict(seq_k=50, dtype=dtype, poison=True, do_layout="expanded")
         verify(theirs, 2, 2, 37, 40, tiles=(16, 32), **sizes)

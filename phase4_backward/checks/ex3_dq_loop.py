@@ -1,7 +1,7 @@
 """Checks dq for tiles of three shapes, full and causal, and that no key is read in vain."""
 
 from common import make_qkv, runtime
-from common.learn.judge import expect, reject
+from common.learn.judge import reject, require
 from common.verify.reference import naive_attention
 from phase4_backward.checks import (
     BLOCKS,
@@ -26,7 +26,7 @@ def check(answer):
         mistakes = {sentence: grad for (name, sentence), grad in mistakes.items() if name == "dq"}
         mistakes |= {sentence: gradients(*inputs, mask)[0]["dq"] for sentence, mask in wrong.items()}
         dq = answer.attention_dq(q, k, v, do, lse, delta, True, block_m=block_m, block_n=block_n)
-        expect(f"dq, {causal_case(block_m, block_n, 50, 70)}", dq, right["dq"], mistakes=mistakes)
+        require(f"dq, {causal_case(block_m, block_n, 50, 70)}", dq, right["dq"], mistakes=mistakes)
     _check_keys_past_the_end(answer)
 
     for (block_m, block_n), dtype in zip(BLOCKS, runtime.DTYPES, strict=True):

@@ -1,7 +1,7 @@
 """Checks dk and dv of grouped heads for tiles of three shapes, full and causal, and that no query is read in vain."""
 
 from common import runtime
-from common.learn.judge import expect
+from common.learn.judge import require
 from phase4_backward.checks import (
     BLOCKS,
     causal_case,
@@ -37,18 +37,18 @@ def check(answer):
         wrong[sentence] = gradients(q, k, v, do, o, of_0, visible)[0]
         sentence = "every head has the delta of head 0: delta_ptr + h * seq_q"
         wrong[sentence] = gradients(*inputs, visible, delta=delta_0)[0]
-        found = answer.attention_dkdv(q, k, v, do, lse, delta, True, block_m=block_m, block_n=block_n)
+        dkdv = answer.attention_dkdv(q, k, v, do, lse, delta, True, block_m=block_m, block_n=block_n)
         for name, at in (("dv", 1), ("dk", 0)):
             candidates = {sentence: grad for (of, sentence), grad in mistakes.items() if of == name}
             candidates |= {sentence: grads[name] for sentence, grads in wrong.items()}
-            head_0 = only_head_0(found[at], right[name])
+            head_0 = only_head_0(dkdv[at], right[name])
             signs = {
                 "key head 0 is right, key head 1 reads past the last query head: a pointer that is moved in the loop "
-                "(q_ptr += ...) stays moved; make a new one for each head": head_0 and found[at].isnan().any(),
+                "(q_ptr += ...) stays moved; make a new one for each head": head_0 and dkdv[at].isnan().any(),
                 "key head 0 is right, the other is not: do q, do, lse and delta belong to query head h?": head_0,
             }
             what = f"{name}, {causal_case(block_m, block_n, 70, 50)}"
-            expect(what, found[at], right[name], mistakes=candidates, signs=signs)
+            require(what, dkdv[at], right[name], mistakes=candidates, signs=signs)
     for (block_m, block_n), dtype in zip(BLOCKS, runtime.DTYPES, strict=True):
         tiles = dict(block_m=block_m, block_n=block_n)
 

@@ -3,7 +3,7 @@
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.learn.judge import expect, reject
+from common.learn.judge import reject, require
 from common.verify.harness import UNIT_ROUNDOFF, E
 from phase4_backward.checks import only_head_0, reject_report, small_tiles
 
@@ -119,9 +119,9 @@ def check_dropout(
     for name in ("o", "dv", "dk", "dq"):
         what = f"{name} with the mask that dropout_mask shows, p = {p}, {'causal' if is_causal else 'full'}"
         what += f", {seq_q} queries and {seq_k} keys, scale = {scale:.3g}"
-        right, found = truth[name].detach(), got[name]
+        right, actual = truth[name].detach(), got[name]
         close = dict(rtol=0, atol=4 * (UNIT_ROUNDOFF[dtype] + rho) * sizes[name].max().item())
-        heads_in_a_row = (t.flatten(0, 1)[None] for t in (found, right))
+        heads_in_a_row = (t.flatten(0, 1)[None] for t in (actual, right))
         sentence = "head 0 is right, the others are not: rows are counted through all heads, `row`, not `offs_m`"
         signs = {sentence: only_head_0(*heads_in_a_row, **close)}
-        expect(what, found, right, **close, mistakes=mistakes[name], signs=signs)
+        require(what, actual, right, **close, mistakes=mistakes[name], signs=signs)

@@ -1,14 +1,13 @@
 """Checks o and the gradients of each packed sequence taken alone, and that neighbors do not meet."""
 
-import contextlib
 import itertools
 import warnings
 from unittest import mock
 
 from common import make_tensor, runtime, verify_results
 from common.learn.judge import reject
-from common.verify import Report
-from phase4_backward.checks import UNWRITTEN, reject_report, small_tiles
+from common.verify import Report, guard
+from phase4_backward.checks import reject_report, small_tiles
 
 import torch
 import triton
@@ -57,30 +56,33 @@ def check_varlen(answer, lengths_q, lengths_k, heads, head_dim, dtype, *, is_cau
         for t, ends in ((q, ends_q), (do, ends_q), (k, ends_k), (v, ends_k)):
             t[: ends[1]], t[ends[2] :] = neighbors, neighbors
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    with _guarded():
+    with guard.watched() as results:
         o = answer.varlen_attention(*leaves, cu_q, cu_k, is_causal, scale)
         if not isinstance(o, torch.Tensor) or (o.dtype, o.shape) != (dtype, q.shape):
             reject(f"o: expected {tuple(q.shape)} in {dtype}")
         dq, dk, dv = torch.autograd.grad(o, leaves, do)
+    if any(result.stored_outside for result in results):
+        reject("something was written outside of a result: how long is a sequence, and where does it begin?")
     for b in sequences:
         where = f"sequence {b} of lengths_q = {lengths_q}, lengths_k = {lengths_k}{', causal' if is_causal else ''}"
         of_q, of_k = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
-        found = [t.detach()[s].transpose(0, 1)[None] for t, s in ((o, of_q), (dq, of_q), (dk, of_k), (dv, of_k))]
+        results_of_b = [t.detach()[s].transpose(0, 1)[None] for t, s in ((o, of_q), (dq, of_q), (dk, of_k), (dv, of_k))]
         alone = [t[s].transpose(0, 1)[None] for t, s in ((q, of_q), (k, of_k), (v, of_k), (do, of_q))]
-        _reject_unwritten(where, dict(zip(("o", "dq", "dk", "dv"), found, strict=True)), lengths_q[b], lengths_k[b])
+        named = dict(zip(("o", "dq", "dk", "dv"), results_of_b, strict=True))
+        _reject_unwritten(where, named, lengths_q[b], lengths_k[b])
 
-        def verified(found, alone):
+        def verified(results, alone):
             def stored(q, k, v, *, is_causal, scale, enable_gqa):
-                return _Stored.apply(q, k, v, *found)
+                return _Stored.apply(q, k, v, *results)
 
             options = dict(do=alone[3], is_causal=is_causal, scale=scale, compare_sdpa=False)
             return verify_results(stored, *alone[:3], **options)
 
-        report = verified(found, alone)
+        report = verified(results_of_b, alone)
         if report.passed:
             continue
         first = next(r.name for r in report.results if not r.passed)
-        head_0 = verified(*([t[:, :1] for t in tensors] for tensors in (found, alone)))
+        head_0 = verified(*([t[:, :1] for t in tensors] for tensors in (results_of_b, alone)))
         if neighbors is not None:
             where += ", all others filled with NaN (does it see its neighbors?)"
         elif heads > 1 and head_0[first].passed:
@@ -96,7 +98,7 @@ def check_varlen(answer, lengths_q, lengths_k, heads, head_dim, dtype, *, is_cau
 
 def _reject_unwritten(where, tensors, seq_q, seq_k):
     for name, t in tensors.items():
-        missing = (t == UNWRITTEN).any(dim=1).any(dim=-1)[0].nonzero().flatten().tolist()
+        missing = guard.never_stored(t).any(dim=1).any(dim=-1)[0].nonzero().flatten().tolist()
         if missing and 0 in (seq_q, seq_k):
             has, lacks = ("queries", "keys") if seq_q else ("keys", "queries")
             reject(f"{where}: it has {has} but no {lacks}: its {name} is 0, and somebody has to write it")
@@ -124,24 +126,3 @@ class _Stored(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do):
         return *ctx.saved_tensors, None, None, None, None
-
-
-@contextlib.contextmanager
-def _guarded(guard=2**14, canary=1024.0):
-    """Results, UNWRITTEN at first, lie inside larger memory, so that a stray store does no harm and leaves a trace."""
-    buffers, empty = [], torch.empty
-
-    def allocate(*size, dtype=None, device=None, **_):
-        size = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-        elements = torch.Size(size).numel()
-        buffers.append(empty(elements + 2 * guard, dtype=dtype, device=device).fill_(canary))
-        return buffers[-1][guard : guard + elements].fill_(UNWRITTEN).view(size)
-
-    def allocate_like(t, dtype=None, **_):
-        return allocate(t.shape, dtype=dtype or t.dtype, device=t.device)
-
-    with mock.patch.multiple(torch, empty=allocate, empty_like=allocate_like):
-        yield
-    for buffer in buffers:
-        if not ((buffer[:guard] == canary).all() and (buffer[-guard:] == canary).all()):
-            reject("something was written outside of a result: how long is a sequence, and where does it begin?")

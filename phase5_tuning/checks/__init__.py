@@ -11,7 +11,7 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 INF = float("inf")
 
 
-def expect_ints(calls):
+def require_ints(calls):
     """calls: (what, got, right, mistakes) of one function. In a single call a wrong sentence may fit by chance, so one
     is believed if it explains most of what is wrong."""
     for what, got, _, _ in calls:

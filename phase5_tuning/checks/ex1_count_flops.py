@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 
-from phase5_tuning.checks import expect_ints, padded_dim
+from phase5_tuning.checks import padded_dim, require_ints
 
 
 def check(answer):
@@ -27,7 +27,7 @@ def check(answer):
             "the convention takes head_dim as it is; kernels pad it": right // sizes[-1] * padded_dim(sizes[-1]),
         }
         calls.append((f"flops{(*sizes, is_causal, mode)}", answer.flops(*sizes, is_causal, mode), right, mistakes))
-    expect_ints(calls)
+    require_ints(calls)
 
     blocks = [((32, 128), (128, 64)), ((64, 64), (128, 32)), ((64, 128), (16, 16))]
     calls = []
@@ -35,7 +35,7 @@ def check(answer):
         case = (*sizes, is_causal, *tiles)
         got = answer.executed_flops(*case)
         calls.append((f"executed_flops{case}", got, executed(*case), _executed_mistakes(*case)))
-    expect_ints(calls)
+    require_ints(calls)
     return f"{len(cases + large)} sizes by convention, {len(cases)} as executed, four of them drawn at random"
 
 

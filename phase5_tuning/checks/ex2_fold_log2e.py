@@ -5,7 +5,7 @@ import inspect
 import math
 
 from common import make_qkv, runtime
-from common.learn.judge import expect, expect_verified, guarded, reject
+from common.learn.judge import guarded, reject, require, require_verified
 from common.verify.reference import naive_attention
 from phase5_tuning.checks import BF16, FP16, FP32, INF
 
@@ -35,25 +35,25 @@ def check(answer):
         "the scale is divided by log2(e), which is to be multiplied": o_of(LN2 * LN2),
         "the scale is 0.2 percent too small: log2(e) is not 1.44, but LOG2E.value": o_of(1.44 * LN2),
     }
-    expect("o", got[0], o_of(1), mistakes=mistakes)
+    require("o", got[0], o_of(1), mistakes=mistakes)
     lse = s.logsumexp(-1)
     mistakes = {"this is the LSE in base 2: multiply by ln(2)": lse * log2e}
-    expect("lse", got[1], lse, mistakes=mistakes)
+    require("lse", got[1], lse, mistakes=mistakes)
 
     def base2(q, k, v, *, is_causal, scale, enable_gqa):
         return answer.attention(q, k, v, is_causal, scale)
 
     o = naive_attention(q.double(), k.double(), v.double(), scale=0.5)[0]
     mistakes = {"the argument `scale` is ignored": o_of(1)}
-    expect("o, scale=0.5", answer.attention(q, k, v, False, 0.5)[0], o, mistakes=mistakes)
+    require("o, scale=0.5", answer.attention(q, k, v, False, 0.5)[0], o, mistakes=mistakes)
     for dtype, kind in ((FP16, "normal"), (BF16, "peaked"), (FP32, "low"), (FP16, "large")):
         inputs = make_qkv(1, 2, 40, 24, seq_k=70, dtype=dtype, kind=kind, layout="bshd")
-        expect_verified(f"{kind} inputs, {dtype}", guarded(base2), *inputs, is_causal=kind != "low", scale=0.5)
+        require_verified(f"{kind} inputs, {dtype}", guarded(base2), *inputs, is_causal=kind != "low", scale=0.5)
     broken = k.clone()
     broken[0, 0, 3, 0] = math.nan
     if not answer.attention(q, broken, v)[0][0, 0].isnan().all():
         reject("a NaN in k does not reach o: it must, or nobody learns of it. Is it only -inf that is replaced?")
-    expect_verified("no keys", guarded(base2), *make_qkv(1, 1, 3, 16, seq_k=0))
+    require_verified("no keys", guarded(base2), *make_qkv(1, 1, 3, 16, seq_k=0))
     return "states of six kinds, LSE, attention in fp16, bf16 and fp32, logits from tiny to hundreds; no exp"
 
 
@@ -132,8 +132,8 @@ def _check_states(step):
             "log(l) is natural already": (m_new + torch.log(l_safe)) * LN2,
         }
         tolerance = dict(rtol=1e-4, atol=1e-5)  # exponents up to about 300 in fp32: 300 * 2^-24 * ln(2) = 1.3e-5
-        expect(f"m, {what}", m_got, m_new, mistakes=wrong_m, **tolerance)
-        expect(f"alpha, {what}", alpha_got, alpha, mistakes=wrong_alpha, **tolerance)
-        expect(f"p, {what}", p_got, p, mistakes=wrong_p, **tolerance)
-        expect(f"l, {what}", l_got, l_new, mistakes=wrong_l, **tolerance)
-        expect(f"lse, {what}", lse_got, natural, mistakes=wrong_lse, **tolerance)
+        require(f"m, {what}", m_got, m_new, mistakes=wrong_m, **tolerance)
+        require(f"alpha, {what}", alpha_got, alpha, mistakes=wrong_alpha, **tolerance)
+        require(f"p, {what}", p_got, p, mistakes=wrong_p, **tolerance)
+        require(f"l, {what}", l_got, l_new, mistakes=wrong_l, **tolerance)
+        require(f"lse, {what}", lse_got, natural, mistakes=wrong_lse, **tolerance)

@@ -4,7 +4,7 @@ import itertools
 import random
 
 from common.learn.judge import reject
-from phase5_tuning.checks import expect_ints, padded_dim
+from phase5_tuning.checks import padded_dim, require_ints
 from phase5_tuning.configs import Config
 
 # What the compiler made of the last rung of `_attn_fwd_tuned_kernel` (fp16, causal): Triton 3.7.1, target sm_90.
@@ -43,62 +43,69 @@ MARGIN = 0.08
 BUDGET = 160  # registers for acc and S: in none of the compiles with no more than that was anything spilled
 
 
+CHIPS = (64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024)  # bytes of shared memory
+# Where everything fits, only the order counts: BLOCK_M, then stages, then place.
+PAIRS = ((32, 128, 4, 3), (128, 32, 4, 1)), ((64, 64, 4, 1), (64, 64, 4, 2)), ((64, 64, 8, 2), (64, 64, 4, 2))
+
+
 def check(answer):
     recorded = [(Config(*row[1:5]), row[0], *row[5:]) for row in COMPILED]
+    _check_counts(answer, [config for config, *_ in recorded])
+    for config, head_dim, shared, _, spilled in recorded:
+        asked = answer.shared_bytes(config, head_dim, 2)
+        if abs(asked - shared) > MARGIN * shared:
+            reject(f"{config}, head_dim {head_dim}: the compiler asks for {shared} bytes of shared memory, not {asked}")
+        if answer.registers(config, head_dim) <= BUDGET and spilled:
+            reject(f"{config}, head_dim {head_dim}: {spilled} bytes were spilled")
+    cases = _cases()
+    for candidates, *limits in cases:
+        _check_pick(answer, candidates, *limits)
+    return f"{len(recorded)} compiles within {MARGIN:.0%}, {len(cases)} choices, most of them drawn at random"
+
+
+def _check_counts(answer, configs):
     shared_calls, register_calls = [], []
-    for config, head_dim in itertools.product((c for c, *_ in recorded), (16, 40, 64, 80, 256, 8, 3)):
+    for config, head_dim in itertools.product(configs, (16, 40, 64, 80, 256, 8, 3)):
         for itemsize in (1, 2, 4):
             call, got = (config, head_dim, itemsize), answer.shared_bytes(config, head_dim, itemsize)
             shared_calls.append((f"shared_bytes{call}", got, _shared(*call), _shared_mistakes(*call)))
-        padded, threads = padded_dim(head_dim), 32 * config.num_warps
-        acc_and_s = config.BLOCK_M * (padded + config.BLOCK_N)
-        mistakes = {
-            "a warp has 32 threads": acc_and_s // config.num_warps,
-            "S is missing, (BLOCK_M, BLOCK_N)": config.BLOCK_M * padded // threads,
-            "acc is missing, (BLOCK_M, head_dim)": config.BLOCK_M * config.BLOCK_N // threads,
-            "a register has 4 bytes, as has an element of fp32": acc_and_s * 4 // threads,
-            "head_dim is padded to a power of two, 16 or more": config.BLOCK_M * (head_dim + config.BLOCK_N) // threads,
-        }
-        got = answer.registers(config, head_dim)
-        register_calls.append((f"registers{config, head_dim}", got, acc_and_s // threads, mistakes))
-    expect_ints(shared_calls)
-    expect_ints(register_calls)
-    for config, head_dim, shared, _, spilled in recorded:
-        got = answer.shared_bytes(config, head_dim, 2)
-        if abs(got - shared) > MARGIN * shared:
-            reject(f"{config}, head_dim {head_dim}: the compiler asks for {shared} bytes of shared memory, not {got}")
-        if answer.registers(config, head_dim) <= BUDGET and spilled:
-            reject(f"{config}, head_dim {head_dim}: {spilled} bytes were spilled")
+        got, right = answer.registers(config, head_dim), _registers(config, head_dim)
+        mistakes = _registers_mistakes(config, head_dim)
+        register_calls.append((f"registers{config, head_dim}", got, right, mistakes))
+    require_ints(shared_calls)
+    require_ints(register_calls)
 
+
+def _cases():
+    """(candidates, head_dim, itemsize, shared_limit, register_budget) of each call of `pick`."""
     drawn = random.Random()
     everything = list(itertools.product((16, 32, 64, 128, 256), (16, 32, 64, 128, 256), (4, 8), (1, 2, 3, 4)))
-    chips = (64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024)
-    # Where everything fits, only the order counts: BLOCK_M, then stages, then place.
-    pairs = ((32, 128, 4, 3), (128, 32, 4, 1)), ((64, 64, 4, 1), (64, 64, 4, 2)), ((64, 64, 8, 2), (64, 64, 4, 2))
-    cases = [([Config(*c) for c in pair], 64, 2, 10**6, 255) for pair in pairs]
-    cases += [([Config(*c) for c in everything], d, 2, chip, BUDGET) for d in (64, 80, 128, 256) for chip in chips]
+    cases = [([Config(*c) for c in pair], 64, 2, 10**6, 255) for pair in PAIRS]
+    cases += [([Config(*c) for c in everything], d, 2, chip, BUDGET) for d in (64, 80, 128, 256) for chip in CHIPS]
     cases += [(cases[-1][0], 256, 4, 1024, BUDGET), ([], 64, 2, 10**6, 255)]
     exact = Config(128, 64, 8, 2)  # takes all there is
-    limits = _shared(exact, 128, 2), exact.BLOCK_M * (128 + exact.BLOCK_N) // 256
-    cases.append(([Config(16, 16, 4, 1), exact], 128, 2, *limits))
+    cases.append(([Config(16, 16, 4, 1), exact], 128, 2, _shared(exact, 128, 2), _registers(exact, 128)))
     for _ in range(40):
         some = [Config(*c) for c in drawn.sample(everything, 12)]
-        budget = drawn.choice((96, 128, 160, 255)), drawn.choice((16, 40, 64, 128, 200, 256))
-        cases.append((some, budget[1], drawn.choice((1, 2, 4)), drawn.choice(chips), budget[0]))
-    for candidates, *limits in cases:
-        given = list(candidates)
-        right = _pick(candidates, *limits)
-        try:
-            got = answer.pick(candidates, *limits)
-        except (IndexError, ValueError) as error:
-            if given:
-                raise
-            reject(f"pick([], ...) raises {error!r}; expected None")
-        if candidates != given:
-            reject("pick: the list of candidates is not as it was")
-        if got != right:
-            reject(_why_not(got, right, given, *limits))
-    return f"{len(recorded)} compiles within {MARGIN:.0%}, {len(cases)} choices, most of them drawn at random"
+        budget = drawn.choice((96, 128, 160, 255))
+        head_dim = drawn.choice((16, 40, 64, 128, 200, 256))
+        cases.append((some, head_dim, drawn.choice((1, 2, 4)), drawn.choice(CHIPS), budget))
+    return cases
+
+
+def _check_pick(answer, candidates, *limits):
+    given = list(candidates)
+    right = _pick(candidates, *limits)
+    try:
+        got = answer.pick(candidates, *limits)
+    except (IndexError, ValueError) as error:
+        if given:
+            raise
+        reject(f"pick([], ...) raises {error!r}; expected None")
+    if candidates != given:
+        reject("pick: the list of candidates is not as it was")
+    if got != right:
+        reject(_why_not(got, right, given, *limits))
 
 
 def _shared(config, head_dim, itemsize):
@@ -123,9 +130,25 @@ def _shared_mistakes(config, head_dim, itemsize):
     }
 
 
+def _registers(config, head_dim):
+    return config.BLOCK_M * (padded_dim(head_dim) + config.BLOCK_N) // (32 * config.num_warps)
+
+
+def _registers_mistakes(config, head_dim):
+    padded, threads = padded_dim(head_dim), 32 * config.num_warps
+    acc_and_s = config.BLOCK_M * (padded + config.BLOCK_N)
+    return {
+        "a warp has 32 threads": acc_and_s // config.num_warps,
+        "S is missing, (BLOCK_M, BLOCK_N)": config.BLOCK_M * padded // threads,
+        "acc is missing, (BLOCK_M, head_dim)": config.BLOCK_M * config.BLOCK_N // threads,
+        "a register has 4 bytes, as has an element of fp32": acc_and_s * 4 // threads,
+        "head_dim is padded to a power of two, 16 or more": config.BLOCK_M * (head_dim + config.BLOCK_N) // threads,
+    }
+
+
 def _fits(config, head_dim, itemsize, shared_limit, register_budget):
-    of_acc_and_s = config.BLOCK_M * (padded_dim(head_dim) + config.BLOCK_N) // (32 * config.num_warps)
-    return _shared(config, head_dim, itemsize) <= shared_limit and of_acc_and_s <= register_budget
+    fits = _registers(config, head_dim) <= register_budget
+    return fits and _shared(config, head_dim, itemsize) <= shared_limit
 
 
 def _pick(candidates, *limits):

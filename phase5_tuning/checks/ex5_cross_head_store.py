@@ -4,7 +4,7 @@ import math
 import warnings
 
 from common import make_qkv, runtime
-from common.learn.judge import expect, expect_verified, guarded, reject
+from common.learn.judge import guarded, reject, require, require_verified
 from common.measure import traffic
 from common.verify.reference import naive_attention
 from phase5_tuning.checks import FP32, INF
@@ -43,7 +43,7 @@ def check(answer):
             for n, end in enumerate(("; it loaded zeros for them", ""))
         }
         what = f"o, {seq_q} queries, {seq_k} keys{', causal' if is_causal else ''}"
-        expect(what, attend(q, k, v, is_causal), right, mistakes=mistakes)
+        require(what, attend(q, k, v, is_causal), right, mistakes=mistakes)
 
     for name in ("q", "k", "v", "all"):
         inputs = dict(zip("qkv", make_qkv(1, 3, 40, 16, seq_k=37, dtype=FP32), strict=True))
@@ -59,7 +59,7 @@ def check(answer):
                 f"NaN in {name} of the heads beside it reaches row {row} of a head: does a load, or a store of a "
                 "neighbor, cross the border? (0 * NaN is NaN, so a mask on S does not help)"
             )
-        expect(f"o beside heads with NaN in {name}", got, right, mistakes={})
+        require(f"o beside heads with NaN in {name}", got, right, mistakes={})
 
     if runtime.INTERPRETED:  # a program that stores a neighbor's rows, right or not, is in a race with it
         q, k, v = make_qkv(2, 3, 45, 32, seq_k=40)
@@ -79,7 +79,7 @@ def check(answer):
 
         for is_causal in (False, True):
             inputs = make_qkv(1, 3, seq_q, 32, seq_k=seq_k)
-            expect_verified(f"{seq_q} queries, {seq_k} keys", guarded(repaired), *inputs, is_causal=is_causal)
+            require_verified(f"{seq_q} queries, {seq_k} keys", guarded(repaired), *inputs, is_causal=is_causal)
     return "eight pairs of lengths, full and causal; NaN in neighbors stays there; every element of o is stored once"
 
 

@@ -4,7 +4,7 @@ import itertools
 import math
 
 from common import make_qkv, runtime
-from common.learn.judge import expect, reject
+from common.learn.judge import reject, require
 from common.verify.harness import UNIT_ROUNDOFF, Z_MAX, E
 from common.verify.reference import naive_attention
 from phase5_tuning.checks import BF16, FP16, FP32, INF
@@ -83,11 +83,11 @@ def _check_quantize(quantize):
             reject(f"{what}: a scale for every row; wanted is one for a block of 64 rows")
         if scales.isnan().any() or t8.float().isnan().any():
             reject(f"{what}: there is NaN in t8 or scales. Is there a block of zeros?")
-        expect(f"scales, {what}", scales, right.double(), rtol=1e-6, atol=0, mistakes=mistakes)
+        require(f"scales, {what}", scales, right.double(), rtol=1e-6, atol=0, mistakes=mistakes)
         x = t.double() / _of_rows(right, seq).double()
         off, least = ((each.double() - x).abs() for each in (t8, right8))
         nearest = off <= least + 2.0**-20 * x.abs()  # between two numbers as near, any may be taken
-        expect(
+        require(
             f"t8, {what}", t8.double(), torch.where(nearest, t8.double(), right8.double()), rtol=0, atol=0,
             mistakes={
                 "t is multiplied by the scale": (t.float() * _of_rows(right, seq)).to(FP8).double(),
@@ -189,7 +189,7 @@ def check_quantized_attention(
     of_logits = (abs(factor) * q.abs() @ k.abs().mT).max().item() * (E if runtime.INTERPRETED else 2.0**-12)
     size = attention(v=v.abs()).max().item()
     atol = 4 * (UNIT_ROUNDOFF[FP16] + of_logits + 4 * E + (0 if dtype == FP32 else UNIT_ROUNDOFF[dtype])) * size
-    expect(what, o, attention(), rtol=0, atol=atol, mistakes=mistakes)
+    require(what, o, attention(), rtol=0, atol=atol, mistakes=mistakes)
 
 
 def rounding_z(o, q, k, v) -> float:
@@ -220,5 +220,5 @@ def outlier_errors(fp8) -> tuple[float, float]:
         t[:, :, 64:] *= 3e4
     truth = naive_attention(*(t.double()[:, :, :64] for t in inputs), is_causal=True)[0]
     coarse = [restored(*quantized(t, rows=t.shape[2]), rows=t.shape[2])[:, :, :64] for t in inputs]
-    found = fp8(*inputs, True)[:, :, :64].double(), naive_attention(*coarse, is_causal=True)[0]
-    return tuple(((o - truth).square().mean() / truth.square().mean()).sqrt().item() for o in found)
+    outputs = fp8(*inputs, True)[:, :, :64].double(), naive_attention(*coarse, is_causal=True)[0]
+    return tuple(((o - truth).square().mean() / truth.square().mean()).sqrt().item() for o in outputs)

@@ -46,9 +46,9 @@ def test_the_stub_fails(exercise, tmp_path):
 
 @each
 def test_the_solution_passes(exercise, tmp_path):
-    found = judged(exercise, exercise.solution.read_text(), tmp_path)
-    assert found["kind"] == "passed", found["message"]
-    assert found["message"], "a passed check says what was verified"
+    verdict = judged(exercise, exercise.solution.read_text(), tmp_path)
+    assert verdict["kind"] == "passed", verdict["message"]
+    assert verdict["message"], "a passed check says what was verified"
 
 
 @interpreted_only
@@ -58,9 +58,9 @@ def test_the_solution_passes(exercise, tmp_path):
 )
 def test_a_wrong_answer_is_rejected_and_the_mistake_is_named(name, wrong, tmp_path):
     exercise = exercises.find(name)
-    found = judged(exercise, wrong.applied_to(exercise.solution.read_text()), tmp_path)
-    assert found["kind"] == "wrong", found
-    assert wrong.says in found["message"]
+    verdict = judged(exercise, wrong.applied_to(exercise.solution.read_text()), tmp_path)
+    assert verdict["kind"] == "wrong", verdict
+    assert wrong.says in verdict["message"]
 
 
 def test_every_exercise_has_wrong_answers():
@@ -125,9 +125,9 @@ def test_an_exercise_goes_by_many_names(name):
 @interpreted_only
 def test_an_error_in_a_kernel_names_the_line_of_the_kernel(tmp_path):
     exercise = exercises.find("2.2")  # its own launcher is in the traceback too
-    found = judged(exercise, exercise.solution.read_text().replace("tl.trans(k)", "tl.trans(kk)"), tmp_path)
-    assert found["kind"] == "error"
-    assert "in _attention_kernel: s = tl.dot(q, tl.trans(kk)" in found["message"]
+    verdict = judged(exercise, exercise.solution.read_text().replace("tl.trans(k)", "tl.trans(kk)"), tmp_path)
+    assert verdict["kind"] == "error"
+    assert "in _attention_kernel: s = tl.dot(q, tl.trans(kk)" in verdict["message"]
 
 
 def test_a_misspelled_name_is_recognized():
@@ -162,15 +162,15 @@ def learner(tmp_path, monkeypatch):
 @one_a_phase
 def test_a_check_through_the_child_process(exercise, learner):
     answer, wrong = learner(exercise.name), WRONG[exercise.name][0]
-    found = answer(wrong.applied_to(exercise.solution.read_text()))
-    assert found.kind == "wrong"
-    assert wrong.says in found.message
+    verdict = answer(wrong.applied_to(exercise.solution.read_text()))
+    assert verdict.kind == "wrong"
+    assert wrong.says in verdict.message
     assert exercise.name not in Progress.load().passed
-    found = answer(exercise.solution.read_text())
-    assert found.passed
+    verdict = answer(exercise.solution.read_text())
+    assert verdict.passed
     assert exercise.name in Progress.load().passed
-    found = answer(exercise.stub)
-    assert found.kind == "unfinished"
+    verdict = answer(exercise.stub)
+    assert verdict.kind == "unfinished"
 
 
 ADD = exercises.find("1.1").solution.read_text()
@@ -193,9 +193,9 @@ ADD = exercises.find("1.1").solution.read_text()
 def test_whatever_an_answer_does_ends_in_a_verdict(line, kind, words, learner):
     answer = learner("ex1_masked_add")
     limit = 6 if kind == "timeout" else 60
-    found = answer(ADD.replace("    offsets =", f"    {line}\n    offsets =", 1), limit=limit)
-    assert found.kind == kind, found
-    assert words in found.message
+    verdict = answer(ADD.replace("    offsets =", f"    {line}\n    offsets =", 1), limit=limit)
+    assert verdict.kind == kind, verdict
+    assert words in verdict.message
     assert not Progress.load().passed
 
 
@@ -208,8 +208,8 @@ def test_a_solved_exercise_that_is_broken_later_is_no_longer_solved(learner):
 
 def test_what_is_edited_during_a_check_is_not_what_was_checked(learner):
     answer = learner("ex1_masked_add")
-    found = answer(ADD + "\nwith open(__file__, 'a') as file:\n    file.write('#')\n")
-    assert found.passed
+    verdict = answer(ADD + "\nwith open(__file__, 'a') as file:\n    file.write('#')\n")
+    assert verdict.passed
     assert not Progress.load().solved(answer.exercise)
 
 
@@ -263,16 +263,16 @@ def test_the_runner_does_not_load_torch(module):
     assert done.stdout.strip() == "False False", done.stderr
 
 
-def test_expect_close_names_the_first_wrong_element():
+def test_require_names_the_first_wrong_element():
     import torch
 
     with pytest.raises(judge.Rejected, match=r"x: 1 of 2 elements are wrong; the first: element \[1\] is nan"):
-        judge.expect_close("x", torch.tensor([1, float("nan")]), torch.tensor([1.0, 2.0]))
+        judge.require("x", torch.tensor([1, float("nan")]), torch.tensor([1.0, 2.0]))
     with pytest.raises(judge.Rejected, match=r"is 1\.00000012 where 1 is right \(computed in torch.float32"):
-        judge.expect_close("x", torch.tensor([1 + 2**-23]), torch.ones(1, dtype=torch.float64), rtol=0, atol=1e-9)
+        judge.require("x", torch.tensor([1 + 2**-23]), torch.ones(1, dtype=torch.float64), rtol=0, atol=1e-9)
     with pytest.raises(judge.Rejected, match="doubled"):
-        judge.expect_close("x", torch.tensor([2.0]), torch.tensor([1.0]), mistakes={"doubled": torch.tensor([2.0])})
+        judge.require("x", torch.tensor([2.0]), torch.tensor([1.0]), mistakes={"doubled": torch.tensor([2.0])})
     with pytest.raises(judge.Rejected, match=r"expected shape \(1,\), got \(2,\)"):
-        judge.expect_close("x", torch.zeros(2), torch.zeros(1))
+        judge.require("x", torch.zeros(2), torch.zeros(1))
     with pytest.raises(judge.Rejected, match="expected a tensor, got float"):
-        judge.expect_close("x", 1.0, torch.zeros(1))
+        judge.require("x", 1.0, torch.zeros(1))

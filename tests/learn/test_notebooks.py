@@ -59,9 +59,9 @@ def test_shows_no_machine_path(notebook):
 
 def test_follows_the_skeleton(notebook):
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    found = re.findall(r"^## (.*)", text, re.MULTILINE)
-    assert len(found) == len(SECTIONS), found
-    assert all(f.startswith(s) for f, s in zip(found, SECTIONS, strict=True)), found
+    headings = re.findall(r"^## (.*)", text, re.MULTILINE)
+    assert len(headings) == len(SECTIONS), headings
+    assert all(f.startswith(s) for f, s in zip(headings, SECTIONS, strict=True)), headings
 
 
 def test_has_at_least_four_figures_and_some_checked_outputs(notebook):

@@ -9,8 +9,9 @@ import math
 import random
 
 from common.verify import VerificationError, diagnose, harness, verify_results, verify_softmax
+from common.verify.emulator import Steps, emulate
 from common.verify.inputs import KINDS, LAYOUTS, make_qkv, make_tensor
-from common.verify.mutants import BF16, CUSTOMARY_RULES, FP16, FP32, MUTANTS, OURS, Case, emulate, rule_table
+from common.verify.mutants import BF16, CUSTOMARY_RULES, FP16, FP32, MUTANTS, OURS, Case, rule_table
 from common.verify.reference import (
     NEG_INF,
     causal_mask,
@@ -125,6 +126,26 @@ def test_sdpa_is_accepted(dtype):
     assert report.check() is report
     assert report.verdict == "o PASS, dq PASS, dk PASS, dv PASS"
     assert all(r.sdpa_z == r.z for r in report.results)  # it is its own peer
+
+
+def to_bits(p, bits):
+    """p rounded to this many significant bits."""
+    mantissa, exponent = torch.frexp(p)
+    return torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(FP16, 10), (BF16, 7)])
+@pytest.mark.parametrize("seed", range(4))
+def test_rms_z_shows_a_lost_bit_that_the_largest_z_lets_through(dtype, bits, seed):
+    """P with one significant bit fewer than its dtype has: 11 in fp16, 8 in bf16."""
+    case = Case(seq_q=128, seq_k=128, head_dim=64, dtype=dtype, seed=seed)
+    steps = Steps(round_p=lambda p, dtype: to_bits(p, bits))
+    correct = case.verify(emulate)["o"]
+    coarse = case.verify(functools.partial(emulate, steps=steps))["o"]
+    assert 0.3 < correct.rms_z < 1
+    assert coarse.passed
+    assert coarse.rms_z > 1.3 * correct.rms_z
+    assert f"rms {coarse.rms_z:.2g}" in str(coarse)
 
 
 # --- the customary rules ------------------------------------------------------------------------------------------

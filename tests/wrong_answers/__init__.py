@@ -23,8 +23,8 @@ class Wrong:
 
 def load() -> dict[str, list[Wrong]]:
     """By name of the exercise, from tests/wrong_answers/phaseN.py."""
-    found = {}
+    wrong = {}
     for phase in phases.PHASES:
         if (phases.ROOT / phase.folder / "exercises").exists():
-            found |= importlib.import_module(f"wrong_answers.phase{phase.number}").WRONG
-    return found
+            wrong |= importlib.import_module(f"wrong_answers.phase{phase.number}").WRONG
+    return wrong
