@@ -5,6 +5,20 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/ready
 
+# What a machine lacks, in one line, before anything is installed.
+define CHECK
+import sys
+if not sys.platform.startswith("linux"):
+    sys.exit("Triton runs on Linux only: use WSL2 on Windows, a Linux container on macOS, or Colab")
+if not (3, 11) <= sys.version_info < (3, 15):
+    sys.exit("Python 3.11 to 3.14 is needed, this is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])
+try:
+    import ensurepip, venv
+except ImportError:
+    sys.exit("This Python lacks venv: apt install python%d.%d-venv, on Debian and Ubuntu" % sys.version_info[:2])
+endef
+export CHECK
+
 .PHONY: course test test-gpu compile-all lab style clean
 
 course: $(READY)
@@ -32,7 +46,8 @@ lab: $(READY)
 	$(PY) -m jupyter lab phase1_softmax/softmax.ipynb
 
 $(READY): requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not here: install Python 3.11 to 3.14, or make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c "$$CHECK"
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --disable-pip-version-check -q -r requirements.txt
 	$(PY) -m pip install --disable-pip-version-check -q --no-deps --config-settings editable_mode=compat -e .
