@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
-from common.phases import ROOT
+from common.phases import PHASES, ROOT
 
 import pytest
 
@@ -69,3 +71,65 @@ def test_the_versions_of_python_are_the_same_everywhere():
     )]  # fmt: skip
     assert versions == [["11", "15"]] * 2
     assert "Python 3.11 to 3.14" in (ROOT / "README.md").read_text()
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A child's environment in which another package called common comes first."""
+    (tmp_path / "common.py").write_text("")
+    return os.environ | dict(PYTHONPATH=f"{tmp_path}:{ROOT}")
+
+
+def test_another_common_is_named_by_the_command(foreign, tmp_path):
+    command = [sys.executable, "-c", "import course; course.main()", "doctor"]  # as the script in .venv/bin
+    done = subprocess.run(command, cwd=tmp_path, env=foreign, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"{tmp_path / 'common.py'} hides the course's package of the same name: "
+        "take it off PYTHONPATH, or uninstall it\n"
+    )
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda p: p.folder)
+def test_another_common_is_named_by_every_phase(foreign, tmp_path, phase):
+    code = f"from {phase.folder} import *"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=foreign, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last == f"ImportError: cannot import name 'runtime' from 'common' ({tmp_path / 'common.py'})"
+
+
+def test_the_command_without_another_common():
+    done = subprocess.run(
+        [sys.executable, "-c", "import course; course.main()"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "Next:" in done.stdout
+
+
+@pytest.fixture
+def package(bare):
+    """What setuptools sees of the course."""
+    for name in ("README.md", "LICENSE", "setup.py", "course.py"):
+        shutil.copy(ROOT / name, bare / name)
+    shutil.copytree(ROOT / "common", bare / "common")
+    return bare
+
+
+def build(package, kind, settings=None):
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}('.', {settings}))"
+    return subprocess.run([sys.executable, "-c", code], cwd=package, capture_output=True, text=True)
+
+
+def test_pip_install_refuses_with_a_reason(package):
+    done = build(package, "wheel")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("The course lives in its checkout")
+
+
+def test_pip_install_editable_works(package):
+    done = build(package, "editable", dict(editable_mode="compat"))
+    assert done.returncode == 0, done.stderr
+    wheel = zipfile.ZipFile(package / done.stdout.splitlines()[-1])
+    names = {Path(name).name: name for name in wheel.namelist()}
+    assert wheel.read(names["__editable__.flash_attention_course-0.1.0.pth"]).decode().strip() == str(package)
+    assert b"course = course:main" in wheel.read(names["entry_points.txt"])
