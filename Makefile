@@ -1,6 +1,6 @@
 # make course   set up if needed, verify every phase, execute every notebook
 # make test     set up if needed, run all tests
-# make lab      open JupyterLab at the first notebook
+# make lab      open JupyterLab at the README
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/ready
@@ -43,7 +43,7 @@ style: $(READY)
 	$(PY) -m ruff format --check .
 
 lab: $(READY)
-	$(PY) -m jupyter lab phase1_softmax/softmax.ipynb
+	$(PY) -m jupyter lab --LabApp.app_settings_dir=common/lab --LabApp.default_url=/lab/tree/README.md
 
 $(READY): requirements.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not here: install Python 3.11 to 3.14, or make PYTHON=..." >&2; exit 1; }

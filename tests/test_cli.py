@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 
-from common import cli, doctor, phases, runtime
+from common import cli, doctor, exercises, phases, runtime
 from common.phases import PHASES, ROOT, find
 
 import nbformat
@@ -183,7 +183,9 @@ def test_the_readme_names_only_commands_that_exist():
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
-        assert (ROOT / link).exists(), link
+        assert (ROOT / link).is_file(), link  # JupyterLab opens no folder
+    for exercise in exercises.load():
+        assert f"[{exercise.number}]({exercise.file})" in text
 
 
 @pytest.fixture
