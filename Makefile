@@ -1,6 +1,7 @@
-# make course   set up if needed, verify every phase, execute every notebook
-# make test     set up if needed, run all tests
-# make lab      open JupyterLab at the README
+# make course     set up if needed, verify every phase, execute every notebook
+# make test       set up if needed, run the tests that a change is tried with
+# make test-slow  the tests that take long
+# make lab        open JupyterLab at the README
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/ready
@@ -19,15 +20,19 @@ except ImportError:
 endef
 export CHECK
 
-.PHONY: course test test-gpu compile-all lab style clean
+.PHONY: course test test-slow test-gpu compile-all lab style clean
 
 course: $(READY)
 	$(PY) -m common.cli run
 
 # Notebooks are stored as the interpreter executes them, so tests run there too, whatever the machine has.
-test: export TRITON_INTERPRET = 1
+test test-slow: export TRITON_INTERPRET = 1
 test: $(READY) style
-	$(PY) -m pytest -n 2 --dist loadfile --nbval-lax --nbval-current-env tests phase*/*.ipynb
+	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" --nbval-lax --nbval-current-env tests phase*/*.ipynb
+
+# The rest: a browser, compilations for other GPUs than Hopper, the exercises' solutions and mistakes at length.
+test-slow: $(READY)
+	$(PY) -m pytest -n 2 --dist loadfile -m slow tests
 
 # The same phases compiled, and what only a GPU can show.
 test-gpu: $(READY)
