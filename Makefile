@@ -1,19 +1,38 @@
-# make course   set up if needed, verify every phase, execute every notebook
-# make test     set up if needed, run all tests
-# make lab      open JupyterLab at the first notebook
+# make course     set up if needed, verify every phase, execute every notebook
+# make test       set up if needed, run the tests that a change is tried with
+# make test-slow  the tests that take long
+# make lab        open JupyterLab at the README
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/ready
 
-.PHONY: course test test-gpu compile-all lab style clean
+# What a machine lacks, in one line, before anything is installed.
+define CHECK
+import sys
+if not sys.platform.startswith("linux"):
+    sys.exit("Triton runs on Linux only: use WSL2 on Windows, a Linux container on macOS, or Colab")
+if not (3, 11) <= sys.version_info < (3, 15):
+    sys.exit("Python 3.11 to 3.14 is needed, this is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])
+try:
+    import ensurepip, venv
+except ImportError:
+    sys.exit("This Python lacks venv: apt install python%d.%d-venv, on Debian and Ubuntu" % sys.version_info[:2])
+endef
+export CHECK
+
+.PHONY: course test test-slow test-gpu compile-all lab style clean
 
 course: $(READY)
 	$(PY) -m common.learn.cli run
 
 # Notebooks are stored as the interpreter executes them, so tests run there too, whatever the machine has.
-test: export TRITON_INTERPRET = 1
+test test-slow: export TRITON_INTERPRET = 1
 test: $(READY) style
-	$(PY) -m pytest -n 2 --dist loadfile --nbval-lax --nbval-current-env tests phase*/*.ipynb
+	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" --nbval-lax --nbval-current-env tests phase*/*.ipynb
+
+# The rest: a browser, compilations for other GPUs than Hopper, the exercises' solutions and mistakes at length.
+test-slow: $(READY)
+	$(PY) -m pytest -n 2 --dist loadfile -m slow tests
 
 # The same phases compiled, and what only a GPU can show.
 test-gpu: $(READY)
@@ -29,10 +48,11 @@ style: $(READY)
 	$(PY) -m ruff format --check .
 
 lab: $(READY)
-	$(PY) -m jupyter lab phase1_softmax/softmax.ipynb
+	$(PY) -m jupyter lab --LabApp.app_settings_dir=common/lab --LabApp.default_url=/lab/tree/README.md
 
 $(READY): requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not here: install Python 3.11 to 3.14, or make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c "$$CHECK"
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --disable-pip-version-check -q -r requirements.txt
 	$(PY) -m pip install --disable-pip-version-check -q --no-deps --config-settings editable_mode=compat -e .

@@ -3,8 +3,8 @@
 Triton reads TRITON_INTERPRET when it is imported, so the switch must be set before. Importing this module does that,
 and every phase imports it first:
 
-    a GPU is present                  kernels are compiled for it, tensors live on DEVICE = "cuda"
-    no GPU                            TRITON_INTERPRET=1: the same kernels run on the CPU, DEVICE = "cpu"
+    a GPU that Triton supports        kernels are compiled for it, tensors live on DEVICE = "cuda"
+    none, or an older one             TRITON_INTERPRET=1: the same kernels run on the CPU, DEVICE = "cpu"
     TRITON_INTERPRET set by the user  it is obeyed
 """
 
@@ -15,19 +15,29 @@ import threading
 
 import torch
 
+OLDEST = 8, 0  # the compute capability from which on Triton supports a GPU
+
 _TRUE = ("1", "true", "on", "y", "yes")
 
 
-def _choose(environ, triton_loaded: bool, gpu: bool) -> bool:
-    """True if kernels are to be interpreted. Sets the switch in `environ` when the user has not."""
+def _choose(environ, triton_loaded: bool, capability: tuple[int, int] | None) -> bool:
+    """True if kernels are to be interpreted. Sets the switch in `environ` when the user has not.
+
+    capability: the GPU's compute capability, None without one.
+    """
     if "TRITON_INTERPRET" not in environ:
-        if gpu:
+        if capability and capability >= OLDEST:
             return False
+        why = "there is no GPU here"
+        if capability:
+            why = "this GPU's compute capability is {}.{}, Triton needs {}.{}".format(*capability, *OLDEST)
         if triton_loaded:
             raise RuntimeError(
-                "triton was imported before the course could choose its CPU interpreter (there is no GPU here): import "
+                f"triton was imported before the course could choose its CPU interpreter ({why}): import "
                 "common.runtime (or a phase) before torch.compile or building an optimizer, or set TRITON_INTERPRET=1"
             )
+        if capability:
+            print(f"{why}: kernels are interpreted on the CPU", file=sys.stderr)
         environ["TRITON_INTERPRET"] = "1"
     return environ["TRITON_INTERPRET"].lower() in _TRUE
 
@@ -38,7 +48,8 @@ def _loaded_interpreted(modules) -> bool | None:
     return None if language is None else type(language.cdiv).__name__ == "InterpretedFunction"
 
 
-INTERPRETED = _choose(os.environ, "triton" in sys.modules, torch.cuda.is_available())
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+INTERPRETED = _choose(os.environ, "triton" in sys.modules, CAPABILITY)
 if _loaded_interpreted(sys.modules) not in (None, INTERPRETED):
     raise RuntimeError("TRITON_INTERPRET was changed after triton had been imported: set it before Python starts")
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"

@@ -20,6 +20,11 @@ needs_interpreter = pytest.mark.skipif(doctor.interpreter_fails(), reason="Trito
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+def for_target(name):
+    """`name` as a parameter: make test compiles for Hopper, make test-slow for all other GPUs."""
+    return pytest.param(name, marks=[] if name == "sm_90" else pytest.mark.slow)
+
+
 def needs_memory(gib):
     enough = torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory > gib * 2**30
     return pytest.mark.skipif(not enough, reason=f"needs {gib} GiB of GPU memory")

@@ -27,34 +27,51 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("loaded", [False, True])
-def test_a_gpu_means_compiled(loaded):
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 1)])
+def test_a_gpu_means_compiled(capability, loaded, capsys):
     environ = {}
-    assert runtime._choose(environ, triton_loaded=loaded, gpu=True) is False
+    assert runtime._choose(environ, loaded, capability) is False
     assert environ == {}
+    assert capsys.readouterr() == ("", "")
 
 
-def test_no_gpu_means_interpreted():
+def test_no_gpu_means_interpreted(capsys):
     environ = {}
-    assert runtime._choose(environ, triton_loaded=False, gpu=False) is True
+    assert runtime._choose(environ, triton_loaded=False, capability=None) is True
     assert environ == {"TRITON_INTERPRET": "1"}
+    assert capsys.readouterr() == ("", "")
 
 
-def test_no_gpu_and_triton_already_loaded_is_an_error():
+def test_an_old_gpu_means_interpreted_and_says_so_once(capsys):
     environ = {}
-    with pytest.raises(RuntimeError, match=r"import\s+common.runtime .* before torch.compile or building an optimizer"):
-        runtime._choose(environ, triton_loaded=True, gpu=False)
+    for _ in range(2):  # and in a child process, which inherits the switch
+        assert runtime._choose(environ, triton_loaded=False, capability=(7, 5)) is True
+    assert environ == {"TRITON_INTERPRET": "1"}
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == "this GPU's compute capability is 7.5, Triton needs 8.0: kernels are interpreted on the CPU\n"
+
+
+@pytest.mark.parametrize(("capability", "why"), [(None, "no GPU"), ((7, 5), "7.5")])
+def test_an_interpreter_that_can_no_longer_be_chosen_is_an_error(capability, why, capsys):
+    environ = {}
+    order = r"import\s+common.runtime .* before torch.compile or building an optimizer"
+    with pytest.raises(RuntimeError, match=rf"{why}.*{order}"):
+        runtime._choose(environ, triton_loaded=True, capability=capability)
     assert environ == {}
+    assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("capability", [None, (7, 5), (9, 0)])
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize(
     ("value", "interpreted"), [("0", False), ("1", True), ("", False), ("off", False), ("True", True), ("YES", True)]
 )
-def test_the_users_own_switch_wins(value, interpreted, loaded, gpu):
+def test_the_users_own_switch_wins(value, interpreted, loaded, capability, capsys):
     environ = {"TRITON_INTERPRET": value}
-    assert runtime._choose(environ, loaded, gpu) is interpreted
+    assert runtime._choose(environ, loaded, capability) is interpreted
     assert environ == {"TRITON_INTERPRET": value}
+    assert capsys.readouterr() == ("", "")
 
 
 def test_this_process_agrees_with_triton():

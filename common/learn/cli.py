@@ -95,7 +95,7 @@ def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or
             console.print(f"{step.phase}, {step.checked}:", style="bold red")
             console.print(step.error, markup=False)
     if all(step.passed for step in steps):
-        console.print("All of it holds on this machine. Next: [bold]make lab[/] opens the first notebook.")
+        console.print("All of it holds on this machine. Next: [bold]make lab[/] opens the course in JupyterLab.")
     else:
         console.print("Not all of it holds. Next: [bold].venv/bin/course doctor[/] looks at this machine.")
         raise typer.Exit(1)

@@ -209,7 +209,7 @@ def _say_next(progress: Progress, after: Exercise | None = None) -> None:
         return
     console.print(f"Next: [bold]{exercise.number}  {exercise.title}[/]\n      {exercise.file}")
     if not progress.passed:
-        console.print("      [bold]make lab[/] opens the first notebook, [bold]course next[/] shows the task")
+        console.print("      [bold]make lab[/] opens the notebooks, [bold]course next[/] shows the task")
     else:
         console.print("      [bold]course next[/] shows the task")
 

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,17 +63,41 @@ def check_device() -> Finding:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     have = ", ".join(gpus) or "no GPU"
     because = f" (TRITON_INTERPRET={asked} is set)" if asked is not None else ""
+    old = False
+    if gpus:
+        capability = torch.cuda.get_device_capability()
+        old = capability < runtime.OLDEST
+        have += " (compute capability {}.{})".format(*capability)
     if runtime.INTERPRETED:
         todo = "unset TRITON_INTERPRET to compile kernels for the GPU" if gpus else ""
+        if old:
+            todo = "kernels are compiled on a GPU of compute capability 8.0 or later only, as Triton supports no other"
         return Finding("device", NOTE if gpus else OK, f"{have}: kernels are interpreted on the CPU{because}", todo)
     if not gpus:
         todo = "unset TRITON_INTERPRET: without a GPU kernels can only be interpreted"
         return Finding("device", PROBLEM, f"no GPU, yet kernels are to be compiled{because}", todo)
-    major, minor = torch.cuda.get_device_capability()
-    found = f"{have} (compute capability {major}.{minor}): kernels are compiled{because}"
-    if torch.version.hip is None and major < 8:
-        return Finding("device", NOTE, found, "Triton supports 8.0 and later; TRITON_INTERPRET=1 runs all on the CPU")
+    found = f"{have}: kernels are compiled{because}"
+    if old:
+        return Finding("device", NOTE, found, "Triton supports 8.0 and later: unset TRITON_INTERPRET to run on the CPU")
     return Finding("device", OK, found)
+
+
+def check_driver() -> Finding:
+    """A GPU that nvidia-smi sees and PyTorch does not: its driver is too old, or PyTorch is the build without CUDA."""
+    import torch
+
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    asked = shutil.which(query[0]) and subprocess.run(query, capture_output=True, text=True, timeout=30)
+    gpus = asked.stdout.strip().splitlines() if asked and asked.returncode == 0 else []
+    if not gpus or torch.cuda.is_available() or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return Finding("GPU driver", OK, gpus[0] if gpus else "nvidia-smi shows no GPU")
+    name, driver = gpus[0].rsplit(", ", 1)
+    if torch.version.cuda is None:
+        found = f"torch {torch.__version__} is built without CUDA and cannot use the {name}"
+        return Finding("GPU driver", NOTE, found, "to compile kernels for it, install PyTorch's build with CUDA")
+    found = f"torch {torch.__version__} cannot use the {name} with driver {driver}: kernels run on the CPU"
+    todo = f"update the NVIDIA driver to one that supports CUDA {torch.version.cuda}"
+    return Finding("GPU driver", PROBLEM, found, todo)
 
 
 def check_canary() -> Finding:
@@ -148,7 +173,8 @@ def check_jupyter() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_python, check_versions, check_device, check_canary, check_bf16, check_compiler, check_cpp, check_jupyter,
+    check_python, check_versions, check_device, check_driver, check_canary, check_bf16, check_compiler, check_cpp,
+    check_jupyter,
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from phase3_forward.solutions.ex5_split_kv import merge_parts, split_kv_attentio
 
 import pytest
 import torch
-from helpers import guarded
+from helpers import guarded, needs_memory
 
 pytestmark = pytest.mark.gpu
 every_dtype = pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)
@@ -98,10 +98,7 @@ def test_split_in_every_layout(layout, dtype):
     verify_split(*made(layout, 2, 4, 3, 40, heads_kv=2, seq_k=1000, dtype=dtype), 5)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 16 * 2**30,
-    reason="needs 16 GiB of GPU memory",
-)
+@needs_memory(16)
 def test_split_trap13_more_than_two_to_the_31_elements_of_parts():
     o_parts = torch.randn(600, 60_000, 64, device="cuda")  # 2.3e9 elements, 8.6 GiB
     lse_parts = torch.randn(600, 60_000, device="cuda")

@@ -5,7 +5,7 @@ from phase1_softmax import logsumexp, online_softmax, softmax, softmax_fused, so
 
 import pytest
 import torch
-from helpers import guarded, launches_on, needs_two_gpus
+from helpers import guarded, launches_on, needs_memory, needs_two_gpus
 
 pytestmark = pytest.mark.gpu
 FNS = [softmax_fused, softmax_online, logsumexp]
@@ -36,10 +36,9 @@ def test_long_rows(cols, fn, dtype):
     verify(fn, 1000 * random(3, cols))
 
 
+@needs_memory(12)
 @pytest.mark.parametrize("fn", FNS)
 def test_trap13_more_than_two_to_the_31_elements(fn):
-    if torch.cuda.get_device_properties(0).total_memory < 12 * 2**30:
-        pytest.skip("needs 12 GiB of GPU memory")
     x = torch.randn(2**20 + 10, 2048, dtype=torch.float16, device="cuda")
     assert x.numel() > 2**31
     y = fn(x)

@@ -5,7 +5,7 @@ from phase2_tiling import attention, attention_resident, attention_unfused, matm
 
 import pytest
 import torch
-from helpers import guarded, launches_on, needs_two_gpus
+from helpers import guarded, launches_on, needs_memory, needs_two_gpus
 
 pytestmark = pytest.mark.gpu
 every_dtype = pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)
@@ -51,9 +51,8 @@ def test_long_sequences(seq):
     verify(attention, *one_head(seq, seq, 64))
 
 
+@needs_memory(12)
 def test_trap13_a_long_strided_view():
-    if torch.cuda.get_device_properties(0).total_memory < 12 * 2**30:
-        pytest.skip("needs 12 GiB of GPU memory")
     q, k, v = one_head(40_000, 40_000, 64)
     packed = torch.empty(40_000, 65_536, dtype=torch.float16, device="cuda")  # the last row lies 2.6e9 elements away
     q_view, k_view, v_view = (packed[:, i * 64 : i * 64 + 64].copy_(t) for i, t in enumerate((q, k, v)))

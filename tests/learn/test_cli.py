@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from common import phases, runtime
-from common.learn import cli, doctor
+from common.learn import cli, doctor, exercises
 from common.phases import PHASES, ROOT, find
 
 import nbformat
@@ -74,16 +74,53 @@ def test_doctor_reports_a_gpu_that_is_asked_for_but_missing():
     assert problems == ["device"]  # nothing that only follows from it
 
 
-@pytest.mark.parametrize(("capability", "level"), [((7, 5), "note"), ((8, 0), "ok"), ((12, 0), "ok")])
-def test_doctor_knows_which_gpus_triton_supports(monkeypatch, capability, level):
+@pytest.mark.parametrize(
+    ("capability", "interpreted", "level"),
+    [((7, 5), True, "note"), ((7, 5), False, "note"), ((8, 0), False, "ok"), ((12, 0), False, "ok")],
+)
+def test_doctor_knows_which_gpus_triton_supports(monkeypatch, capability, interpreted, level):
     import torch
 
-    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.setattr(runtime, "INTERPRETED", interpreted)
     for name, value in dict(device_count=1, get_device_name="a GPU", get_device_capability=capability).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     finding = doctor.check_device()
     assert finding.level == level
     assert ("8.0" in finding.todo) == (level == "note")
+    assert ("interpreted" in finding.found) == interpreted
+
+
+SMI = "#!/bin/sh\necho 'NVIDIA A100-SXM4-40GB, 470.82.01'\n"
+
+
+@pytest.mark.parametrize(
+    ("smi", "cuda", "available", "hidden", "level", "words"),
+    [
+        (SMI, "13.0", False, False, "problem", ("A100-SXM4-40GB with driver 470.82.01", "update the NVIDIA driver")),
+        (SMI, None, False, False, "note", ("built without CUDA", "build with CUDA")),
+        (SMI, "13.0", True, False, "ok", ("470.82.01", "")),
+        (SMI, "13.0", False, True, "ok", ("470.82.01", "")),
+        ("#!/bin/sh\necho 'has failed to communicate'\nexit 9\n", "13.0", False, False, "ok", ("no GPU", "")),
+        (None, "13.0", False, False, "ok", ("no GPU", "")),
+    ],
+    ids=["old driver", "no CUDA", "in order", "hidden by the user", "no driver", "no nvidia-smi"],
+)
+def test_doctor_sees_a_gpu_that_pytorch_cannot_use(monkeypatch, tmp_path, smi, cuda, available, hidden, level, words):
+    import torch
+
+    if smi:
+        (tmp_path / "nvidia-smi").write_text(smi)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    finding = doctor.check_driver()
+    assert finding.level == level
+    assert words[0] in finding.found
+    assert words[1] in finding.todo
 
 
 @pytest.mark.parametrize(
@@ -143,12 +180,14 @@ def test_the_readme_names_only_commands_that_exist():
     for target in re.findall(r"`?make ([a-z-]+)", text):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
     for command in re.findall(r"\bcourse ([a-z]+)", text.partition("## Commands")[2]):
-        assert course(command, "--help").returncode == 0, f"course {command}"
+        assert CliRunner().invoke(cli.app, [command, "--help"]).exit_code == 0, f"course {command}"
     for module in re.findall(r"python -m ([\w.]+)", text):
         path = ROOT.joinpath(*module.split("."))
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
-        assert (ROOT / link).exists(), link
+        assert (ROOT / link).is_file(), link  # JupyterLab opens no folder
+    for exercise in exercises.load():
+        assert f"[{exercise.number}]({exercise.file})" in text
 
 
 @pytest.fixture

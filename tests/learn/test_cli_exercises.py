@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -42,6 +43,7 @@ class Terminal:
         self.shell = pexpect.spawn(
             "/bin/bash", ["--norc", "--noprofile"], cwd=str(folder), encoding="utf-8", timeout=60, dimensions=(40, 80),
             env=environment | dict(TERM="xterm-256color", PS1="$ ", PS2=""),
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored under nohup
         )  # fmt: skip
         self.shell.setecho(False)
         self.run(f'course() {{ {sys.executable} -m common.learn.cli "$@"; }}')

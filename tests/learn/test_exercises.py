@@ -16,7 +16,8 @@ from helpers import interpreted_only, needs_interpreter
 EXERCISES = exercises.load()
 WRONG = wrong_answers.load()
 each = pytest.mark.parametrize("exercise", EXERCISES, ids=lambda e: e.name)
-one_a_phase = pytest.mark.parametrize("exercise", {e.phase.folder: e for e in EXERCISES}.values(), ids=lambda e: e.name)
+FIRST = {e.phase.folder: e for e in reversed(EXERCISES)}.values()
+one_a_phase = pytest.mark.parametrize("exercise", FIRST, ids=lambda e: e.name)
 
 
 def judged(exercise, text, tmp_path):
@@ -54,7 +55,13 @@ def test_the_solution_passes(exercise, tmp_path):
 @interpreted_only
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(
-    ("name", "wrong"), [(n, w) for n, ws in WRONG.items() for w in ws], ids=lambda x: getattr(x, "mistake", x)
+    ("name", "wrong"),
+    [  # three of each exercise at once, the others in make test-slow
+        pytest.param(name, wrong, marks=[] if i < 3 else pytest.mark.slow)
+        for name, wrongs in WRONG.items()
+        for i, wrong in enumerate(wrongs)
+    ],
+    ids=lambda x: getattr(x, "mistake", x),
 )
 def test_a_wrong_answer_is_rejected_and_the_mistake_is_named(name, wrong, tmp_path):
     exercise = exercises.find(name)

@@ -1,6 +1,7 @@
 """Every kernel compiled offline for four GPUs: it fits, runs on their tensor cores, keeps fp32 exact, hardly spills."""
 
 import dataclasses
+import functools
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from helpers import for_target
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 TARGETS, TWO = ("sm_80", "sm_90", "sm_100", "gfx942"), ("sm_80", "sm_90")
@@ -63,7 +65,8 @@ KERNELS = PRODUCTS | REDUCTIONS
 
 def each(kernels):
     names = [(name, target) for name, (_, _, targets) in kernels.items() for target in targets]
-    return pytest.mark.parametrize(("name", "target"), names, ids=["; ".join(pair) for pair in names])
+    cases = [pytest.param(*pair, marks=for_target(pair[1]).marks, id="; ".join(pair)) for pair in names]
+    return pytest.mark.parametrize(("name", "target"), cases)
 
 
 @triton.jit
@@ -85,22 +88,17 @@ def cell_launch(monkeypatch, slice):
     return launch
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict[tuple[str, str], Compiled]:
-    """Everything in two child processes, since one takes seconds to start."""
-    made = {}
-    for targets in (TARGETS, TWO):
-        names = [name for name in KERNELS if KERNELS[name][2] == targets]
-        launches = [launch for name in names for launch in record_launches(KERNELS[name][1])]
-        assert len(launches) == len(names)
-        results = compile_launches(launches, targets)
-        made |= zip([(name, target) for name in names for target in targets], results, strict=True)
-    return made
+@functools.cache
+def compiled(target: str) -> dict[str, Compiled]:
+    """All kernels for one GPU, in one child process, since it takes seconds to start."""
+    names = [name for name in KERNELS if target in KERNELS[name][2]]
+    launches = [launch for name in names for launch in record_launches(KERNELS[name][1])]
+    return dict(zip(names, compile_launches(launches, [target]), strict=True))
 
 
 @each(KERNELS)
-def test_it_compiles_and_fits(compiled, name, target):
-    c = compiled[name, target]
+def test_it_compiles_and_fits(name, target):
+    c = compiled(target)[name]
     assert c.error is None
     assert c.target == target
     assert c.fits, f"{c.shared} B of shared memory, {SHARED_LIMIT[target]} B on {target}"
@@ -109,8 +107,8 @@ def test_it_compiles_and_fits(compiled, name, target):
 
 
 @each(KERNELS)
-def test_spills(compiled, name, target):
-    c = compiled[name, target]
+def test_spills(name, target):
+    c = compiled(target)[name]
     assert c.registers > 0
     limit = 128
     if KERNELS[name][0] == FP32:  # its products run on the ordinary cores, out of registers
@@ -119,8 +117,8 @@ def test_spills(compiled, name, target):
 
 
 @each(PRODUCTS)
-def test_trap26_trap27_products_run_on_the_right_cores(compiled, name, target):
-    c, dtype = compiled[name, target], KERNELS[name][0]
+def test_trap26_trap27_products_run_on_the_right_cores(name, target):
+    c, dtype = compiled(target)[name], KERNELS[name][0]
     assert "tf32" not in c.assembly  # sound in neither dtype; AMD's is called xf32
     assert "xf32" not in c.assembly
     if dtype == FP32 and target != "gfx942":  # NVIDIA's tensor cores know no full fp32
@@ -134,12 +132,12 @@ def test_trap26_trap27_products_run_on_the_right_cores(compiled, name, target):
         assert "f16.f16" not in c.assembly.replace("bf16.bf16", "")
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("target", map(for_target, TWO))
 @pytest.mark.parametrize(
     "name", [name for name, (dtype, _, _) in PRODUCTS.items() if "forward" in name and dtype != FP32]
 )
-def test_tiles_of_k_and_v_are_copied_asynchronously(compiled, name, target):
-    assert compiled[name, target].instructions["cp.async"] > 0
+def test_tiles_of_k_and_v_are_copied_asynchronously(name, target):
+    assert compiled(target)[name].instructions["cp.async"] > 0
 
 
 # --- offline compilation itself -----------------------------------------------------------------------------------

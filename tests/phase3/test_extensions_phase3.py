@@ -71,6 +71,7 @@ def made(layout, *sizes, **options):
 # --- the sliding window --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=60 if runtime.INTERPRETED else 20)
 @given(
     batch=st.integers(0, 2),
@@ -89,6 +90,7 @@ def test_window_any_input(batch, heads_kv, group, seq_q, seq_k, window, head_dim
     verify_masked(guarded(windowed(window, scale=scale)), q, k, v, window_mask(q, k, window), scale=scale)
 
 
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("window", [1, 31, 32, 33, 64, 65, 130, 10**6])
 def test_window_at_the_edges_of_tiles(window, dtype):
@@ -138,6 +140,7 @@ def test_a_window_of_everything_is_the_causal_mask(dtype, seq):
     torch.testing.assert_close(one, v)  # a window of one key: its value
 
 
+@pytest.mark.slow
 @interpreted_only
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 def test_window_trap13_offsets_are_64_bit(axis):
@@ -178,6 +181,7 @@ def split(splits):
     return attention
 
 
+@pytest.mark.slow
 @settings(max_examples=60 if runtime.INTERPRETED else 20)
 @given(
     batch=st.integers(0, 2),
@@ -198,6 +202,7 @@ def test_split_any_input(batch, heads_kv, group, seq_q, seq_k, splits, head_dim,
     verify_results(guarded(split(splits)), q, k, v, scale=scale, enable_gqa=True, compare_sdpa=False).check()
 
 
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 7, 8, 20])
 def test_split_in_any_number_of_parts(splits, dtype):
@@ -249,6 +254,7 @@ def test_split_bytes():
         assert moved.loaded_from["k"] == moved.loaded_from["v"] == k.numel() * k.element_size()
 
 
+@pytest.mark.slow
 @interpreted_only
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 def test_split_trap13_offsets_are_64_bit(axis):
@@ -344,8 +350,16 @@ def test_a_row_by_row_comparison_finds_a_single_wrong_row():
         verify_masked(broken, q, k, v, mask)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_the_kernels_fit_every_gpu(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "target"),
+    [
+        (torch.float16, "sm_90"),
+        pytest.param(torch.float16, "sm_80", marks=pytest.mark.slow),
+        pytest.param(torch.float32, "sm_80", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_kernels_fit_every_gpu(dtype, target):
     launches = []
     for head_dim in (64, 256) if dtype == torch.float16 else (64,):
         q, k = (torch.empty(1, heads, 64, head_dim, dtype=dtype, device=runtime.DEVICE) for heads in (4, 2))
@@ -356,8 +370,7 @@ def test_the_kernels_fit_every_gpu(dtype):
             lambda q=q, k=k: split_kv_attention(q[:, :, :1], k, k, 8, enable_gqa=True),
         ]
         launches += [launch for call in calls for launch in offline.record_launches(call)]
-    targets = ["sm_80", "sm_90"] if dtype == torch.float16 else ["sm_80"]
-    results = offline.compile_launches(launches, targets)
+    results = offline.compile_launches(launches, [target])
     assert {made.kernel for made in results} >= {"_window_kernel", "_split_kernel", "_merge_kernel"}
     for result in results:
         assert result.error is None, result

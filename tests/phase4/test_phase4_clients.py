@@ -219,7 +219,7 @@ def test_grouped_heads_must_be_asked_for():
         flash_attention(q, k, v)
 
 
-# --- Hugging Face transformers (not a requirement) -----------------------------------------------------------------
+# --- Hugging Face transformers -------------------------------------------------------------------------------------
 
 
 def course_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, is_causal=None, **kwargs):

@@ -19,7 +19,15 @@ from phase5_tuning.tuning_forward import LADDER
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import each_element_written_once, embedded, far_apart, guards, interpreted_only, results_far_apart
+from helpers import (
+    each_element_written_once,
+    embedded,
+    far_apart,
+    for_target,
+    guards,
+    interpreted_only,
+    results_far_apart,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -1038,7 +1046,7 @@ def test_products_that_wait_for_each_other_are_recognized():
 
 @interpreted_only
 @pytest.mark.parametrize("rung", LADDER[1:], ids=lambda rung: rung.name)
-@pytest.mark.parametrize("target", ["sm_80", "sm_100"])
+@pytest.mark.parametrize("target", map(for_target, ["sm_80", "sm_100"]))
 def test_every_rung_compiles_elsewhere(target, rung):
     if target == "sm_80":  # which has no descriptors
         rung = replace(rung, tma=False)

@@ -1,0 +1,111 @@
+"""`make lab` in a browser: from the README to a chapter that runs and to an exercise."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+from common.phases import PHASES, ROOT
+
+import nbformat
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="needs chromium")]
+NOTEBOOK = PHASES[0].notebook_path.relative_to(ROOT)
+EXERCISE = "phase1_softmax/exercises/ex1_masked_add.py"
+CONFIG = dict(
+    ServerApp=dict(open_browser=False, allow_root=True, port=0),
+    IdentityProvider=dict(token="let-me-in"),
+    LabApp=dict(expose_app_in_browser=True),
+)
+
+
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    """A copy of the course, in which a notebook may be run and saved."""
+    copy = tmp_path_factory.mktemp("course")
+    tracked = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(tracked, capture_output=True, text=True, cwd=ROOT, check=True).stdout.splitlines():
+        if (ROOT / name).exists():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def page(course, tmp_path_factory):
+    """The page that `make lab` prints the address of."""
+    config = tmp_path_factory.mktemp("jupyter")
+    (config / "jupyter_server_config.json").write_text(json.dumps(CONFIG))
+    environ = {name: value for name, value in os.environ.items() if "MAKE" not in name}
+    environ |= dict(JUPYTER_CONFIG_DIR=str(config), PYTHONPATH=str(course))
+    command = ["make", "-o", ".venv/ready", f"PY={sys.executable}", "lab"]
+    lab = subprocess.Popen(
+        command, cwd=course, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, found = "", None
+        while not found and (line := lab.stdout.readline()):
+            said += line
+            found = re.search(r"(http://127\.0\.0\.1:\S+token=)", line)
+        assert found, said
+        with sync_api.sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            page = browser.new_page(viewport=dict(width=1400, height=900))
+            page.set_default_timeout(120_000)
+            page.goto(found[1] + "let-me-in")
+            yield page
+            browser.close()
+    finally:
+        os.killpg(lab.pid, signal.SIGTERM)
+        lab.wait()
+
+
+@pytest.fixture
+def readme(page):
+    page.get_by_role("tab", name="README.md").click()
+    return page.locator(".jp-MarkdownViewer")
+
+
+def test_it_opens_at_the_readme_in_the_folder_of_the_course(page, readme):
+    assert readme.locator("h1").inner_text().startswith("FlashAttention")
+    listed = page.locator(".jp-DirListing-itemText")
+    listed.first.wait_for()
+    assert {phase.folder for phase in PHASES} <= set(listed.all_inner_texts())
+    image = readme.locator("img")
+    page.wait_for_function("image => image.complete && image.naturalWidth > 0", arg=image.element_handle())
+
+
+def test_an_exercise_is_one_click_away(page, readme):
+    readme.get_by_role("link", name="1.1", exact=True).click()
+    page.locator(".cm-content", has_text=(ROOT / EXERCISE).read_text().splitlines()[0].strip('"')).wait_for()
+
+
+def test_a_chapter_opens_with_its_formulas_and_runs(page, readme, course):
+    stored = nbformat.read(course / NOTEBOOK, as_version=4)
+    for cell in stored.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    nbformat.write(stored, course / NOTEBOOK)
+    readme.get_by_role("link", name="softmax", exact=True).click()
+    formula = page.locator(".jp-Notebook mjx-container").first
+    formula.wait_for()
+    assert formula.locator("mjx-math").count() == 1
+    assert page.locator(".jp-Notebook mjx-merror").count() == 0
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
+    page.evaluate("""async () => {
+        await window.jupyterapp.commands.execute('notebook:run-all-cells');
+        await window.jupyterapp.commands.execute('docmanager:save');
+    }""")
+    page.screenshot(path=course / "chapter.png")
+    cells = [c for c in nbformat.read(course / NOTEBOOK, as_version=4).cells if c.cell_type == "code" and c.source]
+    assert [c.execution_count for c in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
+    assert len([o for o in outputs if "image/png" in o.get("data", {})]) >= 4
