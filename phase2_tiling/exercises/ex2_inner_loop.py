@@ -8,9 +8,10 @@ is there. Walk over the keys in tiles of BLOCK_N and carry (m, l, acc) along:
 
 Keys that do not exist must neither be read nor get any weight. No tile of s or p is kept.
 
-What is at hand: `tile_pointers(base_ptr, offs_row, offs_col, stride_row, stride_col)`, and phase 1's
-`m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)`, which takes a tile of logits (BLOCK_M, BLOCK_N) into m and l.
-The module's `attention_tile_step` is what you are about to write, so leave it aside.
+What is at hand: `load_tile(base_ptr, stride, offs_row, offs_col, rows, cols)`, which the kernel
+calls for q, and phase 1's `m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)`, which takes a
+tile of logits (BLOCK_M, BLOCK_N) into m and l. The module's `attention_tile_step` is what you are
+about to write, so leave it aside.
 
 `tl.dot(a, b, acc)` is a b + acc in fp32; a and b must have one dtype (`p.to(v.dtype)`), and `input_precision="ieee"`
 keeps fp32 inputs from being rounded on a GPU (the interpreter never rounds, so the check cannot see it).
@@ -23,7 +24,7 @@ Notebook: phase2_tiling/tiling.ipynb, section 3, "3.3 The way through".
 from common import runtime
 from phase1_softmax.online_softmax import online_softmax_step
 from phase2_tiling import tiling
-from phase2_tiling.tiling import tile_pointers
+from phase2_tiling.tiling import load_tile, store_tile
 
 import torch
 import triton
@@ -38,8 +39,7 @@ def _attention_kernel(
     """Grid: (cdiv(seq_q, BLOCK_M),)."""
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
-    rows = (offs_m < seq_q)[:, None]  # (BLOCK_M, 1)
-    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[0], stride_q[1]), mask=rows, other=0.0)
+    q = load_tile(q_ptr, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, HEAD_DIM)
 
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -48,8 +48,7 @@ def _attention_kernel(
     raise NotImplementedError
 
     o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[0], stride_o[1])
-    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=rows)
+    store_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, o)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:

@@ -22,7 +22,7 @@ Notebook: phase2_tiling/tiling.ipynb, section 2, "2.5 Queries outside, or keys o
 from common import runtime
 from phase1_softmax.online_softmax import online_softmax_step
 from phase2_tiling import tiling
-from phase2_tiling.tiling import tile_pointers
+from phase2_tiling.tiling import load_tile, store_tile
 
 import torch
 import triton
@@ -42,9 +42,8 @@ def _attention_keys_outside_kernel(
     offs_d = tl.arange(0, HEAD_DIM)
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        cols = (offs_n < seq_k)[:, None]  # (BLOCK_N, 1)
-        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[0], stride_k[1]), mask=cols, other=0.0)
-        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[0], stride_v[1]), mask=cols, other=0.0)
+        k = load_tile(k_ptr, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, HEAD_DIM)
+        v = load_tile(v_ptr, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
         # your code: the loop over tiles of BLOCK_M queries
         raise NotImplementedError
         tl.debug_barrier()

@@ -22,7 +22,7 @@ Notebook: phase2_tiling/tiling.ipynb, section 2, "2.5 Queries outside, or keys o
 from common import runtime
 from phase1_softmax.online_softmax import online_softmax_step
 from phase2_tiling import tiling
-from phase2_tiling.tiling import tile_pointers
+from phase2_tiling.tiling import load_tile, store_tile
 
 import torch
 import triton
@@ -42,17 +42,14 @@ def _attention_keys_outside_kernel(
     offs_d = tl.arange(0, HEAD_DIM)
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        cols = (offs_n < seq_k)[:, None]  # (BLOCK_N, 1)
-        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[0], stride_k[1]), mask=cols, other=0.0)
-        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[0], stride_v[1]), mask=cols, other=0.0)
+        k = load_tile(k_ptr, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, HEAD_DIM)
+        v = load_tile(v_ptr, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
         # your code: the loop over tiles of BLOCK_M queries
         for start_m in range(0, seq_q, BLOCK_M):
             offs_m = start_m + tl.arange(0, BLOCK_M)
             rows = offs_m < seq_q
-            q_ptrs = tile_pointers(q_ptr, offs_m, offs_d, stride_q[0], stride_q[1])
-            o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[0], stride_o[1])
-            q = tl.load(q_ptrs, mask=rows[:, None], other=0.0)
-            o = tl.load(o_ptrs, mask=rows[:, None], other=0.0).to(tl.float32)
+            q = load_tile(q_ptr, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)
+            o = load_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM).to(tl.float32)
             m_i = tl.load(m_ptr + offs_m, mask=rows, other=float("-inf"))
             l_i = tl.load(l_ptr + offs_m, mask=rows, other=0.0)
 
@@ -62,7 +59,7 @@ def _attention_keys_outside_kernel(
             acc = tl.dot(p.to(v.dtype), v, o * (alpha * l_i)[:, None], input_precision="ieee")
             o = acc / tl.where(l_new == 0.0, 1.0, l_new)[:, None]
 
-            tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=rows[:, None])
+            store_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, o)
             tl.store(m_ptr + offs_m, m_i, mask=rows)
             tl.store(l_ptr + offs_m, l_new, mask=rows)
         # end of your code

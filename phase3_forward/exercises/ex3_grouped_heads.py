@@ -7,14 +7,15 @@ then the query head, then the batch. Everything after the first lines of the ker
 Write these lines: pid_m, the tile of queries that this program computes, and the pointers q_ptr, k_ptr, v_ptr, o_ptr
 moved to the beginning of its head, lse_ptr to the beginning of its row. stride_q, stride_k, stride_v and stride_o hold
 four strides each, in elements, for the axes batch, head, seq, head_dim, and may be anything: nothing is contiguous but
-lse (batch, heads_q, seq_q). Keys and values may lie more than 2^31 elements apart.
+lse (batch, heads_q, seq_q). Keys and values may lie more than 2^31 elements apart. Phase 2's
+`head_base` does this for one tensor. It is what you are about to write, so leave it aside.
 
 Notebook: phase3_forward/forward.ipynb, section 2, "Grouped heads"; for the numbers of programs, strides and 64 bits the
 headings from "Batch and heads" on.
 """
 
 from common import runtime, validate
-from phase2_tiling.tiling import attention_tile_step, tile_pointers
+from phase2_tiling.tiling import attention_tile_step, load_tile, store_tile
 
 import torch
 import triton
@@ -34,9 +35,7 @@ def _grouped_kernel(
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    in_d = (offs_d < HEAD_DIM)[None, :]
-    rows = (offs_m < seq_q)[:, None] & in_d
-    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
+    q = load_tile(q_ptr, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
 
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -46,17 +45,15 @@ def _grouped_kernel(
         end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
     for start_n in range(0, end_n, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        cols = (offs_n < seq_k)[:, None] & in_d
-        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
-        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+        k = load_tile(k_ptr, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, BLOCK_D)
+        v = load_tile(v_ptr, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
         visible = (offs_n < seq_k)[None, :]
         if IS_CAUSAL:
             visible = visible & (offs_m[:, None] >= offs_n[None, :])
         m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible)
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[2], stride_o[3])
-    tl.store(o_ptrs, (acc / l_safe[:, None]).to(o_ptr.dtype.element_ty), mask=rows)
+    store_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
     tl.store(lse_ptr + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
 
 

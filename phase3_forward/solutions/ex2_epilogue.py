@@ -10,15 +10,16 @@ Write what follows: store o = acc / l_i, in the dtype of o, and lse = m_i + log(
 rest is given. Its causal mask is aligned bottom-right as in exercise 1, so that with seq_q > seq_k the first rows see
 no key and arrive with m_i = -inf, l_i = 0, acc = 0. They must leave with o = 0 and lse = -inf.
 
-At that point o_ptr and lse_ptr stand at the beginning of this program's head already. lse is contiguous, o has the
-strides stride_o[2] along seq_q and stride_o[3] along head_dim, whatever they are. Rows from seq_q on and columns from
-HEAD_DIM on do not exist: nothing may be stored there.
+At that point o_ptr and lse_ptr stand at the beginning of this program's head already. lse is
+contiguous, o has the strides in stride_o, whatever they are. Rows from seq_q on and columns from
+HEAD_DIM on do not exist: nothing may be stored there. `store_tile(base_ptr, stride, offs_row,
+offs_col, rows, cols, tile)` stores a tile in the dtype of the matrix.
 
 Notebook: phase3_forward/forward.ipynb, section 2, "The logarithm of the row sum".
 """
 
 from common import runtime, validate
-from phase2_tiling.tiling import attention_tile_step, tile_pointers
+from phase2_tiling.tiling import attention_tile_step, head_base, load_tile, store_tile
 
 import torch
 import triton
@@ -34,18 +35,15 @@ def _attn_bottom_right_kernel(
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
     pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
-    b, h = pid_bh // heads, pid_bh % heads
-    q_ptr += b * stride_q[0] + h * stride_q[1]
-    k_ptr += b * stride_k[0] + h * stride_k[1]
-    v_ptr += b * stride_v[0] + h * stride_v[1]
-    o_ptr += b * stride_o[0] + h * stride_o[1]
+    q_ptr = head_base(q_ptr, stride_q, pid_bh, heads)
+    k_ptr = head_base(k_ptr, stride_k, pid_bh, heads)
+    v_ptr = head_base(v_ptr, stride_v, pid_bh, heads)
+    o_ptr = head_base(o_ptr, stride_o, pid_bh, heads)
     lse_ptr += pid_bh * seq_q
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    in_d = (offs_d < HEAD_DIM)[None, :]
-    rows = (offs_m < seq_q)[:, None] & in_d  # (BLOCK_M, BLOCK_D)
-    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
+    q = load_tile(q_ptr, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
 
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -53,9 +51,8 @@ def _attn_bottom_right_kernel(
     shift = seq_k - seq_q
     for start_n in range(0, tl.minimum(seq_k, (pid_m + 1) * BLOCK_M + shift), BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        cols = (offs_n < seq_k)[:, None] & in_d
-        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
-        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+        k = load_tile(k_ptr, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, BLOCK_D)
+        v = load_tile(v_ptr, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
         visible = (offs_n < seq_k)[None, :] & (offs_m[:, None] + shift >= offs_n[None, :])
         m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible)
 
@@ -63,8 +60,7 @@ def _attn_bottom_right_kernel(
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     o = acc / l_safe[:, None]
     lse = m_i + tl.log(l_safe)
-    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[2], stride_o[3])
-    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=rows)
+    store_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, o)
     tl.store(lse_ptr + offs_m, lse, mask=offs_m < seq_q)
     # end of your code
 

@@ -5,17 +5,16 @@ keys j < 0 and j >= seq_k do not exist. S is then a band along the diagonal, and
 tiles of keys that touch the band and over no others, on either side. That is what makes the cost grow like
 seq * window instead of seq^2.
 
-Write the walk: where it begins and ends, the loop with its loads, and what is visible in each tile. q is loaded, the
-state m_i, l_i, acc is set up, and the pointers stand at the beginning of their heads; attention_tile_step and
-tile_pointers are phase 2's. With tiles taller than the window a row may see no key of the first tiles visited, so its
-maximum is still -inf when its first key arrives. The window may be as long as 2^31 - 1, the largest number of 32 bits.
-What a masked load without `other` returns there is undefined.
+Write where the walk begins and ends, both in keys, and what is visible in each tile: a mask
+(BLOCK_M, BLOCK_N). The loop, its loads and phase 2's attention_tile_step are there. With tiles
+taller than the window a row may see no key of the first tiles visited, so its maximum is still -inf
+when its first key arrives. The window may be as long as 2^31 - 1, the largest number of 32 bits.
 
 Notebook: phase3_forward/forward.ipynb, section 6, "3.4 A sliding window".
 """
 
 from common import runtime, validate
-from phase2_tiling.tiling import attention_tile_step, tile_pointers
+from phase2_tiling.tiling import attention_tile_step, head_base, load_tile, store_tile
 
 import torch
 import triton
@@ -35,37 +34,35 @@ def _window_kernel(
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
     pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
-    b, h = pid_bh // heads_q, pid_bh % heads_q
-    q_ptr += b * stride_q[0] + h * stride_q[1]
-    k_ptr += b * stride_k[0] + (h // group) * stride_k[1]
-    v_ptr += b * stride_v[0] + (h // group) * stride_v[1]
-    o_ptr += b * stride_o[0] + h * stride_o[1]
+    q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
+    k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)
+    v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
+    o_head = head_base(o_ptr, stride_o, pid_bh, heads_q)
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    in_d = (offs_d < HEAD_DIM)[None, :]
-    rows = (offs_m < seq_q)[:, None] & in_d
-    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
+    q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
 
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # your code: the walk over the tiles of keys in the band
-    begin_n = tl.maximum(0, pid_m * BLOCK_M - window + 1) // BLOCK_N * BLOCK_N  # the first key of the first query
+    # your code: begin_n and end_n, the walk over the tiles of keys in the band
+    # Of all queries in the tile, the first one reaches back furthest.
+    begin_n = tl.maximum(0, pid_m * BLOCK_M - window + 1) // BLOCK_N * BLOCK_N
     end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
+    # end of your code
     for start_n in range(begin_n, end_n, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        cols = (offs_n < seq_k)[:, None] & in_d
-        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
-        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+        k = load_tile(k_head, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, BLOCK_D)
+        v = load_tile(v_head, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
+        # your code: `visible`, which query of the tile sees which key
         age = offs_m[:, None] - offs_n[None, :]  # 0 for the query's own key
         visible = (offs_n < seq_k)[None, :] & (age >= 0) & (age < window)
+        # end of your code
         m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible)
-    # end of your code
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[2], stride_o[3])
-    tl.store(o_ptrs, (acc / l_safe[:, None]).to(o_ptr.dtype.element_ty), mask=rows)
+    store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
     tl.store(lse_ptr + pid_bh * seq_q + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
 
 

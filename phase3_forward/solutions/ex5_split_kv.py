@@ -21,7 +21,7 @@ Notebook: phase3_forward/forward.ipynb, section 2, "Two results become one".
 
 from common import runtime, validate
 from phase1_softmax.online_softmax import online_softmax_step  # noqa: F401, for answers that call it
-from phase2_tiling.tiling import attention_tile_step, tile_pointers
+from phase2_tiling.tiling import attention_tile_step, head_base, load_tile, store_tile
 
 import torch
 import triton
@@ -43,16 +43,13 @@ def _split_kernel(
     pid_m = tl.program_id(0) % tiles_m
     part = tl.program_id(0) // tiles_m % splits
     pid_bh = (tl.program_id(0) // tiles_m // splits).to(tl.int64)
-    b, h = pid_bh // heads_q, pid_bh % heads_q
-    q_ptr += b * stride_q[0] + h * stride_q[1]
-    k_ptr += b * stride_k[0] + (h // group) * stride_k[1]
-    v_ptr += b * stride_v[0] + (h // group) * stride_v[1]
+    q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
+    k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)
+    v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    in_d = (offs_d < HEAD_DIM)[None, :]
-    inside = (offs_m < seq_q)[:, None] & in_d
-    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=inside, other=0.0)
+    q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
 
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -64,15 +61,16 @@ def _split_kernel(
     # end of your code
     for start_n in range(begin_n, end_n, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        cols = (offs_n < seq_k)[:, None] & in_d
-        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
-        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
-        m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, (offs_n < seq_k)[None, :])
+        k = load_tile(k_head, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, BLOCK_D)
+        v = load_tile(v_head, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
+        visible = (offs_n < seq_k)[None, :]
+        m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible)
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    offs_row = part.to(tl.int64) * rows + pid_bh * seq_q + offs_m
-    tl.store(tile_pointers(o_ptr, offs_row, offs_d, HEAD_DIM, 1), acc / l_safe[:, None], mask=inside)
-    tl.store(lse_ptr + offs_row, m_i + tl.log(l_safe), mask=offs_m < seq_q)
+    row = part.to(tl.int64) * rows + pid_bh * seq_q  # the head's first one, among those of all parts
+    o_head = o_ptr + row * HEAD_DIM
+    store_tile(o_head, (HEAD_DIM, 1), offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
+    tl.store(lse_ptr + row + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
 
 
 @triton.jit
@@ -87,14 +85,12 @@ def _merge_kernel(
     """
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    inside = (offs_m < rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    offs_row = offs_m
     for _ in range(0, splits):
-        lse_part = tl.load(lse_parts_ptr + offs_row, mask=offs_m < rows, other=float("-inf"))  # (BLOCK_M,)
-        o_part = tl.load(tile_pointers(o_parts_ptr, offs_row, offs_d, HEAD_DIM, 1), mask=inside, other=0.0)
+        lse_part = tl.load(lse_parts_ptr + offs_m, mask=offs_m < rows, other=float("-inf"))
+        o_part = load_tile(o_parts_ptr, (HEAD_DIM, 1), offs_m, offs_d, rows, HEAD_DIM)
         # your code: take the part into m_i, l_i and acc
         m_new = tl.maximum(m_i, lse_part)
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -103,15 +99,15 @@ def _merge_kernel(
         acc = alpha[:, None] * acc + weight[:, None] * o_part
         m_i = m_new
         # end of your code
-        offs_row += rows
+        lse_parts_ptr += rows
+        o_parts_ptr += tl.cast(rows, tl.int64) * HEAD_DIM
 
     # your code: o and lse of these rows
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     o = acc / l_safe[:, None]
     lse = m_i + tl.log(l_safe)
     # end of your code
-    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, HEAD_DIM, 1)
-    tl.store(o_ptrs, o.to(o_ptr.dtype.element_ty), mask=inside)
+    store_tile(o_ptr, (HEAD_DIM, 1), offs_m, offs_d, rows, HEAD_DIM, o)
     tl.store(lse_ptr + offs_m, lse, mask=offs_m < rows)
 
 

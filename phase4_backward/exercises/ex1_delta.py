@@ -18,13 +18,14 @@ is delta - dlse (section 2, "When the loss uses LSE too"), and that is what the 
     delta    (batch, heads, seq_q), fp32, contiguous
 
 do comes from autograd as it pleases: the gradient of a sum has stride 0 everywhere, and that of a slice lies in
-something larger. The kernel multiplies and adds in fp32. Pointers come from phase 2's `tile_pointers`.
+something larger. The kernel multiplies and adds in fp32. Phase 2's `head_base` and `load_tile` take
+the strides of a tensor as they are.
 
 Notebook: phase4_backward/backward.ipynb, section 2, "Delta without P".
 """
 
 from common import runtime
-from phase2_tiling.tiling import tile_pointers
+from phase2_tiling.tiling import head_base, load_tile
 
 import torch
 import triton
@@ -48,15 +49,14 @@ def _delta_kernel(
     o_ptr, do_ptr, dlse_ptr, delta_ptr, stride_o, stride_do, heads, seq_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (cdiv(seq_q, BLOCK_M) * batch * heads,). A program owns BLOCK_M rows of head h of batch b."""
+    """Grid: (cdiv(seq_q, BLOCK_M) * batch * heads,). A program owns BLOCK_M rows of one head."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
     pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
-    b, h = pid_bh // heads, pid_bh % heads
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)  # HEAD_DIM padded to a power of two; the columns past HEAD_DIM are not o's
+    offs_d = tl.arange(0, BLOCK_D)  # HEAD_DIM padded to a power of two
     delta_ptr += pid_bh * seq_q  # delta_ptr is now that of this head; the other pointers are not
-    # your code: masked loads of o and do, each by its own four strides; store delta, less dlse if dlse_ptr is not None
+    # your code: load o and do, each by its own strides; store delta, less dlse if there is a dlse_ptr
     raise NotImplementedError
 
 

@@ -23,7 +23,7 @@ Notebook: phase4_backward/backward.ipynb, section 6, "Exercises, and what we sti
 
 from common import runtime, validate
 from phase1_softmax.online_softmax import online_softmax_step
-from phase2_tiling.tiling import tile_pointers
+from phase2_tiling.tiling import load_tile, store_tile
 from phase4_backward.backward import recompute_tile
 
 import torch
@@ -36,21 +36,6 @@ def kept(seed, row, offs_n, seq_k, p_drop):
     """Z of a tile, bool (rows, keys). row: int64, its rows of P, counted through all heads; offs_n: int32, its keys."""
     # your code: an offset for each weight, and whether its random number is at least p_drop
     raise NotImplementedError
-
-
-@triton.jit
-def load_tile(ptr, offs, seq, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `offs` of one head, contiguous; 0 outside."""
-    offs_d = tl.arange(0, BLOCK_D)
-    inside = (offs < seq)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    return tl.load(tile_pointers(ptr, offs, offs_d, HEAD_DIM, 1), mask=inside, other=0.0)
-
-
-@triton.jit
-def store_tile(ptr, tile, offs, seq, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    offs_d = tl.arange(0, BLOCK_D)
-    inside = (offs < seq)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    tl.store(tile_pointers(ptr, offs, offs_d, HEAD_DIM, 1), tile.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -69,9 +54,11 @@ def _forward_kernel(
     """Grid: (cdiv(seq_q, BLOCK_M) * batch * heads,)."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m, pid_bh = tl.program_id(0) % tiles_m, (tl.program_id(0) // tiles_m).to(tl.int64)
+    at_q, at_k = pid_bh * seq_q * HEAD_DIM, pid_bh * seq_k * HEAD_DIM  # the head's first elements
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
     row = pid_bh * seq_q + offs_m
-    q = load_tile(q_ptr + pid_bh * seq_q * HEAD_DIM, offs_m, seq_q, HEAD_DIM, BLOCK_D)
+    q = load_tile(q_ptr + at_q, (HEAD_DIM, 1), offs_m, offs_d, seq_q, HEAD_DIM)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -80,14 +67,14 @@ def _forward_kernel(
         end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
     for start_n in range(0, end_n, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = load_tile(k_ptr + pid_bh * seq_k * HEAD_DIM, offs_n, seq_k, HEAD_DIM, BLOCK_D)
-        v = load_tile(v_ptr + pid_bh * seq_k * HEAD_DIM, offs_n, seq_k, HEAD_DIM, BLOCK_D)
+        k = load_tile(k_ptr + at_k, (HEAD_DIM, 1), offs_n, offs_d, seq_k, HEAD_DIM)
+        v = load_tile(v_ptr + at_k, (HEAD_DIM, 1), offs_n, offs_d, seq_k, HEAD_DIM)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         s = tl.where(visible_in_tile(offs_m, offs_n, seq_q, seq_k, IS_CAUSAL), s, float("-inf"))
         # your code: m_i and l_i of the whole softmax, acc of the kept weights divided by 1 - p_drop
         raise NotImplementedError
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    store_tile(o_ptr + pid_bh * seq_q * HEAD_DIM, acc / l_safe[:, None], offs_m, seq_q, HEAD_DIM, BLOCK_D)
+    store_tile(o_ptr + at_q, (HEAD_DIM, 1), offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
     tl.store(lse_ptr + row, m_i + tl.log(l_safe), mask=offs_m < seq_q)
 
 
@@ -100,9 +87,11 @@ def _dkdv_kernel(
     """Grid: (cdiv(seq_k, BLOCK_N) * batch * heads,)."""
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     pid_n, pid_bh = tl.program_id(0) % tiles_n, (tl.program_id(0) // tiles_n).to(tl.int64)
+    at_q, at_k = pid_bh * seq_q * HEAD_DIM, pid_bh * seq_k * HEAD_DIM  # the head's first elements
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = load_tile(k_ptr + pid_bh * seq_k * HEAD_DIM, offs_n, seq_k, HEAD_DIM, BLOCK_D)
-    v = load_tile(v_ptr + pid_bh * seq_k * HEAD_DIM, offs_n, seq_k, HEAD_DIM, BLOCK_D)
+    offs_d = tl.arange(0, BLOCK_D)
+    k = load_tile(k_ptr + at_k, (HEAD_DIM, 1), offs_n, offs_d, seq_k, HEAD_DIM)
+    v = load_tile(v_ptr + at_k, (HEAD_DIM, 1), offs_n, offs_d, seq_k, HEAD_DIM)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     start = 0
@@ -111,15 +100,15 @@ def _dkdv_kernel(
     for start_m in range(start, seq_q, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
         row = pid_bh * seq_q + offs_m
-        q = load_tile(q_ptr + pid_bh * seq_q * HEAD_DIM, offs_m, seq_q, HEAD_DIM, BLOCK_D)
-        do = load_tile(do_ptr + pid_bh * seq_q * HEAD_DIM, offs_m, seq_q, HEAD_DIM, BLOCK_D)
+        q = load_tile(q_ptr + at_q, (HEAD_DIM, 1), offs_m, offs_d, seq_q, HEAD_DIM)
+        do = load_tile(do_ptr + at_q, (HEAD_DIM, 1), offs_m, offs_d, seq_q, HEAD_DIM)
         lse = tl.load(lse_ptr + row, mask=offs_m < seq_q, other=0.0)
         delta = tl.load(delta_ptr + row, mask=offs_m < seq_q, other=0.0)
         visible = visible_in_tile(offs_m, offs_n, seq_q, seq_k, IS_CAUSAL)
         # your code: P, dS and Z of the tile, then dv and dk (dk is multiplied by the scale below)
         raise NotImplementedError
-    store_tile(dk_ptr + pid_bh * seq_k * HEAD_DIM, dk * scale, offs_n, seq_k, HEAD_DIM, BLOCK_D)
-    store_tile(dv_ptr + pid_bh * seq_k * HEAD_DIM, dv, offs_n, seq_k, HEAD_DIM, BLOCK_D)
+    store_tile(dk_ptr + at_k, (HEAD_DIM, 1), offs_n, offs_d, seq_k, HEAD_DIM, dk * scale)
+    store_tile(dv_ptr + at_k, (HEAD_DIM, 1), offs_n, offs_d, seq_k, HEAD_DIM, dv)
 
 
 @triton.jit
@@ -131,10 +120,12 @@ def _dq_kernel(
     """Grid: (cdiv(seq_q, BLOCK_M) * batch * heads,)."""
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m, pid_bh = tl.program_id(0) % tiles_m, (tl.program_id(0) // tiles_m).to(tl.int64)
+    at_q, at_k = pid_bh * seq_q * HEAD_DIM, pid_bh * seq_k * HEAD_DIM  # the head's first elements
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
     row = pid_bh * seq_q + offs_m
-    q = load_tile(q_ptr + pid_bh * seq_q * HEAD_DIM, offs_m, seq_q, HEAD_DIM, BLOCK_D)
-    do = load_tile(do_ptr + pid_bh * seq_q * HEAD_DIM, offs_m, seq_q, HEAD_DIM, BLOCK_D)
+    q = load_tile(q_ptr + at_q, (HEAD_DIM, 1), offs_m, offs_d, seq_q, HEAD_DIM)
+    do = load_tile(do_ptr + at_q, (HEAD_DIM, 1), offs_m, offs_d, seq_q, HEAD_DIM)
     lse = tl.load(lse_ptr + row, mask=offs_m < seq_q, other=0.0)
     delta = tl.load(delta_ptr + row, mask=offs_m < seq_q, other=0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -143,12 +134,12 @@ def _dq_kernel(
         end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
     for start_n in range(0, end_n, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = load_tile(k_ptr + pid_bh * seq_k * HEAD_DIM, offs_n, seq_k, HEAD_DIM, BLOCK_D)
-        v = load_tile(v_ptr + pid_bh * seq_k * HEAD_DIM, offs_n, seq_k, HEAD_DIM, BLOCK_D)
+        k = load_tile(k_ptr + at_k, (HEAD_DIM, 1), offs_n, offs_d, seq_k, HEAD_DIM)
+        v = load_tile(v_ptr + at_k, (HEAD_DIM, 1), offs_n, offs_d, seq_k, HEAD_DIM)
         visible = visible_in_tile(offs_m, offs_n, seq_q, seq_k, IS_CAUSAL)
         # your code: dS of the tile with its Z, then dq (multiplied by the scale below)
         raise NotImplementedError
-    store_tile(dq_ptr + pid_bh * seq_q * HEAD_DIM, dq * scale, offs_m, seq_q, HEAD_DIM, BLOCK_D)
+    store_tile(dq_ptr + at_q, (HEAD_DIM, 1), offs_m, offs_d, seq_q, HEAD_DIM, dq * scale)
 
 
 class DropoutAttention(torch.autograd.Function):
@@ -214,8 +205,7 @@ def _mask_kernel(z_ptr, rows, seq_k, p_drop, seed, first_row, BLOCK: tl.constexp
     offs_m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     offs_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     z = kept(seed, offs_m.to(tl.int64) + first_row, offs_n, seq_k, p_drop)
-    inside = visible_in_tile(offs_m, offs_n, rows, seq_k, False)
-    tl.store(tile_pointers(z_ptr, offs_m, offs_n, seq_k, 1), z.to(tl.int8), mask=inside)
+    store_tile(z_ptr, (seq_k, 1), offs_m, offs_n, rows, seq_k, z)
 
 
 def dropout_mask(rows: int, seq_k: int, p: float, seed: int, first_row: int = 0, device=runtime.DEVICE):

@@ -12,11 +12,11 @@ behind a sequence belongs to its neighbor: it must not be written, and what it h
 
 The grid has as many programs for each (sequence, head) as the longest sequence needs, so that some have nothing to do:
 they may `return`; but whatever is part of a result must be written, also where it is 0: o and dq of a sequence without
-keys, dk and dv of one without queries. A kernel that knows its sequence is otherwise that of phase 3 or 4. Yours are
-`sequence`, the forward kernel up to the end of its loop, and the beginning of the two others. A head's rows lie
-heads * head_dim elements apart; `load_tile` knows that. lse and delta are (heads, total_q), contiguous: total_q, given
-to every kernel, is the distance of two heads in them. To stop the causal walk at the diagonal saves work in the forward
-kernel; no result depends on it, and the check does not count.
+keys, dk and dv of one without queries. A kernel that knows its sequence is otherwise that of phase 3
+or 4. Yours are `sequence` and the beginning of each kernel: from there on, every pointer stands at
+the first row of this sequence and head. A head's rows lie heads * head_dim elements apart. lse and
+delta are (heads, total_q), contiguous: total_q, given to every kernel, is the distance of two heads
+in them.
 
 Notebook: phase4_backward/backward.ipynb, section 6, "Exercises, and what we still cannot do".
 """
@@ -24,7 +24,7 @@ Notebook: phase4_backward/backward.ipynb, section 6, "Exercises, and what we sti
 import itertools
 
 from common import runtime, validate
-from phase2_tiling.tiling import attention_tile_step, tile_pointers
+from phase2_tiling.tiling import attention_tile_step, load_tile, store_tile
 from phase4_backward.backward import recompute_tile
 
 import torch
@@ -37,22 +37,6 @@ def sequence(cu_seqlens_ptr, b):
     """The first token of sequence b, int64 (times heads * head_dim it may exceed 2^31), and its length."""
     # your code: two numbers of cu_seqlens
     raise NotImplementedError
-
-
-@triton.jit
-def load_tile(ptr, offs, seq, heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `offs` of the sequence and head that ptr points to; 0 outside."""
-    offs_d = tl.arange(0, BLOCK_D)
-    inside = (offs < seq)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    return tl.load(tile_pointers(ptr, offs, offs_d, heads * HEAD_DIM, 1), mask=inside, other=0.0)
-
-
-@triton.jit
-def store_tile(ptr, tile, offs, seq, heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    offs_d = tl.arange(0, BLOCK_D)
-    inside = (offs < seq)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    ptrs = tile_pointers(ptr, offs, offs_d, heads * HEAD_DIM, 1)
-    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -70,14 +54,25 @@ def _forward_kernel(
 ):  # fmt: skip
     """Grid: (batch * heads, tiles of the longest sequence of queries). total_q: distance of two heads in lse."""
     b, h, pid_m = tl.program_id(0) // heads, tl.program_id(0) % heads, tl.program_id(1)
+    # your code: seq_q, seq_k, and all five pointers moved to this sequence and head
+    raise NotImplementedError
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)  # of the sequence
+    offs_d, row_stride = tl.arange(0, BLOCK_D), (heads * HEAD_DIM, 1)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # your code: seq_q, seq_k, pointers moved to this sequence and head; then m_i, l_i, acc of the keys that are seen
-    raise NotImplementedError
+    q = load_tile(q_ptr, row_stride, offs_m, offs_d, seq_q, HEAD_DIM)
+    end_n = seq_k
+    if IS_CAUSAL:
+        end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
+    for start_n in range(0, end_n, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        k = load_tile(k_ptr, row_stride, offs_n, offs_d, seq_k, HEAD_DIM)
+        v = load_tile(v_ptr, row_stride, offs_n, offs_d, seq_k, HEAD_DIM)
+        visible = visible_in_tile(offs_m, offs_n, seq_q, seq_k, IS_CAUSAL)
+        m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible)
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    store_tile(o_ptr, acc / l_safe[:, None], offs_m, seq_q, heads, HEAD_DIM, BLOCK_D)
+    store_tile(o_ptr, row_stride, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
     tl.store(lse_ptr + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
 
 
@@ -92,8 +87,9 @@ def _dkdv_kernel(
     # your code: seq_q, seq_k, and all eight pointers moved to this sequence and head
     raise NotImplementedError
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = load_tile(k_ptr, offs_n, seq_k, heads, HEAD_DIM, BLOCK_D)
-    v = load_tile(v_ptr, offs_n, seq_k, heads, HEAD_DIM, BLOCK_D)
+    offs_d, row_stride = tl.arange(0, BLOCK_D), (heads * HEAD_DIM, 1)
+    k = load_tile(k_ptr, row_stride, offs_n, offs_d, seq_k, HEAD_DIM)
+    v = load_tile(v_ptr, row_stride, offs_n, offs_d, seq_k, HEAD_DIM)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     start = 0
@@ -101,16 +97,16 @@ def _dkdv_kernel(
         start = pid_n * BLOCK_N // BLOCK_M * BLOCK_M
     for start_m in range(start, seq_q, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
-        q = load_tile(q_ptr, offs_m, seq_q, heads, HEAD_DIM, BLOCK_D)
-        do = load_tile(do_ptr, offs_m, seq_q, heads, HEAD_DIM, BLOCK_D)
+        q = load_tile(q_ptr, row_stride, offs_m, offs_d, seq_q, HEAD_DIM)
+        do = load_tile(do_ptr, row_stride, offs_m, offs_d, seq_q, HEAD_DIM)
         lse = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=0.0)
         delta = tl.load(delta_ptr + offs_m, mask=offs_m < seq_q, other=0.0)
         visible = visible_in_tile(offs_m, offs_n, seq_q, seq_k, IS_CAUSAL)
         p, ds = recompute_tile(q, k, v, do, lse, delta, scale, visible)
         dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
         dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision="ieee")
-    store_tile(dk_ptr, dk * scale, offs_n, seq_k, heads, HEAD_DIM, BLOCK_D)
-    store_tile(dv_ptr, dv, offs_n, seq_k, heads, HEAD_DIM, BLOCK_D)
+    store_tile(dk_ptr, row_stride, offs_n, offs_d, seq_k, HEAD_DIM, dk * scale)
+    store_tile(dv_ptr, row_stride, offs_n, offs_d, seq_k, HEAD_DIM, dv)
 
 
 @triton.jit
@@ -124,8 +120,9 @@ def _dq_kernel(
     # your code: seq_q, seq_k, and all seven pointers moved to this sequence and head
     raise NotImplementedError
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = load_tile(q_ptr, offs_m, seq_q, heads, HEAD_DIM, BLOCK_D)
-    do = load_tile(do_ptr, offs_m, seq_q, heads, HEAD_DIM, BLOCK_D)
+    offs_d, row_stride = tl.arange(0, BLOCK_D), (heads * HEAD_DIM, 1)
+    q = load_tile(q_ptr, row_stride, offs_m, offs_d, seq_q, HEAD_DIM)
+    do = load_tile(do_ptr, row_stride, offs_m, offs_d, seq_q, HEAD_DIM)
     lse = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=0.0)
     delta = tl.load(delta_ptr + offs_m, mask=offs_m < seq_q, other=0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -134,12 +131,12 @@ def _dq_kernel(
         end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
     for start_n in range(0, end_n, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = load_tile(k_ptr, offs_n, seq_k, heads, HEAD_DIM, BLOCK_D)
-        v = load_tile(v_ptr, offs_n, seq_k, heads, HEAD_DIM, BLOCK_D)
+        k = load_tile(k_ptr, row_stride, offs_n, offs_d, seq_k, HEAD_DIM)
+        v = load_tile(v_ptr, row_stride, offs_n, offs_d, seq_k, HEAD_DIM)
         visible = visible_in_tile(offs_m, offs_n, seq_q, seq_k, IS_CAUSAL)
         _, ds = recompute_tile(q, k, v, do, lse, delta, scale, visible)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    store_tile(dq_ptr, dq * scale, offs_m, seq_q, heads, HEAD_DIM, BLOCK_D)
+    store_tile(dq_ptr, row_stride, offs_m, offs_d, seq_q, HEAD_DIM, dq * scale)
 
 
 class VarlenAttention(torch.autograd.Function):

@@ -5,8 +5,9 @@ back, tile by tile, and to add up
 
     dV_j = sum_i P_ij dO_i,      P_ij = exp(S_ij - LSE_i),      S = scale Q K^T
 
-without ever having all of P. No mask but the ends of the sequences: every query sees every key. Write the loop over
-queries, seq_q of them in tiles of BLOCK_M.
+without ever having all of P. No mask but the ends of the sequences: every query sees every key. The
+loop over queries is there, with its loads: past the end q, do and lse are 0. Write what is done with
+a tile.
 
     q, do    (batch, heads, seq_q, head_dim), fp16, bf16 or fp32, any strides
     k, dv    (batch, heads, seq_k, head_dim), the same
@@ -21,7 +22,7 @@ Notebook: phase4_backward/backward.ipynb, section 2, "P from one number a row".
 """
 
 from common import runtime, validate
-from phase2_tiling.tiling import tile_pointers
+from phase2_tiling.tiling import head_base, load_tile, store_tile
 
 import torch
 import triton
@@ -37,32 +38,28 @@ def _dv_kernel(
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     pid_n = tl.program_id(0) % tiles_n
     pid_bh = (tl.program_id(0) // tiles_n).to(tl.int64)
-    b, h = pid_bh // heads, pid_bh % heads
-    q_ptr += b * stride_q[0] + h * stride_q[1]
-    k_ptr += b * stride_k[0] + h * stride_k[1]
-    do_ptr += b * stride_do[0] + h * stride_do[1]
-    dv_ptr += b * stride_dv[0] + h * stride_dv[1]
-    lse_ptr += pid_bh * seq_q  # every pointer is now that of this program's head
+    q_head = head_base(q_ptr, stride_q, pid_bh, heads)
+    k_head = head_base(k_ptr, stride_k, pid_bh, heads)
+    do_head = head_base(do_ptr, stride_do, pid_bh, heads)
+    dv_head = head_base(dv_ptr, stride_dv, pid_bh, heads)
+    lse_head = lse_ptr + pid_bh * seq_q
 
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    in_d = (offs_d < HEAD_DIM)[None, :]
-    cols = (offs_n < seq_k)[:, None] & in_d
-    k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
+    k = load_tile(k_head, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, BLOCK_D)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    # your code: for every tile of queries, load q, do and lse, recompute p (BLOCK_M, BLOCK_N), add its share to dv
     for start_m in range(0, seq_q, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
-        rows = (offs_m < seq_q)[:, None] & in_d
-        q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
-        do = tl.load(tile_pointers(do_ptr, offs_m, offs_d, stride_do[2], stride_do[3]), mask=rows, other=0.0)
-        lse = tl.load(lse_ptr + offs_m, mask=offs_m < seq_q, other=0.0)
+        q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
+        do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
+        lse = tl.load(lse_head + offs_m, mask=offs_m < seq_q, other=0.0)  # (BLOCK_M,)
+        # your code: recompute p (BLOCK_M, BLOCK_N), and add its share to dv
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        p = tl.exp(s - lse[:, None])  # queries past the end meet a dO of 0; keys past the end are not stored
+        # Queries past the end meet a dO of 0; keys past the end are not stored.
+        p = tl.exp(s - lse[:, None])
         dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
-    # end of your code
-    dv_ptrs = tile_pointers(dv_ptr, offs_n, offs_d, stride_dv[2], stride_dv[3])
-    tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=cols)
+        # end of your code
+    store_tile(dv_head, stride_dv, offs_n, offs_d, seq_k, HEAD_DIM, dv)
 
 
 def attention_dv(q, k, do, lse, scale: float | None = None) -> torch.Tensor:

@@ -7,7 +7,8 @@ A program owns BLOCK_M queries and walks over tiles of BLOCK_N keys,
 Phase 4's `recompute_tile` returns P and dS of a tile (without the scale; it is multiplied at the end). With IS_CAUSAL
 query i sees the keys 0..i, and a tile of keys that none of the program's queries sees must not even be loaded. BLOCK_M
 and BLOCK_N may differ, either way. (Stopping at seq_k as well, where that comes first, saves iterations only: keys past
-the end are masked in any case.)
+the end are masked in any case.) The loads are there: write where the walk ends, and what is done
+with a tile.
 
     q, do       (batch, heads, seq_q, head_dim)      k, v   (batch, heads, seq_k, head_dim)      fp16, bf16 or fp32
     lse, delta  (batch, heads, seq_q), fp32          seq_q, seq_k: any lengths, also different ones
@@ -16,7 +17,7 @@ Notebook: phase4_backward/backward.ipynb, section 3, "The kernel".
 """
 
 from common import runtime, validate
-from phase2_tiling.tiling import tile_pointers
+from phase2_tiling.tiling import head_base, load_tile, store_tile
 from phase4_backward.backward import recompute_tile
 
 import torch
@@ -35,39 +36,36 @@ def _dq_kernel(
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
     pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
-    b, h = pid_bh // heads, pid_bh % heads
-    q_ptr += b * stride_q[0] + h * stride_q[1]
-    k_ptr += b * stride_k[0] + h * stride_k[1]
-    v_ptr += b * stride_v[0] + h * stride_v[1]
-    do_ptr += b * stride_do[0] + h * stride_do[1]
-    dq_ptr += b * stride_dq[0] + h * stride_dq[1]
+    q_head = head_base(q_ptr, stride_q, pid_bh, heads)
+    k_head = head_base(k_ptr, stride_k, pid_bh, heads)
+    v_head = head_base(v_ptr, stride_v, pid_bh, heads)
+    do_head = head_base(do_ptr, stride_do, pid_bh, heads)
+    dq_head = head_base(dq_ptr, stride_dq, pid_bh, heads)
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    in_d = (offs_d < HEAD_DIM)[None, :]
-    rows = (offs_m < seq_q)[:, None] & in_d
-    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
-    do = tl.load(tile_pointers(do_ptr, offs_m, offs_d, stride_do[2], stride_do[3]), mask=rows, other=0.0)
+    q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
+    do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
     lse = tl.load(lse_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
     delta = tl.load(delta_ptr + pid_bh * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    # your code: where does the walk end? Then for each tile: load k and v, say what is visible, add dS K to dq
+    # your code: end_n, where the walk ends
     end_n = seq_k
     if IS_CAUSAL:
         end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
+    # end of your code
     for start_n in range(0, end_n, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        cols = (offs_n < seq_k)[:, None] & in_d
-        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
-        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+        k = load_tile(k_head, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, BLOCK_D)
+        v = load_tile(v_head, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
+        # your code: say what is visible (BLOCK_M, BLOCK_N), and add dS K to dq
         visible = (offs_n < seq_k)[None, :]
         if IS_CAUSAL:
             visible = visible & (offs_m[:, None] >= offs_n[None, :])
         _, ds = recompute_tile(q, k, v, do, lse, delta, scale, visible)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    # end of your code
-    dq_ptrs = tile_pointers(dq_ptr, offs_m, offs_d, stride_dq[2], stride_dq[3])
-    tl.store(dq_ptrs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=rows)
+        # end of your code
+    store_tile(dq_head, stride_dq, offs_m, offs_d, seq_q, HEAD_DIM, dq * scale)
 
 
 def attention_dq(q, k, v, do, lse, delta, is_causal=False, scale=None, *, block_m=32, block_n=32) -> torch.Tensor:

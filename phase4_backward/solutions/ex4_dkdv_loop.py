@@ -9,6 +9,9 @@ in each of the `group` query heads that share the key head: query head h uses ke
 sees the keys 0..i, and no tile of queries that lies wholly before the tile's first key may be loaded: the check counts
 bytes. BLOCK_M and BLOCK_N may differ, either way.
 
+The loads are there. Write where the walk starts, which query head a turn visits, and what is done
+with a tile.
+
     q, do       (batch, heads_q, seq_q, head_dim)    k, v   (batch, heads_kv, seq_k, head_dim)    fp16, bf16 or fp32
     lse, delta  (batch, heads_q, seq_q), fp32        group = heads_q / heads_kv
 
@@ -16,7 +19,7 @@ Notebook: phase4_backward/backward.ipynb, section 3, "The kernel".
 """
 
 from common import runtime, validate
-from phase2_tiling.tiling import tile_pointers
+from phase2_tiling.tiling import head_base, load_tile, store_tile
 from phase4_backward.backward import recompute_tile
 
 import torch
@@ -36,50 +39,47 @@ def _dkdv_kernel(
     pid_n = tl.program_id(0) % tiles_n
     pid_bh = (tl.program_id(0) // tiles_n).to(tl.int64)
     b, h_kv = pid_bh // heads_kv, pid_bh % heads_kv
-    q_ptr += b * stride_q[0]  # q and do: of batch b; their head is yours to choose, in a new pointer for each
-    do_ptr += b * stride_do[0]
-    lse_ptr += b * heads_kv * group * seq_q  # lse and delta: (heads_q, seq_q) of batch b, contiguous
-    delta_ptr += b * heads_kv * group * seq_q
-    k_ptr += b * stride_k[0] + h_kv * stride_k[1]
-    v_ptr += b * stride_v[0] + h_kv * stride_v[1]
-    dk_ptr += b * stride_dkv[0] + h_kv * stride_dkv[1]
-    dv_ptr += b * stride_dkv[0] + h_kv * stride_dkv[1]
+    k_head = head_base(k_ptr, stride_k, pid_bh, heads_kv)
+    v_head = head_base(v_ptr, stride_v, pid_bh, heads_kv)
+    dk_head = head_base(dk_ptr, stride_dkv, pid_bh, heads_kv)
+    dv_head = head_base(dv_ptr, stride_dkv, pid_bh, heads_kv)
 
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    in_d = (offs_d < HEAD_DIM)[None, :]
-    cols = (offs_n < seq_k)[:, None] & in_d
-    k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
-    v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+    k = load_tile(k_head, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, BLOCK_D)
+    v = load_tile(v_head, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     # Three questions: where does the walk start, which heads does it visit, what is visible?
-    # your code: for each head of the group and each tile of queries, add P^T dO to dv and dS^T Q to dk
+    # your code: start, the first query of the walk
     start = 0
     if IS_CAUSAL:
         start = pid_n * BLOCK_N // BLOCK_M * BLOCK_M
+    # end of your code
     for g in range(0, group):
+        # your code: h, a query head of batch b that uses key head h_kv; another one in every turn
         h = h_kv * group + g
-        q_head = q_ptr + h * stride_q[1]
-        do_head = do_ptr + h * stride_do[1]
+        # end of your code
+        head = b * heads_kv * group + h  # counted through the batch
+        q_head = head_base(q_ptr, stride_q, head, heads_kv * group)
+        do_head = head_base(do_ptr, stride_do, head, heads_kv * group)
+        row = head * seq_q
         for start_m in range(start, seq_q, BLOCK_M):
             offs_m = start_m + tl.arange(0, BLOCK_M)
-            rows = (offs_m < seq_q)[:, None] & in_d
-            q = tl.load(tile_pointers(q_head, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
-            do = tl.load(tile_pointers(do_head, offs_m, offs_d, stride_do[2], stride_do[3]), mask=rows, other=0.0)
-            lse = tl.load(lse_ptr + h * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
-            delta = tl.load(delta_ptr + h * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+            q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
+            do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
+            lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
+            delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
+            # your code: say what is visible, add P^T dO to dv and dS^T Q to dk
             visible = (offs_m < seq_q)[:, None] & (offs_n < seq_k)[None, :]
             if IS_CAUSAL:
                 visible = visible & (offs_m[:, None] >= offs_n[None, :])
             p, ds = recompute_tile(q, k, v, do, lse, delta, scale, visible)
             dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision="ieee")
             dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision="ieee")
-    # end of your code
-    dk_ptrs = tile_pointers(dk_ptr, offs_n, offs_d, stride_dkv[2], stride_dkv[3])
-    dv_ptrs = tile_pointers(dv_ptr, offs_n, offs_d, stride_dkv[2], stride_dkv[3])
-    tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=cols)
-    tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=cols)
+            # end of your code
+    store_tile(dk_head, stride_dkv, offs_n, offs_d, seq_k, HEAD_DIM, dk * scale)
+    store_tile(dv_head, stride_dkv, offs_n, offs_d, seq_k, HEAD_DIM, dv)
 
 
 def attention_dkdv(q, k, v, do, lse, delta, is_causal=False, scale=None, *, block_m=32, block_n=32):

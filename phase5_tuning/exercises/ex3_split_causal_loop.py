@@ -20,7 +20,7 @@ Notebook: phase5_tuning/tuning.ipynb, section 6, "5.3 Split the causal loop".
 
 from common import runtime, validate
 from phase1_softmax.online_softmax import online_softmax_step
-from phase2_tiling.tiling import tile_pointers
+from phase2_tiling.tiling import head_base, load_tile, store_tile, tile_pointers
 
 import torch
 import triton
@@ -66,24 +66,21 @@ def _split_loop_kernel(
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
     pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
-    b, h = pid_bh // heads, pid_bh % heads
-    q_ptr += b * stride_q[0] + h * stride_q[1]
-    k_ptr += b * stride_k[0] + h * stride_k[1]
-    v_ptr += b * stride_v[0] + h * stride_v[1]
-    o_ptr += b * stride_o[0] + h * stride_o[1]
+    q_head = head_base(q_ptr, stride_q, pid_bh, heads)
+    k_ptr = head_base(k_ptr, stride_k, pid_bh, heads)
+    v_ptr = head_base(v_ptr, stride_v, pid_bh, heads)
+    o_head = head_base(o_ptr, stride_o, pid_bh, heads)
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    rows = (offs_m < seq_q)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
+    q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     # your code: the bounds, and the two walks
     raise NotImplementedError
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[2], stride_o[3])
-    tl.store(o_ptrs, (acc / l_safe[:, None]).to(o_ptr.dtype.element_ty), mask=rows)
+    store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
     tl.store(lse_ptr + pid_bh * seq_q + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
 
 

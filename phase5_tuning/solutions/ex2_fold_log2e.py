@@ -23,7 +23,7 @@ Notebook: phase5_tuning/tuning.ipynb, section 6, "5.2 Fold log2(e) into the scal
 import math
 
 from common import runtime, validate
-from phase2_tiling.tiling import tile_pointers
+from phase2_tiling.tiling import head_base, load_tile, store_tile
 
 import torch
 import triton
@@ -62,17 +62,14 @@ def _attention_base2_kernel(
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
     pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
-    b, h = pid_bh // heads, pid_bh % heads
-    q_ptr += b * stride_q[0] + h * stride_q[1]
-    k_ptr += b * stride_k[0] + h * stride_k[1]
-    v_ptr += b * stride_v[0] + h * stride_v[1]
-    o_ptr += b * stride_o[0] + h * stride_o[1]
+    q_head = head_base(q_ptr, stride_q, pid_bh, heads)
+    k_head = head_base(k_ptr, stride_k, pid_bh, heads)
+    v_head = head_base(v_ptr, stride_v, pid_bh, heads)
+    o_head = head_base(o_ptr, stride_o, pid_bh, heads)
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    in_d = (offs_d < HEAD_DIM)[None, :]
-    rows = (offs_m < seq_q)[:, None] & in_d
-    q = tl.load(tile_pointers(q_ptr, offs_m, offs_d, stride_q[2], stride_q[3]), mask=rows, other=0.0)
+    q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -81,20 +78,18 @@ def _attention_base2_kernel(
         end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
     for start_n in range(0, end_n, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        cols = (offs_n < seq_k)[:, None] & in_d
         visible = (offs_n < seq_k)[None, :]
         if IS_CAUSAL:
             visible = visible & (offs_m[:, None] >= offs_n[None, :])
-        k = tl.load(tile_pointers(k_ptr, offs_n, offs_d, stride_k[2], stride_k[3]), mask=cols, other=0.0)
-        v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)
+        k = load_tile(k_head, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, BLOCK_D)
+        v = load_tile(v_head, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # raw: not scaled yet
         s = tl.where(visible, s, float("-inf"))
         m_i, l_i, alpha, p = step_base2(m_i, l_i, s, scale)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    o_ptrs = tile_pointers(o_ptr, offs_m, offs_d, stride_o[2], stride_o[3])
-    tl.store(o_ptrs, (acc / l_safe[:, None]).to(o_ptr.dtype.element_ty), mask=rows)
+    store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
     tl.store(lse_ptr + pid_bh * seq_q + offs_m, lse_base2(m_i, l_i), mask=offs_m < seq_q)
 
 

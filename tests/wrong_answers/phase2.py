@@ -29,8 +29,16 @@ WRONG = {
             {"0, seq_k, BLOCK_N": "0, seq_k // BLOCK_N * BLOCK_N, BLOCK_N"},
             "tile of keys is dropped",
         ),
-        Wrong("v is not masked", {"stride_v[1]), mask=cols, other=0.0": "stride_v[1])"}, "0 * inf is NaN"),
-        Wrong("k is not masked", {"stride_k[1]), mask=cols, other=0.0": "stride_k[1])"}, "does the load have a mask"),
+        Wrong(
+            "v is not masked",
+            {"stride_v, offs_n, offs_d, seq_k,": "stride_v, offs_n, offs_d, start_n + BLOCK_N,"},
+            "0 * inf is NaN",
+        ),
+        Wrong(
+            "k is not masked",
+            {"stride_k, offs_n, offs_d, seq_k,": "stride_k, offs_n, offs_d, start_n + BLOCK_N,"},
+            "does the load have a mask",
+        ),
     ],
     "ex3_predict_traffic": [
         Wrong("keys are read once", {'"k": programs * k': '"k": k'}, "every program reads all keys"),

@@ -44,16 +44,32 @@ WRONG = {
         Wrong("the LSE overflows", {"m_i + tl.log(l_safe)": "tl.log(tl.exp(m_i) * l_safe)"}, "exp(m_i) overflows"),
         Wrong("the LSE in base 2", {"m_i + tl.log(l_safe)": "m_i + tl.log2(l_safe)"}, "log2"),
         Wrong("o is not divided", {"acc / l_safe[:, None]": "acc"}, "not divided by the row sum"),
-        Wrong("the store of o is not masked", {"element_ty), mask=rows": "element_ty)"}, "outside of o"),
+        Wrong(
+            "the store of o is not masked",
+            {"seq_q, HEAD_DIM, o)": "(pid_m + 1) * BLOCK_M, BLOCK_D, o)"},
+            "outside of o",
+        ),
         Wrong("the store of lse is not masked", {"lse, mask=offs_m < seq_q": "lse"}, "outside of lse: is its store"),
         Wrong(
             "padding columns are stored",
-            {"element_ty), mask=rows": "element_ty), mask=(offs_m < seq_q)[:, None]"},
+            {"seq_q, HEAD_DIM, o)": "seq_q, BLOCK_D, o)"},
             "outside of o: is its store masked",
         ),
-        Wrong("rows are contiguous", {"offs_d, stride_o[2],": "offs_d, BLOCK_D,"}, "is it stored with stride_o"),
-        Wrong("o is contiguous", {"offs_d, stride_o[2], stride_o[3])": "offs_d, HEAD_DIM, 1)"}, "with stride_o[2]"),
-        Wrong("columns lie side by side", {"offs_d, stride_o[2], stride_o[3])": "offs_d, stride_o[2], 1)"}, "stride_o"),
+        Wrong(
+            "rows are contiguous",
+            {"store_tile(o_ptr, stride_o,": "store_tile(o_ptr, (BLOCK_D, stride_o[3]),"},
+            "is it stored with stride_o",
+        ),
+        Wrong(
+            "o is contiguous",
+            {"store_tile(o_ptr, stride_o,": "store_tile(o_ptr, (HEAD_DIM, 1),"},
+            "with stride_o[2]",
+        ),
+        Wrong(
+            "columns lie side by side",
+            {"store_tile(o_ptr, stride_o,": "store_tile(o_ptr, (stride_o[2], 1),"},
+            "stride_o",
+        ),
         Wrong(
             "the head is added twice",
             {"tl.store(lse_ptr + offs_m": "tl.store(lse_ptr + pid_bh * seq_q + offs_m"},
@@ -127,10 +143,12 @@ WRONG = {
         ),
         Wrong("a key early", {"pid_m * BLOCK_M - window + 1)": "pid_m * BLOCK_M - window)"}, "is i - window + 1"),
         Wrong(
-            "v without other",
+            "an own load of v, without other",
             {
-                "v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols, other=0.0)": (
-                    "v = tl.load(tile_pointers(v_ptr, offs_n, offs_d, stride_v[2], stride_v[3]), mask=cols)"
+                "v = load_tile(v_head, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)": (
+                    "at = offs_n[:, None] * stride_v[2] + offs_d[None, :] * stride_v[3]\n"
+                    "        inside = (offs_n < seq_k)[:, None] & (offs_d < HEAD_DIM)[None, :]\n"
+                    "        v = tl.load(v_head + at, mask=inside)"
                 )
             },
             "Give it other=0.0",

@@ -6,16 +6,33 @@ WRONG = {
     "ex1_delta": [
         Wrong("P forgotten", {"(p * (do @ v.mT)).sum": "(do @ v.mT).sum"}, "P is missing"),
         Wrong("axes from the front", {"(do * o).sum(dim=-1)": "(do * o).sum(dim=3)"}, "Count axes from the end"),
-        Wrong(
-            "do has o's strides", {"stride_do[2], stride_do[3]), mask": "stride_o[2], stride_o[3]), mask"}, "its own"
-        ),
+        Wrong("do has o's strides", {"(do_head, stride_do,": "(do_head, stride_o,"}, "its own"),
         Wrong("16-bit products", {"o.to(tl.float32) * do.to(tl.float32)": "(o * do).to(tl.float32)"}, "to fp32 first"),
         Wrong("the store is not masked", {"delta, mask=offs_m < seq_q": "delta"}, "does the store have a mask?"),
         Wrong("fp32 inside", {"p * (do @ v.mT)": "p.float() * (do @ v.mT).float()"}, "computed in fp32"),
-        Wrong("head_dim not masked", {" & (offs_d < HEAD_DIM)[None, :]": " & (offs_d >= 0)[None, :]"}, "mask offs_d"),
+        Wrong(
+            "head_dim not masked",
+            {
+                "(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM)": (
+                    "(o_head, stride_o, offs_m, offs_d, seq_q, BLOCK_D)"
+                ),
+                "(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)": (
+                    "(do_head, stride_do, offs_m, offs_d, seq_q, BLOCK_D)"
+                ),
+            },
+            "mask offs_d",
+        ),
         Wrong("delta_ptr moved twice", {"delta_ptr + offs_m": "delta_ptr + pid_bh * seq_q + offs_m"}, "already"),
-        Wrong("no batch stride", {"b * stride_do[0] + h": "h"}, "batch 0 is right, batch 1 is not"),
-        Wrong("no head stride", {" + h * stride_do[1]": ""}, "head 0 is right, the others are not"),
+        Wrong(
+            "no batch stride",
+            {"head_base(do_ptr, stride_do, pid_bh, heads)": "do_ptr + pid_bh % heads * stride_do[1]"},
+            "batch 0 is right, batch 1 is not",
+        ),
+        Wrong(
+            "no head stride",
+            {"head_base(do_ptr, stride_do, pid_bh, heads)": "do_ptr + pid_bh // heads * stride_do[0]"},
+            "head 0 is right, the others are not",
+        ),
         Wrong("dlse added", {"delta -= ": "delta += "}, "dlse is added"),
         Wrong("dlse forgotten", {"delta -= tl.load": "tl.load"}, "dlse is not subtracted"),
         Wrong("dlse of head 0", {"dlse_ptr + pid_bh * seq_q": "dlse_ptr"}, "the dlse of head 0"),
@@ -26,10 +43,10 @@ WRONG = {
         Wrong("the last tile of queries alone", {"do, dv, input": "do, input"}, "do not overwrite"),
         Wrong(
             "LSE of the first head",
-            {"lse_ptr + offs_m": "lse_ptr - pid_bh * seq_q + offs_m"},
+            {"lse_head + offs_m": "lse_ptr + offs_m"},
             "head 0 is right",
         ),
-        Wrong("LSE moved twice", {"lse_ptr + offs_m": "lse_ptr + pid_bh * seq_q + offs_m"}, "is it moved again?"),
+        Wrong("LSE moved twice", {"lse_head + offs_m": "lse_head + pid_bh * seq_q + offs_m"}, "is it moved again?"),
         Wrong("steps by BLOCK_N", {"seq_q, BLOCK_M)": "seq_q, BLOCK_N)"}, "the walk goes by BLOCK_M"),
         Wrong("loops over keys", {"range(0, seq_q,": "range(0, seq_k,"}, "the walk ends at seq_k"),
         Wrong(
@@ -38,9 +55,7 @@ WRONG = {
             "its own sum: use LSE",
         ),
         Wrong("exp2", {"tl.exp(": "tl.exp2("}, "LSE is a natural logarithm"),
-        Wrong(
-            "do has q's strides", {"stride_do[2], stride_do[3]), mask": "stride_q[2], stride_q[3]), mask"}, "its own"
-        ),
+        Wrong("do has q's strides", {"(do_head, stride_do,": "(do_head, stride_q,"}, "its own"),
     ],
     "ex3_dq_loop": [
         Wrong("walks to the end", {"tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)": "seq_k"}, "where does the walk end?"),
@@ -73,11 +88,11 @@ WRONG = {
             "the first query is pid_n * BLOCK_N",
         ),
         Wrong("head of the group alone", {"h = h_kv * group + g": "h = g"}, "begin at h_kv * group"),
-        Wrong("LSE of head 0", {"lse_ptr + h * seq_q": "lse_ptr"}, "the lse of head 0"),
-        Wrong("delta of head 0", {"delta_ptr + h * seq_q": "delta_ptr"}, "the delta of head 0"),
+        Wrong("LSE of head 0", {"lse_ptr + row": "lse_ptr"}, "the lse of head 0"),
+        Wrong("delta of head 0", {"delta_ptr + row": "delta_ptr"}, "the delta of head 0"),
         Wrong(
             "pointer moved in the loop",
-            {"q_head = q_ptr + h * stride_q[1]": "q_ptr += h * stride_q[1]", "(q_head, ": "(q_ptr, "},
+            {"q_head = head_base(q_ptr,": "q_ptr = head_base(q_ptr,", "(q_head, ": "(q_ptr, "},
             "stays moved",
         ),
         Wrong("P and dS exchanged", {"p, ds = ": "ds, p = "}, "returns p, ds in this order"),
@@ -164,9 +179,8 @@ WRONG = {
         Wrong(
             "no keys, no o",
             {
-                "    q = load_tile(q_ptr, offs_m, seq_q, heads, HEAD_DIM, BLOCK_D)\n    end_n": (
-                    "    if seq_k == 0:\n        return\n"
-                    "    q = load_tile(q_ptr, offs_m, seq_q, heads, HEAD_DIM, BLOCK_D)\n    end_n"
+                "    o_ptr += (first_q * heads + h) * HEAD_DIM\n": (
+                    "    o_ptr += (first_q * heads + h) * HEAD_DIM\n    if seq_k == 0:\n        return\n"
                 )
             },
             "it has queries but no keys: its o is 0",

@@ -249,7 +249,7 @@ WRONG = {
             "acc as a whole",
             {
                 "pv * tl.load(v_scales_ptr + pid_n)\n        #": "pv\n        #",
-                "    o = (acc": "    acc *= tl.load(v_scales_ptr + last - 1)\n    o = (acc",
+                "    store_tile(o_ptr": "    acc *= tl.load(v_scales_ptr + last - 1)\n    store_tile(o_ptr",
             },
             "of the last block of v",
         ),
