@@ -2,6 +2,7 @@
 
 import textwrap
 
+from common.measure import records
 from common.style import COLORS, new, use
 
 import matplotlib.pyplot as plt
@@ -285,8 +286,8 @@ def _case(row: dict) -> tuple:
     return row["head_dim"], row["is_causal"], row["seq"], row["mode"]
 
 
-def _signed(fig, *records) -> None:
+def _signed(fig, *shown) -> None:
     """Provenance under the picture: a number without it is not a number."""
-    lines = [line for r in records for line in textwrap.wrap(records.describe(r).replace("`", ""), 115)]
+    lines = [line for r in shown for line in textwrap.wrap(records.describe(r).replace("`", ""), 115)]
     fig.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])
     plt.show()

@@ -13,6 +13,7 @@ from common.verify.reference import naive_attention
 from phase3_forward import forward
 from phase4_backward import backward
 from phase4_backward.backward import FlashAttention, flash_attention
+from phase4_backward.cases import cases
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def leaves(*sizes, **inputs):
     return [t.requires_grad_() for t in make_qkv(*sizes, **inputs)]
 
 
-@pytest.mark.parametrize("case", list(backward.cases()), ids=lambda case: case.what)
+@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.what)
 def test_every_case_of_the_module(case):
     case.run().check()
 
@@ -133,9 +134,9 @@ def test_the_kernels_fit_every_gpu(dtype, target):
 # --- mutants of the real kernels -----------------------------------------------------------------------------------
 
 EDITS = {
-    "dk not scaled": ("_attn_bwd_dkdv_kernel", "(dk * scale)", "dk"),
-    "dk scaled twice": ("_attn_bwd_dkdv_kernel", "(dk * scale)", "(dk * scale * scale)"),
-    "dq not scaled": ("_attn_bwd_dq_kernel", "(dq * scale)", "dq"),
+    "dk not scaled": ("_attn_bwd_dkdv_kernel", "HEAD_DIM, dk * scale", "HEAD_DIM, dk"),
+    "dk scaled twice": ("_attn_bwd_dkdv_kernel", "HEAD_DIM, dk * scale", "HEAD_DIM, dk * scale * scale"),
+    "dq not scaled": ("_attn_bwd_dq_kernel", "HEAD_DIM, dq * scale", "HEAD_DIM, dq"),
     "dv from dS": ("_attn_bwd_dkdv_kernel", "tl.trans(p.to(do.dtype)), do", "tl.trans(ds.to(do.dtype)), do"),
     "causal walk starts a tile late": (
         "_attn_bwd_dkdv_kernel", "// BLOCK_M * BLOCK_M", "// BLOCK_M * BLOCK_M + BLOCK_M",
@@ -144,17 +145,23 @@ EDITS = {
     "diagonal hidden from dq": ("_attn_bwd_dq_kernel", ">= offs_n[None, :]", "> offs_n[None, :]"),
     "dq loop ends a tile early": ("_attn_bwd_dq_kernel", "(pid_m + 1) * BLOCK_M", "pid_m * BLOCK_M"),
     "last query head of the group only": ("_attn_bwd_dkdv_kernel", "range(0, group)", "range(group - 1, group)"),
-    "query heads by modulo": ("_attn_bwd_dkdv_kernel", "h_kv * group + g", "g * heads_kv + h_kv"),
-    "key head by modulo": (
-        "_attn_bwd_dq_kernel", "k_ptr += b * stride_k[0] + (h // group)", "k_ptr += b * stride_k[0] + (h % 2)",
+    "query heads by modulo": (
+        "_attn_bwd_dkdv_kernel", "pid_bh * group + g",
+        "(pid_bh // heads_kv * group + g) * heads_kv + pid_bh % heads_kv",
     ),
-    "lse of another head": ("_attn_bwd_dkdv_kernel", "row = (b * heads_kv * group + h)", "row = (b + h)"),
-    "delta of head 0": ("_attn_bwd_dq_kernel", "delta_ptr + pid_bh * seq_q", "delta_ptr"),
+    "key head by modulo": (
+        "_attn_bwd_dq_kernel", "stride_k, pid_bh // group,",
+        "stride_k, pid_bh // heads_q * (heads_q // group) + pid_bh % (heads_q // group),",
+    ),
+    "lse of another head": ("_attn_bwd_dkdv_kernel", "row = head.to(tl.int64)", "row = pid_bh.to(tl.int64)"),
+    "delta of head 0": ("_attn_bwd_dq_kernel", "delta_ptr + pid_bh.to(tl.int64) * seq_q", "delta_ptr"),
     "delta is zero": ("_delta_kernel", "o.to(tl.float32) * do", "0.0 * do"),
     "delta in the middle of the row": ("_delta_kernel", "offs_m, delta,", "offs_m, delta / 2,"),
-    "do of batch 0": ("_attn_bwd_dq_kernel", "do_ptr += b * stride_do[0]", "do_ptr += 0 * stride_do[0]"),
+    "do of batch 0": ("_attn_bwd_dq_kernel", "stride_do, pid_bh,", "stride_do, pid_bh % heads_q,"),
     "queries past the end count": ("_attn_bwd_dkdv_kernel", "visible = (offs_m < seq_q)", "visible = (offs_m >= 0)"),
-    "v of the neighbor": ("_attn_bwd_dq_kernel", "tile_pointers(v_ptr, offs_n,", "tile_pointers(v_ptr, offs_n - 1,"),
+    "v of the neighbor": (
+        "_attn_bwd_dq_kernel", "(v_head, stride_v, offs_n,", "(v_head, stride_v, offs_n - 1,",
+    ),
 }  # fmt: skip
 BENIGN = {"queries past the end count"}  # their q and do are loaded as 0, so that they add nothing
 
