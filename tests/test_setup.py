@@ -95,7 +95,8 @@ def test_another_common_is_named_by_every_phase(foreign, tmp_path, phase):
     code = f"from {phase.folder} import *"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=foreign, capture_output=True, text=True)
     last = done.stderr.splitlines()[-1]
-    assert last == f"ImportError: cannot import name 'runtime' from 'common' ({tmp_path / 'common.py'})"
+    assert last.startswith("ImportError: cannot import name")
+    assert last.endswith(f"from 'common' ({tmp_path / 'common.py'})")
 
 
 def test_the_command_without_another_common():

@@ -276,7 +276,7 @@ def test_one_slow_call_moves_the_slowest_and_not_the_median():
         taken = timing.time_ms(slow_at_last)
     assert len(calls) == measured  # the slow one was the last that counts
     assert taken.median == pytest.approx(1)
-    assert (timing.fastest, timing.slowest) == (pytest.approx(1), pytest.approx(1000))
+    assert (taken.fastest, taken.slowest) == (pytest.approx(1), pytest.approx(1000))
 
 
 def test_calls_for_which_the_host_is_late_now_and_then_do_not_count():
@@ -326,13 +326,41 @@ def test_providers_take_turns_and_every_second_time_in_the_opposite_order():
         at = {name: asked.count(name) for name in "abc"}[asked[-1]]
         return timing.Timing(float(at**2), at - 0.5, at + 9.0, host=1.0 / at, late=at == 2 and asked[-1] == "b")
 
-    with mock.patch.object(timing, "time_ms", time_ms):
+    by_caller = mock.patch.object(timing, "caller_ms", return_value=1.25)
+    with mock.patch.object(timing, "time_ms", time_ms), by_caller:
         rows = timing.measure({name: lambda name=name: name for name in "abc"}, rounds=4, seq=64)
     assert "".join(asked) == "abccba" * 2
     assert [row["provider"] for row in rows] == ["a", "b", "c"]
     for row in rows:  # the median of 1, 4, 9, 16, and not their mean
         assert (row["ms"], row["ms_min"], row["ms_max"], row["host_ms"]) == (6.5, 0.5, 13.0, 0.25)
     assert ["late" in row for row in rows] == [False, True, False]
+    assert {row["caller_ms"] for row in rows} == {1.25}
+
+
+@pytest.mark.parametrize(("on_host", "on_gpu"), [(1e-5, 1e-3), (1e-3, 1e-3), (2e-3, 1e-3), (1e-3, 1e-5)])
+def test_a_caller_waits_for_host_or_gpu_whichever_takes_longer(on_host, on_gpu):
+    gpu = SimulatedGpu()
+    with simulated(gpu):
+        taken = timing.caller_ms(lambda: gpu.queue(on_host, on_gpu))
+    assert taken == pytest.approx(1e3 * max(on_host, on_gpu), rel=0.1)  # the first of a round is not overlapped
+
+
+def test_a_callers_time_is_the_median_of_three_rounds():
+    gpu, calls = SimulatedGpu(), []
+
+    def call():
+        calls.append(gpu.now)
+        gpu.queue(1e-6, 1.0 if len(calls) == 10 else 1e-3)  # 6 to warm up, then 39 a round
+
+    with simulated(gpu):
+        assert timing.caller_ms(call) == pytest.approx(1, rel=0.01)
+    assert len(calls) == 6 + 3 * 39
+
+
+def test_the_hosts_time_leaves_the_gpu_out():
+    gpu = SimulatedGpu()
+    with simulated(gpu):
+        assert timing.host_us(lambda: gpu.queue(20e-6, 1e-3)) == pytest.approx(20)
 
 
 def test_a_provider_that_refuses_stops_no_other():
@@ -348,7 +376,8 @@ def test_a_provider_that_refuses_stops_no_other():
 
     providers = {name: lambda error=error: refuse(error) for name, error in errors.items()}
     providers["ours"] = lambda: timing.Timing(2.0, 1.0, 3.0, host=0.5)
-    with mock.patch.object(timing, "time_ms", time_ms):
+    by_caller = mock.patch.object(timing, "caller_ms", return_value=1.25)
+    with mock.patch.object(timing, "time_ms", time_ms), by_caller:
         rows = timing.measure(providers, rounds=2, seq=64)
     assert [row.get("note") for row in rows] == ["inputs must be bf16", "NotImplementedError", "out of memory", None]
     assert rows[-1]["ms"] == 2.0

@@ -186,7 +186,9 @@ def test_arguments_of_every_sort(monkeypatch, dtype, first, args, types, divisib
     assert list(launch.signature.values()) == [*types, "constexpr"]
     assert launch.constexprs == [[[1], None], [[4], 16]]
     assert launch.divisible == divisible
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where the child finds this module
+    monkeypatch.setenv(
+        "PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
+    )  # where the child finds this module
     assert compile_launches([launch])[0].error is None
 
 
