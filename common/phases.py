@@ -30,6 +30,29 @@ class Phase:
         return ROOT / self.folder / self.notebook
 
 
+# Phase 5's rungs: the kernels that each of them changed, as (module, name).
+# The rung "tiles" is not here: it has the kernels of phases 3 and 4.
+RUNGS = {
+    "base2": dict(
+        forward=("forward_ladder", "_attn_fwd_base2_kernel"),
+        dkdv=("dkdv_ladder", "_attn_bwd_dkdv_base2_kernel"),
+        dq=("dq_ladder", "_attn_bwd_dq_base2_kernel"),
+    ),
+    "late-sums": dict(forward=("forward_ladder", "_attn_fwd_late_sums_kernel")),
+    "edges": dict(
+        forward=("forward_ladder", "_attn_fwd_edges_kernel"),
+        dkdv=("dkdv_ladder", "_attn_bwd_dkdv_edges_kernel"),
+        dq=("dq_ladder", "_attn_bwd_dq_edges_kernel"),
+    ),
+    "transposed": dict(dkdv=("dkdv_ladder", "_attn_bwd_dkdv_transposed_kernel")),
+    "heavy-first": dict(forward=("forward_ladder", "_attn_fwd_heavy_first_kernel")),
+    "descriptors": dict(
+        forward=("forward_ladder", "_attn_fwd_descriptors_kernel"),
+        dkdv=("dkdv_ladder", "_attn_bwd_dkdv_descriptors_kernel"),
+        dq=("dq_ladder", "_attn_bwd_dq_descriptors_kernel"),
+    ),
+}
+
 PHASES = (
     Phase(
         "phase1_softmax",
@@ -60,18 +83,25 @@ PHASES = (
         "Recompute instead of remember",
         "The backward pass needs P, which was never stored. What is the least to keep?",
         ("backward",),
-        dict(backward=("backward", "_attn_bwd_dq_kernel")),
+        dict(dkdv=("backward", "_attn_bwd_dkdv_kernel"), dq=("backward", "_attn_bwd_dq_kernel")),
         "backward.ipynb",
     ),
     Phase(
         "phase5_tuning",
         "From correct to fast, measured",
         "Where does the time go, and how close to the machine's limit can a readable kernel get?",
-        ("tuning_forward", "tuning_backward", "attention"),
-        dict(
-            forward=("tuning_forward", "_attn_fwd_tuned_kernel"),
-            backward=("tuning_backward", "_attn_bwd_dq_tuned_kernel"),
+        (
+            "forward_ladder",
+            "dkdv_ladder",
+            "dq_ladder",
+            "configs",
+            "launch",
+            "forward",
+            "backward",
+            "attention",
+            "ladder",
         ),
+        RUNGS["descriptors"],
         "tuning.ipynb",
     ),
 )
@@ -81,3 +111,11 @@ def find(name: str) -> Phase | None:
     """The phase called by its number ("3"), its folder, or a beginning of it that no other phase shares."""
     found = [p for p in PHASES if name in (str(p.number), p.folder)] or [p for p in PHASES if p.folder.startswith(name)]
     return found[0] if len(found) == 1 else None
+
+
+def kernels(name: str) -> tuple[Phase, dict[str, tuple[str, str]]] | None:
+    """(phase, its kernels by kind) of a phase as `find` takes it, or of a rung, as "late-sums"."""
+    phase, rung = find(name), "-".join(name.lower().replace("_", " ").split())
+    if phase is not None:
+        return phase, phase.kernels
+    return (PHASES[-1], RUNGS[rung]) if rung in RUNGS else None

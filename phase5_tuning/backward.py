@@ -3,7 +3,7 @@
 A call's kernels, tiles and descriptors are worked out once, as in forward.py.
 
 Builds on: this phase's `dkdv_ladder` and `dq_ladder`; phase 4's `attention_backward` where a scale is too large for
-base 2.
+base 2, and its `_attn_bwd_dkdv_kernel`, which wants the LSE in natural units.
 """
 
 from collections.abc import Callable

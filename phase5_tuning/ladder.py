@@ -2,7 +2,8 @@
 
     o, lse = LADDER[2].attention(q, k, v, is_causal=True)
 
-Builds on: this phase's `forward_ladder`, `dkdv_ladder` and `dq_ladder`, phase 3's and phase 4's kernels.
+Builds on: this phase's `forward_ladder`, `dkdv_ladder` and `dq_ladder`; phase 3's
+`_attn_fwd_kernel`; phase 4's `_attn_bwd_dkdv_kernel` and `_attn_bwd_dq_kernel`.
 """
 
 from collections.abc import Callable

@@ -1,24 +1,36 @@
 """The house stands in one direction, common <- phase1 <- phase2 <- phase3, and no phase copies an earlier kernel."""
 
 import ast
+import itertools
 import subprocess
 import sys
 
-from common.phases import PHASES, ROOT
+from common.phases import PHASES, ROOT, RUNGS
+from common.source import diff_texts
 
 import pytest
 
 # What a phase's module takes from an earlier one: the primitives and functions named in its docstring, nothing else.
 TILES = {f"phase2_tiling.tiling.{name}" for name in ("load_tile", "store_tile", "head_base")}
+GRADIENTS = {f"phase4_backward.backward._attn_bwd_{name}_kernel" for name in ("dkdv", "dq")}
 ALLOWED = {
-    "online_softmax": set(),
-    "tiling": {"phase1_softmax.online_softmax.online_softmax_step", "phase1_softmax.online_softmax.softmax"},
-    "forward": TILES | {"phase2_tiling.tiling.attention_tile_step"},
-    "backward": TILES | {"phase3_forward.forward.attention_forward"},
-    "tuning_forward": {"phase1_softmax.online_softmax.online_softmax_step", "phase2_tiling.tiling.tile_pointers"},
-    "tuning_backward": {"phase2_tiling.tiling.tile_pointers"},
-    "attention": set(),
+    "phase2_tiling.tiling": {
+        "phase1_softmax.online_softmax.online_softmax_step",
+        "phase1_softmax.online_softmax.softmax",
+    },
+    "phase3_forward.forward": TILES | {"phase2_tiling.tiling.attention_tile_step"},
+    "phase4_backward.backward": TILES | {"phase3_forward.forward.attention_forward"},
+    "phase5_tuning.forward_ladder": TILES,
+    "phase5_tuning.dkdv_ladder": TILES,
+    "phase5_tuning.dq_ladder": TILES,
+    "phase5_tuning.forward": {"phase3_forward.forward.attention_forward"},
+    "phase5_tuning.backward": {
+        "phase4_backward.backward.attention_backward",
+        "phase4_backward.backward._attn_bwd_dkdv_kernel",
+    },
+    "phase5_tuning.ladder": GRADIENTS | {"phase3_forward.forward._attn_fwd_kernel"},
 }
+STEP = 12  # lines of code that a rung may add to the one before it
 
 
 def imports(path):
@@ -57,8 +69,8 @@ def test_common_holds_no_attention_kernel(path):
 @pytest.mark.parametrize(("folder", "path"), modules(), ids=lambda x: getattr(x, "name", x))
 def test_a_module_imports_only_the_primitives_it_names(folder, path):
     taken = {name for name in imports(path) if name.startswith("phase") and not name.startswith(folder)}
-    assert taken == ALLOWED[path.stem]
-    builds_on = ast.get_docstring(ast.parse(path.read_text())).split("Builds on:")[1]
+    assert taken == ALLOWED.get(f"{folder}.{path.stem}", set())
+    builds_on = ast.get_docstring(ast.parse(path.read_text())).partition("Builds on:")[2]
     assert all(name.rsplit(".", 1)[1] in builds_on for name in taken)
 
 
@@ -69,14 +81,59 @@ def test_no_phase_reaches_forward(phase):
         assert all(int(name[5]) <= phase.number for name in reached), path
 
 
+# The ladders, by kind: the kernel that each of them begins with, and its rungs.
+LADDERS = {
+    kind: [first, *(made[kind][1] for made in RUNGS.values() if kind in made)]
+    for kind, first in (
+        ("forward", "_attn_fwd_kernel"),
+        ("dkdv", "_attn_bwd_dkdv_kernel"),
+        ("dq", "_attn_bwd_dq_kernel"),
+    )
+}
+
+
 def test_no_kernel_is_copied_into_a_later_phase():
+    """Exempt are the kernels of one ladder against each other: a rung repeats the one before it.
+
+    The first of them is phase 3's or phase 4's. Against all others a rung is judged as any kernel.
+    """
     seen = {}
     for folder, path in modules():
         for name, body in kernels(path):
+            ladder = next((names for names in LADDERS.values() if name in names), [])
             for other, other_body in seen.items():
-                shared = sum(line in other_body for line in body)
-                assert shared < 0.9 * len(body), f"{folder}.{name} repeats {other}"
+                if other.split(".")[1] not in ladder:
+                    shared = sum(line in other_body for line in body)
+                    assert shared < 0.9 * len(body), f"{folder}.{name} repeats {other}"
             seen[f"{folder}.{name}"] = body
+
+
+def test_the_ladders_hold_every_kernel_of_phase_5_but_one():
+    paths = [path for folder, path in modules() if folder == "phase5_tuning"]
+    found = [name for path in paths for name, _ in kernels(path)]
+    rungs = [name for names in LADDERS.values() for name in names[1:]]
+    assert sorted(found) == sorted([*rungs, "_attn_bwd_rows_kernel"])
+
+
+def steps():
+    """(ladder file, a rung's kernel, the one before it); not the first, which begins elsewhere."""
+    for kind, names in LADDERS.items():
+        for old, new in itertools.pairwise(names[1:]):
+            yield PHASES[-1].path(f"{kind}_ladder"), new, old
+
+
+def without_signature(path, name):
+    """The lines of a function in a file after its signature, without its docstring."""
+    node = next(n for n in ast.parse(path.read_text()).body if getattr(n, "name", "") == name)
+    lines = path.read_text().splitlines()
+    return "\n".join(lines[node.body[1].lineno - 1 : node.end_lineno])
+
+
+@pytest.mark.parametrize(("path", "new", "old"), list(steps()), ids=lambda x: getattr(x, "stem", x))
+def test_a_rung_is_one_idea_more_than_the_one_before_it(path, new, old):
+    changed = diff_texts(without_signature(path, old), without_signature(path, new)).splitlines()
+    added = [line for line in changed if line.startswith("+")]
+    assert 0 < len(added) <= STEP, "\n".join(changed)
 
 
 def test_modules_stay_readable():

@@ -110,28 +110,42 @@ def solution(
 
 
 def diff(
-    old: Annotated[str, typer.Argument(help="a phase, by number")],
-    new: Annotated[str, typer.Argument(help="another phase")],
+    old: Annotated[str, typer.Argument(help="a phase, by number, or a rung of phase 5, by name")],
+    new: Annotated[str, typer.Argument(help="another one")],
+    kernel: Annotated[
+        str, typer.Option(help="forward, dkdv or dq; without: the first in common", show_default=False)
+    ] = "",
 ) -> None:
-    """Show what one phase's kernel changed against another's, from the source as it is now."""
+    """Show what one phase's or rung's kernel changed against another's, in the source as it is."""
     from common.source import diff_texts, function_in
 
-    pair = [phases.find(name) for name in (old, new)]
-    for name, phase in zip((old, new), pair, strict=True):
-        if phase is None:
-            known = ", ".join(str(p.number) for p in phases.PHASES)
-            console.print(f"There is no phase {name!r}; there are {known}.", markup=False, style="red")
-            raise typer.Exit(2)
-    both = [kind for kind in pair[0].kernels if kind in pair[1].kernels]
-    kernels = [phase.kernels[both[0]] if both else next(iter(phase.kernels.values())) for phase in pair]
-    texts = [function_in(phase.path(module), name) for phase, (module, name) in zip(pair, kernels, strict=True)]
-    for sign, phase, (module, name) in zip("-+", pair, kernels, strict=True):
+    chosen = [phases.kernels(name) for name in (old, new)]
+    for name, known in zip((old, new), chosen, strict=True):
+        if known is None:
+            names = ", ".join([*(str(p.number) for p in phases.PHASES), *phases.RUNGS])
+            _refuse(f"There is no phase or rung {name!r}; there are {names}.")
+    both = [kind for kind in chosen[0][1] if kind in chosen[1][1]]
+    phases_only = all(phases.find(name) for name in (old, new))  # these are compared in any case
+    if kernel not in both if kernel else not both and not phases_only:
+        have = [", ".join(made) for _, made in chosen]
+        which = f"kernel {kernel!r}" if kernel else "kind of kernel"
+        _refuse(f"No {which} in common: {old} has {have[0]}; {new} has {have[1]}.")
+    owners = [phase for phase, _ in chosen]
+    kind = kernel or (both[0] if both else "")
+    kernels = [made[kind] if kind else next(iter(made.values())) for _, made in chosen]
+    texts = [function_in(phase.path(module), name) for phase, (module, name) in zip(owners, kernels, strict=True)]
+    for sign, phase, (module, name) in zip("-+", owners, kernels, strict=True):
         console.print(f"[bold]{sign} {phase.folder}/{module}.py: {name}[/]")
     if texts[0] == texts[1]:
         console.print("They are the same.")
     for line in diff_texts(*texts).splitlines():
         style = {"-": "red", "+": "green", "@": "cyan"}.get(line[:1])
         console.print(line, style=style, markup=False, soft_wrap=True)
+
+
+def _refuse(message: str) -> None:
+    console.print(message, markup=False, style="red")
+    raise typer.Exit(2)
 
 
 def reset(name: Annotated[str, typer.Argument(help="its name, number or file")]) -> None:

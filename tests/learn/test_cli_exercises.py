@@ -166,10 +166,38 @@ def test_diff_shows_what_changed_in_color_and_without(terminal):
     assert code == 0
     assert not re.search(r"\x1b\[[0-9;]*m", terminal.shell.before)
     assert "-    offs_d = tl.arange(0, HEAD_DIM)" in plain
-    assert "phase5_tuning/tuning_backward.py" in terminal.run("course diff 4 5")[0]  # backward with backward
+    assert "phase5_tuning/dkdv_ladder.py" in terminal.run("course diff 4 5")[0]  # dK, dV in both
     shown, code = terminal.run("course diff 2 7")
     assert code == 2
     assert "'7'" in shown
+
+
+def test_diff_of_two_rungs(terminal):
+    shown, code = terminal.run("course diff base2 late-sums")
+    assert code == 0
+    assert "+ phase5_tuning/forward_ladder.py: _attn_fwd_late_sums_kernel" in shown
+    assert "+    l_i = tl.sum(l_i, axis=1)" in shown
+    assert "+ phase5_tuning/dkdv_ladder.py" in terminal.run("course diff edges Transposed")[0]
+    shown, code = terminal.run('course diff base2 "masks at edges"')
+    assert code == 2
+    assert f"there are 1, 2, 3, 4, 5, {', '.join(phases.RUNGS)}." in " ".join(shown.split())
+
+
+def test_diff_of_one_kind_of_kernel(terminal):
+    for command, kernel in (
+        ("edges descriptors", "_attn_fwd_descriptors_kernel"),
+        ("edges descriptors --kernel dq", "_attn_bwd_dq_descriptors_kernel"),
+        ("4 base2 --kernel dq", "_attn_bwd_dq_base2_kernel"),
+        ("3 5", "_attn_fwd_descriptors_kernel"),
+        ("1 2", "_attention_tiled_kernel"),  # nothing in common, and still two phases
+    ):
+        shown, code = terminal.run(f"course diff {command}")
+        assert code == 0
+        assert kernel in shown
+    for command in ("heavy-first transposed", "base2 late-sums --kernel dq", "3 transposed"):
+        shown, code = terminal.run(f"course diff {command}")
+        assert code == 2
+        assert "has forward" in " ".join(shown.split())
 
 
 def test_help_comes_at_once(terminal):
