@@ -19,7 +19,7 @@ from types import ModuleType
 
 from common import runtime
 from common.measure import traffic
-from common.verify.harness import VerificationError, guard, verify_results
+from common.verify import VerificationError, guard, verify_results
 
 import torch
 

@@ -160,7 +160,7 @@ def test_a_file_changed_after_it_passed_is_not_solved(copy, terminal):
 def test_diff_shows_what_changed_in_color_and_without(terminal):
     shown, code = terminal.run("course diff 2 3")
     assert code == 0
-    assert "+    pid_bh = (tl.program_id(0) // tiles_m)" in shown
+    assert "+    pid_bh = tl.program_id(0) // tiles_m" in shown
     assert "\x1b[32m+" in terminal.shell.before
     plain, code = terminal.run("NO_COLOR=1 course diff 2 3 | cat")
     assert code == 0
