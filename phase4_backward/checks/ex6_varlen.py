@@ -6,7 +6,7 @@ from unittest import mock
 
 from common import make_tensor, runtime, verify_results
 from common.learn.judge import reject
-from common.verify.harness import Report, guard
+from common.verify import Report, guard
 from phase4_backward.checks import reject_report, small_tiles
 
 import torch
