@@ -40,6 +40,14 @@ def launches_on(kernel):
         yield devices
 
 
+def without_plans():
+    """Context manager: inside it, phase 5 has no plan from before, and keeps none for afterwards.
+
+    Yields the plans that are made. A plan of before would not ask what a test has replaced.
+    """
+    return mock.patch("phase5_tuning.launch._plans", {})
+
+
 CANARY = 1024.0
 GUARD = 64 * 256  # elements on each side: a whole tile of the largest head_dim
 
