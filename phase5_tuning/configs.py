@@ -120,8 +120,8 @@ def row(kernel: str, head_dim: int, dtype: torch.dtype, tma: bool) -> Choice | N
 
 def candidates(kernel: str, head_dim: int, dtype: torch.dtype, tma: bool) -> list[Config]:
     """The configs worth trying, the likeliest first; the last one fits everywhere."""
-    known = row(kernel, head_dim, dtype, tma)
-    return [*(known.configs if known else []), plain(kernel, head_dim, dtype)]
+    known, last = row(kernel, head_dim, dtype, tma), plain(kernel, head_dim, dtype)
+    return [*(c for c in (known.configs if known else []) if c != last), last]
 
 
 def choose(

@@ -23,8 +23,11 @@ def remembered(key: Hashable) -> Callable | None:
 
 
 def remember(key: Hashable, plan: Callable) -> Callable:
-    """Keep a plan for its key, and forget the oldest where there are too many."""
-    if runtime.recording:
+    """Keep a plan for its key, and forget the oldest where there are too many.
+
+    A plan that was made while a CUDA graph was captured is not kept: its tiles may not have been measured.
+    """
+    if runtime.recording or (runtime.DEVICE == "cuda" and torch.cuda.is_current_stream_capturing()):
         return plan
     with _lock:
         while len(_plans) >= LIMIT:

@@ -46,6 +46,14 @@ def launches_on(kernel):
         yield devices
 
 
+def without_plans():
+    """Context manager: inside it, phase 5 has no plan from before, and keeps none for afterwards.
+
+    Yields the plans that are made. A plan of before would not ask what a test has replaced.
+    """
+    return mock.patch("phase5_tuning.launch._plans", {})
+
+
 @contextlib.contextmanager
 def guards():
     """Raise at the end if something was stored outside of a result. An element that no program writes stays NaN.
