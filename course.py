@@ -1,4 +1,6 @@
-"""The command `course`. It is not in `common`, since another package of that name may come first on Python's path."""
+"""The command `course`. It is not in `common`, since another package of that name may come first
+on Python's path.
+"""
 
 import sys
 from importlib.util import find_spec
@@ -8,7 +10,9 @@ from pathlib import Path
 def main() -> None:
     found = Path(find_spec("common").origin).resolve()
     if found.parent != Path(__file__).resolve().with_name("common"):
-        sys.exit(f"{found} hides the course's package of the same name: take it off PYTHONPATH, or uninstall it")
+        sys.exit(
+            f"{found} hides the course's package of the same name: take it off PYTHONPATH, or uninstall it"
+        )
     from common.learn.cli import main
 
     main()

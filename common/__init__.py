@@ -1,4 +1,6 @@
-"""What all phases share: no attention kernel lives here. Names are loaded on first use (see common.runtime)."""
+"""What all phases share: no attention kernel lives here. Names are loaded on first use (see
+common.runtime).
+"""
 
 import importlib
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 
 def source(obj, *, docstring: bool = True) -> str:
-    """The source text of a function, class or kernel (jitted or interpreted); without its docstring if asked."""
+    """The source text of a function, class or kernel (jitted or interpreted); without its
+    docstring if asked.
+    """
     text = textwrap.dedent(inspect.getsource(getattr(obj, "fn", obj)))
     return text if docstring else _without_docstring(text)
 
@@ -31,14 +33,18 @@ def show(*objs, docstring: bool = True) -> "Highlighted":
 def function_in(path: Path, name: str) -> str:
     """The source of a function in a file, without its docstring, and without importing the file."""
     text = path.read_text()
-    node = next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == name)
+    node = next(
+        n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == name
+    )
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
     return _without_docstring("\n".join(text.splitlines()[first - 1 : node.end_lineno]) + "\n")
 
 
 def diff_texts(old: str, new: str) -> str:
     """Unified diff of two texts, without the lines that name files."""
-    return "\n".join(list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=3, lineterm=""))[2:])
+    return "\n".join(
+        list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=3, lineterm=""))[2:]
+    )
 
 
 def diff(old, new) -> str:
@@ -53,8 +59,9 @@ def show_diff(old, new) -> "Highlighted":
 
 @dataclass(frozen=True)
 class Highlighted:
-    """Code that a notebook displays in color. The colors are inline and bring their own background, so that stored
-    outputs look the same on every page, light or dark; where HTML is not shown, the plain text is."""
+    """Code that a notebook displays in color. The colors are inline and bring their own background,
+    so that stored outputs look the same on every page, light or dark; where HTML is not shown, the
+    plain text is."""
 
     text: str
     language: str = "python"
@@ -66,7 +73,8 @@ class Highlighted:
 
         block = "background: #f7f7f7; color: #222222; padding: 6px 8px"
         letters = (
-            "line-height: 135%; font-family: monospace; font-size: 12px; color: #222222; background: none; margin: 0"
+            "line-height: 135%; font-family: monospace; font-size: 12px; "
+            "color: #222222; background: none; margin: 0"
         )
         look = HtmlFormatter(noclasses=True, style="default", cssstyles=block, prestyles=letters)
         html = highlight(self.text, get_lexer_by_name(self.language, stripnl=False), look)

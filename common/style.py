@@ -1,5 +1,5 @@
-"""One look for every picture: a color means the same thing in all of them, and differs in lightness as well as in hue,
-so that it also reads in grey."""
+"""One look for every picture: a color means the same thing in all of them, and differs in lightness
+as well as in hue, so that it also reads in grey."""
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -24,7 +24,9 @@ COLORS = {
 
 
 def use() -> None:
-    """Set the look: called by every picture; white background, so that pages with a dark theme show it well."""
+    """Set the look: called by every picture; white background, so that pages with a dark theme
+    show it well.
+    """
     mpl.rcParams.update(
         {
             "figure.dpi": 110,

@@ -1,5 +1,5 @@
-"""One check of q, k, v for every phase. Each error names the argument, what it is, and what was expected;
-nothing has been allocated or launched when it is raised."""
+"""One check of q, k, v for every phase. Each error names the argument, what it is, and what was
+expected; nothing has been allocated or launched when it is raised."""
 
 import math
 import numbers
@@ -19,16 +19,21 @@ def _describe(t: torch.Tensor) -> str:
 
 
 def cast_like_sdpa(q, k, v) -> list:
-    """q, k, v cast as autocast casts SDPA's, if it is on; and as three tensors where one was given twice.
+    """q, k, v cast as autocast casts SDPA's, if it is on; and as three tensors where one was given
+    twice.
 
-    (torch.compile refuses an autograd.Function that gets the same tensor twice.) What no kernel takes is left as it is,
-    for validation to name.
+    (torch.compile refuses an autograd.Function that gets the same tensor twice.) What no kernel
+    takes is left as it is, for validation to name.
     """
     made = []
     for t in (q, k, v):
         if isinstance(t, torch.Tensor):
             device = t.device.type
-            if t.dtype in runtime.DTYPES and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+            if (
+                t.dtype in runtime.DTYPES
+                and device in ("cpu", "cuda")
+                and torch.is_autocast_enabled(device)
+            ):
                 t = t.to(torch.get_autocast_dtype(device))
             if t.layout == torch.strided and any(t is other for other in made):
                 t = t.view_as(t)
@@ -47,18 +52,26 @@ def check_tensor(name: str, t) -> None:
         wanted = ", ".join(str(d) for d in runtime.DTYPES)
         raise TypeError(f"{name}: expected one of {wanted}, got {_describe(t)}")
     if t.device.type not in (("cpu", "cuda") if runtime.INTERPRETED else ("cuda",)):
-        where = "interpreted here (CPU or CUDA tensors)" if runtime.INTERPRETED else "compiled here (CUDA tensors)"
+        where = (
+            "interpreted here (CPU or CUDA tensors)"
+            if runtime.INTERPRETED
+            else "compiled here (CUDA tensors)"
+        )
         raise ValueError(f"{name}: kernels are {where}, got {_describe(t)}")
 
 
 def check_out_dtype(dtype) -> None:
     """`dtype` is None or one that kernels can write."""
     if dtype is not None and dtype not in runtime.DTYPES:
-        raise TypeError(f"out_dtype: expected one of {', '.join(map(str, runtime.DTYPES))}, got {dtype}")
+        raise TypeError(
+            f"out_dtype: expected one of {', '.join(map(str, runtime.DTYPES))}, got {dtype}"
+        )
 
 
 def check_scale(scale, head_dim: int) -> float:
-    """`scale` as a float; None becomes 1/sqrt(head_dim), with the true head_dim and not the padded one."""
+    """`scale` as a float; None becomes 1/sqrt(head_dim), with the true head_dim and not the
+    padded one.
+    """
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
@@ -71,8 +84,9 @@ def check_scale(scale, head_dim: int) -> float:
 def check_qkv(q, k, v, scale=None, is_causal=False, enable_gqa=False, *, rank=4) -> float:
     """Raise unless q, k, v are inputs that attention accepts, and return the scale to use.
 
-    rank 4: q (batch, heads_q, seq_q, head_dim), k and v (batch, heads_kv, seq_k, head_dim); heads_q must equal
-    heads_kv, or with enable_gqa be a multiple of it. rank 2: one head, (seq_q, head_dim) and (seq_k, head_dim).
+    rank 4: q (batch, heads_q, seq_q, head_dim), k and v (batch, heads_kv, seq_k, head_dim); heads_q
+    must equal heads_kv, or with enable_gqa be a multiple of it. rank 2: one head, (seq_q, head_dim)
+    and (seq_k, head_dim).
 
     Raises TypeError (not a tensor, dtype, flag) or ValueError (shape, device, scale).
     """
@@ -80,7 +94,9 @@ def check_qkv(q, k, v, scale=None, is_causal=False, enable_gqa=False, *, rank=4)
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, t)
         if t.dim() != rank:
-            raise ValueError(f"{name}: expected {rank} dimensions ({', '.join(axes)}), got {_describe(t)}")
+            raise ValueError(
+                f"{name}: expected {rank} dimensions ({', '.join(axes)}), got {_describe(t)}"
+            )
         if t.dtype != q.dtype:
             raise TypeError(f"{name}: expected {q.dtype} like q, got {_describe(t)}")
         if t.device != q.device:
@@ -106,12 +122,16 @@ def check_qkv(q, k, v, scale=None, is_causal=False, enable_gqa=False, *, rank=4)
 def check_saved(q, k, v, o, lse, do, dlse, scale, is_causal) -> float:
     """Raise unless a backward pass can work on these tensors, and return the scale to use.
 
-    q, k, v as in `check_qkv`, where heads may be shared; o and do like q; lse (contiguous) and dlse (or None)
-    (batch, heads_q, seq_q), fp32. Raises TypeError or ValueError naming the argument.
+    q, k, v as in `check_qkv`, where heads may be shared; o and do like q; lse (contiguous) and dlse
+    (or None) (batch, heads_q, seq_q), fp32. Raises TypeError or ValueError naming the argument.
     """
     scale = check_qkv(q, k, v, scale, is_causal, enable_gqa=True)
     row_dtype = torch.promote_types(q.dtype, torch.float32)
-    wanted = [("o", o, q.shape, q.dtype), ("do", do, q.shape, q.dtype), ("lse", lse, q.shape[:3], row_dtype)]
+    wanted = [
+        ("o", o, q.shape, q.dtype),
+        ("do", do, q.shape, q.dtype),
+        ("lse", lse, q.shape[:3], row_dtype),
+    ]
     if dlse is not None:
         wanted.append(("dlse", dlse, q.shape[:3], row_dtype))
     for name, t, shape, dtype in wanted:
@@ -120,7 +140,9 @@ def check_saved(q, k, v, o, lse, do, dlse, scale, is_causal) -> float:
         if t.dtype != dtype:
             raise TypeError(f"{name}: expected {dtype}, got {_describe(t)}")
         if t.shape != shape or t.device != q.device:
-            raise ValueError(f"{name}: expected shape {tuple(shape)} on {q.device}, got {_describe(t)}")
+            raise ValueError(
+                f"{name}: expected shape {tuple(shape)} on {q.device}, got {_describe(t)}"
+            )
     if not lse.is_contiguous():
         raise ValueError(f"lse: expected a contiguous tensor, got strides {lse.stride()}")
     return scale
@@ -130,25 +152,36 @@ NO_FORWARD_MODE = "flash_attention: forward-mode derivatives are not implemented
 
 
 def refuse_forward_mode(*tensors) -> None:
-    """Raise RuntimeError if a tensor carries a forward-mode derivative, which an operator would drop without a word.
+    """Raise RuntimeError if a tensor carries a forward-mode derivative, which an operator would
+    drop without a word.
 
-    Whoever is inside torch.func.jvp, or another transform around it or within it, is taken to carry one: a transform
-    hides the derivatives that belong to those around it. Ordinarily this costs a look at one number.
+    Whoever is inside torch.func.jvp, or another transform around it or within it, is taken to carry
+    one: a transform hides the derivatives that belong to those around it. Ordinarily this costs a
+    look at one number.
     """
     if forward_ad._current_level < 0:
         return
     if torch.compiler.is_compiling():  # a graph shows no derivatives; the call itself does
         torch._dynamo.graph_break(msg=NO_FORWARD_MODE)
-    if any(is_functorch_wrapped_tensor(t) or forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if any(
+        is_functorch_wrapped_tensor(t) or forward_ad.unpack_dual(t).tangent is not None
+        for t in tensors
+    ):
         raise RuntimeError(NO_FORWARD_MODE)
 
 
 def check_heads(q, k, enable_gqa: bool) -> None:
-    """Every query head has a key head: one each, or with enable_gqa a whole number of query heads per key head."""
+    """Every query head has a key head: one each, or with enable_gqa a whole number of query
+    heads per key head.
+    """
     heads_q, heads_kv = q.shape[1], k.shape[1]
     if heads_q == heads_kv:
         return
     if not enable_gqa:
-        raise ValueError(f"k: expected {heads_q} heads like q (or enable_gqa=True), got {_describe(k)}")
+        raise ValueError(
+            f"k: expected {heads_q} heads like q (or enable_gqa=True), got {_describe(k)}"
+        )
     if heads_kv == 0 or heads_q % heads_kv:
-        raise ValueError(f"k: expected a number of heads that divides q's {heads_q}, got {_describe(k)}")
+        raise ValueError(
+            f"k: expected a number of heads that divides q's {heads_q}, got {_describe(k)}"
+        )

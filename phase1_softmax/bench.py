@@ -7,11 +7,14 @@ from phase1_softmax import online_softmax as ours
 import torch
 
 KERNELS = (ours._softmax_fused_kernel, ours._softmax_online_kernel, ours._logsumexp_kernel)
-USEFUL = {"logsumexp": 1, "torch.logsumexp": 1}  # a softmax has to read the matrix once and write it once
+# a softmax has to read the matrix once and write it once.
+USEFUL = {"logsumexp": 1, "torch.logsumexp": 1}
 
 
 def case(cols: int) -> list[dict]:
-    """fp16, 2^28 values in rows of `cols`; gb_per_s counts one read, and for a softmax one write: what has to move."""
+    """fp16, 2^28 values in rows of `cols`; gb_per_s counts one read, and for a softmax one
+    write: what has to move.
+    """
     x = torch.randn(2**28 // cols, cols, device=runtime.DEVICE, dtype=torch.float16)
     providers = {
         "softmax_fused": lambda: ours.softmax_fused(x),

@@ -1,4 +1,6 @@
-"""The pictures of phase 1. Each function draws one, from the numbers it is given or computes on the spot."""
+"""The pictures of phase 1. Each function draws one, from the numbers it is given or computes on
+the spot.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,15 +16,48 @@ INK, FAINT, STATE, GREY = (style.COLORS[n] for n in ("ink", "faint", "state", "s
 TINTS = ("#E69F00", "#56B4E9", "#CFE8DC", "#CC79A7")
 
 
-def _box(ax, x, y, width, height, text="", *, color="white", edge=INK, size=9, weight="normal", dashed=False):
-    ax.add_patch(Rectangle((x, y), width, height, fc=color, ec=edge, lw=1, ls="--" if dashed else "-"))
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=size, weight=weight, color=INK)
+def _box(
+    ax,
+    x,
+    y,
+    width,
+    height,
+    text="",
+    *,
+    color="white",
+    edge=INK,
+    size=9,
+    weight="normal",
+    dashed=False,
+):
+    ax.add_patch(
+        Rectangle((x, y), width, height, fc=color, ec=edge, lw=1, ls="--" if dashed else "-")
+    )
+    ax.text(
+        x + width / 2,
+        y + height / 2,
+        text,
+        ha="center",
+        va="center",
+        size=size,
+        weight=weight,
+        color=INK,
+    )
 
 
 def _arrow(ax, start, end, *, both=False, color=INK):
     look = "<|-|>" if both else "-|>"
     ax.add_patch(
-        FancyArrowPatch(start, end, arrowstyle=look, mutation_scale=11, lw=1.2, color=color, shrinkA=0, shrinkB=0)
+        FancyArrowPatch(
+            start,
+            end,
+            arrowstyle=look,
+            mutation_scale=11,
+            lw=1.2,
+            color=color,
+            shrinkA=0,
+            shrinkB=0,
+        )
     )
 
 
@@ -37,7 +72,9 @@ def _canvas(width, height, xlim, ylim):
 
 
 def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int = 2) -> None:
-    """Memory of S, and of Q, K, V, O together, against the sequence length; beside what GPUs have."""
+    """Memory of S, and of Q, K, V, O together, against the sequence length; beside what GPUs
+    have.
+    """
     seq = 2.0 ** np.arange(9, 17)
     s = batch * heads * seq**2 * size / 1e9
     qkvo = 4 * batch * heads * seq * head_dim * size / 1e9
@@ -45,10 +82,16 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
     ax.loglog(seq, s, color=GREY, marker="o", ms=4, base=2)
     ax.loglog(seq, qkvo, color=style.COLORS["q"], marker="s", ms=4, base=2)
     ax.set_yscale("log", base=10)
-    capacities = ((24, "RTX 4090, 24 GB", "top"), (80, "A100 or H100, 80 GB", "top"), (141, "H200, 141 GB", "bottom"))
+    capacities = (
+        (24, "RTX 4090, 24 GB", "top"),
+        (80, "A100 or H100, 80 GB", "top"),
+        (141, "H200, 141 GB", "bottom"),
+    )
     for capacity, name, side in capacities:
         ax.axhline(capacity, color=INK, lw=1, ls=":")
-        ax.text(500, capacity * (1.06 if side == "bottom" else 0.94), name, size=8, va=side, color=INK)
+        ax.text(
+            500, capacity * (1.06 if side == "bottom" else 0.94), name, size=8, va=side, color=INK
+        )
     here = batch * heads * 8192**2 * size / 1e9
     ax.annotate(
         f"seq 8192: {here:.1f} GB = {here * 1e9 / 2**30:.0f} GiB",
@@ -58,10 +101,14 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
         arrowprops=dict(arrowstyle="-"),
     )
     ax.text(65536 * 1.1, s[-1], "S", va="center", color=INK, weight="bold")
-    ax.text(65536 * 1.1, qkvo[-1], "Q, K, V, O", va="center", color=style.COLORS["q"], weight="bold")
+    ax.text(
+        65536 * 1.1, qkvo[-1], "Q, K, V, O", va="center", color=style.COLORS["q"], weight="bold"
+    )
     ax.set_xticks(seq, [f"{int(n)}" for n in seq])
     ax.set(xlabel="sequence length", ylabel="memory in GB", xlim=(460, 65536 * 1.9))
-    ax.set_title(f"S grows with the square (batch {batch}, {heads} heads, head_dim {head_dim}, fp16)")
+    ax.set_title(
+        f"S grows with the square (batch {batch}, {heads} heads, head_dim {head_dim}, fp16)"
+    )
     plt.show()
 
 
@@ -83,7 +130,9 @@ def roofline(points: Mapping[str, tuple[float, float]], copy: float, gemm: float
         ax.plot(intensity, height, "o" if bound else "s", color=color, ms=7)
         offset, side = ((-7, 4), "right") if bound else ((0, -16), "center")
         ax.annotate(name, (intensity, height), offset, textcoords="offset points", size=9, ha=side)
-    ax.set(xlabel="arithmetic intensity in FLOP per byte of HBM traffic", ylabel="attainable TFLOP/s")
+    ax.set(
+        xlabel="arithmetic intensity in FLOP per byte of HBM traffic", ylabel="attainable TFLOP/s"
+    )
     ax.set(xlim=(0.4, 3e4), ylim=(1, 1700))
     ax.set_title("A roofline: what the memory allows, and what the matrix units allow")
     plt.show()
@@ -107,7 +156,14 @@ def memory_hierarchy() -> None:
     _arrow(ax, (63.5, 21), (75.5, 21), both=True)
     ax.text(69.5, 23.5, "4.25 TB/s", ha="center", size=9, weight="bold")
     ax.text(69.5, 17, "measured", ha="center", size=8)
-    ax.text(55.5, 1, "near, small, fast   $\\longleftrightarrow$   far, large, slow", ha="center", size=9, color=INK)
+    ax.text(
+        55.5,
+        1,
+        "near, small, fast   $\\longleftrightarrow$   far, large, slow",
+        ha="center",
+        size=9,
+        color=INK,
+    )
     ax.set_title("The memories of an H200")
     plt.show()
 
@@ -120,13 +176,31 @@ def programs_and_mask(n: int = 10, block: int = 4) -> None:
         inside = i < n
         color = TINTS[i // block] if inside else "white"
         _box(ax, i, 0, 1, 1, str(i), color=color, dashed=not inside, edge=INK if inside else GREY)
-        ax.text(i + 0.5, -0.5, "True" if inside else "False", ha="center", va="center", size=8, color=INK)
+        ax.text(
+            i + 0.5,
+            -0.5,
+            "True" if inside else "False",
+            ha="center",
+            va="center",
+            size=8,
+            color=INK,
+        )
     for p in range(programs):
         left, right = p * block + 0.08, (p + 1) * block - 0.08
         ax.plot([left, left, right, right], [-1.0, -1.25, -1.25, -1.0], color=INK, lw=1)
-        ax.text((left + right) / 2, -1.75, f"program {p}", ha="center", va="center", size=9, weight="bold")
+        ax.text(
+            (left + right) / 2,
+            -1.75,
+            f"program {p}",
+            ha="center",
+            va="center",
+            size=9,
+            weight="bold",
+        )
         offsets = f"{p} * {block} + arange(0, {block})"
-        ax.text((left + right) / 2, -2.45, offsets, ha="center", va="center", size=8, family="monospace")
+        ax.text(
+            (left + right) / 2, -2.45, offsets, ha="center", va="center", size=8, family="monospace"
+        )
     ax.text(-0.2, 0.5, "offset", ha="right", va="center", size=9)
     ax.text(-0.2, -0.5, f"offset < {n}", ha="right", va="center", size=9)
     ax.text(n + (programs * block - n) / 2, 1.35, "not ours", ha="center", size=9, color=INK)
@@ -135,17 +209,29 @@ def programs_and_mask(n: int = 10, block: int = 4) -> None:
 
 
 def memory_order() -> None:
-    """A (3, 4) matrix, its transpose as a view, and the transpose made contiguous, each beside its memory."""
+    """A (3, 4) matrix, its transpose as a view, and the transpose made contiguous, each beside
+    its memory.
+    """
     x = np.arange(12).reshape(3, 4)
     cases = (
-        ("x: shape (3, 4), strides (4, 1)", x, list(range(12)), "its elements in order: a walk straight through"),
+        (
+            "x: shape (3, 4), strides (4, 1)",
+            x,
+            list(range(12)),
+            "its elements in order: a walk straight through",
+        ),
         (
             "x.t(): shape (4, 3), strides (1, 4)",
             x.T,
             list(range(12)),
             "same memory; in order means jumping: 0, 4, 8, 1, ...",
         ),
-        ("x.t().contiguous(): strides (3, 1)", x.T, list(x.T.ravel()), "new memory, written in the new order"),
+        (
+            "x.t().contiguous(): strides (3, 1)",
+            x.T,
+            list(x.T.ravel()),
+            "new memory, written in the new order",
+        ),
     )
     style.use()
     _, axes = plt.subplots(3, 1, figsize=(7.8, 5.6), layout="constrained")
@@ -156,11 +242,27 @@ def memory_order() -> None:
         for i in range(rows):
             for j in range(cols):
                 value = matrix[i, j]
-                _box(ax, j, (rows - 1 - i) * 1.0 - 0.6 * (rows == 4), 1, 1, str(value), color=TINTS[value // 4])
+                _box(
+                    ax,
+                    j,
+                    (rows - 1 - i) * 1.0 - 0.6 * (rows == 4),
+                    1,
+                    1,
+                    str(value),
+                    color=TINTS[value // 4],
+                )
         order = {int(v): k for k, v in enumerate(matrix.ravel())}
         for address, value in enumerate(memory):
             _box(ax, 8 + address * 1.1, 1.2, 1.1, 1, str(value), color=TINTS[value // 4])
-            ax.text(8.55 + address * 1.1, 0.75, f"{order[int(value)]}", ha="center", va="center", size=8, color=INK)
+            ax.text(
+                8.55 + address * 1.1,
+                0.75,
+                f"{order[int(value)]}",
+                ha="center",
+                va="center",
+                size=8,
+                color=INK,
+            )
         ax.text(7.8, 1.7, "memory", ha="right", va="center", size=8)
         ax.text(7.8, 0.75, "visited as", ha="right", va="center", size=8)
         ax.text(8, -0.35, note, size=9, color=INK)
@@ -183,12 +285,26 @@ def exp_range() -> None:
     for name, largest, vanish, color in limits:
         high, low = math.log(largest), vanish * math.log(2)
         top, bottom = high / math.log(10), low / math.log(10)
-        ax.plot([low, high, high, low, low], [bottom, bottom, top, top, bottom], color=color, lw=1.5)
+        ax.plot(
+            [low, high, high, low, low], [bottom, bottom, top, top, bottom], color=color, lw=1.5
+        )
         ax.plot([high, low], [top, bottom], "o", color=color, ms=5)
         ax.annotate(
-            f"{name}: inf above {high:.2f}", (high, top), (-6, 4), textcoords="offset points", ha="right", size=9
+            f"{name}: inf above {high:.2f}",
+            (high, top),
+            (-6, 4),
+            textcoords="offset points",
+            ha="right",
+            size=9,
         )
-        ax.annotate(f"0 below {low:.1f}", (low, bottom), (8, -3), textcoords="offset points", va="top", size=9)
+        ax.annotate(
+            f"0 below {low:.1f}",
+            (low, bottom),
+            (8, -3),
+            textcoords="offset points",
+            va="top",
+            size=9,
+        )
     ax.axvspan(-115, 0, color=FAINT, alpha=0.5, lw=0)
     ax.text(-113, 41, "after subtracting the maximum, x lives here", size=9, color=INK)
     ax.set(xlabel="x", ylabel="$\\log_{10}\\, e^x$", xlim=(-115, 100), ylim=(-58, 47))
@@ -205,9 +321,24 @@ def streaming_state(row: Sequence[float]) -> None:
     left.plot(steps, m, "o", color=STATE, ms=5)
     left.plot(steps, row, "D", color=GREY, ms=8, mec=INK, mew=0.6)
     for k, x in zip(steps, row, strict=True):
-        left.annotate(f"x = {x:g}", (k, x), (0, -16), textcoords="offset points", ha="center", size=9)
-    left.annotate("m", (steps[-1], m[-1]), (8, 0), textcoords="offset points", color=STATE, weight="bold", va="center")
-    left.set(xlabel="elements seen", ylabel="logit", ylim=(-0.4, max(row) + 0.9), xlim=(0.6, len(row) + 0.6))
+        left.annotate(
+            f"x = {x:g}", (k, x), (0, -16), textcoords="offset points", ha="center", size=9
+        )
+    left.annotate(
+        "m",
+        (steps[-1], m[-1]),
+        (8, 0),
+        textcoords="offset points",
+        color=STATE,
+        weight="bold",
+        va="center",
+    )
+    left.set(
+        xlabel="elements seen",
+        ylabel="logit",
+        ylim=(-0.4, max(row) + 0.9),
+        xlim=(0.6, len(row) + 0.6),
+    )
     left.set_xticks(steps)
     left.set_title("The running maximum m")
 
@@ -217,12 +348,19 @@ def streaming_state(row: Sequence[float]) -> None:
             part = math.exp(row[j] - m[k - 1])
             right.bar(k, part, bottom=bottom, color=TINTS[j % 4], edgecolor=INK, lw=0.6, width=0.6)
             if part > 0.09:
-                right.text(k, bottom + part / 2, f"x = {row[j]:g}", ha="center", va="center", size=8)
+                right.text(
+                    k, bottom + part / 2, f"x = {row[j]:g}", ha="center", va="center", size=8
+                )
             bottom += part
         right.text(k, bottom + 0.03, f"l = {bottom:.3f}", ha="center", size=9)
     right.annotate("a new maximum:\nthe old sum shrinks by $e^{-2}$", (2.75, 0.1), (1.62, 1.56), size=8, ha="left",
                    arrowprops=dict(arrowstyle="->", lw=0.8))  # fmt: skip
-    right.set(xlabel="elements seen", ylabel="l, in units of $e^m$", ylim=(0, 1.85), xlim=(0.5, len(row) + 0.5))
+    right.set(
+        xlabel="elements seen",
+        ylabel="l, in units of $e^m$",
+        ylim=(0, 1.85),
+        xlim=(0.5, len(row) + 0.5),
+    )
     right.set_xticks(steps)
     right.set_title("The sum l, and whose share it holds")
     plt.show()
@@ -281,7 +419,11 @@ def z_histogram(single: np.ndarray, summed: np.ndarray, limit: float = 6.0) -> N
     titles = ("One rounding: softmax, fp16", "Many roundings added up: P V")
     for ax, z, title in zip(axes, (single, summed), titles, strict=True):
         ax.hist(
-            z, bins=np.arange(-7, 7.01, 0.1), density=True, color=style.COLORS["peer"], label=f"{z.size:,} elements"
+            z,
+            bins=np.arange(-7, 7.01, 0.1),
+            density=True,
+            color=style.COLORS["peer"],
+            label=f"{z.size:,} elements",
         )
         ax.plot(x, normal, color=INK, lw=1.5, label="standard normal")
         for side in (-limit, limit):
@@ -294,14 +436,24 @@ def z_histogram(single: np.ndarray, summed: np.ndarray, limit: float = 6.0) -> N
     plt.show()
 
 
-def softmax_traffic(sweeps: Mapping[str, tuple[float, float]], matrix_bytes: float, copy: float) -> None:
-    """`sweeps`: variant -> (reads, writes) in units of the matrix. Time predicted for a matrix of `matrix_bytes`."""
+def softmax_traffic(
+    sweeps: Mapping[str, tuple[float, float]], matrix_bytes: float, copy: float
+) -> None:
+    """`sweeps`: variant -> (reads, writes) in units of the matrix. Time predicted for a matrix
+    of `matrix_bytes`.
+    """
     _, ax = style.new(7.6, 2.6)
     for y, (name, (reads, writes)) in enumerate(reversed(sweeps.items())):
         ax.barh(y, reads, color=GREY, height=0.55, label="read" if y == 0 else None)
         ax.barh(y, writes, left=reads, color=INK, height=0.55, label="written" if y == 0 else None)
         total = reads + writes
-        ax.text(total + 0.12, y, f"{total:.1f}   {total * matrix_bytes / copy * 1e3:.0f} ms", va="center", size=9)
+        ax.text(
+            total + 0.12,
+            y,
+            f"{total:.1f}   {total * matrix_bytes / copy * 1e3:.0f} ms",
+            va="center",
+            size=9,
+        )
         ax.text(-0.12, y, name, ha="right", va="center", size=9)
     ax.set_yticks([])
     ax.spines["left"].set_visible(False)

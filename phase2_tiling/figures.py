@@ -12,13 +12,43 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 COLORS = style.COLORS
 INK, FAINT = COLORS["ink"], COLORS["faint"]
 # Light versions of the same colors, so that text on them stays readable.
-TINT = {"q": "#BFDCEE", "k": "#FBE3B3", "v": "#BFE5D9", "o": "#F1D9E6", "s": "#D6D6D6", "state": "#F6D3BC"}
+TINT = {
+    "q": "#BFDCEE",
+    "k": "#FBE3B3",
+    "v": "#BFE5D9",
+    "o": "#F1D9E6",
+    "s": "#D6D6D6",
+    "state": "#F6D3BC",
+}
 TEXT_BOX = dict(fc="white", ec="none", pad=1.5)
 
 
-def _box(ax, x, y, width, height, text="", color="white", *, edge=INK, size=9, lw=1.0, ls="-", weight="normal"):
+def _box(
+    ax,
+    x,
+    y,
+    width,
+    height,
+    text="",
+    color="white",
+    *,
+    edge=INK,
+    size=9,
+    lw=1.0,
+    ls="-",
+    weight="normal",
+):
     ax.add_patch(Rectangle((x, y), width, height, fc=color, ec=edge, lw=lw, ls=ls))
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=size, weight=weight, color=INK)
+    ax.text(
+        x + width / 2,
+        y + height / 2,
+        text,
+        ha="center",
+        va="center",
+        size=size,
+        weight=weight,
+        color=INK,
+    )
 
 
 def _arrow(ax, start, end, color=INK, *, lw=1.3):
@@ -52,19 +82,33 @@ def data_flow() -> None:
         _box(ax, x, 5.4, width, 3.4, name, tint, size=11, weight="bold")
         return x + width / 2
 
-    places = dict(Q=(0.5, 0.8), K=(1.6, 0.8), S=(4.0, 3.4), P=(8.8, 3.4), V=(13.4, 0.8), O=(14.8, 0.8))
+    places = dict(
+        Q=(0.5, 0.8), K=(1.6, 0.8), S=(4.0, 3.4), P=(8.8, 3.4), V=(13.4, 0.8), O=(14.8, 0.8)
+    )
     center = {name: matrix(left, x, name, width) for name, (x, width) in places.items()}
     for x, text in ((2.0, "$QK^T$"), (6.9, "softmax"), (11.9, "$PV$")):
         _box(left, x, 1.6, 2.5, 1.4, text, size=10)
     for name, end in (("Q", 2.4), ("K", 2.8), ("S", 7.6), ("P", 12.4), ("V", 13.4)):
         _arrow(left, (center[name] if name not in "SP" else center[name] + 0.8, 5.3), (end, 3.1))
     for start, name in ((4.1, "S"), (8.8, "P"), (14.2, "O")):
-        _arrow(left, (start, 3.1), (center[name] - (0.6 if name in "SP" else 0), 5.3), COLORS["bad"])
+        _arrow(
+            left, (start, 3.1), (center[name] - (0.6 if name in "SP" else 0), 5.3), COLORS["bad"]
+        )
 
     center = {n: matrix(right, x, n) for n, x in dict(Q=2.4, K=4.4, V=6.4, O=13.0).items()}
     _box(right, 2.2, 0.9, 12.0, 2.6)
     for x, name, tint in ((4.6, "S", "s"), (7.4, "P", "s"), (10.0, "m, l, acc", "state")):
-        _box(right, x, 1.5, 1.3 if tint == "s" else 2.8, 1.3, name, TINT[tint], size=10, weight="bold")
+        _box(
+            right,
+            x,
+            1.5,
+            1.3 if tint == "s" else 2.8,
+            1.3,
+            name,
+            TINT[tint],
+            size=10,
+            weight="bold",
+        )
     _arrow(right, (5.95, 2.15), (7.35, 2.15))
     _arrow(right, (8.75, 2.15), (9.95, 2.15))
     for name in "QKV":
@@ -77,7 +121,9 @@ def data_flow() -> None:
 
 
 def matmul_orders() -> None:
-    """What one step of C = A B touches, with the sum over r as the inner loop and as the outer loop."""
+    """What one step of C = A B touches, with the sum over r as the inner loop and as the outer
+    loop.
+    """
     _, (left, right) = _drawing(8.6, 3.3, 2)
     rows, cols, inner = 4, 5, 3
 
@@ -107,7 +153,14 @@ def matmul_orders() -> None:
     grid(right, x, 0, rows, cols, "state", lambda i, j: True, "")
     right.text(x + 2.5, 2.0, "C", size=12, weight="bold", ha="center", va="center", color=INK)
     right.set_title("Sum outside: one column of A at a time")
-    right.text((x + cols) / 2, -0.8, "all of C is read and written at every step", ha="center", size=9, color=INK)
+    right.text(
+        (x + cols) / 2,
+        -0.8,
+        "all of C is read and written at every step",
+        ha="center",
+        size=9,
+        color=INK,
+    )
     plt.show()
 
 
@@ -126,14 +179,27 @@ def tile_walk(tiles: int = 4, block_n: int = 64) -> None:
             _box(ax, j, -1.25, 0.92, 0.9, f"$V_{j + 1}$", TINT["v"] if now else "white", **look)
             if past:
                 ax.text(j + 0.46, 0.5, "gone", ha="center", va="center", size=7, color=INK)
-        _box(ax, 0, -2.85, tiles - 0.08, 0.95, "m, l, acc", TINT["state"], lw=1.4, size=10, weight="bold")
+        _box(
+            ax,
+            0,
+            -2.85,
+            tiles - 0.08,
+            0.95,
+            "m, l, acc",
+            TINT["state"],
+            lw=1.4,
+            size=10,
+            weight="bold",
+        )
         _arrow(ax, (step + 0.46, -1.3), (step + 0.46, -1.85))
         ax.set_title(f"keys {step * block_n}..{(step + 1) * block_n - 1}", size=10)
     plt.show()
 
 
 def loop_orders(tiles: int = 4) -> None:
-    """The tiles of S in the order in which they are computed, who computes them, and what happens to o."""
+    """The tiles of S in the order in which they are computed, who computes them, and what
+    happens to o.
+    """
     _, (left, right) = _drawing(9.0, 3.5, 2)
     owners = (TINT["q"], "white", TINT["q"], "white")
     for ax in (left, right):
@@ -153,7 +219,14 @@ def loop_orders(tiles: int = 4) -> None:
         _arrow(left, (0.15, y), (tiles - 0.15, y))
         left.text(tiles + 1.4, y, "written once", va="center", size=9, color=INK)
         left.text(-1.1, y, f"program {i}", ha="right", va="center", size=8, color=INK)
-        right.text(tiles + 1.4, y, f"m, l, acc: out and in\n{tiles - 1}x, then O once", va="center", size=8, color=INK)
+        right.text(
+            tiles + 1.4,
+            y,
+            f"m, l, acc: out and in\n{tiles - 1}x, then O once",
+            va="center",
+            size=8,
+            color=INK,
+        )
     for j in range(tiles):
         _arrow(right, (j + 0.5, tiles - 0.15), (j + 0.5, 0.15))
         if j < tiles - 1:
@@ -169,15 +242,26 @@ def loop_orders(tiles: int = 4) -> None:
 
 
 def memory_wall(shared: Mapping[int, int], limits: Mapping[str, int]) -> None:
-    """Shared memory that the compiler asks for against seq (bytes), with the limit of each kind of GPU as a line."""
+    """Shared memory that the compiler asks for against seq (bytes), with the limit of each kind
+    of GPU as a line.
+    """
     _, ax = style.new(7.6, 3.7)
     seq, size = np.array(list(shared)), np.array(list(shared.values())) / 1024
     for name, limit in limits.items():
         ax.axhline(limit / 1024, color=COLORS["limit"], lw=1, ls="--")
-        ax.text(seq[0] * 0.86, limit / 1024 * 1.03, f"{name}: {limit // 1024} KiB", size=8, va="bottom", color=INK)
+        ax.text(
+            seq[0] * 0.86,
+            limit / 1024 * 1.03,
+            f"{name}: {limit // 1024} KiB",
+            size=8,
+            va="bottom",
+            color=INK,
+        )
     ax.plot(seq, size, color=COLORS["unfused"], zorder=2)
     fits = size * 1024 <= max(limits.values())
-    ax.plot(seq[fits], size[fits], "o", color=COLORS["good"], ms=8, label="fits at least one of them")
+    ax.plot(
+        seq[fits], size[fits], "o", color=COLORS["good"], ms=8, label="fits at least one of them"
+    )
     ax.plot(seq[~fits], size[~fits], "X", color=COLORS["bad"], ms=10, label="fits none")
     for x, y in zip(seq, size, strict=True):
         ax.annotate(f"{y:.0f}", (x, y), (8, -9), textcoords="offset points", size=9, color=INK)
@@ -196,14 +280,16 @@ def memory_wall(shared: Mapping[int, int], limits: Mapping[str, int]) -> None:
 
 
 def missing_rescale(alpha: np.ndarray, error: np.ndarray, block_n: int) -> None:
-    """alpha of every (query, tile of keys), rows sorted by how often m grew; and each row's error without the rescale.
+    """alpha of every (query, tile of keys), rows sorted by how often m grew; and each row's error
+    without the rescale.
 
     alpha (tiles, rows); error (rows,), largest |o - truth| of the row.
     """
     grew = alpha[1:] < 1
     order = np.lexsort((error, grew.sum(axis=0)))
     _, (left, right) = style.new(9.0, 3.5, 2, sharey=True, width_ratios=(1.5, 1))
-    moved = np.ma.masked_equal(alpha[1:, order].T, 1)  # unmasked: from black to a grey that is not yet white
+    # Unmasked: from black to a grey that is not yet white.
+    moved = np.ma.masked_equal(alpha[1:, order].T, 1)
     greys = LinearSegmentedColormap.from_list("greys", ["black", "#D0D0D0"])
     image = left.imshow(moved, aspect="auto", cmap=greys, vmin=0, vmax=1, interpolation="nearest")
     tiles = np.arange(1, len(alpha))
@@ -218,7 +304,9 @@ def missing_rescale(alpha: np.ndarray, error: np.ndarray, block_n: int) -> None:
     right.plot(error[order][wrong], rows[wrong], "x", ms=5, color=COLORS["bad"])
     right.set_xscale("symlog", linthresh=1e-3)
     right.set_xlim(-2e-4, 3)
-    right.text(2e-4, rows[~wrong].mean(), "rows whose maximum\nlies in the first tile", va="center", size=8)
+    right.text(
+        2e-4, rows[~wrong].mean(), "rows whose maximum\nlies in the first tile", va="center", size=8
+    )
     right.text(2e-2, rows[wrong].mean(), "all others", ha="right", va="center", size=8)
     right.set(xlabel="largest error of the row")
     right.set_title("No rescale: the error")
@@ -228,8 +316,12 @@ def missing_rescale(alpha: np.ndarray, error: np.ndarray, block_n: int) -> None:
 # --- 5. measurement -----------------------------------------------------------------------------------------------
 
 
-def bytes_against_seq(formulas: Mapping[str, tuple], measured: Mapping[str, Mapping[int, int]], once) -> None:
-    """formulas: name -> (color name, marker, function of seq); measured: name -> {seq: bytes}; once: seq -> bytes."""
+def bytes_against_seq(
+    formulas: Mapping[str, tuple], measured: Mapping[str, Mapping[int, int]], once
+) -> None:
+    """formulas: name -> (color name, marker, function of seq); measured: name -> {seq: bytes};
+    once: seq -> bytes.
+    """
     _, (left, right) = style.new(9.2, 3.7, 2, width_ratios=(1.5, 1))
     seq, ticks = np.arange(64, 4097, 8), 2 ** np.arange(6, 13, 2)
     curves = {name: np.array([f(int(n)) for n in seq]) for name, (_, _, f) in formulas.items()}
@@ -237,9 +329,23 @@ def bytes_against_seq(formulas: Mapping[str, tuple], measured: Mapping[str, Mapp
         left.plot(seq, curves[name] / 2**20, color=COLORS[color])
         left.text(seq[-1] * 1.12, curves[name][-1] / 2**20, name, va="center", size=9, color=INK)
         points = measured.get(name, {})
-        left.plot(list(points), [b / 2**20 for b in points.values()], marker, color=COLORS[color], mec=INK, ms=7)
+        left.plot(
+            list(points),
+            [b / 2**20 for b in points.values()],
+            marker,
+            color=COLORS[color],
+            mec=INK,
+            ms=7,
+        )
     left.plot(seq, [once(int(n)) / 2**20 for n in seq], color=INK, lw=1, ls=":")
-    left.text(seq[-1] * 1.12, once(int(seq[-1])) / 2**20, "q, k, v, o once", va="center", size=9, color=INK)
+    left.text(
+        seq[-1] * 1.12,
+        once(int(seq[-1])) / 2**20,
+        "q, k, v, o once",
+        va="center",
+        size=9,
+        color=INK,
+    )
     left.set_xscale("log", base=2)
     left.set_yscale("log", base=10)
     left.set_xticks(ticks, [str(n) for n in ticks])
@@ -261,7 +367,9 @@ def bytes_against_block(formula, measured: Mapping[int, int], title: str) -> Non
     """Bytes of the tiled kernel against BLOCK_M; formula: BLOCK_M -> bytes."""
     _, ax = style.new(6.4, 3.1)
     blocks = 2 ** np.arange(4, 9)
-    ax.plot(blocks, [formula(int(b)) / 2**20 for b in blocks], color=COLORS["tiled"], label="formula")
+    ax.plot(
+        blocks, [formula(int(b)) / 2**20 for b in blocks], color=COLORS["tiled"], label="formula"
+    )
     ax.plot(list(measured), [b / 2**20 for b in measured.values()], "s", color=COLORS["tiled"], mec=INK, ms=7,
             label="counted")  # fmt: skip
     ax.set_xscale("log", base=2)
@@ -276,7 +384,9 @@ def bytes_against_block(formula, measured: Mapping[int, int], title: str) -> Non
 
 
 def intensities(points: Mapping[str, tuple[float, float]], flops: float, bandwidth: float) -> None:
-    """FLOP per byte under the roof of one GPU. points: version -> (with the bytes asked for, with each matrix once)."""
+    """FLOP per byte under the roof of one GPU. points: version -> (with the bytes asked for,
+    with each matrix once).
+    """
     _, ax = style.new(7.8, 3.7)
     x = np.logspace(0.7, 3.8, 200)
     ridge = flops / bandwidth
@@ -296,5 +406,7 @@ def intensities(points: Mapping[str, tuple[float, float]], flops: float, bandwid
             ax.annotate(text, (intensity, roof), where, textcoords="offset points", ha=side, size=9, color=INK,
                         bbox=TEXT_BOX, zorder=1)  # fmt: skip
     ax.set(xlabel="FLOP per byte", ylabel="TFLOP/s at most", xlim=(1.3, 7000), ylim=(22, 1300))
-    ax.set_title(f"What memory allows (H200: {flops / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s, measured)")
+    ax.set_title(
+        f"What memory allows (H200: {flops / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s, measured)"
+    )
     plt.show()

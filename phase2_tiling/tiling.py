@@ -1,11 +1,12 @@
 """Attention in tiles for one head: S and P never reach memory.
 
-Math. For a tile of query rows, walk over tiles of keys and values and keep (m, l, acc) instead of S and P:
+Math. For a tile of query rows, walk over tiles of keys and values and keep (m, l, acc) instead of S
+and P:
 
     S_j = scale Q K_j^T      (m, l, alpha, P_j) = online_softmax_step(m, l, S_j)      acc = alpha acc + P_j V_j
 
-and at the end O = acc / l. Dao et al., arXiv 2205.14135 (FlashAttention); with queries in the outer loop as in Dao,
-arXiv 2307.08691 (FlashAttention-2), Algorithm 1.
+and at the end O = acc / l. Dao et al., arXiv 2205.14135 (FlashAttention); with queries in the outer
+loop as in Dao, arXiv 2307.08691 (FlashAttention-2), Algorithm 1.
 
 Builds on: phase 1's `online_softmax_step`.
 Exports to later phases: `load_tile`, `store_tile`, `head_base`, `attention_tile_step`; to exercises
@@ -24,7 +25,9 @@ import triton.language as tl
 
 @triton.jit
 def tile_pointers(base_ptr, offs_row, offs_col, stride_row, stride_col):
-    """Pointers to a tile of a strided matrix, (rows, cols). 64-bit: row * stride passes 2^31 sooner than one thinks."""
+    """Pointers to a tile of a strided matrix, (rows, cols). 64-bit: row * stride passes 2^31
+    sooner than one thinks.
+    """
     rows = offs_row.to(tl.int64)[:, None] * stride_row
     return base_ptr + rows + offs_col.to(tl.int64)[None, :] * stride_col
 
@@ -43,7 +46,9 @@ def load_tile(base_ptr, stride, offs_row, offs_col, rows, cols):
 
 @triton.jit
 def store_tile(base_ptr, stride, offs_row, offs_col, rows, cols, tile):
-    """Write a tile to a strided (rows, cols) matrix in the matrix's dtype; nothing outside of it."""
+    """Write a tile to a strided (rows, cols) matrix in the matrix's dtype; nothing outside of
+    it.
+    """
     ptrs = base_ptr + offs_row.to(tl.int64)[:, None] * stride[-2]
     ptrs += offs_col.to(tl.int64)[None, :] * stride[-1]
     inside = (offs_row < rows)[:, None] & (offs_col < cols)[None, :]
@@ -52,9 +57,15 @@ def store_tile(base_ptr, stride, offs_row, offs_col, rows, cols, tile):
 
 @triton.jit
 def head_base(base_ptr, stride, head, heads):
-    """The first element of one head of a (batch, heads, ...) tensor; `head` counts through the batch."""
+    """The first element of one head of a (batch, heads, ...) tensor; `head` counts through the
+    batch.
+    """
     # 64-bit: batch * stride can pass 2^31.
-    return base_ptr + (head // heads).to(tl.int64) * stride[0] + (head % heads).to(tl.int64) * stride[1]
+    return (
+        base_ptr
+        + (head // heads).to(tl.int64) * stride[0]
+        + (head % heads).to(tl.int64) * stride[1]
+    )
 
 
 @triton.jit
@@ -65,7 +76,8 @@ def attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible):
     q         (BLOCK_M, BLOCK_D);  k, v  (BLOCK_N, BLOCK_D);  visible  bool, broadcasts to (BLOCK_M, BLOCK_N)
     Returns m_i, l_i, acc updated.
     """
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (BLOCK_M, BLOCK_N), fp32; "ieee": no TF32
+    # (BLOCK_M, BLOCK_N), fp32; "ieee": no TF32.
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     s = tl.where(visible, s, float("-inf"))
     m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
@@ -103,7 +115,8 @@ def _attention_resident_kernel(
 ):  # fmt: skip
     """The first idea: tile the queries and hold all keys and values on chip.
 
-    Grid: (cdiv(seq_q, BLOCK_M),). Requires: BLOCK_N >= seq_k, so the chip must hold everything: the wall.
+    Grid: (cdiv(seq_q, BLOCK_M),).
+    Requires: BLOCK_N >= seq_k, so the chip must hold everything: the wall.
     Reads q once, k and v once a program; writes o once.
     """
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -113,7 +126,8 @@ def _attention_resident_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     k = load_tile(k_ptr, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, HEAD_DIM)
     v = load_tile(v_ptr, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (BLOCK_M, BLOCK_N): whole rows of S
+    # (BLOCK_M, BLOCK_N): whole rows of S.
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     s = tl.where((offs_n < seq_k)[None, :], s, float("-inf"))
     m_i = tl.max(s, axis=1)
     p = tl.exp(s - tl.where(m_i == float("-inf"), 0.0, m_i)[:, None])
@@ -133,8 +147,8 @@ def _attention_tiled_kernel(
 
     Grid: (cdiv(seq_q, BLOCK_M),).
     New here: the loop over key tiles; BLOCK_N no longer depends on seq_k.
-    Reads q once, k and v once a program; writes o once. In elements:
-    2 seq_q HEAD_DIM + 2 seq_k HEAD_DIM cdiv(seq_q, BLOCK_M).
+    Reads q once, k and v once a program; writes o once. In elements: 2 seq_q HEAD_DIM + 2 seq_k
+    HEAD_DIM cdiv(seq_q, BLOCK_M).
     """
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
@@ -147,7 +161,9 @@ def _attention_tiled_kernel(
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = load_tile(k_ptr, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, HEAD_DIM)
         v = load_tile(v_ptr, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
-        m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, (offs_n < seq_k)[None, :])
+        m_i, l_i, acc = attention_tile_step(
+            m_i, l_i, acc, q, k, v, scale, (offs_n < seq_k)[None, :]
+        )
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # no keys at all: o = 0
     store_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
@@ -158,19 +174,27 @@ def _attention_tiled_kernel(
 MATMUL_BLOCK = 64
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
     """softmax(scale q k^T) v for one head, without S or P in memory.
 
-    q (seq_q, head_dim), k and v (seq_k, head_dim), fp16, bf16 or fp32, any strides; head_dim 16, 32, 64, 128 or 256
-    (phase 3 takes the others). scale defaults to 1/sqrt(head_dim). Returns o (seq_q, head_dim) in q's dtype; with
-    seq_k = 0, zeros. Raises TypeError or ValueError naming the argument; nothing is launched then.
+    q (seq_q, head_dim), k and v (seq_k, head_dim), fp16, bf16 or fp32, any strides; head_dim 16,
+    32, 64, 128 or 256 (phase 3 takes the others). scale defaults to 1/sqrt(head_dim). Returns o
+    (seq_q, head_dim) in q's dtype; with seq_k = 0, zeros. Raises TypeError or ValueError naming the
+    argument; nothing is launched then.
     """
     scale = _check(q, k, v, scale)
-    return _launch(_attention_tiled_kernel, q, k, v, scale, **runtime.tile_sizes(q.shape[1], q.dtype))
+    return _launch(
+        _attention_tiled_kernel, q, k, v, scale, **runtime.tile_sizes(q.shape[1], q.dtype)
+    )
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor, *, scale: float = 1.0, out_dtype: torch.dtype | None = None):
-    """scale * a @ b. a (m, k), b (k, n), the same dtype, any strides; c (m, n) in out_dtype (default: a's).
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, *, scale: float = 1.0, out_dtype: torch.dtype | None = None
+):
+    """scale * a @ b. a (m, k), b (k, n), the same dtype, any strides; c (m, n) in out_dtype
+    (default: a's).
 
     Raises TypeError or ValueError naming the argument; nothing is launched then.
     """
@@ -199,17 +223,24 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, scale: float = 1.0, out_dtype: t
 
 
 def attention_unfused(q, k, v, scale: float | None = None) -> torch.Tensor:
-    """`attention` by three kernels, through memory: S = scale q k^T in fp32, P = softmax(S) in q's dtype, o = P v."""
+    """`attention` by three kernels, through memory: S = scale q k^T in fp32, P = softmax(S) in
+    q's dtype, o = P v.
+    """
     scale = _check(q, k, v, scale)
-    s = matmul(q, k.T, scale=scale, out_dtype=torch.float32)  # fp16 would hold a logit of 30 to within 0.008 only
+    # fp16 would hold a logit of 30 to within 0.008 only.
+    s = matmul(q, k.T, scale=scale, out_dtype=torch.float32)
     return matmul(softmax(s, out_dtype=q.dtype), v)
 
 
 def attention_resident(q, k, v, scale: float | None = None) -> torch.Tensor:
-    """`attention` with all of k and v on chip at once. Right, but a GPU runs it only while seq_k is small."""
+    """`attention` with all of k and v on chip at once. Right, but a GPU runs it only while seq_k
+    is small.
+    """
     scale = _check(q, k, v, scale)
     block_n = max(16, triton.next_power_of_2(k.shape[0]))
-    return _launch(_attention_resident_kernel, q, k, v, scale, BLOCK_M=16, BLOCK_N=block_n, num_warps=16)
+    return _launch(
+        _attention_resident_kernel, q, k, v, scale, BLOCK_M=16, BLOCK_N=block_n, num_warps=16
+    )
 
 
 def _launch(kernel, q, k, v, scale, **tiles):
@@ -230,5 +261,7 @@ def _check(q, k, v, scale) -> float:
     scale = validate.check_qkv(q, k, v, scale, rank=2)
     head_dim = q.shape[1]
     if head_dim < 16 or head_dim & (head_dim - 1):
-        raise ValueError(f"q: expected head_dim 16, 32, 64, 128 or 256 (others: phase 3), got shape {tuple(q.shape)}")
+        raise ValueError(
+            f"q: expected head_dim 16, 32, 64, 128 or 256 (others: phase 3), got shape {tuple(q.shape)}"
+        )
     return scale

@@ -18,8 +18,18 @@ TILE_COLORS = {"skipped": COLORS["faint"], "full": COLORS["peer"], "partial": CO
 
 
 def _box(ax, x, y, text="", *, width=1.0, height=1.0, color="white", ink=None, line=1.2, size=9):
-    ax.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor="white", linewidth=line))
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=ink or COLORS["ink"])
+    ax.add_patch(
+        Rectangle((x, y), width, height, facecolor=color, edgecolor="white", linewidth=line)
+    )
+    ax.text(
+        x + width / 2,
+        y + height / 2,
+        text,
+        ha="center",
+        va="center",
+        fontsize=size,
+        color=ink or COLORS["ink"],
+    )
 
 
 def _matrix(ax, rows: int, cols: int, title: str = "") -> None:
@@ -39,7 +49,15 @@ def calls(answered: Mapping[str, Sequence[bool]], kernels: Sequence[str]) -> Non
         ax.text(-0.15, y + 0.5, call, ha="right", va="center")
         for x, good in enumerate(verdicts):
             color = COLORS["tiled"] if good else COLORS["faint"]
-            _box(ax, x, y, "right" if good else "no answer", color=color, ink="white" if good else None, line=2)
+            _box(
+                ax,
+                x,
+                y,
+                "right" if good else "no answer",
+                color=color,
+                ink="white" if good else None,
+                line=2,
+            )
     for x, kernel in enumerate(kernels):
         ax.text(x + 0.5, -0.15, kernel, ha="center", va="bottom", fontweight="bold")
     ax.set_xlim(-2.6, len(kernels))
@@ -48,7 +66,9 @@ def calls(answered: Mapping[str, Sequence[bool]], kernels: Sequence[str]) -> Non
 
 
 def programs(batch: int, heads: int, tiles_m: int, chosen: int) -> None:
-    """The grid: which program id computes which tile of query rows of which head; one of them picked out."""
+    """The grid: which program id computes which tile of query rows of which head; one of them
+    picked out.
+    """
     _, ax = style.new(6.6, 0.42 * batch * heads + 1.0)
     _matrix(ax, batch * heads, tiles_m)
     ax.set_aspect("auto")
@@ -56,7 +76,9 @@ def programs(batch: int, heads: int, tiles_m: int, chosen: int) -> None:
         y, x = divmod(program, tiles_m)
         _box(ax, x, y, str(program), color=LIGHT_TINTS[y // heads % 2], size=10)
     y, x = divmod(chosen, tiles_m)
-    ax.add_patch(Rectangle((x, y), 1, 1, fill=False, edgecolor=COLORS["ink"], linewidth=3, zorder=3))
+    ax.add_patch(
+        Rectangle((x, y), 1, 1, fill=False, edgecolor=COLORS["ink"], linewidth=3, zorder=3)
+    )
     for row in range(batch * heads):
         b, h = divmod(row, heads)
         ax.text(-0.1, row + 0.5, f"batch {b}, head {h}", ha="right", va="center")
@@ -76,13 +98,19 @@ def programs(batch: int, heads: int, tiles_m: int, chosen: int) -> None:
 
 
 def layouts(heads: int = 2, seq: int = 3, head_dim: int = 2) -> None:
-    """Memory as a strip of elements, in three layouts of the same (1, heads, seq, head_dim) tensor."""
+    """Memory as a strip of elements, in three layouts of the same (1, heads, seq, head_dim)
+    tensor.
+    """
     h_i_d = [(h, i, d) for h in range(heads) for i in range(seq) for d in range(head_dim)]
     i_h_d = [(h, i, d) for i in range(seq) for h in range(heads) for d in range(head_dim)]
     strips = (
         ("BHSD, head after head", h_i_d, (seq * head_dim, head_dim, 1)),
         ("BSHD, token after token", i_h_d, (head_dim, heads * head_dim, 1)),
-        ("expanded, one head read by all", [(None, i, d) for h, i, d in h_i_d if h == 0], (0, head_dim, 1)),
+        (
+            "expanded, one head read by all",
+            [(None, i, d) for h, i, d in h_i_d if h == 0],
+            (0, head_dim, 1),
+        ),
     )
     style.use()
     _, axes = plt.subplots(3, 1, figsize=(8, 3.9), layout="constrained")
@@ -92,7 +120,9 @@ def layouts(heads: int = 2, seq: int = 3, head_dim: int = 2) -> None:
             color = COLORS["s"] if h is None else TINTS[h]
             _box(ax, x, 0, f"i={i}\nd={d}", color=color, ink="white" if h != 0 else None, size=8)
             ax.text(x + 0.5, 1.1, str(x), ha="center", va="top", fontsize=7)
-        ax.set_title(f"{name}; strides: head {per_head}, row {per_row}, head_dim {per_d}", fontsize=10)
+        ax.set_title(
+            f"{name}; strides: head {per_head}, row {per_row}, head_dim {per_d}", fontsize=10
+        )
         ax.set_xlim(-0.1, heads * seq * head_dim + 0.1)
         ax.set_ylim(1.55, -0.05)
     handles = [Patch(color=TINTS[h], label=f"head {h}") for h in range(heads)]
@@ -102,7 +132,9 @@ def layouts(heads: int = 2, seq: int = 3, head_dim: int = 2) -> None:
 
 
 def head_mapping(heads_q: int, heads_kv: int) -> None:
-    """Which key head a query head reads: neighbors share one (right), or every heads_kv-th does (wrong)."""
+    """Which key head a query head reads: neighbors share one (right), or every heads_kv-th does
+    (wrong).
+    """
     group = heads_q // heads_kv
     maps = {
         f"right: h // {group}": [h // group for h in range(heads_q)],
@@ -125,21 +157,33 @@ def head_mapping(heads_q: int, heads_kv: int) -> None:
     plt.show()
 
 
-def causal_tiles(kind: Callable, sizes: Sequence[tuple[int, int]], block_m: int, block_n: int) -> None:
+def causal_tiles(
+    kind: Callable, sizes: Sequence[tuple[int, int]], block_m: int, block_n: int
+) -> None:
     """Tiles of S under the causal mask, for several (seq_q, seq_k).
 
     kind(tile_m, tile_n, block_m, block_n) names a tile "skipped", "full" or "partial".
     """
     style.use()
     widths = [seq_k for _, seq_k in sizes]
-    fig, axes = plt.subplots(1, len(sizes), figsize=(8.6, 4), layout="constrained", width_ratios=widths)
+    fig, axes = plt.subplots(
+        1, len(sizes), figsize=(8.6, 4), layout="constrained", width_ratios=widths
+    )
     tallest = max(seq_q for seq_q, _ in sizes)
     for ax, (seq_q, seq_k) in zip(axes, sizes, strict=True):
         for start_m in range(0, seq_q, block_m):
             for start_n in range(0, seq_k, block_n):
                 what = kind(start_m // block_m, start_n // block_n, block_m, block_n)
                 width, height = min(block_n, seq_k - start_n), min(block_m, seq_q - start_m)
-                _box(ax, start_n, start_m, width=width, height=height, color=TILE_COLORS[what], line=2)
+                _box(
+                    ax,
+                    start_n,
+                    start_m,
+                    width=width,
+                    height=height,
+                    color=TILE_COLORS[what],
+                    line=2,
+                )
         n = min(seq_q, seq_k)
         ax.plot([0, n, n], [0, n, seq_q], color=COLORS["ink"], linewidth=1.5)
         ax.set_xlim(0, seq_k)
@@ -157,7 +201,9 @@ def causal_tiles(kind: Callable, sizes: Sequence[tuple[int, int]], block_m: int,
         ax.set_title(f"seq_q {seq_q}, seq_k {seq_k}", fontsize=10)
     axes[0].set_ylabel("query")
     handles = [Patch(color=color, label=what) for what, color in TILE_COLORS.items()]
-    handles.append(plt.Line2D([], [], color=COLORS["ink"], linewidth=1.5, label="keys to the left are visible"))
+    handles.append(
+        plt.Line2D([], [], color=COLORS["ink"], linewidth=1.5, label="keys to the left are visible")
+    )
     fig.legend(handles=handles, loc="outside lower center", ncols=4)
     plt.show()
 
@@ -167,7 +213,9 @@ def alignments(sizes: Sequence[tuple[int, int]]) -> None:
     style.use()
     panels = [(size, name) for size in sizes for name in ("top-left", "bottom-right")]
     widths = [seq_k for (_, seq_k), _ in panels]
-    fig, axes = plt.subplots(1, len(panels), figsize=(8.6, 3.1), layout="constrained", width_ratios=widths)
+    fig, axes = plt.subplots(
+        1, len(panels), figsize=(8.6, 3.1), layout="constrained", width_ratios=widths
+    )
     tallest = max(seq_q for seq_q, _ in sizes)
     for ax, ((seq_q, seq_k), name) in zip(axes, panels, strict=True):
         _matrix(ax, seq_q, seq_k, f"{name}\nseq_q {seq_q}, seq_k {seq_k}")
@@ -181,13 +229,18 @@ def alignments(sizes: Sequence[tuple[int, int]]) -> None:
                 _box(ax, j, i, color=color)
             if i + shift < 0:
                 ax.text(seq_k / 2, i + 0.5, "sees nothing", ha="center", va="center", fontsize=8)
-    handles = [Patch(color=COLORS["tiled"], label="visible"), Patch(color=COLORS["faint"], label="hidden")]
+    handles = [
+        Patch(color=COLORS["tiled"], label="visible"),
+        Patch(color=COLORS["faint"], label="hidden"),
+    ]
     fig.legend(handles=handles, loc="outside lower center", ncols=2)
     plt.show()
 
 
 def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
-    """Attention weights P as written numbers: hidden cells are hatched, or orange if they have weight all the same."""
+    """Attention weights P as written numbers: hidden cells are hatched, or orange if they have
+    weight all the same.
+    """
     style.use()
     _, axes = plt.subplots(1, len(matrices), figsize=(8.6, 2.7), layout="constrained")
     for ax, (title, p) in zip(axes, matrices.items(), strict=True):
@@ -201,7 +254,9 @@ def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
                 ink = "white" if p[i, j] > 0.5 or wrong else None
                 _box(ax, j, i, f"{p[i, j]:.2f}", color=color, ink=ink, size=8)
                 if not visible[i, j] and not wrong:
-                    hatching = Rectangle((j, i), 1, 1, fill=False, hatch="////", ec=COLORS["faint"], lw=0)
+                    hatching = Rectangle(
+                        (j, i), 1, 1, fill=False, hatch="////", ec=COLORS["faint"], lw=0
+                    )
                     ax.add_patch(hatching)
         ax.set_xlabel("key")
     axes[0].set_ylabel("query")
@@ -231,8 +286,17 @@ def z_histogram(z: Mapping[str, np.ndarray], limit: float) -> None:
     _, ax = style.new(8, 3)
     largest = max(float(np.abs(values).max()) for values in z.values())
     bins = np.linspace(-1.05 * largest, 1.05 * largest, 121)
-    for (name, values), color, filled in zip(z.items(), (COLORS["tiled"], COLORS["bad"]), (True, False), strict=True):
-        ax.hist(values, bins=bins, color=color, histtype="stepfilled" if filled else "step", linewidth=1.5, label=name)
+    for (name, values), color, filled in zip(
+        z.items(), (COLORS["tiled"], COLORS["bad"]), (True, False), strict=True
+    ):
+        ax.hist(
+            values,
+            bins=bins,
+            color=color,
+            histtype="stepfilled" if filled else "step",
+            linewidth=1.5,
+            label=name,
+        )
     for side in (-limit, limit):
         ax.axvline(side, color=COLORS["limit"], linestyle="--", linewidth=1)
     ax.text(limit, ax.get_ylim()[1] * 0.95, "  limit", va="top")
@@ -257,7 +321,9 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
         "right results rejected": ("correct_rejected", "correct"),
     }
     _, ax = style.new(8, 0.29 * (len(slipping) + 3) + 0.7)
-    ax.imshow(table, cmap=ListedColormap([COLORS["faint"], COLORS["bad"]]), vmin=0, vmax=1, aspect="auto")
+    ax.imshow(
+        table, cmap=ListedColormap([COLORS["faint"], COLORS["bad"]]), vmin=0, vmax=1, aspect="auto"
+    )
     for i, j in zip(*np.nonzero(table), strict=True):
         ax.text(j, i, "accepted", ha="center", va="center", color="white", fontsize=8)
     below = [len(slipping) + 0.5, len(slipping) + 1.5]
@@ -265,9 +331,13 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
         for x, rule in enumerate(names):
             count, total = counts[rule][some], counts[rule][of_all]
             weight = "bold" if count == 0 else "normal"
-            ax.text(x, y, f"{count} of {total}", ha="center", va="center", fontsize=9, fontweight=weight)
+            ax.text(
+                x, y, f"{count} of {total}", ha="center", va="center", fontsize=9, fontweight=weight
+            )
     ax.set_xticks(range(len(names)), [textwrap.fill(name, 15) for name in names], fontsize=9)
-    ax.set_yticks([*range(len(slipping)), *below], [*(row["what"] for row in slipping), *totals], fontsize=9)
+    ax.set_yticks(
+        [*range(len(slipping)), *below], [*(row["what"] for row in slipping), *totals], fontsize=9
+    )
     ax.set_ylim(len(slipping) + 2, -0.5)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
@@ -284,12 +354,22 @@ def causal_bytes(
     counted_seqs: Sequence[int],
     counted: Mapping[str, Sequence[int]],
 ) -> None:
-    """Bytes moved by the forward kernel for one head, full and causal: lines are the formula, dots were counted."""
+    """Bytes moved by the forward kernel for one head, full and causal: lines are the formula,
+    dots were counted.
+    """
     _, ax = style.new(7, 3.2)
-    for (name, values), color in zip(formula.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True):
+    for (name, values), color in zip(
+        formula.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True
+    ):
         ax.plot(seqs, np.array(values) / 1e6, color=color, label=f"{name}, formula")
         if name in counted:
-            ax.plot(counted_seqs, np.array(counted[name]) / 1e6, "o", color=color, label=f"{name}, counted")
+            ax.plot(
+                counted_seqs,
+                np.array(counted[name]) / 1e6,
+                "o",
+                color=color,
+                label=f"{name}, counted",
+            )
     ax.set_xlabel("seq_q = seq_k")
     ax.set_ylabel("megabytes for one head")
     ax.set_xlim(0)

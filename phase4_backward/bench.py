@@ -1,4 +1,6 @@
-"""`python -m phase4_backward.bench`: the backward pass alone beside PyTorch's SDPA backends, fp16."""
+"""`python -m phase4_backward.bench`: the backward pass alone beside PyTorch's SDPA backends,
+fp16.
+"""
 
 import itertools
 
@@ -13,13 +15,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 KERNELS = (ours._delta_kernel, ours._attn_bwd_dkdv_kernel, ours._attn_bwd_dq_kernel)
 TOKENS, WIDTH = 16384, 2048  # batch * seq and heads * head_dim, the same for every case
-BACKWARD_FLOPS = 2.5  # five products to the forward pass's two; what a kernel recomputes is not counted
+# Five products to the forward pass's two; what a kernel recomputes is not counted.
+BACKWARD_FLOPS = 2.5
 
 
 def case(head_dim: int, is_causal: bool, seq: int) -> list[dict]:
     """One shape: the gradients of q, k and v from a forward pass that has already run."""
     batch, heads = TOKENS // seq, WIDTH // head_dim
-    q, k, v = (t.requires_grad_() for t in make_qkv(batch, heads, seq, head_dim, device=runtime.DEVICE))
+    q, k, v = (
+        t.requires_grad_() for t in make_qkv(batch, heads, seq, head_dim, device=runtime.DEVICE)
+    )
     do = torch.randn_like(q)
 
     def gradients(attention):
@@ -36,7 +41,9 @@ def case(head_dim: int, is_causal: bool, seq: int) -> list[dict]:
         "SDPA cuDNN": gradients(lambda: sdpa(SDPBackend.CUDNN_ATTENTION)),
     }
     rows = timing.measure(providers, head_dim=head_dim, is_causal=is_causal, seq=seq)
-    flops = BACKWARD_FLOPS * timing.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
+    flops = BACKWARD_FLOPS * timing.attention_flops(
+        batch, heads, seq, seq, head_dim, is_causal=is_causal
+    )
     return timing.with_tflops(rows, flops)
 
 

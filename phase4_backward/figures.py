@@ -12,12 +12,40 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 # Light versions of the colors of style.COLORS, so that text on them stays readable.
-TINT = {"q": "#BFDCEE", "k": "#FBE3B3", "v": "#BFE5D9", "o": "#F1D9E6", "s": "#D6D6D6", "state": "#F6D3BC"}
+TINT = {
+    "q": "#BFDCEE",
+    "k": "#FBE3B3",
+    "v": "#BFE5D9",
+    "o": "#F1D9E6",
+    "s": "#D6D6D6",
+    "state": "#F6D3BC",
+}
 
 
-def _box(ax, x, y, text="", *, width=1.0, height=1.0, color="white", ink=None, size=9, edge="white", line=1.2):
+def _box(
+    ax,
+    x,
+    y,
+    text="",
+    *,
+    width=1.0,
+    height=1.0,
+    color="white",
+    ink=None,
+    size=9,
+    edge="white",
+    line=1.2,
+):
     ax.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor=edge, linewidth=line))
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=ink or COLORS["ink"])
+    ax.text(
+        x + width / 2,
+        y + height / 2,
+        text,
+        ha="center",
+        va="center",
+        fontsize=size,
+        color=ink or COLORS["ink"],
+    )
 
 
 def _arrow(ax, start, end, color=COLORS["ink"], *, line=1.4):
@@ -29,9 +57,13 @@ def _arrow(ax, start, end, color=COLORS["ink"], *, line=1.4):
 
 
 def kept(seqs: Sequence[int], needs: Mapping[str, Sequence[float]]) -> None:
-    """Bytes that a layer keeps between its two passes, against sequence length; the first grows with the square."""
+    """Bytes that a layer keeps between its two passes, against sequence length; the first grows
+    with the square.
+    """
     _, ax = style.new(7.2, 3.4)
-    for (name, values), color in zip(needs.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True):
+    for (name, values), color in zip(
+        needs.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True
+    ):
         ax.plot(seqs, np.array(values) / 2**30, "o-", color=color, label=name)
         ax.annotate(f"{values[-1] / 2**30:,.0f} GiB", (seqs[-1], values[-1] / 2**30), (-6, 6), ha="right",
                     textcoords="offset points", fontsize=9)  # fmt: skip
@@ -53,8 +85,28 @@ def graph() -> None:
     places = dict(Q=(0, 3.2), K=(0, 0), S=(3.2, 1.6), P=(6.4, 1.6), V=(6.4, -1.3), O=(9.8, 1.6))
     tint = dict(Q="q", K="k", V="v", O="o", S="s", P="s")
     for name, (x, y) in places.items():
-        _box(ax, x, y + 0.8, name, width=0.9, height=0.8, color=TINT[tint[name]], edge=COLORS["ink"], size=12)
-        _box(ax, x, y, f"d{name}", width=0.9, height=0.8, edge=COLORS["state"], ink=COLORS["state"], size=11)
+        _box(
+            ax,
+            x,
+            y + 0.8,
+            name,
+            width=0.9,
+            height=0.8,
+            color=TINT[tint[name]],
+            edge=COLORS["ink"],
+            size=12,
+        )
+        _box(
+            ax,
+            x,
+            y,
+            f"d{name}",
+            width=0.9,
+            height=0.8,
+            edge=COLORS["state"],
+            ink=COLORS["state"],
+            size=11,
+        )
 
     def step(start, end, formula="", gradient="", *, above=0.0, left=0.0):
         (x0, y0), (x1, y1) = places[start], places[end]
@@ -62,7 +114,9 @@ def graph() -> None:
         _arrow(ax, (x1 - 0.05, y1 + 0.4), (x0 + 0.95, y0 + 0.4), COLORS["state"])
         x, y = (x0 + x1 + 0.9) / 2, (y0 + y1) / 2
         ax.text(x, y + 1.48 + above, formula, ha="center", va="bottom", fontsize=9)
-        ax.text(x - left, y + 0.22, gradient, ha="center", va="top", fontsize=9, color=COLORS["state"])
+        ax.text(
+            x - left, y + 0.22, gradient, ha="center", va="top", fontsize=9, color=COLORS["state"]
+        )
 
     step("Q", "S", r"$S = \mathrm{scale}\; Q K^\top$", above=0.45)
     step("K", "S")
@@ -86,7 +140,9 @@ def jacobian(p: np.ndarray, matrix: np.ndarray) -> None:
     """One row of weights, and how each of them answers to each logit."""
     n = len(p)
     style.use()
-    _, (left, right) = plt.subplots(1, 2, figsize=(8.2, 3.4), layout="constrained", width_ratios=(1, 1.25))
+    _, (left, right) = plt.subplots(
+        1, 2, figsize=(8.2, 3.4), layout="constrained", width_ratios=(1, 1.25)
+    )
     left.bar(range(n), p, color=COLORS["s"])
     left.set_xlabel("key")
     left.set_ylabel("weight $p_j$")
@@ -106,11 +162,15 @@ def jacobian(p: np.ndarray, matrix: np.ndarray) -> None:
 
 
 def finite_differences(steps: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None:
-    """Relative error of a finite difference against its step, for each dtype; the true derivative is known."""
+    """Relative error of a finite difference against its step, for each dtype; the true
+    derivative is known.
+    """
     _, ax = style.new(7.6, 3.5)
     colors = (COLORS["tiled"], COLORS["unfused"], COLORS["bad"])
     for (dtype, values), color, marker in zip(errors.items(), colors, "osv", strict=True):
-        ax.plot(steps, values, marker=marker, markersize=4, color=color, label=f"computed in {dtype}")
+        ax.plot(
+            steps, values, marker=marker, markersize=4, color=color, label=f"computed in {dtype}"
+        )
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_ylim(top=30)
@@ -121,7 +181,9 @@ def finite_differences(steps: Sequence[float], errors: Mapping[str, Sequence[flo
 
 
 def walks(tiles: int = 5) -> None:
-    """Who walks what: a dQ program along a row of tiles of P, a dK/dV program down a column; full and causal."""
+    """Who walks what: a dQ program along a row of tiles of P, a dK/dV program down a column;
+    full and causal.
+    """
     style.use()
     _, axes = plt.subplots(1, 4, figsize=(9.4, 3.1), layout="constrained")
     own = 2
@@ -142,10 +204,22 @@ def walks(tiles: int = 5) -> None:
         look = dict(edge=COLORS["ink"], ink="white")
         if by_rows:
             _box(ax, tiles + 0.35, own, "dQ", width=1.2, color=COLORS["q"], **look)
-            _arrow(ax, (0.1, own + 0.85), ((own + 1 if causal else tiles) - 0.1, own + 0.85), line=1.2)
+            _arrow(
+                ax, (0.1, own + 0.85), ((own + 1 if causal else tiles) - 0.1, own + 0.85), line=1.2
+            )
         else:
-            _box(ax, own - 0.35, tiles + 0.25, "dK, dV", width=1.7, color=COLORS["k"], edge=COLORS["ink"])
-            _arrow(ax, (own + 0.87, own + 0.1 if causal else 0.1), (own + 0.87, tiles - 0.1), line=1.2)
+            _box(
+                ax,
+                own - 0.35,
+                tiles + 0.25,
+                "dK, dV",
+                width=1.7,
+                color=COLORS["k"],
+                edge=COLORS["ink"],
+            )
+            _arrow(
+                ax, (own + 0.87, own + 0.1 if causal else 0.1), (own + 0.87, tiles - 0.1), line=1.2
+            )
         kernel = "dQ kernel" if by_rows else "dK/dV kernel"
         ax.set_title(f"{kernel}, {'causal' if causal else 'full'}", fontsize=10)
         ax.set_xlabel("tiles of keys", fontsize=9)
@@ -160,8 +234,12 @@ def walks(tiles: int = 5) -> None:
 # --- 3. the kernel ------------------------------------------------------------------------------------------------
 
 
-def intermediates(truths: Mapping[str, np.ndarray], errors: Mapping[str, np.ndarray], block: int) -> None:
-    """Intermediate matrices as the kernel's tiles hold them (above), and their distance from fp64 (below)."""
+def intermediates(
+    truths: Mapping[str, np.ndarray], errors: Mapping[str, np.ndarray], block: int
+) -> None:
+    """Intermediate matrices as the kernel's tiles hold them (above), and their distance from
+    fp64 (below).
+    """
     style.use()
     _, axes = plt.subplots(2, len(truths), figsize=(8.8, 5.2), layout="constrained")
     for column, name in enumerate(truths):
@@ -169,7 +247,9 @@ def intermediates(truths: Mapping[str, np.ndarray], errors: Mapping[str, np.ndar
         for row, (matrix, what) in enumerate(((value, "size"), (error, "error"))):
             ax = axes[row, column]
             top = matrix.max()
-            image = ax.imshow(np.maximum(matrix, top * 1e-4), cmap="Greys", norm=LogNorm(top * 1e-4, top))
+            image = ax.imshow(
+                np.maximum(matrix, top * 1e-4), cmap="Greys", norm=LogNorm(top * 1e-4, top)
+            )
             for edge in range(block, max(matrix.shape), block):
                 if edge < matrix.shape[0]:
                     ax.axhline(edge - 0.5, color=COLORS["tiled"], linewidth=0.8)
@@ -188,7 +268,9 @@ def intermediates(truths: Mapping[str, np.ndarray], errors: Mapping[str, np.ndar
 
 
 def mistakes(z: Mapping[str, Mapping[str, float]], limit: float) -> None:
-    """Wrong kernels and the tensors that betray them: z of each tensor, in color where it is above the limit."""
+    """Wrong kernels and the tensors that betray them: z of each tensor, in color where it is
+    above the limit.
+    """
     names = list(next(iter(z.values())))
     _, ax = style.new(7.6, 0.29 * len(z) + 0.7)
     style.blank(ax)
@@ -197,7 +279,11 @@ def mistakes(z: Mapping[str, Mapping[str, float]], limit: float) -> None:
             value = worst[name]
             wrong = value > limit
             color = COLORS["bad"] if wrong else COLORS["faint"]
-            text = f"{value:.1f}" if value < 100 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+            text = (
+                f"{value:.1f}"
+                if value < 100
+                else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
+            )
             _box(ax, x, y, text, color=color, ink="white" if wrong else None, line=1.5, size=8)
     for x, name in enumerate(names):
         ax.text(x + 0.5, -0.15, name, ha="center", va="bottom", fontweight="bold")
@@ -217,12 +303,22 @@ def backward_bytes(
     counted_seqs: Sequence[int],
     counted: Mapping[str, Sequence[int]],
 ) -> None:
-    """Bytes of a forward and a backward pass for one head, P stored or recomputed: lines are formulas, dots counted."""
+    """Bytes of a forward and a backward pass for one head, P stored or recomputed: lines are
+    formulas, dots counted.
+    """
     _, ax = style.new(7.2, 3.3)
-    for (name, values), color in zip(formula.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True):
+    for (name, values), color in zip(
+        formula.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True
+    ):
         ax.plot(seqs, np.array(values) / 1e6, color=color, label=f"{name}, formula")
         if name in counted:
-            ax.plot(counted_seqs, np.array(counted[name]) / 1e6, "o", color=color, label=f"{name}, counted")
+            ax.plot(
+                counted_seqs,
+                np.array(counted[name]) / 1e6,
+                "o",
+                color=color,
+                label=f"{name}, counted",
+            )
     ax.set_xlabel("seq_q = seq_k (one head, head_dim 64, fp16)")
     ax.set_ylabel("MB, forward and backward pass")
     ax.set_xlim(0)
@@ -249,9 +345,13 @@ def losses(curves: Mapping[str, Sequence[float]]) -> None:
     """Two training runs on each other, and below them the distance between the two."""
     style.use()
     (first, second), steps = curves.items(), range(len(next(iter(curves.values()))))
-    _, (top, below) = plt.subplots(2, 1, figsize=(7.6, 4.4), layout="constrained", sharex=True, height_ratios=(2, 1))
+    _, (top, below) = plt.subplots(
+        2, 1, figsize=(7.6, 4.4), layout="constrained", sharex=True, height_ratios=(2, 1)
+    )
     top.plot(steps, first[1], color=COLORS["peer"], linewidth=5, label=first[0])
-    top.plot(steps, second[1], "o-", color=COLORS["ink"], linewidth=1, markersize=3, label=second[0])
+    top.plot(
+        steps, second[1], "o-", color=COLORS["ink"], linewidth=1, markersize=3, label=second[0]
+    )
     top.set_ylabel("loss, nats a character")
     top.legend()
     below.bar(steps, np.abs(np.array(first[1]) - second[1]), color=COLORS["bad"])

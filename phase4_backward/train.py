@@ -1,11 +1,12 @@
-"""The capstone: a small GPT that learns to write numbers in words, trained with whatever attention it is given.
+"""The capstone: a small GPT that learns to write numbers in words, trained with whatever attention
+it is given.
 
     losses, model = train(flash_attention, steps=40)
     complete(model, ["4170 "])
 
-The text is generated: lines such as "417 four hundred and seventeen". To continue a line, the model must look back at
-the digits, so that attention is what it learns with. Everything but the attention is equal from run to run: the
-weights, the batches, the optimizer.
+The text is generated: lines such as "417 four hundred and seventeen". To continue a line, the model
+must look back at the digits, so that attention is what it learns with. Everything but the attention
+is equal from run to run: the weights, the batches, the optimizer.
 
     python -m phase4_backward.train          40 steps with SDPA and with ours, on this machine
     python -m phase4_backward.train --record NAME [--commit HASH]
@@ -20,7 +21,12 @@ from collections.abc import Callable
 from common import runtime
 from common.measure import records
 from phase3_forward.forward import _attn_fwd_kernel
-from phase4_backward.backward import _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel, _delta_kernel, flash_attention
+from phase4_backward.backward import (
+    _attn_bwd_dkdv_kernel,
+    _attn_bwd_dq_kernel,
+    _delta_kernel,
+    flash_attention,
+)
 
 import torch
 import torch.nn as nn
@@ -50,10 +56,14 @@ def in_words(n: int) -> str:
 
 
 def lines(*, held_out: bool) -> list[str]:
-    """Every number below 10000 with its name, shuffled; each tenth line is held out of the training text."""
+    """Every number below 10000 with its name, shuffled; each tenth line is held out of the
+    training text.
+    """
     numbers = list(range(10_000))
     random.Random(0).shuffle(numbers)
-    return [f"{n} {in_words(n)}\n" for place, n in enumerate(numbers) if (place % 10 == 0) == held_out]
+    return [
+        f"{n} {in_words(n)}\n" for place, n in enumerate(numbers) if (place % 10 == 0) == held_out
+    ]
 
 
 def encode(text: str) -> torch.Tensor:
@@ -65,19 +75,24 @@ def decode(tokens: torch.Tensor) -> str:
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block; attention(q, k, v, is_causal=True) is the one thing that is exchanged."""
+    """Pre-norm transformer block; attention(q, k, v, is_causal=True) is the one thing that is
+    exchanged.
+    """
 
     def __init__(self, width: int, heads: int, attention: Callable):
         super().__init__()
         self.heads, self.attention = heads, attention
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x):
         batch, seq, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, seq, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # strided views of one tensor, (batch, heads, seq, head_dim) each
+        # Strided views of one tensor, (batch, heads, seq, head_dim) each.
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
         o = self.attention(q, k, v, is_causal=True)
         x = x + self.out(o.transpose(1, 2).reshape(batch, seq, width))
         return x + self.mlp(self.norm2(x))
@@ -86,10 +101,21 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens (batch, seq) -> logits (batch, seq, characters)."""
 
-    def __init__(self, attention: Callable, *, width: int = 64, heads: int = 2, layers: int = 2, context: int = 64):
+    def __init__(
+        self,
+        attention: Callable,
+        *,
+        width: int = 64,
+        heads: int = 2,
+        layers: int = 2,
+        context: int = 64,
+    ):
         super().__init__()
         self.context = context
-        self.token, self.position = nn.Embedding(len(CHARACTERS), width), nn.Embedding(context, width)
+        self.token, self.position = (
+            nn.Embedding(len(CHARACTERS), width),
+            nn.Embedding(context, width),
+        )
         self.blocks = nn.Sequential(*(Block(width, heads, attention) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(CHARACTERS))
 
@@ -114,10 +140,11 @@ def train(
     on_step: Callable[[int, float], None] | None = None,
     **sizes,
 ) -> tuple[list[float], GPT]:
-    """Train a `GPT(attention, **sizes)` on the text. Returns the losses (nats a character, one a step) and the model.
+    """Train a `GPT(attention, **sizes)` on the text. Returns the losses (nats a character, one a
+    step) and the model.
 
-    The same seed gives the same weights and batches, whatever the attention. With dtype float16 or bfloat16 the model
-    runs under autocast; weights stay fp32.
+    The same seed gives the same weights and batches, whatever the attention. With dtype float16 or
+    bfloat16 the model runs under autocast; weights stay fp32.
     """
     torch.manual_seed(seed)
     model = GPT(attention, **sizes).to(runtime.DEVICE)
@@ -125,11 +152,15 @@ def train(
     chosen = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     rise = 0.2 if steps > 5 else 0.3  # at five steps and 0.2 the schedule divides by zero
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=rise)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=steps, pct_start=rise
+    )
     losses = []
     for step in range(steps):
         starts = torch.randint(len(data) - model.context - 1, (batch,), generator=chosen)
-        window = torch.stack([data[s : s + model.context + 1] for s in starts.tolist()]).to(runtime.DEVICE)
+        window = torch.stack([data[s : s + model.context + 1] for s in starts.tolist()]).to(
+            runtime.DEVICE
+        )
         with precision(dtype):
             logits = model(window[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
@@ -146,7 +177,9 @@ def train(
 
 @torch.no_grad()
 def complete(model: GPT, prompts: list[str], *, length: int = 48) -> list[str]:
-    """Each prompt, all of one length, with the model's likeliest continuation up to the end of the line."""
+    """Each prompt, all of one length, with the model's likeliest continuation up to the end of
+    the line.
+    """
     tokens = torch.stack([encode(p) for p in prompts]).to(runtime.DEVICE)
     for _ in range(length):
         best = model(tokens[:, -model.context :])[:, -1].argmax(dim=-1)
@@ -155,7 +188,9 @@ def complete(model: GPT, prompts: list[str], *, length: int = 48) -> list[str]:
 
 
 def score(model: GPT, numbers: int = 500) -> tuple[float, list[str]]:
-    """The share of held-out four-digit numbers that the model writes without a mistake, and its first answers."""
+    """The share of held-out four-digit numbers that the model writes without a mistake, and its
+    first answers.
+    """
     wanted = [line.strip() for line in lines(held_out=True) if line[4] == " "][:numbers]
     written = complete(model, [w[:5] for w in wanted])
     return sum(a == b for a, b in zip(written, wanted, strict=True)) / len(wanted), written[:5]
@@ -175,27 +210,45 @@ def sdpa(backend: SDPBackend | None = None) -> Callable:
 
 
 def record(steps: int = 2000) -> list[dict]:
-    """The long runs: ours, and two of SDPA's backends, whose distance from each other is the yardstick for ours.
+    """The long runs: ours, and two of SDPA's backends, whose distance from each other is the
+    yardstick for ours.
 
-    One row a run: dtype, attention, losses (of every step), score (held-out numbers written right), written (a few).
+    One row a run: dtype, attention, losses (of every step), score (held-out numbers written right),
+    written (a few).
     """
     sizes = dict(width=256, heads=4, layers=4, context=256, batch=64, rate=1e-3)
-    fused = {torch.float32: SDPBackend.EFFICIENT_ATTENTION, torch.bfloat16: SDPBackend.FLASH_ATTENTION}
+    fused = {
+        torch.float32: SDPBackend.EFFICIENT_ATTENTION,
+        torch.bfloat16: SDPBackend.FLASH_ATTENTION,
+    }
     rows = []
     for dtype, backend in fused.items():
-        runs = {"ours": flash_attention, "SDPA fused": sdpa(backend), "SDPA math": sdpa(SDPBackend.MATH)}
+        runs = {
+            "ours": flash_attention,
+            "SDPA fused": sdpa(backend),
+            "SDPA math": sdpa(SDPBackend.MATH),
+        }
         for name, attention in runs.items():
             losses, model = train(attention, steps, dtype=dtype, **sizes)
             with precision(dtype):
                 share, written = score(model)
-            row = dict(dtype=str(dtype).removeprefix("torch."), attention=name, fused=backend.name, **sizes)
+            row = dict(
+                dtype=str(dtype).removeprefix("torch."), attention=name, fused=backend.name, **sizes
+            )
             rows.append(row | dict(score=share, written=written, losses=losses))
-            print(row["dtype"], name, f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, {share:.1%} right", flush=True)
+            print(
+                row["dtype"],
+                name,
+                f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, {share:.1%} right",
+                flush=True,
+            )
     return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train a small GPT with SDPA and with our attention.")
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT with SDPA and with our attention."
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--record", metavar="NAME", help="record the long curves on this GPU")
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
@@ -208,7 +261,9 @@ def main() -> int:
     curves = [train(attention, args.steps)[0] for attention in (sdpa(), flash_attention)]
     for step in range(0, args.steps, max(1, args.steps // 10)):
         print(f"step {step:4d}   SDPA {curves[0][step]:.6f}   ours {curves[1][step]:.6f}")
-    print(f"largest difference of the losses: {max(abs(a - b) for a, b in zip(*curves, strict=True)):.1e}")
+    print(
+        f"largest difference of the losses: {max(abs(a - b) for a, b in zip(*curves, strict=True)):.1e}"
+    )
     return 0
 
 

@@ -25,10 +25,13 @@ def _attn_bwd_rows_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_out_ptr, stride_o, stride_do, heads_q, seq_q, unit,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Per-row inputs of both gradient kernels: delta_i = sum_d dO_id O_id, less the gradient of LSE_i; and the LSE.
+    """Per-row inputs of both gradient kernels: delta_i = sum_d dO_id O_id, less the gradient of
+    LSE_i; and the LSE.
 
-    Grid: (cdiv(seq_q, BLOCK_M) * batch * heads_q,). dlse_ptr may be None. unit: log2 e for kernels in base 2, else 1.
-    New here: the LSE of a row that saw no key becomes +inf, so that P = 2^(S - LSE) is 0 without a test.
+    Grid: (cdiv(seq_q, BLOCK_M) * batch * heads_q,). dlse_ptr may be None. unit: log2 e for kernels
+    in base 2, else 1.
+    New here: the LSE of a row that saw no key becomes +inf, so that P = 2^(S - LSE) is 0 without a
+    test.
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
@@ -61,8 +64,8 @@ def _attn_bwd_dkdv_base2_kernel(
     """dK and dV of one tile of keys, as phase 4's `_attn_bwd_dkdv_kernel`.
 
     Grid: (cdiv(seq_k, BLOCK_N) * batch * heads_kv,).
-    New here: P in base 2, scaled and shifted by one multiply-add an element. The mask acts on the exponent, so
-    that the scale may be negative.
+    New here: P in base 2, scaled and shifted by one multiply-add an element. The mask acts on the
+    exponent, so that the scale may be negative.
     """
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     pid_n = tl.program_id(0) % tiles_n
@@ -119,8 +122,9 @@ def _attn_bwd_dkdv_edges_kernel(
 ):  # fmt: skip
     """As `_attn_bwd_dkdv_base2_kernel`.
 
-    New here: keys past the end need no mask, as nobody stores their rows of dK and dV. Queries past the end do: 0 times
-    an infinite key is NaN. RAGGED: there are such queries, as seq_q is no multiple of BLOCK_M.
+    New here: keys past the end need no mask, as nobody stores their rows of dK and dV. Queries past
+    the end do: 0 times an infinite key is NaN. RAGGED: there are such queries, as seq_q is no
+    multiple of BLOCK_M.
     Requires: seq_k <= seq_q if IS_CAUSAL.
     """
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
@@ -152,7 +156,8 @@ def _attn_bwd_dkdv_edges_kernel(
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
             s = s * scale2 - lse[:, None]
             if IS_CAUSAL or RAGGED:
-                last_n = offs_m if IS_CAUSAL else tl.full((BLOCK_M,), seq_k, tl.int32)  # that a query sees
+                # That a query sees.
+                last_n = offs_m if IS_CAUSAL else tl.full((BLOCK_M,), seq_k, tl.int32)
                 if RAGGED:
                     last_n = tl.where(offs_m < seq_q, last_n, -1)
                 s = tl.where(last_n[:, None] >= offs_n[None, :], s, float("-inf"))
@@ -180,7 +185,8 @@ def _attn_bwd_dkdv_transposed_kernel(
 ):  # fmt: skip
     """As `_attn_bwd_dkdv_edges_kernel`. Ships for what the tensor memory accelerator cannot fetch.
 
-    New here: p, dp and ds are (BLOCK_N, BLOCK_M), the way in which the products of dV and dK take them.
+    New here: p, dp and ds are (BLOCK_N, BLOCK_M), the way in which the products of dV and dK take
+    them.
     """
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     pid_n = tl.program_id(0) % tiles_n
@@ -211,7 +217,8 @@ def _attn_bwd_dkdv_transposed_kernel(
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
             s = s * scale2 - lse[None, :]
             if IS_CAUSAL or RAGGED:
-                last_n = offs_m if IS_CAUSAL else tl.full((BLOCK_M,), seq_k, tl.int32)  # that a query sees
+                # That a query sees.
+                last_n = offs_m if IS_CAUSAL else tl.full((BLOCK_M,), seq_k, tl.int32)
                 if RAGGED:
                     last_n = tl.where(offs_m < seq_q, last_n, -1)
                 s = tl.where(last_n[None, :] >= offs_n[:, None], s, float("-inf"))
@@ -266,7 +273,8 @@ def _attn_bwd_dkdv_descriptors_kernel(
             s = tl.dot(k, tl.trans(q))  # (BLOCK_N, BLOCK_M)
             s = s * scale2 - lse[None, :]
             if IS_CAUSAL or RAGGED:
-                last_n = offs_m if IS_CAUSAL else tl.full((BLOCK_M,), seq_k, tl.int32)  # that a query sees
+                # That a query sees.
+                last_n = offs_m if IS_CAUSAL else tl.full((BLOCK_M,), seq_k, tl.int32)
                 if RAGGED:
                     last_n = tl.where(offs_m < seq_q, last_n, -1)
                 s = tl.where(last_n[None, :] >= offs_n[:, None], s, float("-inf"))

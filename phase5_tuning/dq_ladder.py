@@ -30,8 +30,8 @@ def _attn_bwd_dq_base2_kernel(
     """dQ of one tile of queries, as phase 4's `_attn_bwd_dq_kernel`.
 
     Grid: (cdiv(seq_q, BLOCK_M) * batch * heads_q,).
-    New here: P in base 2, scaled and shifted by one multiply-add an element. The mask acts on the exponent, so
-    that the scale may be negative.
+    New here: P in base 2, scaled and shifted by one multiply-add an element. The mask acts on the
+    exponent, so that the scale may be negative.
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
@@ -46,8 +46,9 @@ def _attn_bwd_dq_base2_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
     do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
-    lse = tl.load(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
-    delta = tl.load(delta_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+    row = pid_bh.to(tl.int64) * seq_q
+    lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
+    delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
 
     scale2 = scale * LOG2E
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -82,7 +83,8 @@ def _attn_bwd_dq_edges_kernel(
 ):  # fmt: skip
     """As `_attn_bwd_dq_base2_kernel`. Ships for what the tensor memory accelerator cannot fetch.
 
-    New here: a mask only from full_n on, as in `_attn_fwd_edges_kernel`. Requires: seq_k > 0.
+    New here: a mask only from full_n on, as in `_attn_fwd_edges_kernel`.
+    Requires: seq_k > 0.
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
@@ -97,8 +99,9 @@ def _attn_bwd_dq_edges_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
     do = load_tile(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)
-    lse = tl.load(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
-    delta = tl.load(delta_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+    row = pid_bh.to(tl.int64) * seq_q
+    lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
+    delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
 
     scale2 = scale * LOG2E
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -148,8 +151,9 @@ def _attn_bwd_dq_descriptors_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     q = q_desc.load([b, h, pid_m * BLOCK_M, 0]).reshape(BLOCK_M, BLOCK_D)
     do = do_desc.load([b, h, pid_m * BLOCK_M, 0]).reshape(BLOCK_M, BLOCK_D)
-    lse = tl.load(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
-    delta = tl.load(delta_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, mask=offs_m < seq_q, other=0.0)
+    row = pid_bh.to(tl.int64) * seq_q
+    lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
+    delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
 
     scale2 = scale * LOG2E
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)

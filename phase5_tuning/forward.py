@@ -1,6 +1,8 @@
-"""The tuned forward pass: a call's kernel, tiles and descriptors are worked out once, then remembered as a plan.
+"""The tuned forward pass: a call's kernel, tiles and descriptors are worked out once, then
+remembered as a plan.
 
-Builds on: this phase's `forward_ladder`; phase 3's `attention_forward` where a scale is too large for base 2.
+Builds on: this phase's `forward_ladder`; phase 3's `attention_forward` where a scale is too large
+for base 2.
 """
 
 import ctypes
@@ -42,7 +44,8 @@ def attention_forward(
     kernel=_attn_fwd_descriptors_kernel,
     config: configs.Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale q k^T) v and its LSE: arguments, results and errors as phase 3's `attention_forward`.
+    """softmax(scale q k^T) v and its LSE: arguments, results and errors as phase 3's
+    `attention_forward`.
 
     kernel: the rung of the ladder. config: tiles to use instead of the chosen ones.
     fp32 is computed to fp32 accuracy, or with TF32 where PyTorch's own switch allows it
@@ -50,7 +53,15 @@ def attention_forward(
     """
     flags = is_causal, scale, enable_gqa
     try:
-        key = "forward", facts(q, k, v), flags, *map(type, flags), precision(q.dtype), kernel, config
+        key = (
+            "forward",
+            facts(q, k, v),
+            flags,
+            *map(type, flags),
+            precision(q.dtype),
+            kernel,
+            config,
+        )
         plan = remembered(key)
     except (AttributeError, RuntimeError, TypeError):  # not tensors, or without strides
         validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
@@ -113,14 +124,18 @@ def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
         described = [Described(t, block) for t, block in blocks] if tma else []
         masked = dict(MASKED=is_causal or seq_k % config.BLOCK_N != 0)
         programs = cdiv(seq_q, config.BLOCK_M) * batch * heads_q
-        return Launch(kernel, programs, arguments | masked | config.tiles, config.options, described)
+        return Launch(
+            kernel, programs, arguments | masked | config.tiles, config.options, described
+        )
 
     tried = [config]
     with runtime.on_device_of(q):
         if config is None:
             case = "forward", head_dim, q.dtype, tma
             rows = batch * heads_q * cdiv(seq_q, 64)
-            chosen = configs.choose(*case, is_causal, rows, lambda c: with_tiles(c)(q, k, v, o, lse))
+            chosen = configs.choose(
+                *case, is_causal, rows, lambda c: with_tiles(c)(q, k, v, o, lse)
+            )
             tried = [chosen, *configs.candidates(*case)]
         launch = prepared(with_tiles, tried, q, k, v, o, lse)
     as_given = all(a is b for a, b in zip(given, (q, k, v), strict=True))
@@ -139,10 +154,11 @@ def _nothing_to_see(q, k, v):
 
 
 def positive_scale(scale: float) -> tuple[float, int]:
-    """(scale', sign) with scale' > 0, so that the logits stay the same if q is multiplied by the sign.
+    """(scale', sign) with scale' > 0, so that the logits stay the same if q is multiplied by the
+    sign.
 
-    A maximum may be scaled after it is taken only if the scale is positive. A scale of 0, also one that is 0 only in
-    fp32, becomes a scale of 1 and a sign of 0.
+    A maximum may be scaled after it is taken only if the scale is positive. A scale of 0, also one
+    that is 0 only in fp32, becomes a scale of 1 and a sign of 0.
     """
     scale = ctypes.c_float(scale).value
     return abs(scale) or 1.0, (scale > 0) - (scale < 0)

@@ -21,7 +21,9 @@ import torch
 
 @dataclass(frozen=True)
 class Rung:
-    """A kernel of each kind. tuned: tiles are chosen by measurement; else they are those of phases 3 and 4."""
+    """A kernel of each kind. tuned: tiles are chosen by measurement; else they are those of
+    phases 3 and 4.
+    """
 
     name: str
     forward: Callable
@@ -57,7 +59,12 @@ class _OfRung(torch.autograd.Function):
             dkdv_kernel=rung.dkdv, dkdv_config=rung.config("dkdv", q),
             dq_kernel=rung.dq, dq_config=rung.config("dq", q),
         )  # fmt: skip
-        return *attention_backward(q, k, v, o, lse, do, None, is_causal, scale, **kernels), None, None, None
+        return (
+            *attention_backward(q, k, v, o, lse, do, None, is_causal, scale, **kernels),
+            None,
+            None,
+            None,
+        )
 
 
 _PLAIN = _attn_fwd_kernel, _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel

@@ -1,1 +1,3 @@
-"""What a learner types and opens: the `course` command, exercises and their judge, doctor, notebooks."""
+"""What a learner types and opens: the `course` command, exercises and their judge, doctor,
+notebooks.
+"""

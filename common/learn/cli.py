@@ -1,4 +1,6 @@
-"""`course`: the learner's command. Phases run as child processes; this imports neither torch nor a phase."""
+"""`course`: the learner's command. Phases run as child processes; this imports neither torch nor
+a phase.
+"""
 
 import json
 import subprocess
@@ -15,7 +17,14 @@ from common.learn import cli_exercises
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 app = typer.Typer(
@@ -43,11 +52,15 @@ for _name, _command in cli_exercises.COMMANDS.items():
 
 @app.command()
 def doctor() -> None:
-    """Check this machine: device, versions, a canary kernel, known traps, and what to do about each problem."""
+    """Check this machine: device, versions, a canary kernel, known traps, and what to do about
+    each problem.
+    """
     table = Table(show_header=False, box=None)
     child = _Child("common.learn.doctor")
     for finding in child.rows():
-        mark = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[bold red]problem[/]"}[finding["level"]]
+        mark = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[bold red]problem[/]"}[
+            finding["level"]
+        ]
         table.add_row(finding["what"], mark, escape(finding["found"]))
         if finding["todo"]:
             table.add_row("", "", f"[dim]-> {escape(finding['todo'])}[/]")
@@ -59,7 +72,9 @@ def doctor() -> None:
 
 @app.command()
 def verify(
-    name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")] = "",
+    name: Annotated[
+        str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")
+    ] = "",
 ) -> None:
     """Verify phases against SDPA on this machine and print every case."""
     code = 0
@@ -69,8 +84,14 @@ def verify(
 
 
 @app.command()
-def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")] = "") -> None:
-    """The whole course on this machine: verify every phase, execute every notebook, print one summary."""
+def run(
+    name: Annotated[
+        str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")
+    ] = "",
+) -> None:
+    """The whole course on this machine: verify every phase, execute every notebook, print one
+    summary.
+    """
     steps = []
     columns = (
         SpinnerColumn(),
@@ -88,22 +109,32 @@ def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or
         table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")
     for step in steps:
         z = "" if step.z is None else f"{step.z:.2f}"
-        table.add_row(step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed])
+        table.add_row(
+            step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed]
+        )
     console.print(table)
     for step in steps:
         if not step.passed:
             console.print(f"{step.phase}, {step.checked}:", style="bold red")
             console.print(step.error, markup=False)
     if all(step.passed for step in steps):
-        console.print("All of it holds on this machine. Next: [bold]make lab[/] opens the course in JupyterLab.")
+        console.print(
+            "All of it holds on this machine. Next: [bold]make lab[/] opens the course in JupyterLab."
+        )
     else:
-        console.print("Not all of it holds. Next: [bold].venv/bin/course doctor[/] looks at this machine.")
+        console.print(
+            "Not all of it holds. Next: [bold].venv/bin/course doctor[/] looks at this machine."
+        )
         raise typer.Exit(1)
 
 
-@app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True, help_option_names=[]))
+@app.command(
+    context_settings=dict(allow_extra_args=True, ignore_unknown_options=True, help_option_names=[])
+)
 def bench(context: typer.Context) -> None:
-    """Time phase 5's kernels beside their peers on this GPU; `course bench --help` lists what can be chosen."""
+    """Time phase 5's kernels beside their peers on this GPU; `course bench --help` lists what
+    can be chosen.
+    """
     command = [sys.executable, "-m", "phase5_tuning.bench", *context.args]
     raise typer.Exit(subprocess.run(command, cwd=phases.ROOT).returncode)
 
@@ -196,7 +227,9 @@ class _Child:
         )
 
     def rows(self) -> Iterator[dict]:
-        """Its findings or cases as they come. Lines that a learner prints from a kernel are skipped."""
+        """Its findings or cases as they come. Lines that a learner prints from a kernel are
+        skipped.
+        """
         try:
             for line in self._process.stdout:
                 try:

@@ -1,7 +1,8 @@
 """The exercises: what there is, how far a learner has come, and the check of an answer.
 
-Each is a file phaseN_x/exercises/exK_name.py that a learner completes; phaseN_x/solutions/ mirrors it.
-The two are one text: in a solution, comments mark the learner's part, and `stub_of` cuts it out.
+Each is a file phaseN_x/exercises/exK_name.py that a learner completes; phaseN_x/solutions/ mirrors
+it. The two are one text: in a solution, comments mark the learner's part, and `stub_of` cuts it
+out.
 
     # your code: the task in a few words
     #| a line that the exercise shows instead (to repair it); without any, it raises NotImplementedError
@@ -31,7 +32,8 @@ from pathlib import Path
 
 from common import phases
 
-TIME_LIMIT = 60  # seconds for an answer, of which starting Python takes two; checks of right ones end in under five
+# Seconds for an answer, of which starting Python takes two; checks of right ones end in under five.
+TIME_LIMIT = 60
 BEGIN, SHOWN, END = "# your code", "#|", "# end of your code"
 
 
@@ -87,9 +89,13 @@ def load() -> tuple[Exercise, ...]:
 
 
 def find(name: str) -> Exercise | None:
-    """The exercise called by its name, its name without the number ("online_step"), its number ("1.3") or its file."""
+    """The exercise called by its name, its name without the number ("online_step"), its number
+    ("1.3") or its file.
+    """
     stem = Path(name).stem
-    return next((e for e in load() if name == e.number or stem in (e.name, e.name.split("_", 1)[1])), None)
+    return next(
+        (e for e in load() if name == e.number or stem in (e.name, e.name.split("_", 1)[1])), None
+    )
 
 
 def similar(name: str) -> list[str]:
@@ -126,7 +132,9 @@ def stub_of(solution: str) -> str:
 
 @dataclass
 class Progress:
-    """What has been solved, and how many hints were shown: .course/progress.json in the checkout, ignored by git."""
+    """What has been solved, and how many hints were shown: .course/progress.json in the
+    checkout, ignored by git.
+    """
 
     passed: dict[str, str] = field(default_factory=dict)  # name: hash of the answer
     hints: dict[str, int] = field(default_factory=dict)
@@ -152,13 +160,19 @@ class Progress:
 
     def solved(self, exercise: Exercise) -> bool:
         """True if the file is still the answer that passed."""
-        return exercise.path.exists() and self.passed.get(exercise.name) == _hash(exercise.path.read_bytes())
+        return exercise.path.exists() and self.passed.get(exercise.name) == _hash(
+            exercise.path.read_bytes()
+        )
 
     def next(self, after: Exercise | None = None) -> Exercise | None:
-        """The first exercise that is not solved; the first of those after another one, if there is any."""
+        """The first exercise that is not solved; the first of those after another one, if there
+        is any.
+        """
         everything = list(load())
         start = everything.index(after) + 1 if after else 0
-        return next((e for e in everything[start:] + everything[:start] if not self.solved(e)), None)
+        return next(
+            (e for e in everything[start:] + everything[:start] if not self.solved(e)), None
+        )
 
 
 # --- check ---------------------------------------------------------------------------------------------------------
@@ -166,7 +180,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a check. kind: "passed", "wrong", "error" (it raised), "unfinished", "timeout" or "crashed"."""
+    """The outcome of a check. kind: "passed", "wrong", "error" (it raised), "unfinished",
+    "timeout" or "crashed".
+    """
 
     kind: str
     message: str
@@ -178,9 +194,13 @@ class Verdict:
 
 
 def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
-    """Check the learner's file and note in the progress file if it is right. Never raises for what the answer does."""
+    """Check the learner's file and note in the progress file if it is right. Never raises for
+    what the answer does.
+    """
     if not exercise.path.exists():
-        return Verdict("error", f"{exercise.file} is missing: `course reset {exercise.name}` brings it back")
+        return Verdict(
+            "error", f"{exercise.file} is missing: `course reset {exercise.name}` brings it back"
+        )
     answer = exercise.path.read_bytes()
     if answer.decode(errors="replace") == exercise.stub:
         return Verdict("unfinished", "the file is as shipped: nothing has been changed yet")
@@ -196,7 +216,8 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
     verdict = Verdict(outcome["kind"], outcome["message"], time.perf_counter() - start)
     progress = Progress.load()
     if verdict.passed:
-        progress.passed[exercise.name] = _hash(answer)  # of what was there before: it may have been edited meanwhile
+        # Of what was there before: it may have been edited meanwhile.
+        progress.passed[exercise.name] = _hash(answer)
     else:
         progress.passed.pop(exercise.name, None)
     progress.save()
@@ -208,7 +229,9 @@ def _hash(answer: bytes) -> str:
 
 
 def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
-    """The judge's verdict, as a dict with kind and message. What the answer prints goes to the terminal."""
+    """The judge's verdict, as a dict with kind and message. What the answer prints goes to the
+    terminal.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "verdict.json"
         command = [sys.executable, "-W", "ignore", "-m", "common.learn.judge"]
@@ -222,7 +245,10 @@ def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
         try:
             child.wait(limit)
         except subprocess.TimeoutExpired:
-            return dict(kind="timeout", message=f"no result after {limit:.0f} s: is there a loop that never ends?")
+            return dict(
+                kind="timeout",
+                message=f"no result after {limit:.0f} s: is there a loop that never ends?",
+            )
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
@@ -231,12 +257,18 @@ def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
             return json.loads(report.read_text())
         except (OSError, ValueError):
             code = child.returncode
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            how = (
+                f"was ended by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with code {code}"
+            )
             return dict(kind="crashed", message=f"Python {how} in the middle of the check")
 
 
 def reset(exercise: Exercise) -> Path | None:
-    """Restore the file as shipped. What was there is kept beside it, in the returned path; None if nothing was."""
+    """Restore the file as shipped. What was there is kept beside it, in the returned path; None
+    if nothing was.
+    """
     kept = None
     if exercise.path.exists() and exercise.path.read_text(errors="replace") != exercise.stub:
         names = (exercise.path.with_suffix(f".py.old{n}") for n in itertools.count(1))

@@ -4,10 +4,14 @@ from common.learn import exercises
 
 
 def check(name: str) -> None:
-    """Check the learner's file of an exercise and print the verdict. Raises KeyError for an unknown name."""
+    """Check the learner's file of an exercise and print the verdict. Raises KeyError for an
+    unknown name.
+    """
     exercise = exercises.find(name)
     if exercise is None:
-        raise KeyError(f"there is no exercise {name!r}; similar: {', '.join(exercises.similar(name)) or 'none'}")
+        raise KeyError(
+            f"there is no exercise {name!r}; similar: {', '.join(exercises.similar(name)) or 'none'}"
+        )
     verdict = exercises.check(exercise)
     outcome = {"passed": "PASS", "unfinished": "not finished"}.get(verdict.kind, "not yet right")
     print(f"{exercise.number} {exercise.name}: {outcome}. {verdict.message}")

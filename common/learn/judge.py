@@ -1,8 +1,9 @@
 """The child's side of a check: `python -m common.learn.judge FOLDER EXERCISE FILE VERDICT`.
 
-Loads an answer, gives it to FOLDER/checks/EXERCISE.py, and writes one JSON object to the file VERDICT: kind, message,
-and whether there is a GPU. A check is a function `check` of the answer's module; it returns a few words on what was
-verified, and rejects with `reject` or with any VerificationError.
+Loads an answer, gives it to FOLDER/checks/EXERCISE.py, and writes one JSON object to the file
+VERDICT: kind, message, and whether there is a GPU. A check is a function `check` of the answer's
+module; it returns a few words on what was verified, and rejects with `reject` or with any
+VerificationError.
 """
 
 import contextlib
@@ -25,7 +26,9 @@ import torch
 
 
 class Rejected(Exception):
-    """An answer is wrong. The message says what is wrong, in words that help to find the mistake."""
+    """An answer is wrong. The message says what is wrong, in words that help to find the
+    mistake.
+    """
 
 
 def reject(message: str) -> None:
@@ -42,7 +45,8 @@ def require(
     rtol: float = 1e-4,
     atol: float = 1e-4,
 ) -> None:
-    """Reject unless `actual` is a tensor like `right`: same shape, same values, NaN in the same places.
+    """Reject unless `actual` is a tensor like `right`: same shape, same values, NaN in the same
+    places.
 
     mistakes  sentence: the result of a well-known mistake. The sentence is the message where `actual` is far
               nearer to that result than to `right`.
@@ -57,7 +61,9 @@ def require(
     close = torch.isclose(actual, right, rtol=rtol, atol=atol, equal_nan=True)
     if close.all():
         return
-    sentence = _recognized(actual, right, mistakes or {}, dict(rtol=rtol, atol=atol, equal_nan=True))
+    sentence = _recognized(
+        actual, right, mistakes or {}, dict(rtol=rtol, atol=atol, equal_nan=True)
+    )
     sentence = sentence or next((sign for sign, shown in (signs or {}).items() if shown), None)
     if sentence:
         reject(f"{what}: {sentence}")
@@ -92,7 +98,9 @@ def _recognized(actual, right, mistakes, tolerance) -> str | None:
     return nearest if near else None
 
 
-def require_verified(what: str, fn: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> None:
+def require_verified(
+    what: str, fn: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options
+) -> None:
     """verify_results(...).check(), with `what` in front of its message."""
     try:
         verify_results(fn, q, k, v, compare_sdpa=False, **options).check()
@@ -111,9 +119,11 @@ def guarded(
         "is every store masked, and does its pointer stand at this head?"
     ),
 ) -> Callable:
-    """`fn` with its results o and lse guarded: rejects stores beside them and elements that are never stored.
+    """`fn` with its results o and lse guarded: rejects stores beside them and elements that are
+    never stored.
 
-    ask(unwritten, outside) returns the question that ends the message; both are lists of "o" and "lse".
+    ask(unwritten, outside) returns the question that ends the message; both are lists of "o" and
+    "lse".
     """
 
     def call(*args, **options):
@@ -122,7 +132,8 @@ def guarded(
         problems, unwritten, outside = [], [], []
         for name, result in zip(itertools.cycle(("o", "lse")), results):
             missing = guard.never_stored(result.tensor)
-            if missing.any() and result.tensor.dtype not in runtime.KERNEL_DTYPE:  # those are copied
+            # Those are copied.
+            if missing.any() and result.tensor.dtype not in runtime.KERNEL_DTYPE:
                 unwritten.append(name)
                 first = ", ".join(map(str, missing.nonzero()[0].tolist()))
                 count = f"{int(missing.sum())} of {missing.numel()} elements"
@@ -146,12 +157,15 @@ def load(path: Path, name: str = "answer") -> ModuleType:
 
 
 def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
-    """Run a check on the answer in a file. Returns kind ("passed", "wrong", "error", "unfinished") and message."""
+    """Run a check on the answer in a file. Returns kind ("passed", "wrong", "error",
+    "unfinished") and message.
+    """
     try:
         return dict(kind="passed", message=check(load(path)) or "")
     except (Rejected, VerificationError) as wrong:
         return dict(kind="wrong", message=str(wrong))
-    except BaseException as error:  # SystemExit and KeyboardInterrupt too, if the answer raises them
+    # SystemExit and KeyboardInterrupt too, if the answer raises them.
+    except BaseException as error:
         root = root_of(error)
         kind = "unfinished" if is_stub(root) else "error"
         return dict(kind=kind, message=_described(root, error, path))
@@ -165,14 +179,17 @@ def root_of(error: BaseException) -> BaseException:
 
 
 def is_stub(error: BaseException) -> bool:
-    """True for the `raise NotImplementedError` of a file as shipped; PyTorch's own say what is not implemented."""
+    """True for the `raise NotImplementedError` of a file as shipped; PyTorch's own say what is
+    not implemented.
+    """
     return isinstance(error, NotImplementedError) and not str(error)
 
 
 def _described(root: BaseException, error: BaseException, path: Path) -> str:
     """What was raised, and the innermost line of the learner's file that led there.
 
-    The interpreter wraps an error inside a kernel in one of the launch; the innermost line is in the root's traceback.
+    The interpreter wraps an error inside a kernel in one of the launch; the innermost line is in
+    the root's traceback.
     """
     chain = [root]
     while error is not root:
@@ -180,17 +197,25 @@ def _described(root: BaseException, error: BaseException, path: Path) -> str:
         error = error.__cause__ or error.__context__
     own = next((own for e in chain if (own := _own_frames(e, path))), None)
     if is_stub(root):
-        return f"line {own[-1].lineno} still raises NotImplementedError" if own else "there is still something to write"
+        return (
+            f"line {own[-1].lineno} still raises NotImplementedError"
+            if own
+            else "there is still something to write"
+        )
     if isinstance(root, SyntaxError):
         return "".join(traceback.format_exception_only(root)).strip().replace(str(path), path.name)
-    what = "".join(traceback.format_exception_only(root)).strip().replace("module 'answer'", path.name)
+    what = (
+        "".join(traceback.format_exception_only(root)).strip().replace("module 'answer'", path.name)
+    )
     if own:
         return f"{path.name}, line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}\n{what}"
     return what
 
 
 def _own_frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    return [
+        frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path
+    ]
 
 
 def main(folder: str, name: str, path: str, verdict: str) -> int:

@@ -31,11 +31,14 @@ def find(names: list[str] | None = None) -> list[Path]:
     return [p for p in paths if not names or any(n in str(p.relative_to(ROOT)) for n in names)]
 
 
-def execute(path: Path, *, store: bool = False, on_cell: Callable[[int, int], None] | None = None) -> str | None:
-    """Run a notebook top to bottom in its own folder. Returns None, or the error of the cell that failed.
+def execute(
+    path: Path, *, store: bool = False, on_cell: Callable[[int, int], None] | None = None
+) -> str | None:
+    """Run a notebook top to bottom in its own folder. Returns None, or the error of the cell that
+    failed.
 
-    on_cell(done, total) is called after each code cell. With store the outputs are written back, cleaned of timestamps;
-    otherwise the file is left alone.
+    on_cell(done, total) is called after each code cell. With store the outputs are written back,
+    cleaned of timestamps; otherwise the file is left alone.
     """
     notebook = nbformat.read(path, as_version=4)
     total = sum(cell.cell_type == "code" for cell in notebook.cells)
@@ -81,13 +84,18 @@ def main() -> int:
     chosen = find(args.names)
     if not chosen:
         known = ", ".join(str(path.relative_to(ROOT)) for path in find())
-        parser.error(f"names: no notebook's path contains {' or '.join(args.names)}; there are {known}")
+        parser.error(
+            f"names: no notebook's path contains {' or '.join(args.names)}; there are {known}"
+        )
     failed = 0
     for path in chosen:
         start = time.perf_counter()
         error = execute(path, store=args.store)
         failed += error is not None
-        print(f"{path.relative_to(ROOT)}: {error or 'ok'}, {time.perf_counter() - start:.0f} s", flush=True)
+        print(
+            f"{path.relative_to(ROOT)}: {error or 'ok'}, {time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
     return int(bool(failed))
 
 

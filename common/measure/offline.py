@@ -1,13 +1,14 @@
 """Compile kernels for a GPU that is not here, and read what the compiler made of them.
 
-Triton compiles for any target on any machine: what is needed is the kernel and the types of its arguments. Those are
-taken from a real call, without running it:
+Triton compiles for any target on any machine: what is needed is the kernel and the types of its
+arguments. Those are taken from a real call, without running it:
 
     launches = record_launches(lambda: attention_forward(q, k, v))
     for c in compile_launches(launches, targets=["sm_90"]):
         print(c)          # registers, spills, shared memory, tensor-core instructions
 
-The compiler works in a child process with TRITON_INTERPRET=0, as an interpreting process cannot compile.
+The compiler works in a child process with TRITON_INTERPRET=0, as an interpreting process cannot
+compile.
 """
 
 import contextlib
@@ -32,7 +33,8 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Shared memory that one program may use, in bytes (CUDA C++ Programming Guide, compute capabilities; CDNA 3 ISA: LDS).
+# Shared memory that one program may use, in bytes (CUDA C++ Programming Guide, compute
+# capabilities; CDNA 3 ISA: LDS).
 SHARED_LIMIT = {
     "sm_75": 64 * 1024,
     "sm_80": 163 * 1024,
@@ -47,7 +49,8 @@ SHARED_LIMIT = {
 # What to count, and the expression that finds it in PTX (NVIDIA) or in the assembly (AMD).
 INSTRUCTIONS = {
     "mma.sync": r"\bmma\.sync",  # tensor core, Ampere: issued by a warp, operands in registers
-    "wgmma": r"\bwgmma\.mma_async",  # tensor core, Hopper: issued by four warps, runs asynchronously
+    # Tensor core, Hopper: issued by four warps, runs asynchronously.
+    "wgmma": r"\bwgmma\.mma_async",
     "tcgen05.mma": r"\btcgen05\.mma",  # tensor core, Blackwell
     "cp.async": r"\bcp\.async\.c[ag]",  # global to shared memory, past the registers
     "TMA": r"\bcp\.async\.bulk\.tensor",  # the same by the tensor memory accelerator
@@ -62,7 +65,8 @@ class Launch:
 
     module: str
     name: str
-    source: str | None  # for a kernel that lives in a notebook: its source, with what it needs imported
+    # For a kernel that lives in a notebook: its source, with what it needs imported.
+    source: str | None
     signature: dict
     constexprs: list  # [path, value]: path is the argument's index, and the index inside a tuple
     divisible: list  # paths of the arguments that are multiples of 16
@@ -81,7 +85,8 @@ class Compiled:
     instructions: dict[str, int] = field(default_factory=dict)
     assembly: str = ""  # PTX, or AMD assembly
     sass: str = ""  # NVIDIA machine code, on request
-    serialized: bool = False  # ptxas lets each wgmma wait for the one before, as it does not trust their accumulators
+    # Ptxas lets each wgmma wait for the one before, as it does not trust their accumulators.
+    serialized: bool = False
     error: str | None = None
 
     @property
@@ -100,7 +105,8 @@ class Compiled:
 
 
 def record_launches(call: Callable[[], object]) -> list[Launch]:
-    """The kernels that `call` launches, with the types of their arguments. Nothing runs; results are not filled in.
+    """The kernels that `call` launches, with the types of their arguments. Nothing runs; results
+    are not filled in.
 
     bf16 stays bf16 here, also where kernels are interpreted.
     """
@@ -125,11 +131,17 @@ def record_launches(call: Callable[[], object]) -> list[Launch]:
 def compile_launches(
     launches: Iterable[Launch], targets: Iterable[str] = ("sm_90",), *, sass: bool = False
 ) -> list[Compiled]:
-    """Compile each launch for each target ("sm_80", "sm_90", "sm_100", "gfx942", ...), in one child process.
+    """Compile each launch for each target ("sm_80", "sm_90", "sm_100", "gfx942", ...), in one child
+    process.
 
-    A kernel that the compiler refuses comes back with `error` set. Raises RuntimeError if the child itself fails.
+    A kernel that the compiler refuses comes back with `error` set. Raises RuntimeError if the child
+    itself fails.
     """
-    jobs = [dict(launch=asdict(launch), target=target, sass=sass) for launch in launches for target in targets]
+    jobs = [
+        dict(launch=asdict(launch), target=target, sass=sass)
+        for launch in launches
+        for target in targets
+    ]
     env = os.environ | {"TRITON_INTERPRET": "0"}
     folders = [str(ROOT), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
@@ -158,12 +170,19 @@ def _describe(kernel, args, kwargs) -> Launch:
             constexprs.append([path, value])
             return "constexpr"
         if isinstance(value, TensorDescriptor):
-            element = triton.runtime.jit.type_canonicalisation_dict[str(value.base.dtype).removeprefix("torch.")]
+            element = triton.runtime.jit.type_canonicalisation_dict[
+                str(value.base.dtype).removeprefix("torch.")
+            ]
             return f"tensordesc<{element}{list(value.block_shape)}>"
         if isinstance(value, torch.Tensor):
             if value.data_ptr() % 16 == 0:
                 divisible.append(path)
-            return "*" + triton.runtime.jit.type_canonicalisation_dict[str(value.dtype).removeprefix("torch.")]
+            return (
+                "*"
+                + triton.runtime.jit.type_canonicalisation_dict[
+                    str(value.dtype).removeprefix("torch.")
+                ]
+            )
         if isinstance(value, bool):
             return "u1"
         if isinstance(value, tuple):
@@ -225,10 +244,13 @@ def _compile(launch: dict, target: str, sass: bool) -> Compiled:
             made = triton.compile(source, target=gpu, options=launch["options"])
         except Exception as error:  # the compiler raises many types; its message is the result
             reason = error
-            while reason.__cause__:  # an error inside a jitted function is wrapped in that of its caller
+            # An error inside a jitted function is wrapped in that of its caller.
+            while reason.__cause__:
                 reason = reason.__cause__
             text = f"{type(error).__name__}: {error}"
-            return Compiled(name, target, error=text if str(reason) in text else f"{text}\n{reason}")
+            return Compiled(
+                name, target, error=text if str(reason) in text else f"{text}\n{reason}"
+            )
     assembly = made.asm["ptx" if nvidia else "amdgcn"]
     counts = {what: len(re.findall(pattern, assembly)) for what, pattern in INSTRUCTIONS.items()}
     shared = made.metadata.shared
@@ -237,11 +259,25 @@ def _compile(launch: dict, target: str, sass: bool) -> Compiled:
         spills = int(re.search(r"\.private_segment_fixed_size:\s*(\d+)", assembly)[1])
         return Compiled(name, target, shared, registers, spills, counts, assembly)
     usage = _cuobjdump(made.asm["cubin"], "-res-usage")
-    registers, stack_bytes = int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"STACK:(\d+)", usage)[1])
+    registers, stack_bytes = (
+        int(re.search(r"REG:(\d+)", usage)[1]),
+        int(re.search(r"STACK:(\d+)", usage)[1]),
+    )
     text = _cuobjdump(made.asm["cubin"], "-sass") if sass or counts["wgmma"] else ""
-    # One group of products that run on their own is opened in PTX by wgmma.fence, in machine code by ARRIVE.
+    # One group of products that run on their own is opened in PTX by wgmma.fence, in machine code
+    # by ARRIVE.
     serialized = text.count("WARPGROUP.ARRIVE") > assembly.count("wgmma.fence")
-    return Compiled(name, target, shared, registers, stack_bytes, counts, assembly, text if sass else "", serialized)
+    return Compiled(
+        name,
+        target,
+        shared,
+        registers,
+        stack_bytes,
+        counts,
+        assembly,
+        text if sass else "",
+        serialized,
+    )
 
 
 def _cuobjdump(cubin: bytes, flag: str) -> str:
@@ -249,7 +285,9 @@ def _cuobjdump(cubin: bytes, flag: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [tool, flag, file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ def softmax_bandwidth(record: dict) -> None:
     }
     for provider, look in looks.items():
         rows = [r for r in record["rows"] if r["provider"] == provider and "ms" in r]
-        ax.plot([r["cols"] for r in rows], [r["gb_per_s"] / 1000 for r in rows], label=provider, **look)
+        ax.plot(
+            [r["cols"] for r in rows], [r["gb_per_s"] / 1000 for r in rows], label=provider, **look
+        )
     ceiling = record["ceilings"]["copy_bytes_per_s"] / 1e12
     ax.axhline(ceiling, color=COLORS["limit"], linewidth=1, linestyle=":")
     ax.text(1024, ceiling * 1.02, "a plain copy", va="bottom", fontsize=9)
@@ -74,13 +76,25 @@ def _tflops(record, seq, ours, title) -> None:
     width = 0.27
     for offset, (provider, look) in enumerate(looks.items()):
         rows = {
-            (r["head_dim"], r["is_causal"]): r for r in record["rows"] if r["provider"] == provider and r["seq"] == seq
+            (r["head_dim"], r["is_causal"]): r
+            for r in record["rows"]
+            if r["provider"] == provider and r["seq"] == seq
         }
         heights = [rows[case].get("tflops", 0) for case in cases]
         x = np.arange(len(cases)) + (offset - 1) * width
-        for bar, height in zip(ax.bar(x, heights, width * 0.92, label=provider, **look), heights, strict=True):
-            ax.text(bar.get_x() + bar.get_width() / 2, height + 6, f"{height:.0f}", ha="center", fontsize=8)
-    ax.set_xticks(range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases])
+        for bar, height in zip(
+            ax.bar(x, heights, width * 0.92, label=provider, **look), heights, strict=True
+        ):
+            ax.text(
+                bar.get_x() + bar.get_width() / 2,
+                height + 6,
+                f"{height:.0f}",
+                ha="center",
+                fontsize=8,
+            )
+    ax.set_xticks(
+        range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases]
+    )
     ax.set_ylabel("TFLOP/s")
     ax.set_title(title)
     ax.legend(loc="upper left", ncols=3)
@@ -110,7 +124,11 @@ def training_record(record: dict) -> None:
             mean = np.convolve(apart, np.full(window, 1 / window), mode="valid")
             steps = np.arange(len(mean)) + window // 2
             below.plot(
-                steps, np.where(mean > 0, mean, np.nan), color=color, linewidth=1.2, label=f"{name} against SDPA fused"
+                steps,
+                np.where(mean > 0, mean, np.nan),
+                color=color,
+                linewidth=1.2,
+                label=f"{name} against SDPA fused",
             )
         fused = runs["SDPA fused"]["fused"].lower().replace("_", " ")
         top.set_title(f"{dtype} (SDPA fused: {fused})", fontsize=10)
@@ -132,11 +150,16 @@ def standing(forward: dict, backward: dict, seq: int = 4096) -> None:
     for ax, record, ours, title in zip(
         axes, (forward, backward), ("phase 3", "phase 4"), ("forward", "backward"), strict=True
     ):
-        looks = {ours: _PEERS["ours"], "SDPA flash": _PEERS["sdpa-flash"], "SDPA cuDNN": _PEERS["sdpa-cudnn"]}
+        looks = {
+            ours: _PEERS["ours"],
+            "SDPA flash": _PEERS["sdpa-flash"],
+            "SDPA cuDNN": _PEERS["sdpa-cudnn"],
+        }
         cases = [(d, c) for d in (64, 128) for c in (False, True)]
         for n, (provider, look) in enumerate(looks.items()):
             rows = {
-                (r["head_dim"], r["is_causal"], r["seq"], r["provider"]): r.get("tflops", 0) for r in record["rows"]
+                (r["head_dim"], r["is_causal"], r["seq"], r["provider"]): r.get("tflops", 0)
+                for r in record["rows"]
             }
             heights = [rows.get((*case, seq, provider), 0) for case in cases]
             bars = ax.bar(np.arange(4) + (n - 1) * 0.27, heights, 0.25, label=provider, color=look["color"],
@@ -163,14 +186,18 @@ _PEERS = {
 }
 
 
-def waterfall(record: dict, names: dict[str, str], cases: list[tuple], predicted: dict[tuple, dict]) -> None:
+def waterfall(
+    record: dict, names: dict[str, str], cases: list[tuple], predicted: dict[tuple, dict]
+) -> None:
     """Phase 5: the ladder. Each rung's TFLOP/s, the step from the rung before, and what was predicted.
 
     names: provider -> label; cases: (head_dim, is_causal, seq, mode); predicted: case -> provider -> gain (1.1: +10 %)
     """
     fig, axes = new(9, 4.6, columns=len(cases))
     for ax, case in zip(np.atleast_1d(axes), cases, strict=True):
-        found = {r["provider"]: r["tflops"] for r in record["rows"] if _case(r) == case and "tflops" in r}
+        found = {
+            r["provider"]: r["tflops"] for r in record["rows"] if _case(r) == case and "tflops" in r
+        }
         shown = [provider for provider in names if provider in found]
         before = None
         for x, provider in enumerate(shown):
@@ -184,19 +211,38 @@ def waterfall(record: dict, names: dict[str, str], cases: list[tuple], predicted
                 ax.plot([x - 1.35, x + 0.35], [before, before], color=COLORS["ink"], linewidth=0.8)
                 gain = predicted.get(case, {}).get(provider)
                 if gain:
-                    ax.plot(x, before * gain, "D", color="white", markeredgecolor=COLORS["ink"], markersize=6)
+                    ax.plot(
+                        x,
+                        before * gain,
+                        "D",
+                        color="white",
+                        markeredgecolor=COLORS["ink"],
+                        markersize=6,
+                    )
             ink = "white" if before is None else COLORS["ink"]
-            ax.annotate(f"{value:.0f}", (x, 0), (0, 5), textcoords="offset points", ha="center", fontsize=9, color=ink)
+            ax.annotate(
+                f"{value:.0f}",
+                (x, 0),
+                (0, 5),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+                color=ink,
+            )
             before = value
         peer = found.get("sdpa-flash")
         if peer:
             ax.axhline(peer, color=COLORS["peer"], linestyle="--", linewidth=1.2)
             ax.text(len(shown) - 0.4, peer - 8, "SDPA flash", ha="right", va="top", fontsize=8)
-        ax.set_xticks(range(len(shown)), [names[p] for p in shown], rotation=40, ha="right", fontsize=9)
+        ax.set_xticks(
+            range(len(shown)), [names[p] for p in shown], rotation=40, ha="right", fontsize=9
+        )
         ax.set_ylim(0, 1.12 * ax.get_ylim()[1])
         head_dim, is_causal, seq, mode = case
         what = {"fwd": "forward", "bwd": "backward"}[mode]
-        ax.set_title(f"{what}, D {head_dim} {'causal' if is_causal else 'full'}, seq {seq}", fontsize=10)
+        ax.set_title(
+            f"{what}, D {head_dim} {'causal' if is_causal else 'full'}, seq {seq}", fontsize=10
+        )
     np.atleast_1d(axes)[0].set_ylabel("TFLOP/s (diamond: predicted)" if predicted else "TFLOP/s")
     _signed(fig, record)
 
@@ -205,7 +251,9 @@ def peers(record: dict, mode: str) -> None:
     """Phase 5: TFLOP/s against sequence length beside all peers, a panel for each head_dim and mask."""
     use()
     fig, axes = plt.subplots(2, 2, figsize=(9, 6.2), layout="constrained", sharex=True, sharey=True)
-    for ax, (head_dim, is_causal) in zip(axes.flat, [(d, c) for d in (64, 128) for c in (False, True)], strict=True):
+    for ax, (head_dim, is_causal) in zip(
+        axes.flat, [(d, c) for d in (64, 128) for c in (False, True)], strict=True
+    ):
         for provider, look in _PEERS.items():
             rows = [
                 r for r in record["rows"]
@@ -224,7 +272,9 @@ def peers(record: dict, mode: str) -> None:
         ax.set_xlabel("sequence length")
     drawn = {line.get_label(): line for ax in axes.flat for line in ax.get_lines()}
     handles = {provider: drawn[provider] for provider in _PEERS if provider in drawn}
-    fig.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles) or 1, fontsize=9)
+    fig.legend(
+        handles.values(), handles, loc="outside upper center", ncols=len(handles) or 1, fontsize=9
+    )
     _signed(fig, record)
 
 
@@ -240,8 +290,15 @@ def long_sweep(record: dict, mode: str = "fwd", head_dims: tuple[int, ...] = (16
                     if (r["dtype"], r["head_dim"], r["mode"], r["provider"]) == (dtype, head_dim, mode, provider)
                 ]  # fmt: skip
                 timed = [r for r in rows if "ms" in r]
-                look = _PEERS[provider] | dict(linestyle=("-", "--", ":")[n % 3], linewidth=1.4, markersize=4)
-                ax.plot([r["seq"] for r in timed], [r["ms"] for r in timed], label=f"{provider}, D {head_dim}", **look)
+                look = _PEERS[provider] | dict(
+                    linestyle=("-", "--", ":")[n % 3], linewidth=1.4, markersize=4
+                )
+                ax.plot(
+                    [r["seq"] for r in timed],
+                    [r["ms"] for r in timed],
+                    label=f"{provider}, D {head_dim}",
+                    **look,
+                )
                 if timed and any("memory" in r.get("note", "") for r in rows):
                     end = timed[-1]
                     ax.plot(end["seq"], end["ms"], "X", color=COLORS["bad"], markersize=9)
@@ -264,7 +321,9 @@ def power(record: dict, case: tuple) -> None:
     fig, axes = plt.subplots(3, 1, figsize=(8, 5.4), layout="constrained", sharex=True)
     watts, mhz, ms = axes
     for row in (r for r in record["rows"] if _case(r) == case):
-        look = _PEERS[row["provider"]] | dict(marker="", linewidth=2 if row["provider"] == "ours" else 1.3)
+        look = _PEERS[row["provider"]] | dict(
+            marker="", linewidth=2 if row["provider"] == "ours" else 1.3
+        )
         watts.plot(row["at_ms"], row["watts"], label=row["provider"], **look)
         mhz.plot(row["at_ms"], row["mhz"], **look)
         at = [(n + 0.5) * row["window_ms"] for n in range(len(row["call_ms"]))]
@@ -288,6 +347,8 @@ def _case(row: dict) -> tuple:
 
 def _signed(fig, *shown) -> None:
     """Provenance under the picture: a number without it is not a number."""
-    lines = [line for r in shown for line in textwrap.wrap(records.describe(r).replace("`", ""), 115)]
+    lines = [
+        line for r in shown for line in textwrap.wrap(records.describe(r).replace("`", ""), 115)
+    ]
     fig.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])
     plt.show()

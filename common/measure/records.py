@@ -1,7 +1,8 @@
-"""Records of measurements that can be trusted: every file says on what, with what and when it was measured.
+"""Records of measurements that can be trusted: every file says on what, with what and when it was
+measured.
 
-A phase measures itself with `python -m phaseN_x.bench`, which writes phaseN_x/results/NAME.json on a GPU. Notebooks
-show the record, plainly labeled, where no GPU is present.
+A phase measures itself with `python -m phaseN_x.bench`, which writes phaseN_x/results/NAME.json on
+a GPU. Notebooks show the record, plainly labeled, where no GPU is present.
 """
 
 import argparse
@@ -26,13 +27,19 @@ import triton
 
 
 def fingerprint(kernel) -> str:
-    """Hash of a kernel's source and of the jitted functions it calls: a record is stale when it no longer matches."""
+    """Hash of a kernel's source and of the jitted functions it calls: a record is stale when it
+    no longer matches.
+    """
     seen, todo = {}, [kernel]
     while todo:
         kernel = todo.pop()
         seen[qualified(kernel)] = source(kernel)
         used = (kernel.fn.__globals__.get(name) for name in kernel.fn.__code__.co_names)
-        todo += [k for k in used if isinstance(k, triton.runtime.KernelInterface) and qualified(k) not in seen]
+        todo += [
+            k
+            for k in used
+            if isinstance(k, triton.runtime.KernelInterface) and qualified(k) not in seen
+        ]
     return hashlib.sha256("\n".join(seen[name] for name in sorted(seen)).encode()).hexdigest()[:16]
 
 
@@ -47,27 +54,41 @@ def gpu_id() -> str:
 
 
 def settings_fingerprint(settings: Sequence[object]) -> str:
-    """Hash of what a measurement depends on beside the kernels: settings, such as tiles or functions, and the clock."""
-    parts = (source(s, docstring=False) if callable(s) else repr(s) for s in (*settings, time_ms, caller_ms, measure))
+    """Hash of what a measurement depends on beside the kernels: settings, such as tiles or
+    functions, and the clock.
+    """
+    parts = (
+        source(s, docstring=False) if callable(s) else repr(s)
+        for s in (*settings, time_ms, caller_ms, measure)
+    )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def provenance(
-    kernels: Iterable, commit: str | None = None, packages: Sequence[str] = (), settings: Sequence[object] = ()
+    kernels: Iterable,
+    commit: str | None = None,
+    packages: Sequence[str] = (),
+    settings: Sequence[object] = (),
 ) -> dict:
-    """On what, with what, of what, when: GPU, driver, clocks, versions, commit, command, hashes, date (UTC).
+    """On what, with what, of what, when: GPU, driver, clocks, versions, commit, command, hashes,
+    date (UTC).
 
-    packages: peers that come as packages of their own, whose versions are wanted too. settings: what a record depends
-    on beside the kernels and the clock, as for settings_fingerprint; if there are none, no hash is recorded.
-    Raises RuntimeError if nvidia-smi does not answer, FileNotFoundError if there is none.
+    packages: peers that come as packages of their own, whose versions are wanted too. settings:
+    what a record depends on beside the kernels and the clock, as for settings_fingerprint; if there
+    are none, no hash is recorded. Raises RuntimeError if nvidia-smi does not answer,
+    FileNotFoundError if there is none.
     """
     query = "name,driver_version,clocks.max.sm,clocks.max.mem"
     smi = subprocess.run(
-        ["nvidia-smi", "-i", gpu_id(), f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
+        ["nvidia-smi", "-i", gpu_id(), f"--query-gpu={query}", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
     )
     if smi.returncode:
         said = (smi.stdout + smi.stderr).strip()
-        raise RuntimeError(f"a record names its GPU, but nvidia-smi -i {gpu_id()} failed ({said}): make that run first")
+        raise RuntimeError(
+            f"a record names its GPU, but nvidia-smi -i {gpu_id()} failed ({said}): make that run first"
+        )
     gpu, driver, sm, mem = (field.strip() for field in smi.stdout.splitlines()[0].split(","))
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     # The module as it was started with -m; sys.argv[0] would be a path of this machine.
@@ -110,38 +131,59 @@ def main(
     packages: Sequence[str] = (),
     settings: Sequence[object] = (),
 ) -> int:
-    """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json."""
+    """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write
+    folder/results/NAME.json.
+    """
     what = (sys.modules["__main__"].__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(description=what or "Measure this phase on the GPU and store the record.")
-    parser.add_argument("--name", type=record_name, default="gpu", help="file name of the record, without .json")
+    parser = argparse.ArgumentParser(
+        description=what or "Measure this phase on the GPU and store the record."
+    )
+    parser.add_argument(
+        "--name", type=record_name, default="gpu", help="file name of the record, without .json"
+    )
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
     args = parser.parse_args(argv)
     if runtime.DEVICE != "cuda":
-        print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
+        print(
+            "There is no GPU here (or kernels are interpreted): nothing to measure.",
+            file=sys.stderr,
+        )
         return 1
     start = time.perf_counter()
-    head = dict(provenance=provenance(kernels, args.commit, packages, settings), ceilings=ceilings())
+    head = dict(
+        provenance=provenance(kernels, args.commit, packages, settings), ceilings=ceilings()
+    )
     rows = ",\n  ".join(json.dumps(row) for row in run())
     path = ROOT / folder / "results" / f"{args.name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n')
+    path.write_text(
+        json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n'
+    )
     print(f"wrote {path.relative_to(ROOT)} in {time.perf_counter() - start:.0f} s")
-    print(f'to see it in a notebook instead of the recorded run: records.load("{folder}", "{args.name}")')
+    print(
+        f'to see it in a notebook instead of the recorded run: records.load("{folder}", "{args.name}")'
+    )
     return 0
 
 
 def load(folder: str, name: str = "h200") -> dict:
-    """A stored record. Raises FileNotFoundError if there is none, ValueError if it does not say where it comes from."""
+    """A stored record. Raises FileNotFoundError if there is none, ValueError if it does not say
+    where it comes from.
+    """
     record = json.loads((ROOT / folder / "results" / f"{name}.json").read_text())
     wanted = {"gpu", "driver", "torch", "triton", "commit", "command", "kernels", "date"}
     missing = wanted - set(record.get("provenance", {}))
     if missing:
-        raise ValueError(f"{folder}/results/{name}.json: provenance lacks {', '.join(sorted(missing))}")
+        raise ValueError(
+            f"{folder}/results/{name}.json: provenance lacks {', '.join(sorted(missing))}"
+        )
     return record | dict(stale=name in stale(folder))
 
 
 def stale(folder: str) -> list[str]:
-    """The records of a phase that await a new measurement, from results/stale.toml: what they measured has changed."""
+    """The records of a phase that await a new measurement, from results/stale.toml: what they
+    measured has changed.
+    """
     path = ROOT / folder / "results" / "stale.toml"
     return tomllib.loads(path.read_text())["records"] if path.exists() else []
 
@@ -151,7 +193,11 @@ def describe(record: dict) -> str:
     p = record["provenance"]
     timed = "; medians" if any("ms" in row for row in record["rows"]) else ""
     peers = "".join(f"{package} {version}, " for package, version in p.get("packages", {}).items())
-    since = " The code has changed since: this record awaits a new measurement." if record.get("stale") else ""
+    since = (
+        " The code has changed since: this record awaits a new measurement."
+        if record.get("stale")
+        else ""
+    )
     return (
         f"Measured on one {p['gpu']}, driver {p['driver']}, torch {p['torch']}, triton {p['triton']}, {peers}"
         f"commit {p['commit'][:10]}, {p['date']}, `{p['command']}`{timed}.{since}"

@@ -1,9 +1,9 @@
 """verify_results: may a correct kernel return this result?
 
-A fixed tolerance cannot tell. Rounding P to bf16 costs a correct kernel 1e-2 on one input and 1e-5 on
-another; a tolerance wide enough for the first lets wrong kernels through on the second. So the harness
-predicts, for every single element, how far a *correct* kernel may stray, and counts the error in units
-of that prediction:
+A fixed tolerance cannot tell. Rounding P to bf16 costs a correct kernel 1e-2 on one input and 1e-5
+on another; a tolerance wide enough for the first lets wrong kernels through on the second. So the
+harness predicts, for every single element, how far a *correct* kernel may stray, and counts the
+error in units of that prediction:
 
     z = |actual - truth| / sigma            pass when the largest z of a tensor is at most 6
 
@@ -19,12 +19,13 @@ allows". Inputs that are all positive let errors line up and push the worst towa
 logic moves elements by thousands to millions of sigma.
 
 Mistakes of precision are harder to see. One bf16 element that is 2 % off passes at z = 5.1, and P
-rounded to 9 bits instead of fp16's 11 passes for most seeds (39 of 40 with 40 queries and 100 keys).
-Beside the largest z stands rms_z, the root mean square of z over the tensor: 0.3 to 1 for a correct
-kernel in 16 bits (0.1 in fp32, where rho is cautious), and half as much again where P has lost a bit.
+rounded to 9 bits instead of fp16's 11 passes for most seeds (39 of 40 with 40 queries and 100
+keys). Beside the largest z stands rms_z, the root mean square of z over the tensor: 0.3 to 1 for a
+correct kernel in 16 bits (0.1 in fp32, where rho is cautious), and half as much again where P has
+lost a bit.
 
-rho grows with the logits, as their fp32 sums do. At logits of 1e4 and more the harness excuses errors
-ten times those of a careful kernel.
+rho grows with the logits, as their fp32 sums do. At logits of 1e4 and more the harness excuses
+errors ten times those of a careful kernel.
 """
 
 import itertools
@@ -42,20 +43,26 @@ Z_MAX = 6.0
 E = 2.0**-24  # unit roundoff of fp32, in which every kernel accumulates
 UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: E}
 HALF_SUBNORMAL = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134, torch.float32: 2.0**-150}
-TINY = 2.0**-126  # the smallest normal fp32 number: what exp returns below it may be flushed to zero
+# The smallest normal fp32 number: what exp returns below it may be flushed to zero.
+TINY = 2.0**-126
 
 CHUNK_ELEMENTS = 2**21  # entries of S handled at once: keeps the fp64 temporaries near 300 MB
-SAMPLE_ABOVE_KEYS = 4096  # longer rows: o and lse are checked on a sample of rows, gradients always on all
+# Longer rows: o and lse are checked on a sample of rows, gradients always on all.
+SAMPLE_ABOVE_KEYS = 4096
 SAMPLE_ROWS = 256
 
 
 class VerificationError(AssertionError):
-    """A tensor is not what a correct kernel may return. The message says where, by how much, and what to look at."""
+    """A tensor is not what a correct kernel may return. The message says where, by how much, and
+    what to look at.
+    """
 
 
 @dataclass(frozen=True)
 class TensorResult:
-    """The verdict on one tensor: the worst element, in units of the rounding error that a correct kernel makes."""
+    """The verdict on one tensor: the worst element, in units of the rounding error that a
+    correct kernel makes.
+    """
 
     name: str
     dtype: torch.dtype
@@ -65,8 +72,10 @@ class TensorResult:
     actual: float = math.nan
     truth: float = math.nan
     sigma: float = math.nan
-    sdpa_z: float | None = None  # the same measure for PyTorch's SDPA in this dtype, where it returns such a tensor
-    problem: str | None = None  # wrong shape, wrong dtype, or a non-finite element where the truth has none
+    # The same measure for PyTorch's SDPA in this dtype, where it returns such a tensor.
+    sdpa_z: float | None = None
+    # Wrong shape, wrong dtype, or a non-finite element where the truth has none.
+    problem: str | None = None
     hint: str | None = None
     rms_z: float = math.nan  # root mean square of z over the tensor
 
@@ -83,7 +92,9 @@ class TensorResult:
 
 @dataclass(frozen=True)
 class Report:
-    """All tensors of one comparison. `passed`, `z` (the worst), `report["dq"]`; printing gives a line a tensor."""
+    """All tensors of one comparison. `passed`, `z` (the worst), `report["dq"]`; printing gives a
+    line a tensor.
+    """
 
     case: str
     results: tuple[TensorResult, ...] = field(default_factory=tuple)
@@ -95,7 +106,9 @@ class Report:
     @property
     def z(self) -> float:
         """The largest z; NaN if any tensor could not be compared."""
-        return next((r.z for r in self.results if r.z != r.z), max((r.z for r in self.results), default=0.0))
+        return next(
+            (r.z for r in self.results if r.z != r.z), max((r.z for r in self.results), default=0.0)
+        )
 
     @property
     def verdict(self) -> str:
@@ -112,17 +125,23 @@ class Report:
 
     @property
     def hint(self) -> str | None:
-        """What the errors of the first wrong tensor look like (those after it often only follow from it)."""
+        """What the errors of the first wrong tensor look like (those after it often only follow
+        from it).
+        """
         return next((r.hint for r in self.results if not r.passed), None)
 
     def check(self) -> "Report":
-        """Return self if everything passed, else raise VerificationError with the worst element and a hint."""
+        """Return self if everything passed, else raise VerificationError with the worst element
+        and a hint.
+        """
         if not self.passed:
             raise VerificationError(f"{self}\n  hint: {self.hint}" if self.hint else str(self))
         return self
 
 
-def verify_results(fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_gqa=False, compare_sdpa=True) -> Report:
+def verify_results(
+    fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_gqa=False, compare_sdpa=True
+) -> Report:
     """Hold `fn` against SDPA in fp64, element by element (see the module's docstring).
 
     fn            called as fn(q, k, v, is_causal=, scale=, enable_gqa=); returns o, or (o, lse) with lse in fp32
@@ -130,12 +149,15 @@ def verify_results(fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_
     do            gradient of o: when given, dq, dk, dv from o.backward(do) are checked too
     compare_sdpa  also run PyTorch's SDPA in the same dtype, to print its z beside ours
 
-    Returns a Report; `.check()` raises VerificationError if anything failed. Nothing is printed. Above 4096 keys o and
-    lse are compared on 256 query rows (the first, the last, and random ones between), gradients always on all.
-    An input that fn wrote into is a failure of its own, and the truth is that of the inputs as they were.
+    Returns a Report; `.check()` raises VerificationError if anything failed. Nothing is printed.
+    Above 4096 keys o and lse are compared on 256 query rows (the first, the last, and random ones
+    between), gradients always on all. An input that fn wrote into is a failure of its own, and the
+    truth is that of the inputs as they were.
     """
     if q.dtype not in UNIT_ROUNDOFF or not 2 <= q.dim() <= 4:
-        raise ValueError(f"q: expected 2 to 4 dimensions in fp16, bf16 or fp32, got {tuple(q.shape)}, {q.dtype}")
+        raise ValueError(
+            f"q: expected 2 to 4 dimensions in fp16, bf16 or fp32, got {tuple(q.shape)}, {q.dtype}"
+        )
     if do is not None and torch.is_inference_mode_enabled():
         raise RuntimeError(
             "do: there are no gradients inside torch.inference_mode(); call outside of it, or without do"
@@ -154,7 +176,8 @@ def verify_results(fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_
     expected = _expected(q4, k4, v4, do4, is_causal, true_scale)
     sdpa = {}
     if compare_sdpa and q.numel() > 0:
-        # On fresh copies: torch 2.11's fused backends read rows at odd addresses wrongly, or stop the GPU over them.
+        # On fresh copies: torch 2.11's fused backends read rows at odd addresses wrongly, or stop
+        # the GPU over them.
         copies = (t.clone(memory_format=torch.contiguous_format) for t in (q4, k4, v4))
         do_copy = None if do is None else do4.clone(memory_format=torch.contiguous_format)
         sdpa = run_attention(F.scaled_dot_product_attention, *copies, do_copy, kwargs)
@@ -169,21 +192,29 @@ def verify_results(fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_
             continue
         actual4 = actual.detach().reshape(lead + actual.shape)
         sdpa_z = _compare(name, sdpa[name], expected[name], dtype, None).z if name in sdpa else None
-        results.append(_compare(name, actual4, expected[name], dtype, context, drop=len(lead), sdpa_z=sdpa_z))
+        results.append(
+            _compare(name, actual4, expected[name], dtype, context, drop=len(lead), sdpa_z=sdpa_z)
+        )
     sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {str(q.dtype).removeprefix('torch.')}"
-    flags = "".join(f", {n}" for n, on in (("causal", is_causal), (f"scale={scale}", scale is not None)) if on)
+    flags = "".join(
+        f", {n}" for n, on in (("causal", is_causal), (f"scale={scale}", scale is not None)) if on
+    )
     return Report(sizes + flags, tuple(results))
 
 
 def verify_softmax(fn, x, *, kind="softmax") -> Report:
-    """Hold fn(x) = softmax over the last axis (or, with kind="logsumexp", its logarithmic norm) against the truth.
+    """Hold fn(x) = softmax over the last axis (or, with kind="logsumexp", its logarithmic norm)
+    against the truth.
 
-    x: (..., n), fp16, bf16 or fp32. The truth for a softmax is SDPA as well, in fp64: with K = V = identity and
-    scale = 1, S = X and O = P. Rows longer than 4096 use torch.softmax in fp64, as the identity would fill the memory.
-    A row of -inf alone has softmax 0 and logsumexp -inf, as attention wants it (torch.softmax returns NaN).
+    x: (..., n), fp16, bf16 or fp32. The truth for a softmax is SDPA as well, in fp64: with K = V =
+    identity and scale = 1, S = X and O = P. Rows longer than 4096 use torch.softmax in fp64, as the
+    identity would fill the memory. A row of -inf alone has softmax 0 and logsumexp -inf, as
+    attention wants it (torch.softmax returns NaN).
     """
     if kind not in ("softmax", "logsumexp") or x.dtype not in UNIT_ROUNDOFF:
-        raise ValueError(f'expected kind "softmax" or "logsumexp" and x in fp16, bf16 or fp32, got {kind!r}, {x.dtype}')
+        raise ValueError(
+            f'expected kind "softmax" or "logsumexp" and x in fp16, bf16 or fp32, got {kind!r}, {x.dtype}'
+        )
     before = x.detach().clone()
     actual = fn(x)
     written = _written_inputs({"x": x.detach()}, {"x": before})
@@ -196,7 +227,11 @@ def verify_softmax(fn, x, *, kind="softmax") -> Report:
     if kind == "softmax":
         name, dtype, shape = "p", x.dtype, x.shape
         usual = 0 < x.shape[-1] <= SAMPLE_ABOVE_KEYS and x.isfinite().all()
-        truth = _softmax_by_sdpa(s) if usual else torch.where(lse == NEG_INF, 0.0, torch.softmax(s, dim=-1))
+        truth = (
+            _softmax_by_sdpa(s)
+            if usual
+            else torch.where(lse == NEG_INF, 0.0, torch.softmax(s, dim=-1))
+        )
         var = p**2 * (UNIT_ROUNDOFF[dtype] ** 2 + rho**2) + HALF_SUBNORMAL[dtype] ** 2 + TINY**2
     else:
         name, dtype, shape = "lse", torch.float32, x.shape[:-1]
@@ -222,11 +257,17 @@ class _Expected:
 
 
 def _expected(q, k, v, do, is_causal, scale) -> dict[str, _Expected]:
-    """Truth and sigma of every tensor, fp64. Works through one kv head and a chunk of query rows at a time."""
+    """Truth and sigma of every tensor, fp64. Works through one kv head and a chunk of query rows
+    at a time.
+    """
     batch, heads_q, seq_q, head_dim = q.shape
     heads_kv, seq_k = k.shape[1], k.shape[2]
     group = heads_q // max(1, heads_kv)
-    rows = _sample_rows(seq_q, q.device) if do is None and seq_k > SAMPLE_ABOVE_KEYS else torch.arange(seq_q)
+    rows = (
+        _sample_rows(seq_q, q.device)
+        if do is None and seq_k > SAMPLE_ABOVE_KEYS
+        else torch.arange(seq_q)
+    )
     rows = rows.to(q.device)
     u, h = UNIT_ROUNDOFF[q.dtype], HALF_SUBNORMAL[q.dtype]
 
@@ -241,7 +282,8 @@ def _expected(q, k, v, do, is_causal, scale) -> dict[str, _Expected]:
     for b, hk in itertools.product(range(batch), range(heads_kv)):
         heads = slice(hk * group, (hk + 1) * group)
         k1, v1 = k[b, hk].double(), v[b, hk].double()
-        sum_dk = sum_dv = 0.0  # absolute values of the terms, over all query rows and heads of the group
+        # Absolute values of the terms, over all query rows and heads of the group.
+        sum_dk = sum_dv = 0.0
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
             q1 = q[b, heads, rows[part]].double()  # (group, rows, head_dim)
@@ -263,11 +305,15 @@ def _expected(q, k, v, do, is_causal, scale) -> dict[str, _Expected]:
     for name in var:
         var[name] += (HALF_SUBNORMAL[torch.float32] if name == "lse" else h) ** 2
     sampled = rows if len(rows) < seq_q else None
-    return {n: _Expected(truth[n], var[n].sqrt(), sampled if n in ("o", "lse") else None) for n in truth}
+    return {
+        n: _Expected(truth[n], var[n].sqrt(), sampled if n in ("o", "lse") else None) for n in truth
+    }
 
 
 def _truth(q, k, v, do, mask, scale) -> dict[str, torch.Tensor]:
-    """SDPA (math, fp64) on one kv head: q (group, rows, head_dim); k, v (seq_k, head_dim); mask (rows, seq_k)."""
+    """SDPA (math, fp64) on one kv head: q (group, rows, head_dim); k, v (seq_k, head_dim); mask
+    (rows, seq_k).
+    """
     grad = do is not None
     q, k, v = (t.detach().requires_grad_(grad) for t in (q, k, v))
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
@@ -285,14 +331,17 @@ def _truth(q, k, v, do, mask, scale) -> dict[str, torch.Tensor]:
 def sum_error(terms: int) -> float:
     """Error of an fp32 sum, in units of the sum of the terms' absolute values.
 
-    Added up one after the other, as a chain of fused multiply-adds does, n terms are rounded n times. The roundings are
-    independent, so that their effect grows like sqrt(n); measured on such chains of positive terms, it stays below.
+    Added up one after the other, as a chain of fused multiply-adds does, n terms are rounded n
+    times. The roundings are independent, so that their effect grows like sqrt(n); measured on such
+    chains of positive terms, it stays below.
     """
     return E * max(2.0, math.sqrt(terms) / 2)
 
 
 def _variances(q, k, v, do, mask, scale, truth, u, h) -> dict[str, torch.Tensor]:
-    """The squared rounding error of a correct kernel: every line names the rounding that it stands for."""
+    """The squared rounding error of a correct kernel: every line names the rounding that it
+    stands for.
+    """
     s, lse = truth["s"], truth["lse"]
     head_dim, seq_k = k.shape[1], k.shape[0]
     finite_lse = torch.where(lse.isfinite(), lse, 0.0)
@@ -300,14 +349,18 @@ def _variances(q, k, v, do, mask, scale, truth, u, h) -> dict[str, torch.Tensor]
     p = torch.exp(s - torch.where(lse == NEG_INF, 0.0, lse)[..., None])
     logit_sum = abs(scale) * (q.abs() @ k.abs().T)
     rho = E * (2 + max(1.0, math.sqrt(head_dim) / 2) * logit_sum + finite_lse.abs()[..., None])
-    rho = torch.where(p == 0, 0.0, rho)  # relative error of P: the logit's fp32 sum, exp, and the LSE subtracted
-    w = p**2 * (u**2 + rho**2) + TINY**2 * visible  # P recomputed, and rounded to the input dtype before a product
+    # Relative error of P: the logit's fp32 sum, exp, and the LSE subtracted.
+    rho = torch.where(p == 0, 0.0, rho)
+    # P recomputed, and rounded to the input dtype before a product.
+    w = p**2 * (u**2 + rho**2) + TINY**2 * visible
     var = {"lse": _lse_variance(s, p, rho, finite_lse)}
     o = truth["o"]
-    r = (p * torch.expm1(rho.clamp(max=20.0))) ** 2  # an error of a logit changes P, and the sum that P is divided by
+    # An error of a logit changes P, and the sum that P is divided by.
+    r = (p * torch.expm1(rho.clamp(max=20.0))) ** 2
     var["o"] = (
         (p**2 * u**2 + TINY**2 * visible) @ v**2  # P rounded to the input dtype, or flushed to zero
-        + (r @ v**2 - 2 * o * (r @ v) + o**2 * r.sum(dim=-1, keepdim=True)).clamp(min=0.0)  # r weighs (v - o)^2
+        # r weighs (v - o)^2.
+        + (r @ v**2 - 2 * o * (r @ v) + o**2 * r.sum(dim=-1, keepdim=True)).clamp(min=0.0)
         + u**2 * o**2  # the result rounded to its dtype
         + h**2 * (visible @ v**2)  # P too small for the dtype's normal numbers
         + (sum_error(seq_k) * (p @ v.abs())) ** 2  # the fp32 sum over keys
@@ -325,7 +378,9 @@ def _variances(q, k, v, do, mask, scale, truth, u, h) -> dict[str, torch.Tensor]
     size = do.abs() @ v.abs().T + abs_delta[..., None]  # what dP - delta is the small difference of
     e_ds = w * (dp - delta) ** 2 + h**2 * visible + (sum_error(head_dim) * p * size) ** 2
     abs_ds = (p * (dp - delta)).abs()
-    var["dq"] = scale**2 * (e_ds @ k**2 + var_delta[..., None] * (p @ k) ** 2) + u**2 * truth["dq"] ** 2
+    var["dq"] = (
+        scale**2 * (e_ds @ k**2 + var_delta[..., None] * (p @ k) ** 2) + u**2 * truth["dq"] ** 2
+    )
     var["dq"] += (scale * sum_error(seq_k) * (abs_ds @ k.abs())) ** 2
     var["sum_dk"] = abs(scale) * (abs_ds.mT @ q.abs()).sum(dim=0)
     var["dk"] = scale**2 * (e_ds.mT @ q**2 + (p**2 * var_delta[..., None]).mT @ q**2).sum(dim=0)
@@ -333,7 +388,11 @@ def _variances(q, k, v, do, mask, scale, truth, u, h) -> dict[str, torch.Tensor]
 
 
 def _lse_variance(s, p, rho, finite_lse):
-    largest = torch.where(s.isfinite(), s, 0.0).abs().amax(dim=-1) if s.shape[-1] else torch.zeros_like(finite_lse)
+    largest = (
+        torch.where(s.isfinite(), s, 0.0).abs().amax(dim=-1)
+        if s.shape[-1]
+        else torch.zeros_like(finite_lse)
+    )
     return (2 * E * (4 + largest + finite_lse.abs())) ** 2 + (p * rho**2).sum(dim=-1)
 
 
@@ -347,15 +406,21 @@ def _sample_rows(seq_q: int, device) -> torch.Tensor:
     if seq_q <= SAMPLE_ROWS:
         return torch.arange(seq_q)
     edge = SAMPLE_ROWS // 4
-    middle = torch.randperm(seq_q - 2 * edge, generator=torch.Generator().manual_seed(0))[: SAMPLE_ROWS - 2 * edge]
-    return torch.cat([torch.arange(edge), edge + middle.sort().values, torch.arange(seq_q - edge, seq_q)])
+    middle = torch.randperm(seq_q - 2 * edge, generator=torch.Generator().manual_seed(0))[
+        : SAMPLE_ROWS - 2 * edge
+    ]
+    return torch.cat(
+        [torch.arange(edge), edge + middle.sort().values, torch.arange(seq_q - edge, seq_q)]
+    )
 
 
 # --- running and comparing ----------------------------------------------------------------------------------------
 
 
 def run_attention(fn, q, k, v, do, kwargs) -> dict[str, torch.Tensor]:
-    """Call fn and name what it returns; with do, run its backward pass on fresh leaves of the same layout."""
+    """Call fn and name what it returns; with do, run its backward pass on fresh leaves of the
+    same layout.
+    """
     if do is None:
         with torch.no_grad():
             out = fn(q, k, v, **kwargs)
@@ -368,7 +433,11 @@ def run_attention(fn, q, k, v, do, kwargs) -> dict[str, torch.Tensor]:
     got = dict(zip(("o", "lse"), out, strict=True)) if isinstance(out, tuple) else {"o": out}
     if do is not None and not _wrong_kind("o", got["o"], q.shape, q.dtype, q.device):
         reached = got["o"].requires_grad
-        grads = torch.autograd.grad(got["o"], (q, k, v), do, allow_unused=True) if reached else (None, None, None)
+        grads = (
+            torch.autograd.grad(got["o"], (q, k, v), do, allow_unused=True)
+            if reached
+            else (None, None, None)
+        )
         got |= zip(("dq", "dk", "dv"), grads, strict=True)
     return got
 
@@ -398,7 +467,9 @@ def _wrong_kind(name, actual, shape, dtype, device) -> str | None:
 
 
 def _compare(name, actual, expected, dtype, context, *, drop=0, sdpa_z=None) -> TensorResult:
-    """The worst element of one tensor. `drop` leading axes of length 1 are left out of the index shown."""
+    """The worst element of one tensor. `drop` leading axes of length 1 are left out of the index
+    shown.
+    """
     rows = expected.rows
     actual = actual.detach().double()
     if rows is not None:
@@ -410,7 +481,8 @@ def _compare(name, actual, expected, dtype, context, *, drop=0, sdpa_z=None) -> 
     if name == "lse":  # a logit of +inf: inf in the limit, NaN as computed, like its row of o
         same |= actual.isnan() & (truth == torch.inf)
     z = torch.where(same, 0.0, (actual - truth).abs() / sigma)
-    z = torch.where(same | (actual.isfinite() & truth.isfinite()), z, torch.inf)  # a non-finite element out of place
+    # a non-finite element out of place.
+    z = torch.where(same | (actual.isfinite() & truth.isfinite()), z, torch.inf)
     flat = int(torch.where(z.isnan(), torch.inf, z).argmax())
     at = [int(i) for i in torch.unravel_index(torch.tensor(flat), z.shape)]
     worst = z.flatten()[flat].item()
@@ -419,10 +491,27 @@ def _compare(name, actual, expected, dtype, context, *, drop=0, sdpa_z=None) -> 
     if not passed and not (actual.isfinite() == truth.isfinite()).all():
         out_of_place = int((actual.isfinite() != truth.isfinite()).sum())
         problem = f"{out_of_place} elements are non-finite in one of result and truth"
-    hint = None if passed or context is None else diagnose.hint(name, actual, truth, ~(z <= Z_MAX), context, rows)
-    values = actual.flatten()[flat].item(), truth.flatten()[flat].item(), sigma.flatten()[flat].item()
+    hint = (
+        None
+        if passed or context is None
+        else diagnose.hint(name, actual, truth, ~(z <= Z_MAX), context, rows)
+    )
+    values = (
+        actual.flatten()[flat].item(),
+        truth.flatten()[flat].item(),
+        sigma.flatten()[flat].item(),
+    )
     if rows is not None:
         at[2] = int(rows[at[2]])
     return TensorResult(
-        name, dtype, worst, passed, tuple(at[drop:]), *values, sdpa_z, problem, hint, z.square().mean().sqrt().item()
+        name,
+        dtype,
+        worst,
+        passed,
+        tuple(at[drop:]),
+        *values,
+        sdpa_z,
+        problem,
+        hint,
+        z.square().mean().sqrt().item(),
     )

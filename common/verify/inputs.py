@@ -1,4 +1,6 @@
-"""Inputs that find mistakes: shapes, layouts and numbers that have broken real attention kernels (see tests/)."""
+"""Inputs that find mistakes: shapes, layouts and numbers that have broken real attention kernels
+(see tests/).
+"""
 
 from common import runtime
 
@@ -9,7 +11,14 @@ LAYOUTS = ("bhsd", "bshd", "transposed", "sliced", "expanded")
 
 
 def make_tensor(
-    shape, *, dtype=torch.float16, kind="normal", layout="bhsd", poison=False, generator=None, device=None
+    shape,
+    *,
+    dtype=torch.float16,
+    kind="normal",
+    layout="bhsd",
+    poison=False,
+    generator=None,
+    device=None,
 ) -> torch.Tensor:
     """A (batch, heads, seq, head_dim) tensor of random numbers in a chosen memory layout.
 
@@ -80,8 +89,9 @@ def make_qkv(
     seed=0,
     device=None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random q (batch, heads_q, seq_q, head_dim) and k, v (batch, heads_kv, seq_k, head_dim), the same for a seed
-    on every machine. heads_kv defaults to heads_q, seq_k to seq_q; kind, layout, poison as in `make_tensor`.
+    """Random q (batch, heads_q, seq_q, head_dim) and k, v (batch, heads_kv, seq_k, head_dim), the
+    same for a seed on every machine. heads_kv defaults to heads_q, seq_k to seq_q; kind, layout,
+    poison as in `make_tensor`.
 
     kind="low" makes q positive and k low, so that every logit is far below zero.
     """
@@ -92,10 +102,20 @@ def make_qkv(
     def make(heads, seq, this_kind):
         shape = (batch, heads, seq, head_dim)
         return make_tensor(
-            shape, dtype=dtype, kind=this_kind, layout=layout, poison=poison, generator=generator, device=device
+            shape,
+            dtype=dtype,
+            kind=this_kind,
+            layout=layout,
+            poison=poison,
+            generator=generator,
+            device=device,
         )
 
     kinds = ("positive", "low", "normal") if kind == "low" else (kind, kind, kind)
     # Peaked and large logits come from q and k; v stays of ordinary size.
     kind_v = "normal" if kind in ("peaked", "large") else kinds[2]
-    return make(heads_q, seq_q, kinds[0]), make(heads_kv, seq_k, kinds[1]), make(heads_kv, seq_k, kind_v)
+    return (
+        make(heads_q, seq_q, kinds[0]),
+        make(heads_kv, seq_k, kinds[1]),
+        make(heads_kv, seq_k, kind_v),
+    )

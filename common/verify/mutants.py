@@ -1,7 +1,8 @@
 """Wrong kernels on purpose: the proof that verify_results would notice.
 
-A mutant is the emulator with exactly one decision replaced (see common.verify.emulator). MUTANTS holds
-each mistake with a case in which it matters; `rule_table` asks which acceptance rules let it through.
+A mutant is the emulator with exactly one decision replaced (see common.verify.emulator). MUTANTS
+holds each mistake with a case in which it matters; `rule_table` asks which acceptance rules let it
+through.
 """
 
 import math
@@ -260,7 +261,9 @@ MUTANTS: dict[str, Mutant] = dict(
 
 
 def _close(tolerance):
-    return lambda actual, truth, naive: torch.allclose(actual, truth, rtol=tolerance, atol=tolerance)
+    return lambda actual, truth, naive: torch.allclose(
+        actual, truth, rtol=tolerance, atol=tolerance
+    )
 
 
 def _small_and_parallel(actual, truth, naive):
@@ -274,8 +277,8 @@ def _twice_naive(actual, truth, naive):
     return bool((actual - truth).abs().max() <= 2 * (naive - truth).abs().max())
 
 
-# Each takes a tensor, the truth, and what unfused attention in the same dtype returns (None for lse: its dtype is fp32
-# whatever the inputs are).
+# Each takes a tensor, the truth, and what unfused attention in the same dtype returns (None for
+# lse: its dtype is fp32 whatever the inputs are).
 CUSTOMARY_RULES: dict[str, Callable] = {
     "rtol=atol=1e-2": _close(1e-2),
     "rtol=atol=1e-3": _close(1e-3),
@@ -286,16 +289,22 @@ OURS = "verify_results"
 
 
 def rule_table() -> tuple[list[dict], dict[str, dict[str, int]]]:
-    """Which acceptance rule lets which mutant through, and how often each rejects the correct emulator.
+    """Which acceptance rule lets which mutant through, and how often each rejects the correct
+    emulator.
 
-    Returns the rows, dict(mutant=, what=, <rule>: True if the rule lets it through) for each mutant that is not benign,
-    and for each rule the counts dict(let_through=, mutants=, correct_rejected=, correct=). The correct emulator runs on
-    the mutants' cases in fp16, bf16 and fp32. Customary rules see the fp64 truth and every tensor of the case, which is
-    more than most tests give them.
+    Returns the rows, dict(mutant=, what=, <rule>: True if the rule lets it through) for each mutant
+    that is not benign, and for each rule the counts dict(let_through=, mutants=, correct_rejected=,
+    correct=). The correct emulator runs on the mutants' cases in fp16, bf16 and fp32. Customary
+    rules see the fp64 truth and every tensor of the case, which is more than most tests give them.
     """
     mutants = {name: m for name, m in MUTANTS.items() if not m.benign}
-    rows = [dict(mutant=name, what=m.what) | _accepted_by(m.case, m.attention) for name, m in mutants.items()]
-    cases = dict.fromkeys(replace(m.case, dtype=dtype) for m in mutants.values() for dtype in (FP16, BF16, FP32))
+    rows = [
+        dict(mutant=name, what=m.what) | _accepted_by(m.case, m.attention)
+        for name, m in mutants.items()
+    ]
+    cases = dict.fromkeys(
+        replace(m.case, dtype=dtype) for m in mutants.values() for dtype in (FP16, BF16, FP32)
+    )
     correct = [_accepted_by(case, emulate) for case in cases]
     counts = {
         rule: dict(

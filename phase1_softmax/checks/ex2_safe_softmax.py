@@ -1,4 +1,6 @@
-"""Checks the softmax on logits up to 1000, masked logits and whole rows of them, in three dtypes, and its rounding."""
+"""Checks the softmax on logits up to 1000, masked logits and whole rows of them, in three
+dtypes, and its rounding.
+"""
 
 import math
 
@@ -28,8 +30,18 @@ def check(answer):
     cases = [
         ("small logits", randn(3, 4, 50), (torch.float32,), "is the sum that of the last axis?"),
         ("logits around 200", randn(4, 100) + 200, runtime.DTYPES, too_large),
-        ("rows around 200, -200, 1000, -1000", randn(4, 100) + around.to(runtime.DEVICE), (torch.float32,), one_row),
-        ("logits of -inf", partly, runtime.DTYPES, "a logit of -inf has weight 0, the others share the rest"),
+        (
+            "rows around 200, -200, 1000, -1000",
+            randn(4, 100) + around.to(runtime.DEVICE),
+            (torch.float32,),
+            one_row,
+        ),
+        (
+            "logits of -inf",
+            partly,
+            runtime.DTYPES,
+            "a logit of -inf has weight 0, the others share the rest",
+        ),
         ("a row of -inf alone", masked, runtime.DTYPES, all_masked),
         ("a single value", randn(1), (torch.float32,), "its weight is 1"),
         ("logits from -12 to 0", -12 * randn(40, 200).sigmoid(), runtime.DTYPES, half),
@@ -39,7 +51,9 @@ def check(answer):
         for dtype in dtypes:
             got, x_in = called(answer.safe_softmax, x.to(dtype)), x.to(dtype)
             if not isinstance(got, torch.Tensor) or (got.dtype, got.shape) != (dtype, x.shape):
-                reject(f"{what}: x is {_kind(x_in)}, so the result must be as well, but it is {_kind(got)}")
+                reject(
+                    f"{what}: x is {_kind(x_in)}, so the result must be as well, but it is {_kind(got)}"
+                )
             report = verify_softmax(softmax, x_in)
             if not report.passed:
                 reject(f"{what}: {question}\n{report}")
@@ -47,7 +61,9 @@ def check(answer):
     spoiled[1, 7] = math.nan
     clean = torch.tensor([False, True, False], device=runtime.DEVICE)[:, None].expand(3, 20)
     if not torch.equal(softmax(spoiled).isnan(), clean):
-        reject("a row with a NaN: it must be NaN as a whole, and the other rows must not. Was a NaN replaced by hand?")
+        reject(
+            "a row with a NaN: it must be NaN as a whole, and the other rows must not. Was a NaN replaced by hand?"
+        )
     return "fp32, fp16 and bf16: logits up to 1000, masked logits and rows, long rows"
 
 

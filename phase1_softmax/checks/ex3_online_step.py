@@ -1,4 +1,6 @@
-"""Checks the step on states of every kind, in PyTorch and in Triton, and the logsumexp that takes it along a row."""
+"""Checks the step on states of every kind, in PyTorch and in Triton, and the logsumexp that
+takes it along a row.
+"""
 
 import math
 
@@ -11,7 +13,11 @@ import torch
 
 def check(answer):
     fresh = torch.full((6,), -INF, dtype=torch.float64, device=runtime.DEVICE)
-    m, l, tile = 3 * randn(6).double(), 1 + 9 * randn(6, seed=1).double().abs(), 3 * randn(6, 5, seed=2).double()
+    m, l, tile = (
+        3 * randn(6).double(),
+        1 + 9 * randn(6, seed=1).double().abs(),
+        3 * randn(6, 5, seed=2).double(),
+    )
     nothing = torch.full_like(tile, -INF)
     some = tile.clone()
     some[::2, 1:] = some[1] = -INF
@@ -28,26 +34,47 @@ def check(answer):
         ("a tile of one column", m, l, tile[:, :1] + 5),
     ]
     steps = [("online_step", answer.online_step, torch.float64, EXACT)]
-    steps.append(("_online_step, in Triton", answer.row_state, torch.float32, dict(rtol=1e-4, atol=1e-5)))
+    steps.append(
+        ("_online_step, in Triton", answer.row_state, torch.float32, dict(rtol=1e-4, atol=1e-5))
+    )
     for name, step, dtype, tolerance in steps:
         for what, *state in cases:
             m_old, l_old, s = (t.to(dtype).contiguous() for t in state)
             m_got, l_got = pair(f"{name}, {what}", called(step, m_old, l_old, s))
-            _require_state(f"{name}, {what}", m_got, l_got, m_old.double(), l_old.double(), s.double(), tolerance)
+            _require_state(
+                f"{name}, {what}",
+                m_got,
+                l_got,
+                m_old.double(),
+                l_old.double(),
+                s.double(),
+                tolerance,
+            )
             if m_got.dtype != dtype or l_got.dtype != dtype:
-                reject(f"{name}: m and l are {dtype} before, {m_got.dtype} and {l_got.dtype} after the step")
+                reject(
+                    f"{name}: m and l are {dtype} before, {m_got.dtype} and {l_got.dtype} after the step"
+                )
         s = tile.to(dtype).clone()
         s[1, 3] = math.nan
         for m_old, l_old in ((m, l), (fresh, torch.zeros_like(l))):
             l_got = pair(name, step(m_old.to(dtype), l_old.to(dtype), s))[1]
             if l_got.isnan().nonzero().flatten().tolist() != [1]:
-                reject(f"{name}: with a NaN in row 1 of the tile, l must be NaN in row 1 and nowhere else")
+                reject(
+                    f"{name}: with a NaN in row 1 of the tile, l must be NaN in row 1 and nowhere else"
+                )
 
     x = 5 * randn(6, 200).double()
     x[2, :70] = x[3, 100:] = x[4] = -INF
     for cols in (1, 7, 64, 200):
-        require(f"logsumexp, {cols} columns at a time", answer.logsumexp(x, cols), torch.logsumexp(x, 1), **EXACT)
-    return "states of every kind, in PyTorch (fp64) and in Triton; rows in tiles of 1 to 200 columns"
+        require(
+            f"logsumexp, {cols} columns at a time",
+            answer.logsumexp(x, cols),
+            torch.logsumexp(x, 1),
+            **EXACT,
+        )
+    return (
+        "states of every kind, in PyTorch (fp64) and in Triton; rows in tiles of 1 to 200 columns"
+    )
 
 
 def _require_state(what, m_got, l_got, m, l, tile, tolerance):
@@ -66,8 +93,10 @@ def _require_state(what, m_got, l_got, m, l, tile, tolerance):
     require(f"{what}: m", m_got, m_new, mistakes=of_m, **tolerance)
     of_l = {
         "the old sum was measured against the old maximum: is it rescaled?": l + new,
-        "the old sum is rescaled the wrong way around: it must never grow": l * torch.exp(shift - m) + new,
-        "the tile is measured against its own maximum, not against the new one": l * torch.exp(m - shift)
+        "the old sum is rescaled the wrong way around: it must never grow": l * torch.exp(shift - m)
+        + new,
+        "the tile is measured against its own maximum, not against the new one": l
+        * torch.exp(m - shift)
         + torch.exp(tile - own[:, None]).sum(1),
         "the old sum is lost": new,
         "the tile's sum is rescaled too: it is measured against the new maximum already": (l + new)

@@ -1,4 +1,6 @@
-"""What several checks of phase 2's exercises need; each check is a module beside this one (see common.learn.judge)."""
+"""What several checks of phase 2's exercises need; each check is a module beside this one (see
+common.learn.judge).
+"""
 
 from common import make_qkv, verify_results
 
@@ -9,9 +11,15 @@ NAN = float("nan")
 
 
 def attention_cases(*lengths):
-    """(seq_q, seq_k, head_dim, dtype, options of `one_head`): dtypes, kinds of numbers, lengths and strides."""
+    """(seq_q, seq_k, head_dim, dtype, options of `one_head`): dtypes, kinds of numbers, lengths
+    and strides.
+    """
     cases = [(100, 150, 64, dtype, {}) for dtype in (FP16, BF16, FP32)]
-    cases += [(70, 150, 32, dtype, dict(kind=kind)) for dtype in (FP16, BF16, FP32) for kind in ("peaked", "low")]
+    cases += [
+        (70, 150, 32, dtype, dict(kind=kind))
+        for dtype in (FP16, BF16, FP32)
+        for kind in ("peaked", "low")
+    ]
     return cases + [(33, seq_k, 32, FP32, dict(transposed=True)) for seq_k in lengths]
 
 
@@ -22,7 +30,9 @@ def one_head(seq_q, seq_k, head_dim, *, transposed=False, **options):
 
 
 def surrounded(x):
-    """x inside larger memory full of NaN: a stray access of less than a tile does no harm and leaves a trace."""
+    """x inside larger memory full of NaN: a stray access of less than a tile does no harm and
+    leaves a trace.
+    """
     margins = [64, 4][: x.dim()]
     memory = x.new_full([n + 2 * margin for n, margin in zip(x.shape, margins, strict=True)], NAN)
     for axis, margin in enumerate(margins):
@@ -31,7 +41,9 @@ def surrounded(x):
 
 
 def nan_around(x):
-    """Whether the memory around a tensor that `surrounded` made (and that holds no NaN itself) is untouched."""
+    """Whether the memory around a tensor that `surrounded` made (and that holds no NaN itself)
+    is untouched.
+    """
     return int((~x._base.isnan()).sum()) == x.numel()
 
 
@@ -44,4 +56,6 @@ def state_of(q, k, v):
 
 
 def verify(fn, q, k, v):
-    verify_results(lambda q, k, v, *, scale, **_: fn(q, k, v, scale), q, k, v, compare_sdpa=False).check()
+    verify_results(
+        lambda q, k, v, *, scale, **_: fn(q, k, v, scale), q, k, v, compare_sdpa=False
+    ).check()

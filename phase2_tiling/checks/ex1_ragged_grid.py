@@ -1,4 +1,6 @@
-"""Checks the largest logits for ragged lengths, with NaN around the inputs, and counts the bytes that are read."""
+"""Checks the largest logits for ragged lengths, with NaN around the inputs, and counts the bytes
+that are read.
+"""
 
 from common.learn.judge import counted, reject, require
 from phase2_tiling.checks import FP16, FP32, NAN, nan_around, one_head, surrounded
@@ -11,7 +13,9 @@ INF = float("inf")
 
 def check(answer):
     lengths, block, scale = ((150, 70), (128, 64), (1, 1), (65, 129), (63, 31), (40, 0)), 64, 0.25
-    for (seq_q, seq_k), dtype, kind in zip(lengths, (FP16, FP32) * 3, ("low", "normal") * 3, strict=True):
+    for (seq_q, seq_k), dtype, kind in zip(
+        lengths, (FP16, FP32) * 3, ("low", "normal") * 3, strict=True
+    ):
         q, k, _ = one_head(seq_q, seq_k, 16, dtype=dtype, kind=kind)
         out = surrounded(torch.full((seq_q,), NAN, device=q.device))
         with counted(q=q, k=k) as moved:
@@ -21,15 +25,22 @@ def check(answer):
         right = logits.amax(dim=1)
         full = torch.arange(seq_q, device=q.device) < seq_q // block * block
         mistakes = {
-            "the queries of the last, partial tile have no program: is the grid rounded up?": right.where(full, NAN),
-            "NaN comes in from memory past the last key: does the load of k have a mask?": right * NAN,
-            "a key that does not exist wins: 0 is safe to load, but what is its logit?": right.clamp(min=0),
+            "the queries of the last, partial tile have no program: is the grid rounded up?": right.where(
+                full, NAN
+            ),
+            "NaN comes in from memory past the last key: does the load of k have a mask?": right
+            * NAN,
+            "a key that does not exist wins: 0 is safe to load, but what is its logit?": right.clamp(
+                min=0
+            ),
         }
         require(f"out, {what}", out, right, mistakes=mistakes)
         if not nan_around(out):
             reject(f"{what}: something was written outside of out: does the store have a mask?")
         if moved and moved.loaded_from["q"] != q.nbytes:
-            reject(f"{what}: {moved.loaded_from['q']} bytes of q were read, it has {q.nbytes}: is the load masked?")
+            reject(
+                f"{what}: {moved.loaded_from['q']} bytes of q were read, it has {q.nbytes}: is the load masked?"
+            )
         needed = triton.cdiv(seq_q, block) * k.nbytes
         if moved and moved.loaded_from["k"] != needed:
             reject(

@@ -1,7 +1,17 @@
-"""Checks the state that waits in memory between tiles of keys, how often it travels, and whole results."""
+"""Checks the state that waits in memory between tiles of keys, how often it travels, and whole
+results.
+"""
 
 from common.learn.judge import counted, reject, require
-from phase2_tiling.checks import FP32, attention_cases, nan_around, one_head, state_of, surrounded, verify
+from phase2_tiling.checks import (
+    FP32,
+    attention_cases,
+    nan_around,
+    one_head,
+    state_of,
+    surrounded,
+    verify,
+)
 
 import torch
 import triton
@@ -11,7 +21,9 @@ def check(answer):
     _check_continuation(answer)
     cases = attention_cases(0, 1, 33)
     for seq_q, seq_k, head_dim, dtype, options in cases:
-        verify(answer.attention_keys_outside, *one_head(seq_q, seq_k, head_dim, dtype=dtype, **options))
+        verify(
+            answer.attention_keys_outside, *one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
+        )
     return f"{len(cases)} cases against SDPA; the state travels as often as it must, and stays normalized in between"
 
 
@@ -32,13 +44,18 @@ def _check_continuation(answer):
     for i, name, t in ((1, "m", m), (2, "l", l), (0, "o", o)):  # a wrong m or l makes o wrong, too
         mistakes = {
             "it is as it was: is it stored on every visit?": before[i],
-            "it is that of the last tile of keys alone: are o, m and l loaded and taken along?": last[i],
+            "it is that of the last tile of keys alone: are o, m and l loaded and taken along?": last[
+                i
+            ],
         }
         if name == "o":
             acc = _visits(q, k, v, before, block, lambda o, l, new, alpha, pv: alpha * o + pv)
-            mistakes["it is acc that waits in memory: divide by l' at every visit"] = acc / right[2][:, None]
+            mistakes["it is acc that waits in memory: divide by l' at every visit"] = (
+                acc / right[2][:, None]
+            )
             mistakes |= {
-                sentence: _visits(q, k, v, before, block, update) for sentence, update in _WRONG_UPDATES.items()
+                sentence: _visits(q, k, v, before, block, update)
+                for sentence, update in _WRONG_UPDATES.items()
             }
         require(name, t, right[i], mistakes=mistakes, atol=1e-4)
     if not all(map(nan_around, (o, m, l))):
@@ -46,7 +63,10 @@ def _check_continuation(answer):
     visits = triton.cdiv(seq_k, block)
     for name, t in dict(q=q, k=k, v=v, o=o, m=m, l=l).items() if moved else ():
         reads, writes = (1, 0) if name in "kv" else (visits, 0 if name == "q" else visits)
-        for done, count, times in (("read", moved.loaded_from, reads), ("written", moved.stored_to, writes)):
+        for done, count, times in (
+            ("read", moved.loaded_from, reads),
+            ("written", moved.stored_to, writes),
+        ):
             if count[name] != times * t.nbytes:
                 reject(
                     f"with {visits} tiles of keys, {count[name]} bytes of {name} were {done}, {times * t.nbytes} "
@@ -61,8 +81,12 @@ _WRONG_UPDATES = {
     "the old o is multiplied by the new l: it was divided by the old one": lambda o, l, new, alpha, pv: (
         (alpha * new * o + pv) / new
     ),
-    "the old o is multiplied by its l but not by alpha": lambda o, l, new, alpha, pv: (l * o + pv) / new,
-    "the old o is divided by alpha: multiply": lambda o, l, new, alpha, pv: (l / alpha * o + pv) / new,
+    "the old o is multiplied by its l but not by alpha": lambda o, l, new, alpha, pv: (
+        (l * o + pv) / new
+    ),
+    "the old o is divided by alpha: multiply": lambda o, l, new, alpha, pv: (
+        (l / alpha * o + pv) / new
+    ),
     "it is not divided by l' at every visit": lambda o, l, new, alpha, pv: alpha * l * o + pv,
     "it is divided by the old l, not by l'": lambda o, l, new, alpha, pv: alpha * o + pv / l,
     "the old o is missing": lambda o, l, new, alpha, pv: pv / new,

@@ -9,7 +9,18 @@ from phase3_forward.checks import bottom_right, in_pieces
 import torch
 
 TILINGS = [(32, 32), (64, 32), (32, 64), (48, 80)]
-LENGTHS = [(128, 128), (100, 100), (70, 200), (200, 70), (1, 130), (130, 1), (65, 64), (99, 100), (100, 99), (64, 0)]
+LENGTHS = [
+    (128, 128),
+    (100, 100),
+    (70, 200),
+    (200, 70),
+    (1, 130),
+    (130, 1),
+    (65, 64),
+    (99, 100),
+    (100, 99),
+    (64, 0),
+]
 TILE_MISTAKES = {
     "this is right for top-left alignment, j <= i: where does the last query's row end?": (
         lambda i, j, seq_q, seq_k: (j <= i) & (j < seq_k)
@@ -40,7 +51,9 @@ def check(answer):
         return [(row.count("full"), len(row) - row.count("skipped")) for row in rows_of_kinds]
 
     def name_mistake(got, right, as_kinds, call):
-        """Where queries are no more than keys every rule below stays inside S, so that answers can be compared."""
+        """Where queries are no more than keys every rule below stays inside S, so that answers
+        can be compared.
+        """
         usual = [n for n, row in enumerate(rows) if row[3] <= row[4]]
         for sentence, visible in TILE_MISTAKES.items():
             wrong = as_kinds(kinds(visible))
@@ -55,7 +68,12 @@ def check(answer):
             for row, expected in zip(rows, right, strict=True)
         ]
         if got != right:
-            row, n = next((r, n) for r in range(len(rows)) for n in range(len(right[r])) if got[r][n] != right[r][n])
+            row, n = next(
+                (r, n)
+                for r in range(len(rows))
+                for n in range(len(right[r]))
+                if got[r][n] != right[r][n]
+            )
             arguments = (rows[row][0], n, *rows[row][1:])
             call = f"kind{arguments} is {got[row][n]!r}, counting its pairs says {right[row][n]!r}"
             name_mistake(got, right, list, call)
@@ -64,7 +82,9 @@ def check(answer):
     def check_loop_bounds(answer):
         got = [tuple(answer.loop_bounds(*row)) for row in rows]
         if got != bounds(right):
-            row, actual, expected = next(r for r in zip(rows, got, bounds(right), strict=True) if r[1] != r[2])
+            row, actual, expected = next(
+                r for r in zip(rows, got, bounds(right), strict=True) if r[1] != r[2]
+            )
             call = f"loop_bounds{row} is {actual}, counting says {expected}"
             name_mistake(got, bounds(right), bounds, call)
             why = f"; there are {math.ceil(row[4] / row[2])} tiles of keys"
@@ -82,5 +102,9 @@ def _kinds(visible, tile_m, block_m, block_n, seq_q, seq_k):
     """The kinds of a row of tiles under a rule `visible`, by counting pairs."""
     tiles = math.ceil(seq_k / block_n)
     i = torch.arange(tile_m * block_m, (tile_m + 1) * block_m)[:, None]
-    pairs = visible(i, torch.arange(tiles * block_n), seq_q, seq_k).view(block_m, tiles, block_n).sum(dim=(0, 2))
+    pairs = (
+        visible(i, torch.arange(tiles * block_n), seq_q, seq_k)
+        .view(block_m, tiles, block_n)
+        .sum(dim=(0, 2))
+    )
     return [{0: "skipped", block_m * block_n: "full"}.get(n, "partial") for n in pairs.tolist()]

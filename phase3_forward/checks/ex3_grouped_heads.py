@@ -1,4 +1,6 @@
-"""Checks which head of q, k and v each program reads, for several groups, layouts and far offsets."""
+"""Checks which head of q, k and v each program reads, for several groups, layouts and far
+offsets.
+"""
 
 import itertools
 import math
@@ -30,7 +32,8 @@ def check(answer):
     for heads_q, heads_kv, seq_q in [(6, 2, 64), (6, 3, 33), (4, 1, 33), (4, 4, 33)]:
         # Of more batches, so that batch and head swapped do not read outside of memory.
         q, *wide = (t[:2] for t in make_qkv(heads_q, heads_q, seq_q, 16, seq_k=20, dtype=FP32))
-        k, v = (t[:, :heads_kv] for t in wide)  # behind the key heads lie others, which nobody may read
+        # Behind the key heads lie others, which nobody may read.
+        k, v = (t[:, :heads_kv] for t in wide)
         what = f"{heads_q} query heads on {heads_kv}"
         results = fn(q, k, v, enable_gqa=True)
         _require_heads(what, *results, q, *wide, heads_q // heads_kv)
@@ -94,9 +97,16 @@ def _require_wide_offsets(fn):
     expected = fn(q, k, v, enable_gqa=True)[0]
     with tempfile.TemporaryDirectory() as folder:
         # An offset that wraps to -2^31 lands at the beginning of the file, on zeros.
-        memory = torch.from_file(str(Path(folder, "sparse")), shared=True, size=2**32 + 2**20, dtype=FP16)
-        far = [memory.as_strided(t.shape, (2**30, *t.stride()[1:]), 2**31 + n * 2**10) for n, t in enumerate((k, v))]
+        memory = torch.from_file(
+            str(Path(folder, "sparse")), shared=True, size=2**32 + 2**20, dtype=FP16
+        )
+        far = [
+            memory.as_strided(t.shape, (2**30, *t.stride()[1:]), 2**31 + n * 2**10)
+            for n, t in enumerate((k, v))
+        ]
         for t, source in zip(far, (k, v), strict=True):
             t.copy_(source)
         if not torch.equal(fn(q, *far, enable_gqa=True)[0], expected):
-            reject("batches 2^30 elements apart: the third is not found. Is the program's number widened to 64 bits?")
+            reject(
+                "batches 2^30 elements apart: the third is not found. Is the program's number widened to 64 bits?"
+            )

@@ -1,4 +1,6 @@
-"""Checks windows of many lengths against masked attention, and that only tiles in the band are loaded."""
+"""Checks windows of many lengths against masked attention, and that only tiles in the band are
+loaded.
+"""
 
 import contextlib
 import math
@@ -21,7 +23,9 @@ WINDOWS = [  # seq_q, seq_k, window
     (100, 60, 20),
     (70, 70, LONGEST),
 ]
-INPUTS = [  # dtype, seq_k, heads_kv, window, head_dim; at 136 tiles of keys are half as long as those of queries
+# Dtype, seq_k, heads_kv, window, head_dim; at 136 tiles of keys are half as long as those of
+# queries.
+INPUTS = [
     (FP16, 130, 1, 50, 40),
     (BF16, 60, 2, 20, 40),
     (FP16, 80, 1, 40, 136),
@@ -36,7 +40,9 @@ def check(answer):
         _check_window(attend, *sizes)
     for dtype, seq_k, heads_kv, window, head_dim in INPUTS:
         memory = dict(layout="bshd", poison=True)
-        q, k, v = make_qkv(1, 2, 100, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, **memory)
+        q, k, v = make_qkv(
+            1, 2, 100, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, **memory
+        )
 
         def windowed(q, k, v, window=window):
             return attend(q, k, v, window, enable_gqa=True)
@@ -70,12 +76,16 @@ def _check_window(attend, seq_q, seq_k, window):
     right = _masked_attention(q, k, v, (j <= i) & (i - j < window))
     if window == LONGEST:
         if not torch.allclose(o.double(), right, rtol=1e-4, atol=1e-5):
-            reject("window 2^31 - 1: offs_n + window passes 2^31 and wraps around: compare offs_m - offs_n with window")
+            reject(
+                "window 2^31 - 1: offs_n + window passes 2^31 and wraps around: compare offs_m - offs_n with window"
+            )
         return
     what = f"o ({seq_q} queries, {seq_k} keys, window {window})"
     if o.isnan().any():
         row = int(o.isnan().any(dim=-1).nonzero()[0, -1])
-        reject(f"{what}: row {row} is NaN. Is it exp(-inf - -inf), in a tile that hides all its keys? A load unmasked?")
+        reject(
+            f"{what}: row {row} is NaN. Is it exp(-inf - -inf), in a tile that hides all its keys? A load unmasked?"
+        )
     require(what, o, right, mistakes=_window_mistakes(q, k, v, wide, window))
 
 
@@ -88,8 +98,10 @@ def _window_mistakes(q, k, v, wide, window):
     first, last = i // block * block, (i // block + 1) * block - 1
     begin = (first - window + 1).clamp(min=0) // block * block
     masks = {
-        "the window shows one key too many: i - window < j, and not i - window <= j": (j <= i) & (i - j <= window),
-        "the window shows one key too few: j = i - window + 1 is its first": (j <= i) & (i - j < window - 1),
+        "the window shows one key too many: i - window < j, and not i - window <= j": (j <= i)
+        & (i - j <= window),
+        "the window shows one key too few: j = i - window + 1 is its first": (j <= i)
+        & (i - j < window - 1),
         "this is causal attention without a window": j <= i,
         "keys after the query's own are visible": (i - j < window) & (j <= last),
         "keys of earlier tiles are missing: the walk begins where the window of the tile's first query does": (
@@ -103,7 +115,8 @@ def _window_mistakes(q, k, v, wide, window):
     }
     mistakes = {sentence: _masked_attention(q, k, v, mask) for sentence, mask in masks.items()}
 
-    # Keys that do not exist: those before 0 are the head before's, those from seq_k on are loaded as zeros.
+    # Keys that do not exist: those before 0 are the head before's, those from seq_k on are loaded
+    # as zeros.
     before = [torch.cat([t[:, :-1], t[:, 1:]], dim=2) for t in wide]
     there = torch.arange(-seq_k, seq_k)[None, :]
     toward_0 = ((first - window + 1).double() / block).trunc() * block  # as // of a kernel rounds
@@ -120,7 +133,9 @@ def _window_mistakes(q, k, v, wide, window):
 
 @contextlib.contextmanager
 def masked_loads_undefined():
-    """Loads that are masked and have no `other` find NaN, not the interpreter's zeros: a GPU promises neither."""
+    """Loads that are masked and have no `other` find NaN, not the interpreter's zeros: a GPU
+    promises neither.
+    """
     if not runtime.INTERPRETED:
         yield
         return
@@ -162,11 +177,16 @@ def _require_few_bytes(attend):
             needed += end - number * block_n
             by_number += min(seq, number + math.ceil((end - number) / block_n) * block_n) - number
         what = (
-            f"seq {seq}, window {window}: {loaded} keys are loaded, where the tiles that touch the band hold {needed}"
+            f"seq {seq}, window {window}: {loaded} keys are loaded, "
+            f"where the tiles that touch the band hold {needed}"
         )
         if loaded == by_number != needed:
-            reject(f"{what}. The walk begins at the number of a tile: begin is a key, a multiple of BLOCK_N")
+            reject(
+                f"{what}. The walk begins at the number of a tile: begin is a key, a multiple of BLOCK_N"
+            )
         if loaded > needed and window == 1:
             reject(f"{what}. The first key seen by query i is i - window + 1")
         if loaded > needed:
-            reject(f"{what}. Are there tiles before the window, or after the diagonal, in which nothing is visible?")
+            reject(
+                f"{what}. Are there tiles before the window, or after the diagonal, in which nothing is visible?"
+            )

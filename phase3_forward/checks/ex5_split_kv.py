@@ -14,15 +14,26 @@ def check(answer):
     in_pieces(
         answer,
         ("the merge", lambda answer: _check_merge(answer.merge_parts)),
-        ("the sharing out of keys, begin_n and end_n,", lambda answer: _check_parts(answer.split_parts)),
+        (
+            "the sharing out of keys, begin_n and end_n,",
+            lambda answer: _check_parts(answer.split_parts),
+        ),
     )
-    for seq_q, seq_k, heads_kv, splits, dtype in [(1, 300, 2, 4, FP16), (20, 90, 1, 7, BF16), (1, 17, 2, 1, FP32)]:
-        q, k, v = make_qkv(2, 2, seq_q, 40, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, layout="bshd", poison=True)
+    for seq_q, seq_k, heads_kv, splits, dtype in [
+        (1, 300, 2, 4, FP16),
+        (20, 90, 1, 7, BF16),
+        (1, 17, 2, 1, FP32),
+    ]:
+        q, k, v = make_qkv(
+            2, 2, seq_q, 40, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, layout="bshd", poison=True
+        )
 
         def attention(q, k, v, splits=splits, **_):
             return guarded(answer.split_kv_attention)(q, k, v, splits, enable_gqa=True)
 
-        require_verified(f"{seq_q} queries, {seq_k} keys, {splits} parts", attention, q, k, v, enable_gqa=True)
+        require_verified(
+            f"{seq_q} queries, {seq_k} keys, {splits} parts", attention, q, k, v, enable_gqa=True
+        )
     return "12 parts one by one and merges, empty parts among them; whole results in three dtypes"
 
 
@@ -39,7 +50,11 @@ def _check_parts(split_parts):
             what = f"part {part} of {splits}, {seq_k} keys in tiles of {block}"
             right = s[..., begin:end].logsumexp(-1)
             taken = _keys_taken(lse_parts[part], s)
-            if taken and taken != (begin, end) and not torch.allclose(lse_parts[part].double(), right, atol=1e-4):
+            if (
+                taken
+                and taken != (begin, end)
+                and not torch.allclose(lse_parts[part].double(), right, atol=1e-4)
+            ):
                 reject(f"{what}: it took {_span(*taken)}; it should take {_span(begin, end)}")
             require(f"lse of {what}", lse_parts[part], right, atol=1e-4)
             part_keys = k[:, :, begin:end], v[:, :, begin:end]
@@ -47,12 +62,16 @@ def _check_parts(split_parts):
 
 
 def _keys_taken(lse, s):
-    """(begin, end) of the neighboring keys whose logits s (..., seq_k) have this lse (...); None if there are none."""
+    """(begin, end) of the neighboring keys whose logits s (..., seq_k) have this lse (...); None
+    if there are none.
+    """
     if (lse == -INF).all():
         return 0, 0
     sums = F.pad(s.exp().cumsum(dim=-1), (1, 0))  # of the keys before
     of_span = sums[..., None, :] - sums[..., :, None]  # (..., begin, end)
-    fits = (of_span / lse.double().exp()[..., None, None] - 1).abs().flatten(0, -3).amax(dim=0) < 1e-4
+    fits = (of_span / lse.double().exp()[..., None, None] - 1).abs().flatten(0, -3).amax(
+        dim=0
+    ) < 1e-4
     return tuple(fits.nonzero()[0].tolist()) if fits.any() else None
 
 
@@ -83,7 +102,9 @@ def _check_merge(merge):
         weight = torch.exp(lse_parts.double() - torch.where(lse == -INF, 0.0, lse))[..., None]
         largest = lse_parts.amax(dim=0).double()
         empty = (lse == -INF)[..., None]
-        shifted = torch.exp(lse_parts.double() - torch.where(largest == -INF, 0.0, largest))[..., None]
+        shifted = torch.exp(lse_parts.double() - torch.where(largest == -INF, 0.0, largest))[
+            ..., None
+        ]
         o, got = guarded(merge)(o_parts.to(runtime.DEVICE), lse_parts.to(runtime.DEVICE))
         o, got = o.cpu(), got.cpu()
         if (lse == -INF).all() and (got == -INF).all() and o.isnan().any():
@@ -94,19 +115,31 @@ def _check_merge(merge):
                 "exp(-inf - -inf) kept out?"
             )
         mistakes = {
-            "this is the mean of the parts: a part weighs exp(lse_a - lse)": o_parts.double().mean(dim=0),
-            "this is the sum of the parts: a part weighs exp(lse_a - lse)": o_parts.double().sum(dim=0),
+            "this is the mean of the parts: a part weighs exp(lse_a - lse)": o_parts.double().mean(
+                dim=0
+            ),
+            "this is the sum of the parts: a part weighs exp(lse_a - lse)": o_parts.double().sum(
+                dim=0
+            ),
             "the result is not divided by the sum of the weights": (shifted * o_parts).sum(dim=0),
             "this is the last part alone: is what was there before kept?": o_parts[-1].double(),
-            "the old accumulator is not rescaled when the maximum grows": _without_rescale(o_parts, lse_parts, "acc"),
-            "the old sum l_i is not rescaled when the maximum grows": _without_rescale(o_parts, lse_parts, "l"),
-            "neither l_i nor acc is rescaled when the maximum grows": _without_rescale(o_parts, lse_parts, "acc", "l"),
+            "the old accumulator is not rescaled when the maximum grows": _without_rescale(
+                o_parts, lse_parts, "acc"
+            ),
+            "the old sum l_i is not rescaled when the maximum grows": _without_rescale(
+                o_parts, lse_parts, "l"
+            ),
+            "neither l_i nor acc is rescaled when the maximum grows": _without_rescale(
+                o_parts, lse_parts, "acc", "l"
+            ),
         }
         right = (weight * o_parts).sum(dim=0).masked_fill(empty, 0.0)
         require(f"merge, {what}: o", o, right, mistakes=mistakes)
         mistakes = {
             "this is the largest lse of the parts": largest,
-            "this is the sum of the parts' lse: it is exp(lse) that adds up": lse_parts.double().sum(dim=0),
+            "this is the sum of the parts' lse: it is exp(lse) that adds up": lse_parts.double().sum(
+                dim=0
+            ),
             "the maximum is missing: lse = m_i + log(l_i)": lse - largest,
         }
         require(f"merge, {what}: lse", got, lse, mistakes=mistakes)

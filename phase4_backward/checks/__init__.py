@@ -1,4 +1,6 @@
-"""What several checks of phase 4's exercises need; each check is a module beside this one (see common.learn.judge)."""
+"""What several checks of phase 4's exercises need; each check is a module beside this one (see
+common.learn.judge).
+"""
 
 from common import make_qkv, make_tensor, runtime, verify_results
 from common.learn.judge import reject
@@ -13,7 +15,9 @@ UNWRITTEN = -768.0  # exact in every dtype
 
 
 def roomy(t):
-    """A contiguous copy with as much memory again behind it, NaN, so that a pointer moved twice does no harm."""
+    """A contiguous copy with as much memory again behind it, NaN, so that a pointer moved twice
+    does no harm.
+    """
     memory = torch.full((2 * t.numel() + 4096,), float("nan"), dtype=t.dtype, device=t.device)
     memory[: t.numel()] = t.flatten()
     return memory[: t.numel()].view(t.shape)
@@ -36,14 +40,21 @@ def only_head_0(actual, right, rtol=1e-4, atol=1e-5):
     """Whether head 0 of (batch, heads, ...) is right and each of the others is not."""
     if not isinstance(actual, torch.Tensor) or actual.shape != right.shape or right.shape[1] < 2:
         return False
-    good = [torch.allclose(actual[:, h].double(), right[:, h], rtol=rtol, atol=atol) for h in range(right.shape[1])]
+    good = [
+        torch.allclose(actual[:, h].double(), right[:, h], rtol=rtol, atol=atol)
+        for h in range(right.shape[1])
+    ]
     return good[0] and not any(good[1:])
 
 
 def verify(theirs, *sizes, tiles, is_causal=False, scale=None, do_layout="bhsd", **inputs):
-    """theirs(q, k, v, o, lse, do, delta, is_causal, scale) through verify_results; tiles: for the message."""
+    """theirs(q, k, v, o, lse, do, delta, is_causal, scale) through verify_results; tiles: for
+    the message.
+    """
     q, k, v = make_qkv(*sizes, **inputs)
-    do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1))
+    do = make_tensor(
+        q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1)
+    )
     names = {}
 
     def attention(q, k, v, *, is_causal, scale, enable_gqa):
@@ -53,13 +64,21 @@ def verify(theirs, *sizes, tiles, is_causal=False, scale=None, do_layout="bhsd",
 
         return _Replaced.apply(q, k, v, is_causal, scale, called)
 
-    options = dict(do=do, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1], compare_sdpa=False)
+    options = dict(
+        do=do,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        compare_sdpa=False,
+    )
     report = verify_results(attention, q, k, v, **options)
     reject_report(report, f"tiles of {tiles[0]} queries x {tiles[1]} keys, {report.case}", names)
 
 
 class _Replaced(torch.autograd.Function):
-    """The PyTorch twin with gradients exchanged: theirs(q, k, v, o, lse, do, delta) -> {name: gradient}."""
+    """The PyTorch twin with gradients exchanged: theirs(q, k, v, o, lse, do, delta) -> {name:
+    gradient}.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal, scale, theirs):
@@ -75,7 +94,12 @@ class _Replaced(torch.autograd.Function):
         ours = tiled_attention_backward(q, k, v, o, lse, do, is_causal=is_causal, scale=scale)
         delta = (do.float() * o.float()).sum(dim=-1)
         theirs = theirs(q, k, v, o, roomy(lse), do, roomy(delta))
-        return *(dict(zip(("dq", "dk", "dv"), ours, strict=True)) | theirs).values(), None, None, None
+        return (
+            *(dict(zip(("dq", "dk", "dv"), ours, strict=True)) | theirs).values(),
+            None,
+            None,
+            None,
+        )
 
 
 def reject_report(report, case, names=()):
@@ -86,7 +110,9 @@ def reject_report(report, case, names=()):
     forward = "compare S, P, m and l tile by tile with common.verify.reference.tiled_attention"
     backward = "compare P and dS tile by tile with common.verify.reference.tiled_attention_backward"
     first = next(r.name for r in shown.results if not r.passed)
-    hint = shown.hint if first == "o" or shown.hint is None else shown.hint.replace(forward, backward)
+    hint = (
+        shown.hint if first == "o" or shown.hint is None else shown.hint.replace(forward, backward)
+    )
     raise VerificationError(f"{shown}\n  hint: {hint}" if hint else str(shown))
 
 
@@ -97,12 +123,16 @@ def check_bytes(name, call, block_m, block_n, *, hint):
     q = make_qkv(1, 1, 64, 16)[0]
     lse = torch.zeros(1, 1, 64)
     for is_causal in (False, True):
-        least = traffic.attention_backward_bytes(64, 64, 16, block_m, block_n, 2, is_causal=is_causal)[name]
+        least = traffic.attention_backward_bytes(
+            64, 64, 16, block_m, block_n, 2, is_causal=is_causal
+        )[name]
         with traffic.measure() as moved:
             call(q, lse, is_causal)
         if moved.total > least:
             question = hint if is_causal else "is a tile loaded more than once?"
-            reject(f"tiles of {block_m} x {block_n}: {moved.total} bytes are moved, {least} are enough; {question}")
+            reject(
+                f"tiles of {block_m} x {block_n}: {moved.total} bytes are moved, {least} are enough; {question}"
+            )
 
 
 def causal_case(block_m, block_n, seq_q, seq_k):
@@ -110,7 +140,9 @@ def causal_case(block_m, block_n, seq_q, seq_k):
 
 
 def visible_pairs(walk, seq_q, seq_k, block_m, block_n, device):
-    """The causal mask, and what is visible with well-known mistakes of the walk: {sentence: (seq_q, seq_k)}."""
+    """The causal mask, and what is visible with well-known mistakes of the walk: {sentence:
+    (seq_q, seq_k)}.
+    """
     i, j = torch.arange(seq_q, device=device)[:, None], torch.arange(seq_k, device=device)[None, :]
     pid_m, pid_n = i // block_m, j // block_n
     row, col = pid_m * block_m, pid_n * block_n  # the first of their tiles
@@ -123,22 +155,28 @@ def visible_pairs(walk, seq_q, seq_k, block_m, block_n, device):
     }
     if walk == "over keys":
         wrong |= {
-            "the walk leaves out tiles on the diagonal: the tile's last query sees its own key": (j <= i) & (col < row),
+            "the walk leaves out tiles on the diagonal: the tile's last query sees its own key": (
+                j <= i
+            )
+            & (col < row),
             "the walk ends at (pid_m + 1) * BLOCK_N, but pid_m counts tiles of queries: BLOCK_M": (
                 (j <= i) & (col < (pid_m + 1) * block_n)
             ),
         }
     else:
         wrong |= {
-            "the walk starts too late: query pid_n * BLOCK_N sees the tile's first key": (j <= i) & (row >= col),
+            "the walk starts too late: query pid_n * BLOCK_N sees the tile's first key": (j <= i)
+            & (row >= col),
             "the walk ends at seq_k: it runs over queries, seq_q of them": (j <= i) & (row < seq_k),
-            "pid_n counts tiles of keys: the first query is pid_n * BLOCK_N": (j <= i) & (i >= pid_n * block_m),
+            "pid_n counts tiles of keys: the first query is pid_n * BLOCK_N": (j <= i)
+            & (i >= pid_n * block_m),
         }
     return j <= i, wrong
 
 
 def gradients(q, k, v, do, o, lse, visible, *, modulo=False, delta=None, shared=False):
-    """fp64: dq, dk, dv by name, P = exp(S - LSE) where visible; and well-known mistakes, (tensor, sentence): value.
+    """fp64: dq, dk, dv by name, P = exp(S - LSE) where visible; and well-known mistakes, (tensor,
+    sentence): value.
 
     modulo: query head h uses key head h % heads_kv.  delta: another one, (batch, heads_q, seq_q).
     shared: every key head is given the first group of query heads.

@@ -1,4 +1,6 @@
-"""Checks dk and dv of grouped heads for tiles of three shapes, full and causal, and that no query is read in vain."""
+"""Checks dk and dv of grouped heads for tiles of three shapes, full and causal, and that no
+query is read in vain.
+"""
 
 from common import runtime
 from common.learn.judge import require
@@ -37,14 +39,17 @@ def check(answer):
         wrong[sentence] = gradients(q, k, v, do, o, of_0, visible)[0]
         sentence = "every head has the delta of head 0: delta_ptr + h * seq_q"
         wrong[sentence] = gradients(*inputs, visible, delta=delta_0)[0]
-        dkdv = answer.attention_dkdv(q, k, v, do, lse, delta, True, block_m=block_m, block_n=block_n)
+        dkdv = answer.attention_dkdv(
+            q, k, v, do, lse, delta, True, block_m=block_m, block_n=block_n
+        )
         for name, at in (("dv", 1), ("dk", 0)):
             candidates = {sentence: grad for (of, sentence), grad in mistakes.items() if of == name}
             candidates |= {sentence: grads[name] for sentence, grads in wrong.items()}
             head_0 = only_head_0(dkdv[at], right[name])
             signs = {
                 "key head 0 is right, key head 1 reads past the last query head: a pointer that is moved in the loop "
-                "(q_ptr += ...) stays moved; make a new one for each head": head_0 and dkdv[at].isnan().any(),
+                "(q_ptr += ...) stays moved; make a new one for each head": head_0
+                and dkdv[at].isnan().any(),
                 "key head 0 is right, the other is not: do q, do, lse and delta belong to query head h?": head_0,
             }
             what = f"{name}, {causal_case(block_m, block_n, 70, 50)}"
@@ -63,7 +68,8 @@ def check(answer):
         verify(theirs, 2, 2, 40, 40, seq_k=37, poison=True, **sizes)
         verify(theirs, 1, 3, 37, 16, seq_k=40, is_causal=True, scale=-0.4, layout="sliced", **sizes)
         hint = (
-            "a tile of queries wholly before the tile's first key, pid_n * BLOCK_N, is read: where does the walk start?"
+            "a tile of queries wholly before the tile's first key, pid_n * BLOCK_N, is read: "
+            "where does the walk start?"
         )
         check_bytes("dkdv", counted, **tiles, hint=hint)
     return "dk, dv in fp16, bf16, fp32, full and causal, grouped heads, three tile shapes; no query is read in vain"

@@ -1,4 +1,6 @@
-"""Checks o and the gradients of each packed sequence taken alone, and that neighbors do not meet."""
+"""Checks o and the gradients of each packed sequence taken alone, and that neighbors do not
+meet.
+"""
 
 import itertools
 import warnings
@@ -28,7 +30,16 @@ def check(answer):
     with mock.patch.object(runtime, "tile_sizes", small_tiles):
         check_varlen(answer, (20, 0, 40, 1, 17), (33, 7, 20, 0, 17), 2, 24, torch.float16)
         check_varlen(answer, (5, 33, 18), (18, 40, 5), 2, 16, torch.float32, is_causal=True)
-        check_varlen(answer, (9, 21, 40), (9, 21, 3), 1, 16, torch.float16, is_causal=True, neighbors=float("nan"))
+        check_varlen(
+            answer,
+            (9, 21, 40),
+            (9, 21, 3),
+            1,
+            16,
+            torch.float16,
+            is_causal=True,
+            neighbors=float("nan"),
+        )
     return "o, dq, dk, dv of each sequence, full and causal, empty ones too; NaN in the neighbors stays there"
 
 
@@ -38,17 +49,34 @@ def _first_kernel(cu_ptr, at_ptr, SEQUENCE: tl.constexpr):
     tl.store(at_ptr, first * 4)
 
 
-def check_varlen(answer, lengths_q, lengths_k, heads, head_dim, dtype, *, is_causal=False, scale=None, neighbors=None):
-    """One packed run, then each sequence through verify_results. neighbors: fills every sequence but the second."""
+def check_varlen(
+    answer,
+    lengths_q,
+    lengths_k,
+    heads,
+    head_dim,
+    dtype,
+    *,
+    is_causal=False,
+    scale=None,
+    neighbors=None,
+):
+    """One packed run, then each sequence through verify_results. neighbors: fills every sequence
+    but the second.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def packed(lengths, guard=64):
-        x = make_tensor((1, 1, sum(lengths) + 2 * guard, heads * head_dim), dtype=dtype, generator=generator)
+        x = make_tensor(
+            (1, 1, sum(lengths) + 2 * guard, heads * head_dim), dtype=dtype, generator=generator
+        )
         x = x.view(-1, heads, head_dim)
         x[:guard], x[-guard:] = float("nan"), float("nan")
         return x[guard:-guard]
 
-    (cu_q, ends_q), (cu_k, ends_k) = (cumulative_lengths(lengths) for lengths in (lengths_q, lengths_k))
+    (cu_q, ends_q), (cu_k, ends_k) = (
+        cumulative_lengths(lengths) for lengths in (lengths_q, lengths_k)
+    )
     q, do, k, v = packed(lengths_q), packed(lengths_q), packed(lengths_k), packed(lengths_k)
     sequences = range(len(lengths_q))
     if neighbors is not None:
@@ -62,12 +90,19 @@ def check_varlen(answer, lengths_q, lengths_k, heads, head_dim, dtype, *, is_cau
             reject(f"o: expected {tuple(q.shape)} in {dtype}")
         dq, dk, dv = torch.autograd.grad(o, leaves, do)
     if any(result.stored_outside for result in results):
-        reject("something was written outside of a result: how long is a sequence, and where does it begin?")
+        reject(
+            "something was written outside of a result: how long is a sequence, and where does it begin?"
+        )
     for b in sequences:
         where = f"sequence {b} of lengths_q = {lengths_q}, lengths_k = {lengths_k}{', causal' if is_causal else ''}"
         of_q, of_k = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
-        results_of_b = [t.detach()[s].transpose(0, 1)[None] for t, s in ((o, of_q), (dq, of_q), (dk, of_k), (dv, of_k))]
-        alone = [t[s].transpose(0, 1)[None] for t, s in ((q, of_q), (k, of_k), (v, of_k), (do, of_q))]
+        results_of_b = [
+            t.detach()[s].transpose(0, 1)[None]
+            for t, s in ((o, of_q), (dq, of_q), (dk, of_k), (dv, of_k))
+        ]
+        alone = [
+            t[s].transpose(0, 1)[None] for t, s in ((q, of_q), (k, of_k), (v, of_k), (do, of_q))
+        ]
         named = dict(zip(("o", "dq", "dk", "dv"), results_of_b, strict=True))
         _reject_unwritten(where, named, lengths_q[b], lengths_k[b])
 
@@ -93,7 +128,9 @@ def check_varlen(answer, lengths_q, lengths_k, heads, head_dim, dtype, *, is_cau
             where += f" (o is right: where {first} is made, are all pointers moved, lse and delta by rows of total_q?)"
         else:
             where += " (does it end where its neighbor begins?)"
-        reject_report(Report(report.case, tuple(r for r in report.results if r.name == first)), where)
+        reject_report(
+            Report(report.case, tuple(r for r in report.results if r.name == first)), where
+        )
 
 
 def _reject_unwritten(where, tensors, seq_q, seq_k):
@@ -101,7 +138,9 @@ def _reject_unwritten(where, tensors, seq_q, seq_k):
         missing = guard.never_stored(t).any(dim=1).any(dim=-1)[0].nonzero().flatten().tolist()
         if missing and 0 in (seq_q, seq_k):
             has, lacks = ("queries", "keys") if seq_q else ("keys", "queries")
-            reject(f"{where}: it has {has} but no {lacks}: its {name} is 0, and somebody has to write it")
+            reject(
+                f"{where}: it has {has} but no {lacks}: its {name} is 0, and somebody has to write it"
+            )
         if missing:
             rows = f"rows {missing[0]} to {missing[-1]}"
             reject(

@@ -33,25 +33,30 @@ def check(answer):
             if fresh:
                 what = f"is the walk from key {fresh[0]} on given the state that the last one returned?\n{what}"
             require_verified(what, guarded(split), *inputs, is_causal=is_causal)
-        require_verified("no keys", guarded(split), *make_qkv(1, 1, 20, 16, seq_k=0, dtype=dtype), is_causal=True)
+        require_verified(
+            "no keys", guarded(split), *make_qkv(1, 1, 20, 16, seq_k=0, dtype=dtype), is_causal=True
+        )
     counted = f"{seen} tiles walked, each with a mask only if it needs one; " if seen else ""
     return f"{counted}o and lse in fp16, bf16 and fp32, tiles 32 x 32, 64 x 16 and 16 x 64"
 
 
 def _check_walks(answer, block_m, block_n, seq_q, seq_k, is_causal, fresh) -> int:
-    """Which tiles each program walks over, with and without a mask. Nothing is computed. Returns their number.
+    """Which tiles each program walks over, with and without a mask. Nothing is computed. Returns
+    their number.
 
     fresh: gets the start of every walk that does not receive what the walk before it returned.
     """
     from triton.runtime.interpreter import interpreter_builder as builder
 
     tiles_m = math.ceil(seq_q / block_m)
-    heads = 2 if tiles_m == 1 else 1  # a second one shows whether tiles are told from heads, where that is cheap
+    # a second one shows whether tiles are told from heads, where that is cheap.
+    heads = 2 if tiles_m == 1 else 1
     walks, returned = {program: [] for program in range(heads * tiles_m)}, {}
     signature = inspect.signature(answer.walk.fn)
     where = f"tiles {block_m} x {block_n}, {seq_q} queries, {seq_k} keys, {'causal' if is_causal else 'no mask'}"
     q, k, v = (
-        make_qkv(1, heads, seq_q, 16, seq_k=seq_k, dtype=FP32, layout=layout)[n]  # each has strides of its own
+        # Each has strides of its own.
+        make_qkv(1, heads, seq_q, 16, seq_k=seq_k, dtype=FP32, layout=layout)[n]
         for n, layout in enumerate(("transposed", "bhsd", "bshd"))
     )
 
@@ -72,7 +77,9 @@ def _check_walks(answer, block_m, block_n, seq_q, seq_k, is_causal, fresh) -> in
         masked = bool(getattr(given["MASKED"], "value", given["MASKED"]))
         walks[program] += [(start_n, masked) for start_n in range(start, end, block_n)]
         state = tuple(given[name] for name in ("m_i", "l_i", "acc"))
-        if program in returned and any(t is not before for t, before in zip(state, returned[program], strict=True)):
+        if program in returned and any(
+            t is not before for t, before in zip(state, returned[program], strict=True)
+        ):
             fresh.append(start)
         returned[program] = tuple(copy.copy(t) for t in state)
         return returned[program]
@@ -85,8 +92,11 @@ def _check_walks(answer, block_m, block_n, seq_q, seq_k, is_causal, fresh) -> in
                 raise error.__cause__ from None
             raise
     for program, visited in walks.items():
-        first, last = program % tiles_m * block_m, (program % tiles_m + 1) * block_m - 1  # its queries
-        seen_by_first, seen_by_last = (min(seq_k, i + 1) if is_causal else seq_k for i in (first, last))
+        # Its queries.
+        first, last = program % tiles_m * block_m, (program % tiles_m + 1) * block_m - 1
+        seen_by_first, seen_by_last = (
+            min(seq_k, i + 1) if is_causal else seq_k for i in (first, last)
+        )
         must = min(seq_k, min(last, seq_q - 1) + 1) if is_causal else seq_k
         tile = f"{where}: the queries {first} ... {last} visit the keys"
         for start_n, masked in visited:
@@ -95,16 +105,24 @@ def _check_walks(answer, block_m, block_n, seq_q, seq_k, is_causal, fresh) -> in
                 reject(f"{keys}, and see none of them: where does the walk end?")
             if start_n + block_n > seen_by_first and not masked:
                 why = (
-                    "but they do not all exist" if start_n + block_n > seq_k else f"query {first} does not see them all"
+                    "but they do not all exist"
+                    if start_n + block_n > seq_k
+                    else f"query {first} does not see them all"
                 )
                 reject(f"{keys} without a mask, but {why}: where does the part without a mask end?")
             if start_n + block_n <= seen_by_first and masked:
-                reject(f"{keys} with a mask, and see all of them: this tile belongs to the part without one")
-        missing = set(range(must)) - {n for start_n, _ in visited for n in range(start_n, start_n + block_n)}
+                reject(
+                    f"{keys} with a mask, and see all of them: this tile belongs to the part without one"
+                )
+        missing = set(range(must)) - {
+            n for start_n, _ in visited for n in range(start_n, start_n + block_n)
+        }
         if missing:
             hint = " (the walks are to be done by `walk`)" if not visited else ""
             reject(f"{where}: the queries {first} ... {last} never meet key {min(missing)}{hint}")
         starts = sorted(start_n for start_n, _ in visited)
         if any(b - a < block_n for a, b in itertools.pairwise(starts)):
-            reject(f"{where}: the queries {first} ... {last} meet some keys twice, in the tiles that start at {starts}")
+            reject(
+                f"{where}: the queries {first} ... {last} meet some keys twice, in the tiles that start at {starts}"
+            )
     return sum(map(len, walks.values()))

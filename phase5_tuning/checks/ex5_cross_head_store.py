@@ -17,12 +17,14 @@ def check(answer):
     def attention(*args, **options):
         try:
             return answer.attention(*args, **options)
-        except (InterpreterError, AssertionError) as error:  # raised in a kernel, or where a descriptor is made
+        # Raised in a kernel, or where a descriptor is made.
+        except (InterpreterError, AssertionError) as error:
             root = error
             while root.__cause__:
                 root = root.__cause__
             why = _of_descriptor(answer)
-            if not why and ("incompatible" in str(root) or not str(root)):  # so the interpreter says it of shapes
+            # So the interpreter says it of shapes.
+            if not why and ("incompatible" in str(root) or not str(root)):
                 why = "`load` returns, and `store` wants, (1, BLOCK, HEAD_DIM): do tiles pass through `.reshape`?"
             if not why:
                 raise
@@ -34,7 +36,13 @@ def check(answer):
         )
 
     attend = guarded(attention, ask)
-    for seq_q, seq_k, is_causal in ((70, 70, False), (33, 45, False), (45, 33, True), (64, 64, True), (1, 1, False)):
+    for seq_q, seq_k, is_causal in (
+        (70, 70, False),
+        (33, 45, False),
+        (45, 33, True),
+        (64, 64, True),
+        (1, 1, False),
+    ):
         q, k, v = make_qkv(2, 2, seq_q, 16, seq_k=seq_k, dtype=FP32)
         right, _, _ = naive_attention(q.double(), k.double(), v.double(), is_causal=is_causal)
         sentence = "the first rows of every head but the first hold what the last program of the head before it stored"
@@ -51,7 +59,8 @@ def check(answer):
         for n in "qkv" if name == "all" else name:
             inputs[n][:, (0, 2)] = float("nan")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # numpy's, for rows that are NaN on purpose
+            # Numpy's, for rows that are NaN on purpose.
+            warnings.simplefilter("ignore", RuntimeWarning)
             got = attend(**inputs)[:, 1]
         if got.isnan().any():
             row = int(got.isnan().nonzero()[0, 1])
@@ -61,7 +70,8 @@ def check(answer):
             )
         require(f"o beside heads with NaN in {name}", got, right, mistakes={})
 
-    if runtime.INTERPRETED:  # a program that stores a neighbor's rows, right or not, is in a race with it
+    # a program that stores a neighbor's rows, right or not, is in a race with it.
+    if runtime.INTERPRETED:
         q, k, v = make_qkv(2, 3, 45, 32, seq_k=40)
         with traffic.measure(q=q) as moved:
             o = answer.attention(q, k, v)
@@ -71,7 +81,9 @@ def check(answer):
                 "two programs do it, on a GPU it is open which one comes last"
             )
         if moved.loaded_from["q"] != q.nbytes:
-            reject(f"q has {q.nbytes} bytes, {moved.loaded_from['q']} are loaded: a tile reaches into the next head")
+            reject(
+                f"q has {q.nbytes} bytes, {moved.loaded_from['q']} are loaded: a tile reaches into the next head"
+            )
     for seq_q, seq_k in ((100, 77), (64, 128), (17, 70)):
 
         def repaired(q, k, v, *, is_causal, scale, enable_gqa):
@@ -79,7 +91,9 @@ def check(answer):
 
         for is_causal in (False, True):
             inputs = make_qkv(1, 3, seq_q, 32, seq_k=seq_k)
-            require_verified(f"{seq_q} queries, {seq_k} keys", guarded(repaired), *inputs, is_causal=is_causal)
+            require_verified(
+                f"{seq_q} queries, {seq_k} keys", guarded(repaired), *inputs, is_causal=is_causal
+            )
     return "eight pairs of lengths, full and causal; NaN in neighbors stays there; every element of o is stored once"
 
 
@@ -100,13 +114,18 @@ def _of_descriptor(answer):
 
 
 def _overwritten(q, k, v, right, block, is_causal, *, q_past):
-    """o when the last tile of every head is stored last, and whole, into the flat matrix; its rows past the end come
-    from q times q_past."""
+    """o when the last tile of every head is stored last, and whole, into the flat matrix; its rows
+    past the end come from q times q_past."""
     (seq, head_dim), seq_k = q.shape[2:], k.shape[2]
     flat_q, o = (t.double().reshape(-1, head_dim) for t in (q, right.clone()))
     start = (seq - 1) // block * block
-    i, j = start + torch.arange(block, device=q.device)[:, None], torch.arange(seq_k, device=q.device)
-    for head, (k1, v1) in enumerate(zip(k.double().flatten(0, 1), v.double().flatten(0, 1), strict=True)):
+    i, j = (
+        start + torch.arange(block, device=q.device)[:, None],
+        torch.arange(seq_k, device=q.device),
+    )
+    for head, (k1, v1) in enumerate(
+        zip(k.double().flatten(0, 1), v.double().flatten(0, 1), strict=True)
+    ):
         rows = slice(head * seq + start, min(len(o), head * seq + start + block))
         s = flat_q[rows] @ k1.T / math.sqrt(head_dim)
         s[seq - start :] *= q_past

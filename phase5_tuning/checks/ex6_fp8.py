@@ -1,4 +1,6 @@
-"""Checks FP8 and scales to the bit, the kernel on given ones, and the error that rounding leaves."""
+"""Checks FP8 and scales to the bit, the kernel on given ones, and the error that rounding
+leaves.
+"""
 
 import itertools
 import math
@@ -17,22 +19,34 @@ U8 = 2.0**-4  # half of the spacing between neighbors, relative: 3 bits of manti
 
 def check(answer):
     _check_quantize(answer.quantize)
-    # First a single tile, then as many tiles of keys as of queries: so that most mistakes can be computed.
-    for sizes in ((64, 60, 16, False), (150, 180, 32, False), (100, 90, 40, True), (40, 130, 16, False)):
+    # First a single tile, then as many tiles of keys as of queries: so that most mistakes can be
+    # computed.
+    for sizes in (
+        (64, 60, 16, False),
+        (150, 180, 32, False),
+        (100, 90, 40, True),
+        (40, 130, 16, False),
+    ):
         check_quantized_attention(answer, 1, 2, *sizes[:3], is_causal=sizes[3])
     for scale, stretch in ((0.5, 20), (-0.3, -20), (0.0, 0)):
-        check_quantized_attention(answer, 1, 1, 70, 70, 32, is_causal=scale < 0, scale=scale, stretch=stretch)
+        check_quantized_attention(
+            answer, 1, 1, 70, 70, 32, is_causal=scale < 0, scale=scale, stretch=stretch
+        )
     try:
         shapes = [tuple(t.shape) for t in answer.quantize(make_qkv(2, 3, 0, 24)[0])]
     except (IndexError, ValueError, RuntimeError) as error:
         shapes = repr(error)
     if shapes != [(2, 3, 0, 24), (2, 3, 0)]:
-        reject(f"quantize, seq 0: t8 and scales of shapes (2, 3, 0, 24) and (2, 3, 0) are right, not {shapes}")
+        reject(
+            f"quantize, seq 0: t8 and scales of shapes (2, 3, 0, 24) and (2, 3, 0) are right, not {shapes}"
+        )
 
     q, k, v = make_qkv(1, 2, 140, 64, seq_k=200, dtype=FP32)
     z = rounding_z(answer.attention_fp8(q, k, v), q, k, v)
     if not z <= Z_MAX:
-        reject(f"o is {z:.1f} times as far off as rounding to FP8 can explain (at most {Z_MAX:g} times is usual)")
+        reject(
+            f"o is {z:.1f} times as far off as rounding to FP8 can explain (at most {Z_MAX:g} times is usual)"
+        )
     ours, one_scale = outlier_errors(answer.attention_fp8)
     if not ours < one_scale / 2:
         reject(
@@ -46,7 +60,12 @@ def check(answer):
 
 
 def _check_quantize(quantize):
-    for seq, dtype, layout in ((150, FP32, "bhsd"), (64, FP16, "bshd"), (5, BF16, "transposed"), (128, FP16, "sliced")):
+    for seq, dtype, layout in (
+        (150, FP32, "bhsd"),
+        (64, FP16, "bshd"),
+        (5, BF16, "transposed"),
+        (128, FP16, "sliced"),
+    ):
         t = make_qkv(2, 3, seq, 24, dtype=dtype, layout=layout)[0]
         t.mul_(2.0 ** torch.arange(-4, 2, device=t.device).view(2, 3, 1, 1).to(dtype))
         t[:, :, : seq // 2] *= 8
@@ -60,23 +79,43 @@ def _check_quantize(quantize):
             reject(f"{what}: t has been changed")
         right8, right = quantized(t)
         if t8.dtype != FP8 or t8.shape != t.shape:
-            reject(f"{what}: expected t8 {tuple(t.shape)} in {FP8}, got {tuple(t8.shape)} in {t8.dtype}")
+            reject(
+                f"{what}: expected t8 {tuple(t.shape)} in {FP8}, got {tuple(t8.shape)} in {t8.dtype}"
+            )
         if not t8.is_contiguous():
             reject(f"{what}: t8 is not contiguous, but the kernel counts on it")
         if scales.dtype != FP32 or not scales.is_contiguous():
-            reject(f"{what}: expected scales in {FP32}, contiguous, got {scales.dtype}, strides {scales.stride()}")
+            reject(
+                f"{what}: expected scales in {FP32}, contiguous, got {scales.dtype}, strides {scales.stride()}"
+            )
         heads, amax = (2, 3), t.float().abs()
-        of_rows = torch.stack([b.amax(dim=2).mean(2) for b in amax.split(64, dim=2)], dim=2) / LARGEST
+        of_rows = (
+            torch.stack([b.amax(dim=2).mean(2) for b in amax.split(64, dim=2)], dim=2) / LARGEST
+        )
         per_head = amax.amax(dim=(2, 3)) / LARGEST
-        signed = torch.stack([b.float().amax(dim=(2, 3)) for b in t.split(ROWS, dim=2)], dim=2) / LARGEST
+        signed = (
+            torch.stack([b.float().amax(dim=(2, 3)) for b in t.split(ROWS, dim=2)], dim=2) / LARGEST
+        )
         mistakes = {
-            "a block of zeros has the scale 0: 0 / 0 is NaN, take 1": torch.where(right == 1, 0.0, right),
+            "a block of zeros has the scale 0: 0 / 0 is NaN, take 1": torch.where(
+                right == 1, 0.0, right
+            ),
             "this is 1 / scale: t8 = t / scale": 1 / right,
-            "448 is missing: the largest element becomes 448": torch.where(right == 1, 1.0, right * LARGEST),
-            "one scale for the whole tensor: each block has its own": (amax.max() / LARGEST).expand(right.shape),
-            "one scale for a head: each block of 64 rows has its own": per_head[..., None].expand(right.shape),
-            "only a block of zeros has the scale 1, not one of small numbers": torch.where(right < 1e-6, 1.0, right),
-            "this is the largest element: the largest |element| counts": torch.where(signed == 0, 1.0, signed),
+            "448 is missing: the largest element becomes 448": torch.where(
+                right == 1, 1.0, right * LARGEST
+            ),
+            "one scale for the whole tensor: each block has its own": (amax.max() / LARGEST).expand(
+                right.shape
+            ),
+            "one scale for a head: each block of 64 rows has its own": per_head[..., None].expand(
+                right.shape
+            ),
+            "only a block of zeros has the scale 1, not one of small numbers": torch.where(
+                right < 1e-6, 1.0, right
+            ),
+            "this is the largest element: the largest |element| counts": torch.where(
+                signed == 0, 1.0, signed
+            ),
             "a mean is taken: the largest |element| counts": of_rows,
         }
         if scales.shape == (*heads, seq):
@@ -120,16 +159,28 @@ def _of_rows(scales, seq):
 
 
 def check_quantized_attention(
-    answer, batch, heads, seq_q, seq_k, head_dim, *, is_causal=False, scale=None, dtype=FP32, stretch=0
+    answer,
+    batch,
+    heads,
+    seq_q,
+    seq_k,
+    head_dim,
+    *,
+    is_causal=False,
+    scale=None,
+    dtype=FP32,
+    stretch=0,
 ):
-    """The kernel on given t8 and scales, which differ by powers of two from block to block, against fp64. q and v are
-    2^stretch times as large as usual, k as small."""
+    """The kernel on given t8 and scales, which differ by powers of two from block to block, against
+    fp64. q and v are 2^stretch times as large as usual, k as small."""
     pairs = []
     for n, t in enumerate(make_qkv(batch, heads, seq_q, head_dim, seq_k=seq_k, dtype=FP32)):
         t8, scales = quantized(t)
         blocks = torch.arange(scales.numel(), device=t.device).view(scales.shape)
         scales = scales * 2.0 ** (-stretch if n == 1 else stretch)
-        pairs.append((t8, scales * torch.tensor([0.25, 1.0, 2.0], device=t.device)[(blocks + n) % 3]))
+        pairs.append(
+            (t8, scales * torch.tensor([0.25, 1.0, 2.0], device=t.device)[(blocks + n) % 3])
+        )
     o = answer.attention_quantized(*itertools.chain(*pairs), is_causal, scale, dtype)
     usual = 1 / math.sqrt(head_dim)
     factor = usual if scale is None else scale
@@ -138,12 +189,19 @@ def check_quantized_attention(
     beside = (j // ROWS > i[:, None] // ROWS) & is_causal  # in tiles that are not visited
     what = f"o from t8 and scales, {seq_q} queries, {seq_k} keys{', causal' if is_causal else ''}"
     if scale is not None:
-        what += f", scale {scale}" + f", v near 2^{stretch} (is what holds a scale fp32?)" * (stretch != 0)
+        what += f", scale {scale}" + f", v near 2^{stretch} (is what holds a scale fp32?)" * (
+            stretch != 0
+        )
         if scale <= 0 and not o.isfinite().all():
-            reject(f"{what}: not finite. Is the mask there before the scale? -inf * 0 is NaN, -inf * -1 is +inf")
+            reject(
+                f"{what}: not finite. Is the mask there before the scale? -inf * 0 is NaN, -inf * -1 is +inf"
+            )
 
     def attention(q=None, k=None, v=None, factor=factor, hidden=hidden, of_p=lambda p: p):
-        q, k, v = (restored(t8, scales) if t is None else t for t, (t8, scales) in zip((q, k, v), pairs, strict=True))
+        q, k, v = (
+            restored(t8, scales) if t is None else t
+            for t, (t8, scales) in zip((q, k, v), pairs, strict=True)
+        )
         s = (factor * q @ k.mT).masked_fill(hidden, -INF)
         p = torch.exp(s - s.amax(dim=-1, keepdim=True))
         return of_p(p) @ v / p.sum(dim=-1, keepdim=True)
@@ -158,7 +216,8 @@ def check_quantized_attention(
     k_padded, v_padded = (torch.nn.functional.pad(t, (0, 0, 0, -seq_k % ROWS)) for t in (k, v))
     sq, sk, sv = (scales for _, scales in pairs)
     last = [t8.double() * scales[:, :, -1:, None].double() for t8, scales in pairs]
-    of_later = sv.double().flip(2).cumprod(dim=2).flip(2)  # of a tile's and of all that come after it
+    # Of a tile's and of all that come after it.
+    of_later = sv.double().flip(2).cumprod(dim=2).flip(2)
     again = restored(pairs[2][0], of_later)
     first = [t8.double() * scales[:, :, :1, None].double() for t8, scales in pairs]
     mistakes = {
@@ -169,11 +228,19 @@ def check_quantized_attention(
         "the scale of the softmax is multiplied twice": attention(factor=factor * factor),
         "the argument `scale` is ignored": attention(factor=usual),
         "S is divided by the scale of the softmax": attention(factor=1 / factor if factor else 1.0),
-        "the scales of k and v are exchanged": attention(k=restored(pairs[1][0], sv), v=restored(pairs[2][0], sk)),
-        "`visible` is missing: -inf where it is False": attention(k=k_padded, v=v_padded, hidden=beside),
+        "the scales of k and v are exchanged": attention(
+            k=restored(pairs[1][0], sv), v=restored(pairs[2][0], sk)
+        ),
+        "`visible` is missing: -inf where it is False": attention(
+            k=k_padded, v=v_padded, hidden=beside
+        ),
         "acc is not rescaled by alpha": attention(of_p=unscaled),
-        "all of acc has the scale of the last block of v: each share of it has its own": attention(v=last[2]),
-        "the scale of v belongs to this tile's share, not to what acc holds already": attention(v=again),
+        "all of acc has the scale of the last block of v: each share of it has its own": attention(
+            v=last[2]
+        ),
+        "the scale of v belongs to this tile's share, not to what acc holds already": attention(
+            v=again
+        ),
         "every tile of k has the scale of the first one": attention(k=first[1]),
         "every tile of v has the scale of the first one": attention(v=first[2]),
         "every tile of q has the scale of the first one": attention(q=first[0]),
@@ -181,22 +248,34 @@ def check_quantized_attention(
     }
     if sq.shape == sk.shape:
         mistakes |= {
-            "the scale of q is that of the block of queries, pid_m": attention(q=raw[0], k=restored(k, sq)),
-            "the scale of k is that of the block of keys, pid_n": attention(q=restored(q, sk), k=raw[1]),
+            "the scale of q is that of the block of queries, pid_m": attention(
+                q=raw[0], k=restored(k, sq)
+            ),
+            "the scale of k is that of the block of keys, pid_n": attention(
+                q=restored(q, sk), k=raw[1]
+            ),
             "the scale of v is that of the block of keys, pid_n": restored(attention(v=raw[2]), sv),
         }
-    # P in fp16, sums in fp32. Compiled, tensor cores add up FP8 products with few bits more than fp16 has.
-    of_logits = (abs(factor) * q.abs() @ k.abs().mT).max().item() * (E if runtime.INTERPRETED else 2.0**-12)
+    # P in fp16, sums in fp32. Compiled, tensor cores add up FP8 products with few bits more than
+    # fp16 has.
+    of_logits = (abs(factor) * q.abs() @ k.abs().mT).max().item() * (
+        E if runtime.INTERPRETED else 2.0**-12
+    )
     size = attention(v=v.abs()).max().item()
-    atol = 4 * (UNIT_ROUNDOFF[FP16] + of_logits + 4 * E + (0 if dtype == FP32 else UNIT_ROUNDOFF[dtype])) * size
+    atol = (
+        4
+        * (UNIT_ROUNDOFF[FP16] + of_logits + 4 * E + (0 if dtype == FP32 else UNIT_ROUNDOFF[dtype]))
+        * size
+    )
     require(what, o, attention(), rtol=0, atol=atol, mistakes=mistakes)
 
 
 def rounding_z(o, q, k, v) -> float:
-    """The error of o in units of what rounding q, k and v to FP8 explains, U8 for each element, to first order.
+    """The error of o in units of what rounding q, k and v to FP8 explains, U8 for each element, to
+    first order.
 
-    dO_i = sum_j P_ij (dS_ij (V_j - O_i) + dV_j), with dS = scale (dQ K^T + Q dK^T). The error of a query is the same
-    for all keys, so its part is summed over keys before it is squared.
+    dO_i = sum_j P_ij (dS_ij (V_j - O_i) + dV_j), with dS = scale (dQ K^T + Q dK^T). The error of a
+    query is the same for all keys, so its part is summed over keys before it is squared.
     """
     q, k, v = q.double(), k.double(), v.double()
     scale = 1 / math.sqrt(q.shape[-1])
@@ -211,9 +290,11 @@ def rounding_z(o, q, k, v) -> float:
 
 
 def outlier_errors(fp8) -> tuple[float, float]:
-    """RMS error of o, relative, with a scale for a block and with one for the tensor, in rows before an outlier.
+    """RMS error of o, relative, with a scale for a block and with one for the tensor, in rows
+    before an outlier.
 
-    The last block of q, k and v is 30,000 times as large. Under the causal mask the rows before it do not see it.
+    The last block of q, k and v is 30,000 times as large. Under the causal mask the rows before it
+    do not see it.
     """
     inputs = [t.clone() for t in make_qkv(1, 2, 128, 64, dtype=FP32)]
     for t in inputs:
@@ -221,4 +302,6 @@ def outlier_errors(fp8) -> tuple[float, float]:
     truth = naive_attention(*(t.double()[:, :, :64] for t in inputs), is_causal=True)[0]
     coarse = [restored(*quantized(t, rows=t.shape[2]), rows=t.shape[2])[:, :, :64] for t in inputs]
     outputs = fp8(*inputs, True)[:, :, :64].double(), naive_attention(*coarse, is_causal=True)[0]
-    return tuple(((o - truth).square().mean() / truth.square().mean()).sqrt().item() for o in outputs)
+    return tuple(
+        ((o - truth).square().mean() / truth.square().mean()).sqrt().item() for o in outputs
+    )

@@ -154,7 +154,7 @@ EDITS = {
         "stride_k, pid_bh // heads_q * (heads_q // group) + pid_bh % (heads_q // group),",
     ),
     "lse of another head": ("_attn_bwd_dkdv_kernel", "row = head.to(tl.int64)", "row = pid_bh.to(tl.int64)"),
-    "delta of head 0": ("_attn_bwd_dq_kernel", "delta_ptr + pid_bh.to(tl.int64) * seq_q", "delta_ptr"),
+    "delta of head 0": ("_attn_bwd_dq_kernel", "delta_ptr + row", "delta_ptr"),
     "delta is zero": ("_delta_kernel", "o.to(tl.float32) * do", "0.0 * do"),
     "delta in the middle of the row": ("_delta_kernel", "offs_m, delta,", "offs_m, delta / 2,"),
     "do of batch 0": ("_attn_bwd_dq_kernel", "stride_do, pid_bh,", "stride_do, pid_bh % heads_q,"),
