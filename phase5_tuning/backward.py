@@ -49,7 +49,7 @@ def attention_backward(
     of the chosen ones.
     """
     tensors = q, k, v, o, lse, do, *(() if dlse is None else (dlse,))
-    choices = needs, dkdv_kernel, dq_kernel, dkdv_config, dq_config
+    choices = tuple(needs), dkdv_kernel, dq_kernel, dkdv_config, dq_config
     try:
         flags = is_causal, scale, type(is_causal), type(scale)
         key = "backward", facts(*tensors), flags, precision(q.dtype), choices
