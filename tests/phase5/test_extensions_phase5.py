@@ -7,11 +7,12 @@ from common import make_qkv, runtime
 from common.measure import offline
 from common.verify.harness import Z_MAX
 from common.verify.reference import naive_attention
-from phase5_tuning import tuning_forward
+from phase5_tuning.backward import attention_backward
 from phase5_tuning.checks.ex1_count_flops import executed as flops_of_the_check
 from phase5_tuning.checks.ex4_pick_tiles import BUDGET, COMPILED
 from phase5_tuning.checks.ex6_fp8 import check_quantized_attention, quantized, restored, rounding_z
 from phase5_tuning.configs import Config
+from phase5_tuning.forward import attention_forward
 from phase5_tuning.solutions import (
     ex1_count_flops,
     ex2_fold_log2e,
@@ -20,8 +21,6 @@ from phase5_tuning.solutions import (
     ex5_cross_head_store,
     ex6_fp8,
 )
-from phase5_tuning.tuning_backward import attention_backward
-from phase5_tuning.tuning_forward import LADDER, attention_forward
 
 import pytest
 import torch
@@ -145,10 +144,9 @@ def test_the_recorded_compiles_are_still_true():
     launches = []
     for head_dim, *config, _, _, _ in rows:
         q = torch.empty(1, 4, 512, head_dim, dtype=torch.float16, device=runtime.DEVICE)
-        with mock.patch.object(tuning_forward, "descriptors_allowed", return_value=True):
-            launches += offline.record_launches(
-                lambda q=q, config=config: attention_forward(q, q, q, True, rung=LADDER[-1], config=Config(*config))
-            )
+        launches += offline.record_launches(
+            lambda q=q, config=config: attention_forward(q, q, q, True, config=Config(*config))
+        )
     for row, made in zip(rows, offline.compile_launches(launches, ["sm_90"]), strict=True):
         assert made.error is None, made
         assert (made.shared, made.registers, made.spills) == row[5:], row

@@ -13,7 +13,7 @@ from common.measure import pictures, records, timing
 from common.verify import VerificationError
 from phase5_tuning import bench, power
 from phase5_tuning.attention import FlashAttention
-from phase5_tuning.tuning_forward import LADDER
+from phase5_tuning.ladder import LADDER
 
 import matplotlib.pyplot as plt
 import pytest
