@@ -2,7 +2,7 @@
 
 import textwrap
 
-from common.measure import records
+from common.measure.records import describe
 from common.style import COLORS, new, use
 
 import matplotlib.pyplot as plt
@@ -182,6 +182,7 @@ _PEERS = {
     "flex": dict(color=COLORS["v"], marker="^", linestyle="-."),
     "sdpa-cudnn": dict(color=COLORS["s"], marker="D", linestyle="--"),
     "flash-attn-4": dict(color=COLORS["state"], marker="P", linestyle="--"),
+    "flash-attn-4-det": dict(color=COLORS["state"], marker="X", linestyle=":"),
     "ours": dict(color=COLORS["tiled"], marker="o"),
 }
 
@@ -272,8 +273,9 @@ def peers(record: dict, mode: str) -> None:
         ax.set_xlabel("sequence length")
     drawn = {line.get_label(): line for ax in axes.flat for line in ax.get_lines()}
     handles = {provider: drawn[provider] for provider in _PEERS if provider in drawn}
+    columns = len(handles) if len(handles) <= 8 else -(-len(handles) // 2)
     fig.legend(
-        handles.values(), handles, loc="outside upper center", ncols=len(handles) or 1, fontsize=9
+        handles.values(), handles, loc="outside upper center", ncols=columns or 1, fontsize=9
     )
     _signed(fig, record)
 
@@ -347,8 +349,6 @@ def _case(row: dict) -> tuple:
 
 def _signed(fig, *shown) -> None:
     """Provenance under the picture: a number without it is not a number."""
-    lines = [
-        line for r in shown for line in textwrap.wrap(records.describe(r).replace("`", ""), 115)
-    ]
+    lines = [line for r in shown for line in textwrap.wrap(describe(r).replace("`", ""), 115)]
     fig.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])
     plt.show()
