@@ -36,7 +36,7 @@ test-slow: $(READY)
 
 # The same phases compiled, and what only a GPU can show.
 test-gpu: $(READY)
-	$(PY) -m pytest tests/gpu tests/test_phase*.py tests/test_extensions*.py tests/test_train.py tests/test_exercises.py
+	$(PY) -m pytest tests/gpu tests/phase1 tests/phase2 tests/phase3 tests/phase4 tests/phase5 tests/learn/test_exercises.py
 
 # Phase 5's rungs, and all tiles of the last, for three generations of GPUs, without one: about ten minutes.
 compile-all: export TRITON_INTERPRET = 1

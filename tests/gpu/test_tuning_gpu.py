@@ -456,7 +456,7 @@ def test_a_planned_launch_gives_the_bits_of_the_public_one(is_causal):
     tensors = q, k, v, make_tensor(q.shape)
     with without_plans():
         short = gradients(*tensors, is_causal)
-    public = mock.patch.object(direct, "runner", lambda compiled, grid: compiled[grid])
+    public = mock.patch.object(direct, "RUN_WITH", "no release")
     with without_plans(), public:
         long = gradients(*tensors, is_causal)
     assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
@@ -505,9 +505,9 @@ def test_trap38_a_plan_is_for_one_gpu_and_its_launches_are_there(first):
     on = {i: [t.to(f"cuda:{i}") for t in make_qkv(2, 4, 500, 64)] for i in (0, 1)}
     devices, make = [], direct.runner
 
-    def watched(compiled, grid):
+    def watched(*parts):
         devices.append(("planned", torch.cuda.current_device()))
-        run = make(compiled, grid)
+        run = make(*parts)
 
         def launched(*arguments):
             devices.append(("launched", torch.cuda.current_device()))

@@ -61,31 +61,38 @@ def test_a_record_knows_its_tiles_and_its_clock(monkeypatch):
 @every_record
 def test_every_row_has_times_or_losses_or_says_why_not(folder, name):
     for row in records.load(folder, name)["rows"]:
-        assert len({"note", "ms", "losses"} & set(row)) == 1
+        assert len({"note", "ms", "losses", "us"} & set(row)) == 1
         if "ms" in row:
             assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
         if "losses" in row:
             assert all(0 < loss < 10 for loss in row["losses"])
 
 
-def ratios(folder, peer, ours, mode=None):
+def ratios(folder, peer, ours, mode=None, clock="ms"):
     """Time of a peer / time of ours, smallest and largest over a record's cases, as the README writes it."""
     times = {}
     for row in records.load(folder)["rows"]:
         if row.get("mode") == mode:
-            times.setdefault((row["head_dim"], row["is_causal"], row["seq"]), {})[row["provider"]] = row.get("ms")
-    found = [case[peer] / case[ours] for case in times.values()]
-    return f"{min(found):.2f} to {max(found):.2f}"
+            times.setdefault((row["head_dim"], row["is_causal"], row["seq"]), {})[row["provider"]] = row.get(clock)
+    quotients = [case[peer] / case[ours] for case in times.values()]
+    return f"{min(quotients):.2f} to {max(quotients):.2f}"
+
+
+README_PEERS = {
+    "SDPA's FlashAttention-2": "sdpa-flash",
+    "FlexAttention, compiled": "flex",
+    "SDPA's cuDNN": "sdpa-cudnn",
+    "FlashAttention-4": "flash-attn-4",
+    "FlashAttention-4, deterministic": "flash-attn-4-det",
+}
 
 
 def test_the_readme_says_what_the_records_say():
     readme = " ".join((ROOT / "README.md").read_text().split())
-    forward, backward = (
-        [ratios("phase5_tuning", peer, "ours", mode) for peer in ("sdpa-flash", "sdpa-cudnn", "flash-attn-4")]
-        for mode in ("fwd", "bwd")
-    )
-    assert f"at {forward[0]} times the speed of SDPA's FlashAttention-2 forward and {backward[0]} times back" in readme
-    assert f"at {forward[1]} and {backward[1]} of cuDNN; at {forward[2]} and {backward[2]} of FlashAtt" in readme
+    for peer, provider in README_PEERS.items():
+        spans = [ratios("phase5_tuning", provider, "ours", mode) for mode in ("fwd", "bwd")]
+        spans.append(ratios("phase5_tuning", provider, "ours", "both", "caller_ms"))
+        assert f"| {peer} | {' | '.join(spans)} |" in readme
     assert f"at {ratios('phase3_forward', 'SDPA flash', 'phase 3')} of its speed in fp16" in readme
     assert f"at {ratios('phase4_backward', 'SDPA flash', 'phase 4')} of the speed of SDPA's FlashAttention-2" in readme
 
