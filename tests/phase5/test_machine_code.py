@@ -3,7 +3,7 @@
 from unittest import mock
 
 from common.measure import offline
-from phase5_tuning import configs
+from phase5_tuning import compile_all, configs
 from phase5_tuning.backward import attention_backward
 from phase5_tuning.forward import attention_forward
 from phase5_tuning.ladder import LADDER
@@ -29,16 +29,12 @@ def launches(rung):
     ]
 
 
-@pytest.mark.xfail
 def test_compile_all_names_a_gpu_it_does_not_know(capsys):
-    from phase5_tuning import compile_all
-
     with pytest.raises(SystemExit):
         compile_all.main(["sm_80", "sm_87"])
     assert "sm_87: expected some of sm_75, sm_80" in capsys.readouterr().err
 
 
-@pytest.mark.xfail
 @interpreted_only
 @pytest.mark.parametrize(
     ("found", "code"),
@@ -52,8 +48,6 @@ def test_compile_all_names_a_gpu_it_does_not_know(capsys):
     ids=["good", "refused", "spills", "serialized", "too large"],
 )
 def test_compile_all_fails_if_a_kernel_has_no_good_tile(found, code, capsys):
-    from phase5_tuning import compile_all
-
     def compiled(launches, targets):
         good = dict(kernel="kernel", target=targets[0])
         return [offline.Compiled(**good | found) for _ in launches]

@@ -31,7 +31,7 @@ def clock():
         fn()
         return timing.Timing(1.0, 0.5, 2.0, host=2.0)
 
-    with mock.patch.object(timing, "time_ms", once):
+    with mock.patch.multiple(timing, time_ms=once, caller_ms=lambda fn: 4.0):
         yield
 
 
@@ -47,6 +47,7 @@ def test_every_case_mode_and_provider_is_a_row(clock, capsys):
     assert all(row["ms"] == 1.0 and row["batch"] == row["heads"] == 2 for row in rows)
     forward = 4 * 2 * 2 * 32 * 32 * 16 / 2
     assert [row["tflops"] for row in rows[::4]] == pytest.approx([c * forward / 1e9 for c in (1, 2.5, 3.5)])
+    assert all(row["caller_tflops"] == row["tflops"] / 4 for row in rows)
     assert "case 1 of 1" in capsys.readouterr().out
 
 
