@@ -113,10 +113,10 @@ def find(name: str) -> Phase | None:
     """The phase called by its number ("3"), its folder, or a beginning of it that no other phase
     shares.
     """
-    found = [p for p in PHASES if name in (str(p.number), p.folder)] or [
+    matches = [p for p in PHASES if name in (str(p.number), p.folder)] or [
         p for p in PHASES if p.folder.startswith(name)
     ]
-    return found[0] if len(found) == 1 else None
+    return matches[0] if len(matches) == 1 else None
 
 
 def kernels(name: str) -> tuple[Phase, dict[str, tuple[str, str]]] | None:

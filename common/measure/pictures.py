@@ -196,13 +196,13 @@ def waterfall(
     """
     fig, axes = new(9, 4.6, columns=len(cases))
     for ax, case in zip(np.atleast_1d(axes), cases, strict=True):
-        found = {
+        tflops = {
             r["provider"]: r["tflops"] for r in record["rows"] if _case(r) == case and "tflops" in r
         }
-        shown = [provider for provider in names if provider in found]
+        shown = [provider for provider in names if provider in tflops]
         before = None
         for x, provider in enumerate(shown):
-            value = found[provider]
+            value = tflops[provider]
             if before is None:
                 ax.bar(x, value, 0.7, color=COLORS["s"])
             else:
@@ -231,7 +231,7 @@ def waterfall(
                 color=ink,
             )
             before = value
-        peer = found.get("sdpa-flash")
+        peer = tflops.get("sdpa-flash")
         if peer:
             ax.axhline(peer, color=COLORS["peer"], linestyle="--", linewidth=1.2)
             ax.text(len(shown) - 0.4, peer - 8, "SDPA flash", ha="right", va="top", fontsize=8)
