@@ -1,12 +1,42 @@
-"""Pictures of recorded GPU runs (phaseN_x/results/*.json), each with its provenance underneath."""
+"""Pictures of measurements: recorded GPU runs (phaseN_x/results/*.json), each with its provenance
+underneath, and bytes that were counted.
+"""
 
 import textwrap
+from collections.abc import Mapping, Sequence
 
 from common.measure.records import describe
 from common.style import COLORS, new, use
 
 import matplotlib.pyplot as plt
 import numpy as np
+
+
+def bytes_for_a_head(
+    seqs: Sequence[int],
+    formula: Mapping[str, Sequence[int]],
+    counted_seqs: Sequence[int],
+    counted: Mapping[str, Sequence[int]],
+    *,
+    size: tuple[float, float],
+    xlabel: str,
+    ylabel: str,
+) -> None:
+    """Megabytes moved, by two ways: lines are the formula of each, dots were counted."""
+    _, ax = new(*size)
+    for (name, values), color in zip(
+        formula.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True
+    ):
+        ax.plot(seqs, np.array(values) / 1e6, color=color, label=f"{name}, formula")
+        if name in counted:
+            dots = np.array(counted[name]) / 1e6
+            ax.plot(counted_seqs, dots, "o", color=color, label=f"{name}, counted")
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    ax.set_xlim(0)
+    ax.set_ylim(0)
+    ax.legend()
+    plt.show()
 
 
 def softmax_bandwidth(record: dict) -> None:
