@@ -378,7 +378,7 @@ def _case(row: dict) -> tuple:
 
 
 def _signed(fig, *shown) -> None:
-    """Provenance under the picture: a number without it is not a number."""
+    """Write the provenance of the records under the picture, and show it."""
     lines = [line for r in shown for line in textwrap.wrap(describe(r).replace("`", ""), 115)]
     fig.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])
     plt.show()
