@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def main() -> None:
-    found = Path(find_spec("common").origin).resolve()
-    if found.parent != Path(__file__).resolve().with_name("common"):
+    imported = Path(find_spec("common").origin).resolve()
+    if imported.parent != Path(__file__).resolve().with_name("common"):
         sys.exit(
-            f"{found} hides the course's package of the same name: take it off PYTHONPATH, or uninstall it"
+            f"{imported} hides the course's package of the same name: take it off PYTHONPATH, or uninstall it"
         )
     from common.learn.cli import main
 

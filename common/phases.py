@@ -1,4 +1,4 @@
-"""The phases of the course: folder, module and notebook. Imports nothing, so that the command
+"""The phases of the course: folder, modules, kernels and notebook. Imports nothing, so that the command
 line starts at once.
 """
 
@@ -15,7 +15,6 @@ class Phase:
 
     folder: str
     title: str
-    question: str
     modules: tuple[str, ...]  # in reading order
     kernels: dict[str, tuple[str, str]]
     notebook: str
@@ -59,7 +58,6 @@ PHASES = (
     Phase(
         "phase1_softmax",
         "One pass is enough",
-        "Can a softmax be computed while its row streams by?",
         ("online_softmax",),
         dict(softmax=("online_softmax", "_softmax_online_kernel")),
         "softmax.ipynb",
@@ -67,7 +65,6 @@ PHASES = (
     Phase(
         "phase2_tiling",
         "Attention in tiles",
-        "Can both products stream with it, so that S and P never reach memory?",
         ("tiling",),
         dict(forward=("tiling", "_attention_tiled_kernel")),
         "tiling.ipynb",
@@ -75,7 +72,6 @@ PHASES = (
     Phase(
         "phase3_forward",
         "A forward pass that models can call",
-        "What separates the minimal kernel from one that a model can use?",
         ("forward",),
         dict(forward=("forward", "_attn_fwd_kernel")),
         "forward.ipynb",
@@ -83,7 +79,6 @@ PHASES = (
     Phase(
         "phase4_backward",
         "Recompute instead of remember",
-        "The backward pass needs P, which was never stored. What is the least to keep?",
         ("backward",),
         dict(dkdv=("backward", "_attn_bwd_dkdv_kernel"), dq=("backward", "_attn_bwd_dq_kernel")),
         "backward.ipynb",
@@ -91,7 +86,6 @@ PHASES = (
     Phase(
         "phase5_tuning",
         "From correct to fast, measured",
-        "Where does the time go, and how close to the machine's limit can a readable kernel get?",
         (
             "forward_ladder",
             "dkdv_ladder",
@@ -113,10 +107,10 @@ def find(name: str) -> Phase | None:
     """The phase called by its number ("3"), its folder, or a beginning of it that no other phase
     shares.
     """
-    found = [p for p in PHASES if name in (str(p.number), p.folder)] or [
+    matches = [p for p in PHASES if name in (str(p.number), p.folder)] or [
         p for p in PHASES if p.folder.startswith(name)
     ]
-    return found[0] if len(found) == 1 else None
+    return matches[0] if len(matches) == 1 else None
 
 
 def kernels(name: str) -> tuple[Phase, dict[str, tuple[str, str]]] | None:

@@ -89,7 +89,7 @@ def _renew_lock() -> None:
     _ONE_THREAD = threading.RLock()
 
 
-# On Windows there is no fork, and doctor has better news to break.
+# Windows has no fork; the doctor must start there, to say what to do.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)  # in a child, nobody would release it
 

@@ -3,6 +3,7 @@ as well as in hue, so that it also reads in grey."""
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+from matplotlib.patches import Rectangle
 
 # Okabe-Ito colors, ordered so that neighbors in a picture differ in lightness.
 COLORS = {
@@ -20,6 +21,15 @@ COLORS = {
     "limit": "#000000",
     "faint": "#DDDDDD",
     "ink": "#222222",
+}
+# Light versions of them, so that text on them stays readable.
+TINT = {
+    "q": "#BFDCEE",
+    "k": "#FBE3B3",
+    "v": "#BFE5D9",
+    "o": "#F1D9E6",
+    "s": "#D6D6D6",
+    "state": "#F6D3BC",
 }
 
 
@@ -58,3 +68,13 @@ def blank(ax) -> None:
     ax.set_yticks([])
     for side in ax.spines.values():
         side.set_visible(False)
+
+
+def box(
+    ax, x, y, text="",
+    *, width=1.0, height=1.0, color="white", ink=None, size=9, edge="white", line=1.2,
+) -> None:  # fmt: skip
+    """A rectangle with a text in its middle."""
+    ax.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor=edge, linewidth=line))
+    middle = x + width / 2, y + height / 2
+    ax.text(*middle, text, ha="center", va="center", fontsize=size, color=ink or COLORS["ink"])

@@ -9,17 +9,8 @@ import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-COLORS = style.COLORS
+COLORS, TINT = style.COLORS, style.TINT
 INK, FAINT = COLORS["ink"], COLORS["faint"]
-# Light versions of the same colors, so that text on them stays readable.
-TINT = {
-    "q": "#BFDCEE",
-    "k": "#FBE3B3",
-    "v": "#BFE5D9",
-    "o": "#F1D9E6",
-    "s": "#D6D6D6",
-    "state": "#F6D3BC",
-}
 TEXT_BOX = dict(fc="white", ec="none", pad=1.5)
 
 

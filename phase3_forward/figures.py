@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from common import style
+from common.measure import pictures
 from common.style import COLORS
 
 import matplotlib.pyplot as plt
@@ -15,21 +16,6 @@ from matplotlib.patches import Patch, Rectangle
 TINTS = ("#E69F00", "#0072B2")
 LIGHT_TINTS = ("#9FD2F2", "#F2CE80")
 TILE_COLORS = {"skipped": COLORS["faint"], "full": COLORS["peer"], "partial": COLORS["state"]}
-
-
-def _box(ax, x, y, text="", *, width=1.0, height=1.0, color="white", ink=None, line=1.2, size=9):
-    ax.add_patch(
-        Rectangle((x, y), width, height, facecolor=color, edgecolor="white", linewidth=line)
-    )
-    ax.text(
-        x + width / 2,
-        y + height / 2,
-        text,
-        ha="center",
-        va="center",
-        fontsize=size,
-        color=ink or COLORS["ink"],
-    )
 
 
 def _matrix(ax, rows: int, cols: int, title: str = "") -> None:
@@ -49,7 +35,7 @@ def calls(answered: Mapping[str, Sequence[bool]], kernels: Sequence[str]) -> Non
         ax.text(-0.15, y + 0.5, call, ha="right", va="center")
         for x, good in enumerate(verdicts):
             color = COLORS["tiled"] if good else COLORS["faint"]
-            _box(
+            style.box(
                 ax,
                 x,
                 y,
@@ -74,7 +60,7 @@ def programs(batch: int, heads: int, tiles_m: int, chosen: int) -> None:
     ax.set_aspect("auto")
     for program in range(tiles_m * batch * heads):
         y, x = divmod(program, tiles_m)
-        _box(ax, x, y, str(program), color=LIGHT_TINTS[y // heads % 2], size=10)
+        style.box(ax, x, y, str(program), color=LIGHT_TINTS[y // heads % 2], size=10)
     y, x = divmod(chosen, tiles_m)
     ax.add_patch(
         Rectangle((x, y), 1, 1, fill=False, edgecolor=COLORS["ink"], linewidth=3, zorder=3)
@@ -118,7 +104,9 @@ def layouts(heads: int = 2, seq: int = 3, head_dim: int = 2) -> None:
         style.blank(ax)
         for x, (h, i, d) in enumerate(cells):
             color = COLORS["s"] if h is None else TINTS[h]
-            _box(ax, x, 0, f"i={i}\nd={d}", color=color, ink="white" if h != 0 else None, size=8)
+            style.box(
+                ax, x, 0, f"i={i}\nd={d}", color=color, ink="white" if h != 0 else None, size=8
+            )
             ax.text(x + 0.5, 1.1, str(x), ha="center", va="top", fontsize=7)
         ax.set_title(
             f"{name}; strides: head {per_head}, row {per_row}, head_dim {per_d}", fontsize=10
@@ -148,10 +136,14 @@ def head_mapping(heads_q: int, heads_kv: int) -> None:
         for h, kv in enumerate(mapping):
             color = TINTS[kv]
             ax.plot([h + 0.45, at[kv] + 0.45], [0.9, 2.1], color=color, linewidth=2.5, zorder=0)
-            _box(ax, h, 0, f"q{h}", width=0.9, height=0.9, color=color, ink="white" if kv else None)
+            style.box(
+                ax, h, 0, f"q{h}", width=0.9, height=0.9, color=color, ink="white" if kv else None
+            )
         for kv in range(heads_kv):
             ink = "white" if kv else None
-            _box(ax, at[kv] - 0.3, 2.1, f"kv{kv}", width=1.5, height=0.9, color=TINTS[kv], ink=ink)
+            style.box(
+                ax, at[kv] - 0.3, 2.1, f"kv{kv}", width=1.5, height=0.9, color=TINTS[kv], ink=ink
+            )
         ax.set_xlim(-0.2, heads_q)
         ax.set_ylim(3.1, -0.1)
     plt.show()
@@ -175,7 +167,7 @@ def causal_tiles(
             for start_n in range(0, seq_k, block_n):
                 what = kind(start_m // block_m, start_n // block_n, block_m, block_n)
                 width, height = min(block_n, seq_k - start_n), min(block_m, seq_q - start_m)
-                _box(
+                style.box(
                     ax,
                     start_n,
                     start_m,
@@ -226,7 +218,7 @@ def alignments(sizes: Sequence[tuple[int, int]]) -> None:
             for j in range(seq_k):
                 visible = j <= i + shift
                 color = COLORS["tiled"] if visible else COLORS["faint"]
-                _box(ax, j, i, color=color)
+                style.box(ax, j, i, color=color)
             if i + shift < 0:
                 ax.text(seq_k / 2, i + 0.5, "sees nothing", ha="center", va="center", fontsize=8)
     handles = [
@@ -252,7 +244,7 @@ def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
                 shade = 1 - 0.75 * p[i, j]
                 color = COLORS["bad"] if wrong else (shade, shade, shade)
                 ink = "white" if p[i, j] > 0.5 or wrong else None
-                _box(ax, j, i, f"{p[i, j]:.2f}", color=color, ink=ink, size=8)
+                style.box(ax, j, i, f"{p[i, j]:.2f}", color=color, ink=ink, size=8)
                 if not visible[i, j] and not wrong:
                     hatching = Rectangle(
                         (j, i), 1, 1, fill=False, hatch="////", ec=COLORS["faint"], lw=0
@@ -357,22 +349,5 @@ def causal_bytes(
     """Bytes moved by the forward kernel for one head, full and causal: lines are the formula,
     dots were counted.
     """
-    _, ax = style.new(7, 3.2)
-    for (name, values), color in zip(
-        formula.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True
-    ):
-        ax.plot(seqs, np.array(values) / 1e6, color=color, label=f"{name}, formula")
-        if name in counted:
-            ax.plot(
-                counted_seqs,
-                np.array(counted[name]) / 1e6,
-                "o",
-                color=color,
-                label=f"{name}, counted",
-            )
-    ax.set_xlabel("seq_q = seq_k")
-    ax.set_ylabel("megabytes for one head")
-    ax.set_xlim(0)
-    ax.set_ylim(0)
-    ax.legend()
-    plt.show()
+    labels = dict(xlabel="seq_q = seq_k", ylabel="megabytes for one head")
+    pictures.bytes_for_a_head(seqs, formula, counted_seqs, counted, size=(7, 3.2), **labels)

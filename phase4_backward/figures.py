@@ -3,49 +3,14 @@
 from collections.abc import Mapping, Sequence
 
 from common import style
-from common.style import COLORS
+from common.measure import pictures
+from common.style import COLORS, TINT
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import LogNorm
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch
 from matplotlib.ticker import MaxNLocator
-
-# Light versions of the colors of style.COLORS, so that text on them stays readable.
-TINT = {
-    "q": "#BFDCEE",
-    "k": "#FBE3B3",
-    "v": "#BFE5D9",
-    "o": "#F1D9E6",
-    "s": "#D6D6D6",
-    "state": "#F6D3BC",
-}
-
-
-def _box(
-    ax,
-    x,
-    y,
-    text="",
-    *,
-    width=1.0,
-    height=1.0,
-    color="white",
-    ink=None,
-    size=9,
-    edge="white",
-    line=1.2,
-):
-    ax.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor=edge, linewidth=line))
-    ax.text(
-        x + width / 2,
-        y + height / 2,
-        text,
-        ha="center",
-        va="center",
-        fontsize=size,
-        color=ink or COLORS["ink"],
-    )
 
 
 def _arrow(ax, start, end, color=COLORS["ink"], *, line=1.4):
@@ -85,7 +50,7 @@ def graph() -> None:
     places = dict(Q=(0, 3.2), K=(0, 0), S=(3.2, 1.6), P=(6.4, 1.6), V=(6.4, -1.3), O=(9.8, 1.6))
     tint = dict(Q="q", K="k", V="v", O="o", S="s", P="s")
     for name, (x, y) in places.items():
-        _box(
+        style.box(
             ax,
             x,
             y + 0.8,
@@ -96,7 +61,7 @@ def graph() -> None:
             edge=COLORS["ink"],
             size=12,
         )
-        _box(
+        style.box(
             ax,
             x,
             y,
@@ -200,15 +165,15 @@ def walks(tiles: int = 5) -> None:
                 if mine and not hidden:
                     order += 1
                     color, text = TINT["q" if by_rows else "k"], str(order)
-                _box(ax, j, i, text, color=color, line=1.5, size=10)
+                style.box(ax, j, i, text, color=color, line=1.5, size=10)
         look = dict(edge=COLORS["ink"], ink="white")
         if by_rows:
-            _box(ax, tiles + 0.35, own, "dQ", width=1.2, color=COLORS["q"], **look)
+            style.box(ax, tiles + 0.35, own, "dQ", width=1.2, color=COLORS["q"], **look)
             _arrow(
                 ax, (0.1, own + 0.85), ((own + 1 if causal else tiles) - 0.1, own + 0.85), line=1.2
             )
         else:
-            _box(
+            style.box(
                 ax,
                 own - 0.35,
                 tiles + 0.25,
@@ -284,7 +249,7 @@ def mistakes(z: Mapping[str, Mapping[str, float]], limit: float) -> None:
                 if value < 100
                 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
             )
-            _box(ax, x, y, text, color=color, ink="white" if wrong else None, line=1.5, size=8)
+            style.box(ax, x, y, text, color=color, ink="white" if wrong else None, line=1.5, size=8)
     for x, name in enumerate(names):
         ax.text(x + 0.5, -0.15, name, ha="center", va="bottom", fontweight="bold")
     for y, what in enumerate(z):
@@ -306,25 +271,10 @@ def backward_bytes(
     """Bytes of a forward and a backward pass for one head, P stored or recomputed: lines are
     formulas, dots counted.
     """
-    _, ax = style.new(7.2, 3.3)
-    for (name, values), color in zip(
-        formula.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True
-    ):
-        ax.plot(seqs, np.array(values) / 1e6, color=color, label=f"{name}, formula")
-        if name in counted:
-            ax.plot(
-                counted_seqs,
-                np.array(counted[name]) / 1e6,
-                "o",
-                color=color,
-                label=f"{name}, counted",
-            )
-    ax.set_xlabel("seq_q = seq_k (one head, head_dim 64, fp16)")
-    ax.set_ylabel("MB, forward and backward pass")
-    ax.set_xlim(0)
-    ax.set_ylim(0)
-    ax.legend()
-    plt.show()
+    labels = dict(
+        xlabel="seq_q = seq_k (one head, head_dim 64, fp16)", ylabel="MB, forward and backward pass"
+    )
+    pictures.bytes_for_a_head(seqs, formula, counted_seqs, counted, size=(7.2, 3.3), **labels)
 
 
 def saved(seqs: Sequence[int], saved_bytes: Mapping[str, Sequence[int]]) -> None:

@@ -78,7 +78,7 @@ def main(argv=None) -> int:
                     flush=True,
                 )
             judged = dtype == torch.float16 and rung.name in ALL_TILES
-            missing = [name for name, found in good.items() if judged and not found]
+            missing = [name for name, is_good in good.items() if judged and not is_good]
             bad += sum(c.error is not None for c in compiled) + len(missing)
             for name in missing:
                 print(

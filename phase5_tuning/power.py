@@ -77,10 +77,10 @@ def windows(calls: list[tuple[float, float]], width: float) -> list[float | None
     """Median duration of the calls, (begin, duration), that begin in each window of `width`;
     None where none does.
     """
-    found = [[] for _ in range(int(calls[-1][0] // width) + 1)]
+    begun = [[] for _ in range(int(calls[-1][0] // width) + 1)]
     for begin, duration in calls:
-        found[int(begin // width)].append(duration)
-    return [round(statistics.median(durations), 4) if durations else None for durations in found]
+        begun[int(begin // width)].append(duration)
+    return [round(statistics.median(durations), 4) if durations else None for durations in begun]
 
 
 def endurance(fn) -> dict:

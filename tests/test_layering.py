@@ -110,9 +110,9 @@ def test_no_kernel_is_copied_into_a_later_phase():
 
 def test_the_ladders_hold_every_kernel_of_phase_5_but_one():
     paths = [path for folder, path in modules() if folder == "phase5_tuning"]
-    found = [name for path in paths for name, _ in kernels(path)]
+    kernel_names = [name for path in paths for name, _ in kernels(path)]
     rungs = [name for names in LADDERS.values() for name in names[1:]]
-    assert sorted(found) == sorted([*rungs, "_attn_bwd_rows_kernel"])
+    assert sorted(kernel_names) == sorted([*rungs, "_attn_bwd_rows_kernel"])
 
 
 def steps():

@@ -29,7 +29,6 @@ from rich.table import Table
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     help="FlashAttention, from the online softmax to tuned kernels.",

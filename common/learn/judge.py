@@ -132,7 +132,7 @@ def guarded(
         problems, unwritten, outside = [], [], []
         for name, result in zip(itertools.cycle(("o", "lse")), results):
             missing = guard.never_stored(result.tensor)
-            # Those are copied.
+            # In a dtype that kernels do not compute in, a result is a copy, stored as a whole.
             if missing.any() and result.tensor.dtype not in runtime.KERNEL_DTYPE:
                 unwritten.append(name)
                 first = ", ".join(map(str, missing.nonzero()[0].tolist()))

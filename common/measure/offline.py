@@ -170,19 +170,11 @@ def _describe(kernel, args, kwargs) -> Launch:
             constexprs.append([path, value])
             return "constexpr"
         if isinstance(value, TensorDescriptor):
-            element = triton.runtime.jit.type_canonicalisation_dict[
-                str(value.base.dtype).removeprefix("torch.")
-            ]
-            return f"tensordesc<{element}{list(value.block_shape)}>"
+            return f"tensordesc<{_element(value.base)}{list(value.block_shape)}>"
         if isinstance(value, torch.Tensor):
             if value.data_ptr() % 16 == 0:
                 divisible.append(path)
-            return (
-                "*"
-                + triton.runtime.jit.type_canonicalisation_dict[
-                    str(value.dtype).removeprefix("torch.")
-                ]
-            )
+            return f"*{_element(value)}"
         if isinstance(value, bool):
             return "u1"
         if isinstance(value, tuple):
@@ -198,6 +190,11 @@ def _describe(kernel, args, kwargs) -> Launch:
     module = kernel.fn.__module__
     source = _source_with_imports(kernel) if module == "__main__" else None
     return Launch(module, kernel.fn.__name__, source, signature, constexprs, divisible, options)
+
+
+def _element(t: torch.Tensor) -> str:
+    """Triton's name of a tensor's dtype: "fp16"."""
+    return triton.runtime.jit.type_canonicalisation_dict[str(t.dtype).removeprefix("torch.")]
 
 
 def _source_with_imports(kernel) -> str:
@@ -259,10 +256,8 @@ def _compile(launch: dict, target: str, sass: bool) -> Compiled:
         spills = int(re.search(r"\.private_segment_fixed_size:\s*(\d+)", assembly)[1])
         return Compiled(name, target, shared, registers, spills, counts, assembly)
     usage = _cuobjdump(made.asm["cubin"], "-res-usage")
-    registers, stack_bytes = (
-        int(re.search(r"REG:(\d+)", usage)[1]),
-        int(re.search(r"STACK:(\d+)", usage)[1]),
-    )
+    registers = int(re.search(r"REG:(\d+)", usage)[1])
+    stack_bytes = int(re.search(r"STACK:(\d+)", usage)[1])
     text = _cuobjdump(made.asm["cubin"], "-sass") if sass or counts["wgmma"] else ""
     # One group of products that run on their own is opened in PTX by wgmma.fence, in machine code
     # by ARRIVE.

@@ -1,12 +1,42 @@
-"""Pictures of recorded GPU runs (phaseN_x/results/*.json), each with its provenance underneath."""
+"""Pictures of measurements: recorded GPU runs (phaseN_x/results/*.json), each with its provenance
+underneath, and bytes that were counted.
+"""
 
 import textwrap
+from collections.abc import Mapping, Sequence
 
 from common.measure.records import describe
 from common.style import COLORS, new, use
 
 import matplotlib.pyplot as plt
 import numpy as np
+
+
+def bytes_for_a_head(
+    seqs: Sequence[int],
+    formula: Mapping[str, Sequence[int]],
+    counted_seqs: Sequence[int],
+    counted: Mapping[str, Sequence[int]],
+    *,
+    size: tuple[float, float],
+    xlabel: str,
+    ylabel: str,
+) -> None:
+    """Megabytes moved, by two ways: lines are the formula of each, dots were counted."""
+    _, ax = new(*size)
+    for (name, values), color in zip(
+        formula.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True
+    ):
+        ax.plot(seqs, np.array(values) / 1e6, color=color, label=f"{name}, formula")
+        if name in counted:
+            dots = np.array(counted[name]) / 1e6
+            ax.plot(counted_seqs, dots, "o", color=color, label=f"{name}, counted")
+    ax.set_xlabel(xlabel)
+    ax.set_ylabel(ylabel)
+    ax.set_xlim(0)
+    ax.set_ylim(0)
+    ax.legend()
+    plt.show()
 
 
 def softmax_bandwidth(record: dict) -> None:
@@ -196,13 +226,13 @@ def waterfall(
     """
     fig, axes = new(9, 4.6, columns=len(cases))
     for ax, case in zip(np.atleast_1d(axes), cases, strict=True):
-        found = {
+        tflops = {
             r["provider"]: r["tflops"] for r in record["rows"] if _case(r) == case and "tflops" in r
         }
-        shown = [provider for provider in names if provider in found]
+        shown = [provider for provider in names if provider in tflops]
         before = None
         for x, provider in enumerate(shown):
-            value = found[provider]
+            value = tflops[provider]
             if before is None:
                 ax.bar(x, value, 0.7, color=COLORS["s"])
             else:
@@ -231,7 +261,7 @@ def waterfall(
                 color=ink,
             )
             before = value
-        peer = found.get("sdpa-flash")
+        peer = tflops.get("sdpa-flash")
         if peer:
             ax.axhline(peer, color=COLORS["peer"], linestyle="--", linewidth=1.2)
             ax.text(len(shown) - 0.4, peer - 8, "SDPA flash", ha="right", va="top", fontsize=8)
@@ -348,7 +378,7 @@ def _case(row: dict) -> tuple:
 
 
 def _signed(fig, *shown) -> None:
-    """Provenance under the picture: a number without it is not a number."""
+    """Write the provenance of the records under the picture, and show it."""
     lines = [line for r in shown for line in textwrap.wrap(describe(r).replace("`", ""), 115)]
     fig.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])
     plt.show()

@@ -126,6 +126,15 @@ def least_unfused_attention_bytes(seq_q: int, seq_k: int, head_dim: int, size: i
     return inputs_and_output + 2 * seq_q * seq_k * (4 + size)
 
 
+def _rows_of_keys(seq_q: int, seq_k: int, block_m: int, block_n: int, is_causal: bool) -> int:
+    """The rows of k that all tiles of queries read together."""
+    rows = 0
+    for start_m in range(0, seq_q, block_m):
+        end_n = min(seq_k, start_m + block_m) if is_causal else seq_k
+        rows += min(seq_k, triton.cdiv(end_n, block_n) * block_n)
+    return rows
+
+
 def tiled_attention_bytes(
     seq_q: int,
     seq_k: int,
@@ -143,10 +152,7 @@ def tiled_attention_bytes(
     With is_causal a tile of queries stops after the last tile of keys that one of its rows sees;
     lse adds its fp32 row.
     """
-    kv_rows = 0
-    for start_m in range(0, seq_q, block_m):
-        end_n = min(seq_k, start_m + block_m) if is_causal else seq_k
-        kv_rows += min(seq_k, triton.cdiv(end_n, block_n) * block_n)
+    kv_rows = _rows_of_keys(seq_q, seq_k, block_m, block_n, is_causal)
     return (2 * seq_q + 2 * kv_rows) * head_dim * size + (4 * seq_q if lse else 0)
 
 
@@ -165,10 +171,7 @@ def attention_backward_bytes(
     for start_n in range(0, seq_k, block_n):
         q_rows += max(0, seq_q - (start_n // block_m * block_m if is_causal else 0))
     dkdv = 2 * seq_k * row + q_rows * (row + 8)
-    kv_rows = 0
-    for start_m in range(0, seq_q, block_m):
-        end_n = min(seq_k, start_m + block_m) if is_causal else seq_k
-        kv_rows += min(seq_k, triton.cdiv(end_n, block_n) * block_n)
+    kv_rows = _rows_of_keys(seq_q, seq_k, block_m, block_n, is_causal)
     dq = seq_q * (3 * head_dim * size + 8) + kv_rows * row
     return dict(delta=delta, dkdv=dkdv, dq=dq)
 

@@ -348,8 +348,8 @@ def _variances(q, k, v, do, mask, scale, truth, u, h) -> dict[str, torch.Tensor]
     visible = torch.ones_like(s) if mask is None else mask.double().expand_as(s)
     p = torch.exp(s - torch.where(lse == NEG_INF, 0.0, lse)[..., None])
     logit_sum = abs(scale) * (q.abs() @ k.abs().T)
-    rho = E * (2 + max(1.0, math.sqrt(head_dim) / 2) * logit_sum + finite_lse.abs()[..., None])
     # Relative error of P: the logit's fp32 sum, exp, and the LSE subtracted.
+    rho = E * (2 + max(1.0, math.sqrt(head_dim) / 2) * logit_sum + finite_lse.abs()[..., None])
     rho = torch.where(p == 0, 0.0, rho)
     # P recomputed, and rounded to the input dtype before a product.
     w = p**2 * (u**2 + rho**2) + TINY**2 * visible
@@ -481,7 +481,7 @@ def _compare(name, actual, expected, dtype, context, *, drop=0, sdpa_z=None) -> 
     if name == "lse":  # a logit of +inf: inf in the limit, NaN as computed, like its row of o
         same |= actual.isnan() & (truth == torch.inf)
     z = torch.where(same, 0.0, (actual - truth).abs() / sigma)
-    # a non-finite element out of place.
+    # A non-finite element out of place has z = inf.
     z = torch.where(same | (actual.isfinite() & truth.isfinite()), z, torch.inf)
     flat = int(torch.where(z.isnan(), torch.inf, z).argmax())
     at = [int(i) for i in torch.unravel_index(torch.tensor(flat), z.shape)]

@@ -1,4 +1,4 @@
-"""`python -m phaseN_x.module`: run a list of verification cases and print them as one table.
+"""`python -m phaseN_x`: run a list of verification cases and print them as one table.
 
 With --json every case becomes one line of JSON instead, for the `course` command to read.
 """
@@ -25,7 +25,7 @@ class Case:
 def main(title: str, cases: Iterable[Case], argv=None) -> int:
     """Verify every case, print the table, and return the exit code: 0 only if everything passed."""
     parser = argparse.ArgumentParser(
-        description=f"{title}: verify this module against SDPA on this machine."
+        description=f"{title}: verify this phase against SDPA on this machine."
     )
     parser.add_argument(
         "--json", action="store_true", help="one line of JSON a case instead of the table"

@@ -18,36 +18,7 @@ def check(answer):
         with _NoSoftmax():
             return answer.safe_softmax(x)
 
-    too_large = "NaN or 0: exp of a large logit is inf. What may be subtracted from a row without changing its weights?"
-    one_row = "the weights of some rows are all 0: is the maximum that of each row, and not of the whole tensor or 0?"
-    all_masked = "NaN: no logit is left, so the maximum is -inf: -inf - (-inf) is NaN, and so is 0/0. Wanted: zeros"
-    half = "the sum or the differences are rounded to 16 bits: is all of it computed in fp32, and rounded at the end?"
-    around = torch.tensor([200.0, -200.0, 1000.0, -1000.0])[:, None]
-    partly = randn(5, 40)
-    partly[1:, ::3] = -INF
-    masked = partly.clone()
-    masked[2] = -INF
-    cases = [
-        ("small logits", randn(3, 4, 50), (torch.float32,), "is the sum that of the last axis?"),
-        ("logits around 200", randn(4, 100) + 200, runtime.DTYPES, too_large),
-        (
-            "rows around 200, -200, 1000, -1000",
-            randn(4, 100) + around.to(runtime.DEVICE),
-            (torch.float32,),
-            one_row,
-        ),
-        (
-            "logits of -inf",
-            partly,
-            runtime.DTYPES,
-            "a logit of -inf has weight 0, the others share the rest",
-        ),
-        ("a row of -inf alone", masked, runtime.DTYPES, all_masked),
-        ("a single value", randn(1), (torch.float32,), "its weight is 1"),
-        ("logits from -12 to 0", -12 * randn(40, 200).sigmoid(), runtime.DTYPES, half),
-        ("70000 equal logits", randn(1, 1).expand(1, 70000).clone(), (torch.float16,), half),
-    ]
-    for what, x, dtypes, question in cases:
+    for what, x, dtypes, question in _cases():
         for dtype in dtypes:
             got, x_in = called(answer.safe_softmax, x.to(dtype)), x.to(dtype)
             if not isinstance(got, torch.Tensor) or (got.dtype, got.shape) != (dtype, x.shape):
@@ -65,6 +36,30 @@ def check(answer):
             "a row with a NaN: it must be NaN as a whole, and the other rows must not. Was a NaN replaced by hand?"
         )
     return "fp32, fp16 and bf16: logits up to 1000, masked logits and rows, long rows"
+
+
+def _cases():
+    """(kind, logits, dtypes, what to ask where they fail)."""
+    too_large = "NaN or 0: exp of a large logit is inf. What may be subtracted from a row without changing its weights?"
+    one_row = "the weights of some rows are all 0: is the maximum that of each row, and not of the whole tensor or 0?"
+    all_masked = "NaN: no logit is left, so the maximum is -inf: -inf - (-inf) is NaN, and so is 0/0. Wanted: zeros"
+    half = "the sum or the differences are rounded to 16 bits: is all of it computed in fp32, and rounded at the end?"
+    shared = "a logit of -inf has weight 0, the others share the rest"
+    around = torch.tensor([[200.0], [-200.0], [1000.0], [-1000.0]], device=runtime.DEVICE)
+    partly = randn(5, 40)
+    partly[1:, ::3] = -INF
+    masked = partly.clone()
+    masked[2] = -INF
+    return [
+        ("small logits", randn(3, 4, 50), (torch.float32,), "is the sum that of the last axis?"),
+        ("logits around 200", randn(4, 100) + 200, runtime.DTYPES, too_large),
+        ("rows around 200, -200, 1000, -1000", randn(4, 100) + around, (torch.float32,), one_row),
+        ("logits of -inf", partly, runtime.DTYPES, shared),
+        ("a row of -inf alone", masked, runtime.DTYPES, all_masked),
+        ("a single value", randn(1), (torch.float32,), "its weight is 1"),
+        ("logits from -12 to 0", -12 * randn(40, 200).sigmoid(), runtime.DTYPES, half),
+        ("70000 equal logits", randn(1, 1).expand(1, 70000).clone(), (torch.float16,), half),
+    ]
 
 
 class _NoSoftmax(TorchFunctionMode):

@@ -12,69 +12,60 @@ import torch
 
 
 def check(answer):
-    fresh = torch.full((6,), -INF, dtype=torch.float64, device=runtime.DEVICE)
-    m, l, tile = (
-        3 * randn(6).double(),
-        1 + 9 * randn(6, seed=1).double().abs(),
-        3 * randn(6, 5, seed=2).double(),
-    )
-    nothing = torch.full_like(tile, -INF)
-    some = tile.clone()
-    some[::2, 1:] = some[1] = -INF
-    mixed = torch.where(torch.arange(6, device=runtime.DEVICE) % 3 == 0, fresh, m)
-    cases = [
-        ("a tile with larger logits", m, l, tile + 20),
-        ("a tile with smaller logits", m, l, tile - 20),
-        ("a tile like those before", m, l, tile),
-        ("the first tile", fresh, torch.zeros_like(l), tile),
-        ("the first tile, logits near -10000", fresh, torch.zeros_like(l), tile - 10000),
-        ("a tile that is masked in part", mixed, l.where(mixed == m, 0.0), some),
-        ("a tile of -inf", m, l, nothing),
-        ("a first tile of -inf", fresh, torch.zeros_like(l), nothing),
-        ("a tile of one column", m, l, tile[:, :1] + 5),
-    ]
-    steps = [("online_step", answer.online_step, torch.float64, EXACT)]
-    steps.append(
-        ("_online_step, in Triton", answer.row_state, torch.float32, dict(rtol=1e-4, atol=1e-5))
-    )
-    for name, step, dtype, tolerance in steps:
-        for what, *state in cases:
-            m_old, l_old, s = (t.to(dtype).contiguous() for t in state)
-            m_got, l_got = pair(f"{name}, {what}", called(step, m_old, l_old, s))
-            _require_state(
-                f"{name}, {what}",
-                m_got,
-                l_got,
-                m_old.double(),
-                l_old.double(),
-                s.double(),
-                tolerance,
-            )
-            if m_got.dtype != dtype or l_got.dtype != dtype:
-                reject(
-                    f"{name}: m and l are {dtype} before, {m_got.dtype} and {l_got.dtype} after the step"
-                )
-        s = tile.to(dtype).clone()
-        s[1, 3] = math.nan
-        for m_old, l_old in ((m, l), (fresh, torch.zeros_like(l))):
-            l_got = pair(name, step(m_old.to(dtype), l_old.to(dtype), s))[1]
-            if l_got.isnan().nonzero().flatten().tolist() != [1]:
-                reject(
-                    f"{name}: with a NaN in row 1 of the tile, l must be NaN in row 1 and nowhere else"
-                )
+    _check_step("online_step", answer.online_step, torch.float64, EXACT)
+    close = dict(rtol=1e-4, atol=1e-5)
+    _check_step("_online_step, in Triton", answer.row_state, torch.float32, close)
 
     x = 5 * randn(6, 200).double()
     x[2, :70] = x[3, 100:] = x[4] = -INF
     for cols in (1, 7, 64, 200):
-        require(
-            f"logsumexp, {cols} columns at a time",
-            answer.logsumexp(x, cols),
-            torch.logsumexp(x, 1),
-            **EXACT,
-        )
+        lse, right = answer.logsumexp(x, cols), torch.logsumexp(x, 1)
+        require(f"logsumexp, {cols} columns at a time", lse, right, **EXACT)
     return (
         "states of every kind, in PyTorch (fp64) and in Triton; rows in tiles of 1 to 200 columns"
     )
+
+
+def _check_step(name, step, dtype, tolerance):
+    for what, *state in _states():
+        m, l, s = (t.to(dtype).contiguous() for t in state)
+        m_got, l_got = pair(f"{name}, {what}", called(step, m, l, s))
+        state = (t.double() for t in (m, l, s))
+        _require_state(f"{name}, {what}", m_got, l_got, *state, tolerance)
+        if m_got.dtype != dtype or l_got.dtype != dtype:
+            reject(
+                f"{name}: m and l are {dtype} before, {m_got.dtype} and {l_got.dtype} after the step"
+            )
+    for _, m, l, tile in _states()[2:4]:  # a later tile and a first one, of ordinary size
+        m, l, s = m.to(dtype), l.to(dtype), tile.to(dtype).clone()
+        s[1, 3] = math.nan
+        l_got = pair(name, step(m, l, s))[1]
+        if l_got.isnan().nonzero().flatten().tolist() != [1]:
+            reject(
+                f"{name}: with a NaN in row 1 of the tile, l must be NaN in row 1 and nowhere else"
+            )
+
+
+def _states():
+    """What to check a step on: (kind, m, l, tile)."""
+    m, l = 3 * randn(6).double(), 1 + 9 * randn(6, seed=1).double().abs()
+    tile = 3 * randn(6, 5, seed=2).double()
+    fresh, none = torch.full_like(m, -INF), torch.zeros_like(l)
+    nothing = torch.full_like(tile, -INF)
+    some = tile.clone()
+    some[::2, 1:] = some[1] = -INF
+    mixed = torch.where(torch.arange(6, device=runtime.DEVICE) % 3 == 0, fresh, m)
+    return [
+        ("a tile with larger logits", m, l, tile + 20),
+        ("a tile with smaller logits", m, l, tile - 20),
+        ("a tile like those before", m, l, tile),
+        ("the first tile", fresh, none, tile),
+        ("the first tile, logits near -10000", fresh, none, tile - 10000),
+        ("a tile that is masked in part", mixed, l.where(mixed == m, 0.0), some),
+        ("a tile of -inf", m, l, nothing),
+        ("a first tile of -inf", fresh, none, nothing),
+        ("a tile of one column", m, l, tile[:, :1] + 5),
+    ]
 
 
 def _require_state(what, m_got, l_got, m, l, tile, tolerance):

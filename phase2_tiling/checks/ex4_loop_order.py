@@ -34,34 +34,42 @@ def _check_continuation(answer):
     k, v = (surrounded(t[seen:]) for t in (k_all, v_all))
     before, right = (state_of(q, k_all[:n], v_all[:n]) for n in (seen, seen + seq_k))
     o, m, l = (surrounded(t.float()) for t in before)
-    sizes = (seq_q, seq_k, head_dim**-0.5)
-    with counted(q=q, k=k, v=v, o=o, m=m, l=l) as moved:
+    tensors = dict(q=q, k=k, v=v, o=o, m=m, l=l)
+    with counted(**tensors) as moved:
         answer._attention_keys_outside_kernel[(1,)](
-            q, k, v, o, m, l, q.stride(), k.stride(), v.stride(), o.stride(), *sizes,
+            q, k, v, o, m, l, q.stride(), k.stride(), v.stride(), o.stride(), seq_q, seq_k, head_dim**-0.5,
             HEAD_DIM=head_dim, BLOCK_M=block, BLOCK_N=block, num_stages=1,
         )  # fmt: skip
-    last = state_of(q, k[block:], v[block:])
-    for i, name, t in ((1, "m", m), (2, "l", l), (0, "o", o)):  # a wrong m or l makes o wrong, too
-        mistakes = {
-            "it is as it was: is it stored on every visit?": before[i],
-            "it is that of the last tile of keys alone: are o, m and l loaded and taken along?": last[
-                i
-            ],
-        }
-        if name == "o":
-            acc = _visits(q, k, v, before, block, lambda o, l, new, alpha, pv: alpha * o + pv)
-            mistakes["it is acc that waits in memory: divide by l' at every visit"] = (
-                acc / right[2][:, None]
-            )
-            mistakes |= {
-                sentence: _visits(q, k, v, before, block, update)
-                for sentence, update in _WRONG_UPDATES.items()
-            }
-        require(name, t, right[i], mistakes=mistakes, atol=1e-4)
+    _require_state((o, m, l), right, before, q, k, v, block)
     if not all(map(nan_around, (o, m, l))):
         reject("something was written outside of o, m and l: do the stores have a mask?")
-    visits = triton.cdiv(seq_k, block)
-    for name, t in dict(q=q, k=k, v=v, o=o, m=m, l=l).items() if moved else ():
+    if moved:
+        _require_visits(moved, tensors, triton.cdiv(seq_k, block))
+
+
+def _require_state(state, right, before, q, k, v, block):
+    """Hold (o, m, l) against `right`; `before` is the state without the keys k, in tiles of `block`."""
+    last = state_of(q, k[block:], v[block:])
+    acc = _visits(q, k, v, before, block, lambda o, l, new, alpha, pv: alpha * o + pv)
+    acc = acc / right[2][:, None]
+    of_o = {"it is acc that waits in memory: divide by l' at every visit": acc} | {
+        sentence: _visits(q, k, v, before, block, update)
+        for sentence, update in _WRONG_UPDATES.items()
+    }
+    for i, name in ((1, "m"), (2, "l"), (0, "o")):  # a wrong m or l makes o wrong, too
+        mistakes = {
+            "it is as it was: is it stored on every visit?": before[i],
+            "it is that of the last tile of keys alone: are o, m and l loaded and taken along?": (
+                last[i]
+            ),
+        }
+        mistakes |= of_o if name == "o" else {}
+        require(name, state[i], right[i], mistakes=mistakes, atol=1e-4)
+
+
+def _require_visits(moved, tensors, visits):
+    """k and v are read once, q at every visit; o, m and l are read and written at every visit."""
+    for name, t in tensors.items():
         reads, writes = (1, 0) if name in "kv" else (visits, 0 if name == "q" else visits)
         for done, count, times in (
             ("read", moved.loaded_from, reads),

@@ -21,7 +21,7 @@ LENGTHS = [
     (100, 99),
     (64, 0),
 ]
-TILE_MISTAKES = {
+MISTAKES = {
     "this is right for top-left alignment, j <= i: where does the last query's row end?": (
         lambda i, j, seq_q, seq_k: (j <= i) & (j < seq_k)
     ),
@@ -37,65 +37,65 @@ TILE_MISTAKES = {
 }
 
 
+ROWS = [  # of tiles: the arguments of `loop_bounds`
+    (tile_m, *blocks, *lengths)
+    for blocks, lengths in itertools.product(TILINGS, LENGTHS)
+    for tile_m in range(math.ceil(lengths[0] / blocks[0]))
+]
+
+
 def check(answer):
-    rows = [
-        (tile_m, *blocks, *lengths)
-        for blocks, lengths in itertools.product(TILINGS, LENGTHS)
-        for tile_m in range(math.ceil(lengths[0] / blocks[0]))
+    in_pieces(answer, ("kind", _check_kind), ("loop_bounds", _check_loop_bounds))
+    tiles = sum(map(len, _all_kinds(bottom_right)))
+    return f"{tiles} tiles of {len(LENGTHS)} pairs of lengths, also seq_q > seq_k, agree with the count"
+
+
+def _check_kind(answer):
+    right = _all_kinds(bottom_right)
+    got = [
+        [answer.kind(tile_m, n, *rest) for n in range(len(kinds))]
+        for (tile_m, *rest), kinds in zip(ROWS, right, strict=True)
     ]
+    for (tile_m, *rest), theirs, kinds in zip(ROWS, got, right, strict=True):
+        for n, (kind, expected) in enumerate(zip(theirs, kinds, strict=True)):
+            if kind != expected:
+                call = f"kind{(tile_m, n, *rest)} is {kind!r}, counting its pairs says {expected!r}"
+                _name_mistake(got, _all_kinds, call)
+                reject(call)
 
-    def kinds(visible):
-        return [_kinds(visible, *row) for row in rows]
 
-    def bounds(rows_of_kinds):
-        return [(row.count("full"), len(row) - row.count("skipped")) for row in rows_of_kinds]
-
-    def name_mistake(got, right, as_kinds, call):
-        """Where queries are no more than keys every rule below stays inside S, so that answers
-        can be compared.
-        """
-        usual = [n for n, row in enumerate(rows) if row[3] <= row[4]]
-        for sentence, visible in TILE_MISTAKES.items():
-            wrong = as_kinds(kinds(visible))
-            if any(got[n] != right[n] for n in usual) and all(got[n] == wrong[n] for n in usual):
-                reject(f"{call.split('(')[0]}: {sentence} ({call})")
-
-    right = kinds(bottom_right)
-
-    def check_kind(answer):
-        got = [
-            [answer.kind(row[0], n, *row[1:]) for n in range(len(expected))]
-            for row, expected in zip(rows, right, strict=True)
-        ]
-        if got != right:
-            row, n = next(
-                (r, n)
-                for r in range(len(rows))
-                for n in range(len(right[r]))
-                if got[r][n] != right[r][n]
-            )
-            arguments = (rows[row][0], n, *rows[row][1:])
-            call = f"kind{arguments} is {got[row][n]!r}, counting its pairs says {right[row][n]!r}"
-            name_mistake(got, right, list, call)
-            reject(call)
-
-    def check_loop_bounds(answer):
-        got = [tuple(answer.loop_bounds(*row)) for row in rows]
-        if got != bounds(right):
-            row, actual, expected = next(
-                r for r in zip(rows, got, bounds(right), strict=True) if r[1] != r[2]
-            )
+def _check_loop_bounds(answer):
+    right, got = _all_bounds(bottom_right), [tuple(answer.loop_bounds(*row)) for row in ROWS]
+    for row, actual, expected in zip(ROWS, got, right, strict=True):
+        if actual != expected:
             call = f"loop_bounds{row} is {actual}, counting says {expected}"
-            name_mistake(got, bounds(right), bounds, call)
+            _name_mistake(got, _all_bounds, call)
             why = f"; there are {math.ceil(row[4] / row[2])} tiles of keys"
             if expected == (0, 0):
                 why = ": none of its queries sees a key. Can an end be negative?"
             reject(call + why)
-        if not all(isinstance(bound, int) for pair in got for bound in pair):
-            reject("loop_bounds: expected integers, as a loop counts with them: divide with //")
+    if not all(isinstance(bound, int) for pair in got for bound in pair):
+        reject("loop_bounds: expected integers, as a loop counts with them: divide with //")
 
-    in_pieces(answer, ("kind", check_kind), ("loop_bounds", check_loop_bounds))
-    return f"{sum(map(len, right))} tiles of {len(LENGTHS)} pairs of lengths, also seq_q > seq_k, agree with the count"
+
+def _name_mistake(got, of_rule, call):
+    """Reject if `got` is what a wrong rule gives. Only rows with no more queries than keys are
+    compared: there every rule stays inside S.
+    """
+    usual = [n for n, (*_, seq_q, seq_k) in enumerate(ROWS) if seq_q <= seq_k]
+    right = of_rule(bottom_right)
+    for sentence, visible in MISTAKES.items():
+        wrong = of_rule(visible)
+        if any(got[n] != right[n] for n in usual) and all(got[n] == wrong[n] for n in usual):
+            reject(f"{call.split('(')[0]}: {sentence} ({call})")
+
+
+def _all_kinds(visible):
+    return [_kinds(visible, *row) for row in ROWS]
+
+
+def _all_bounds(visible):
+    return [(row.count("full"), len(row) - row.count("skipped")) for row in _all_kinds(visible)]
 
 
 def _kinds(visible, tile_m, block_m, block_n, seq_q, seq_k):

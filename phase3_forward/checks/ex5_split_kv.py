@@ -13,20 +13,13 @@ import torch.nn.functional as F
 def check(answer):
     in_pieces(
         answer,
-        ("the merge", lambda answer: _check_merge(answer.merge_parts)),
-        (
-            "the sharing out of keys, begin_n and end_n,",
-            lambda answer: _check_parts(answer.split_parts),
-        ),
+        ("the merge", _check_merge),
+        ("the sharing out of keys, begin_n and end_n,", _check_parts),
     )
-    for seq_q, seq_k, heads_kv, splits, dtype in [
-        (1, 300, 2, 4, FP16),
-        (20, 90, 1, 7, BF16),
-        (1, 17, 2, 1, FP32),
-    ]:
-        q, k, v = make_qkv(
-            2, 2, seq_q, 40, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, layout="bshd", poison=True
-        )
+    cases = [(1, 300, 2, 4, FP16), (20, 90, 1, 7, BF16), (1, 17, 2, 1, FP32)]
+    for seq_q, seq_k, heads_kv, splits, dtype in cases:
+        options = dict(heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, layout="bshd", poison=True)
+        q, k, v = make_qkv(2, 2, seq_q, 40, **options)
 
         def attention(q, k, v, splits=splits, **_):
             return guarded(answer.split_kv_attention)(q, k, v, splits, enable_gqa=True)
@@ -37,10 +30,10 @@ def check(answer):
     return "12 parts one by one and merges, empty parts among them; whole results in three dtypes"
 
 
-def _check_parts(split_parts):
+def _check_parts(answer):
     for seq_k, splits, dtype in [(200, 3, FP32), (200, 2, FP16), (70, 5, FP32), (0, 2, FP32)]:
         q, k, v = make_qkv(1, 2, 3, 32, seq_k=seq_k, dtype=dtype)
-        o_parts, lse_parts = guarded(split_parts)(q, k, v, splits)
+        o_parts, lse_parts = guarded(answer.split_parts)(q, k, v, splits)
         block = runtime.tile_sizes(32, dtype)["BLOCK_N"]
         share = math.ceil(math.ceil(seq_k / block) / splits) * block
         s = q.double() @ k.double().mT / math.sqrt(32)
@@ -50,11 +43,8 @@ def _check_parts(split_parts):
             what = f"part {part} of {splits}, {seq_k} keys in tiles of {block}"
             right = s[..., begin:end].logsumexp(-1)
             taken = _keys_taken(lse_parts[part], s)
-            if (
-                taken
-                and taken != (begin, end)
-                and not torch.allclose(lse_parts[part].double(), right, atol=1e-4)
-            ):
+            close = torch.allclose(lse_parts[part].double(), right, atol=1e-4)
+            if taken and taken != (begin, end) and not close:
                 reject(f"{what}: it took {_span(*taken)}; it should take {_span(begin, end)}")
             require(f"lse of {what}", lse_parts[part], right, atol=1e-4)
             part_keys = k[:, :, begin:end], v[:, :, begin:end]
@@ -79,13 +69,14 @@ def _span(begin, end):
     return f"keys {begin} ... {end - 1}" if end > begin else "none"
 
 
-def _check_merge(merge):
+def _check_merge(answer):
     """Parts made up, so that any may be empty."""
     generator = torch.Generator().manual_seed(0)
+    three = torch.randn(3, 1, 2, 20, generator=generator)
     cases = {
-        "lse near 200": 200 + torch.randn(3, 1, 2, 20, generator=generator),
-        "three parts": torch.randn(3, 1, 2, 20, generator=generator),
-        "lse near -200": -200 + torch.randn(3, 1, 2, 20, generator=generator),
+        "lse near 200": 200 + three,
+        "three parts": three,
+        "lse near -200": -200 + three,
         "lse far apart": 60 * torch.randn(4, 1, 2, 20, generator=generator),
     }
     for name, empty in {
@@ -93,63 +84,60 @@ def _check_merge(merge):
         "the first part empty": [0],
         "all parts empty": [0, 1, 2],
     }.items():
-        cases[name] = cases["three parts"].clone()
+        cases[name] = three.clone()
         cases[name][empty] = -INF
     for what, lse_parts in cases.items():
         o_parts = torch.randn(*lse_parts.shape, 24, generator=generator)
         o_parts[lse_parts == -INF] = 0
-        lse = torch.logsumexp(lse_parts.double(), dim=0)
-        weight = torch.exp(lse_parts.double() - torch.where(lse == -INF, 0.0, lse))[..., None]
-        largest = lse_parts.amax(dim=0).double()
-        empty = (lse == -INF)[..., None]
-        shifted = torch.exp(lse_parts.double() - torch.where(largest == -INF, 0.0, largest))[
-            ..., None
-        ]
-        o, got = guarded(merge)(o_parts.to(runtime.DEVICE), lse_parts.to(runtime.DEVICE))
-        o, got = o.cpu(), got.cpu()
-        if (lse == -INF).all() and (got == -INF).all() and o.isnan().any():
-            reject(f"merge, {what}: o is NaN: 0 / 0 at the end, l_i being 0?")
-        if not (o.isfinite().all() and (got < INF).all()):
-            reject(
-                f"merge, {what}: o or lse is not a number, or infinite. Is a maximum subtracted before exp, and is "
-                "exp(-inf - -inf) kept out?"
-            )
-        mistakes = {
-            "this is the mean of the parts: a part weighs exp(lse_a - lse)": o_parts.double().mean(
-                dim=0
-            ),
-            "this is the sum of the parts: a part weighs exp(lse_a - lse)": o_parts.double().sum(
-                dim=0
-            ),
-            "the result is not divided by the sum of the weights": (shifted * o_parts).sum(dim=0),
-            "this is the last part alone: is what was there before kept?": o_parts[-1].double(),
-            "the old accumulator is not rescaled when the maximum grows": _without_rescale(
-                o_parts, lse_parts, "acc"
-            ),
-            "the old sum l_i is not rescaled when the maximum grows": _without_rescale(
-                o_parts, lse_parts, "l"
-            ),
-            "neither l_i nor acc is rescaled when the maximum grows": _without_rescale(
-                o_parts, lse_parts, "acc", "l"
-            ),
-        }
-        right = (weight * o_parts).sum(dim=0).masked_fill(empty, 0.0)
-        require(f"merge, {what}: o", o, right, mistakes=mistakes)
-        mistakes = {
-            "this is the largest lse of the parts": largest,
-            "this is the sum of the parts' lse: it is exp(lse) that adds up": lse_parts.double().sum(
-                dim=0
-            ),
-            "the maximum is missing: lse = m_i + log(l_i)": lse - largest,
-        }
-        require(f"merge, {what}: lse", got, lse, mistakes=mistakes)
+        o, lse = guarded(answer.merge_parts)(
+            o_parts.to(runtime.DEVICE), lse_parts.to(runtime.DEVICE)
+        )
+        _require_merged(
+            f"merge, {what}: ", o.cpu(), lse.cpu(), o_parts.double(), lse_parts.double()
+        )
+
+
+def _require_merged(what, o_got, lse_got, o_parts, lse_parts):
+    lse = torch.logsumexp(lse_parts, dim=0)
+    if (lse == -INF).all() and (lse_got == -INF).all() and o_got.isnan().any():
+        reject(f"{what}o is NaN: 0 / 0 at the end, l_i being 0?")
+    if not (o_got.isfinite().all() and (lse_got < INF).all()):
+        reject(
+            f"{what}o or lse is not a number, or infinite. Is a maximum subtracted before exp, and is "
+            "exp(-inf - -inf) kept out?"
+        )
+    largest = lse_parts.amax(dim=0)
+    shifted = torch.exp(lse_parts - torch.where(largest == -INF, 0.0, largest))[..., None]
+    undivided, weights = (shifted * o_parts).sum(dim=0), shifted.sum(dim=0)
+    mean, total = o_parts.mean(dim=0), o_parts.sum(dim=0)
+    no_acc, no_l, neither = (
+        _without_rescale(o_parts, lse_parts, *kept) for kept in (("acc",), ("l",), ("acc", "l"))
+    )
+    mistakes = {
+        "this is the mean of the parts: a part weighs exp(lse_a - lse)": mean,
+        "this is the sum of the parts: a part weighs exp(lse_a - lse)": total,
+        "the result is not divided by the sum of the weights": undivided,
+        "this is the last part alone: is what was there before kept?": o_parts[-1],
+        "the old accumulator is not rescaled when the maximum grows": no_acc,
+        "the old sum l_i is not rescaled when the maximum grows": no_l,
+        "neither l_i nor acc is rescaled when the maximum grows": neither,
+    }
+    right = undivided / torch.where(weights == 0, 1.0, weights)
+    require(f"{what}o", o_got, right, mistakes=mistakes)
+    sum_of_lse = lse_parts.sum(dim=0)
+    mistakes = {
+        "this is the largest lse of the parts": largest,
+        "this is the sum of the parts' lse: it is exp(lse) that adds up": sum_of_lse,
+        "the maximum is missing: lse = m_i + log(l_i)": lse - largest,
+    }
+    require(f"{what}lse", lse_got, lse, mistakes=mistakes)
 
 
 def _without_rescale(o_parts, lse_parts, *kept):
     """The merged o when acc, l or both are left as they are while the maximum grows."""
-    m = torch.full_like(lse_parts[0], -INF, dtype=torch.float64)
-    l, acc = torch.zeros_like(m), torch.zeros_like(o_parts[0], dtype=torch.float64)
-    for o, part in zip(o_parts.double(), lse_parts.double(), strict=True):
+    m = torch.full_like(lse_parts[0], -INF)
+    l, acc = torch.zeros_like(m), torch.zeros_like(o_parts[0])
+    for o, part in zip(o_parts, lse_parts, strict=True):
         new = torch.maximum(m, part)
         shift = torch.where(new == -INF, 0.0, new)
         alpha, weight = torch.exp(m - shift), torch.exp(part - shift)

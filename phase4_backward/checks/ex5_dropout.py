@@ -64,110 +64,104 @@ def _check_mask(answer):
 
 
 def check_dropout(
-    answer,
-    batch,
-    heads,
-    seq_q,
-    seq_k,
-    head_dim,
-    dtype,
-    *,
-    p,
-    seed,
-    is_causal=False,
-    scale=None,
-    **inputs,
-):
+    answer, batch, heads, seq_q, seq_k, head_dim, dtype,
+    *, p, seed, is_causal=False, scale=None, **inputs,
+):  # fmt: skip
     """o, dq, dk, dv against fp64 autograd with the mask that `dropout_mask` shows."""
-    leaves = [
-        t.requires_grad_()
-        for t in make_qkv(batch, heads, seq_q, head_dim, seq_k=seq_k, dtype=dtype, **inputs)
-    ]
-    do = make_tensor(leaves[0].shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    o = answer.dropout_attention(*leaves, p, seed, is_causal, scale)
-    if not isinstance(o, torch.Tensor) or (o.dtype, o.shape) != (dtype, do.shape):
-        reject(f"o: expected {tuple(do.shape)} in {dtype}")
-    got = dict(o=o) | dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do), strict=True))
-
-    z = (
-        answer.dropout_mask(batch * heads * seq_q, seq_k, p, seed)
-        .view(batch, heads, seq_q, seq_k)
-        .double()
+    tensors = make_qkv(batch, heads, seq_q, head_dim, seq_k=seq_k, dtype=dtype, **inputs)
+    do = make_tensor(tensors[0].shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    got = _with_gradients(
+        lambda q, k, v: answer.dropout_attention(q, k, v, p, seed, is_causal, scale), *tensors, do
     )
-    q, k, v, do = (t.detach().double() for t in (*leaves, do))
+    z = answer.dropout_mask(batch * heads * seq_q, seq_k, p, seed).double()
+    z = z.view(batch, heads, seq_q, seq_k)
     scale = head_dim**-0.5 if scale is None else scale
-    visible = torch.ones(seq_q, seq_k, dtype=torch.bool, device=z.device)
-    visible = visible.tril() if is_causal else visible
-    P = torch.softmax((scale * (q @ k.mT)).masked_fill(~visible, float("-inf")), dim=-1)
-    q, k, v = (t.requires_grad_() for t in (q, k, v))
-    weights = torch.softmax((scale * (q @ k.mT)).masked_fill(~visible, float("-inf")), dim=-1)
-    true_o = (weights * z / (1 - p)) @ v
-    truth = dict(o=true_o) | dict(
-        zip(("dq", "dk", "dv"), torch.autograd.grad(true_o, (q, k, v), do), strict=True)
+    hidden = torch.ones_like(z, dtype=torch.bool).triu(1) & is_causal
+
+    def logits(q, k):
+        return (scale * (q @ k.mT)).masked_fill(hidden, float("-inf"))
+
+    q, k, v, do = (t.double() for t in (*tensors, do))
+    right = _with_gradients(
+        lambda q, k, v: (torch.softmax(logits(q, k), dim=-1) * z / (1 - p)) @ v, q, k, v, do
     )
-    q, k, v, true_o = (t.detach() for t in (q, k, v, true_o))
+    tensors = q, k, v, do, right["o"]
+    s = logits(q, k)
+    sizes, rho = _sizes(*tensors, s, scale, z / (1 - p))
+    mistakes = _mistakes(*tensors, s, scale, z, p, runtime.tile_sizes(head_dim, dtype)["BLOCK_N"])
+    case = f"{'causal' if is_causal else 'full'}, {seq_q} queries and {seq_k} keys, scale = {scale:.3g}"
+    for name in ("o", "dv", "dk", "dq"):
+        close = dict(rtol=0, atol=4 * (UNIT_ROUNDOFF[dtype] + rho) * sizes[name].max().item())
+        heads_in_a_row = (t.flatten(0, 1)[None] for t in (got[name], right[name]))
+        sentence = "head 0 is right, the others are not: rows are counted through all heads, `row`, not `offs_m`"
+        signs = {sentence: only_head_0(*heads_in_a_row, **close)}
+        what = f"{name} with the mask that dropout_mask shows, p = {p}, {case}"
+        require(what, got[name], right[name], **close, mistakes=mistakes[name], signs=signs)
 
-    # How far a correct kernel may stray: a few roundings, relative to the sum of the terms' sizes;
-    # rho as in verify.
-    rho = E * (2 + max(1.0, head_dim**0.5 / 2) * (abs(scale) * q.abs() @ k.abs().mT).max().item())
-    PZ, dP, delta = P * z / (1 - p), do @ v.mT, (do * true_o).sum(-1, keepdim=True)
-    size_ds = P * (
-        z / (1 - p) * (do.abs() @ v.abs().mT) + (do * true_o).abs().sum(-1, keepdim=True)
-    )
-    sizes = dict(o=PZ @ v.abs(), dv=PZ.mT @ do.abs(), dq=abs(scale) * size_ds @ k.abs())
-    sizes["dk"] = abs(scale) * size_ds.mT @ q.abs()
 
-    def of_ds(ds):
-        return dict(dq=scale * ds @ k, dk=scale * ds.mT @ q)
+def _with_gradients(attention, q, k, v, do):
+    """o, dq, dk, dv by name."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    o = attention(*leaves)
+    if not isinstance(o, torch.Tensor) or (o.dtype, o.shape) != (do.dtype, do.shape):
+        reject(f"o: expected {tuple(do.shape)} in {do.dtype}")
+    gradients = torch.autograd.grad(o, leaves, do)
+    return dict(o=o.detach()) | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
-    kept = (P * z).sum(-1, keepdim=True)
-    s = (scale * (q @ k.mT)).masked_fill(~visible, float("-inf"))
-    tile = runtime.tile_sizes(head_dim, dtype)["BLOCK_N"]
-    first_keys = torch.arange(seq_k, device=z.device) // tile * tile
-    # The maximum when a key is added.
-    later = s.cummax(-1).values[..., (first_keys + tile - 1).clamp(max=seq_k - 1)]
-    unscaled = torch.exp(later[..., -1:] - later)  # P times this: exp(S - m) / l, m as it was then
-    both = {
-        "Z is missing in dP: dP = Z * (dO V^T) / (1 - p)": of_ds(P * (dP - delta)),
-        "Z drops delta too: dS = P * (dP - delta), only dP holds Z": of_ds(PZ * (dP - delta)),
-        "dP is not divided by 1 - p": of_ds(P * (z * dP - delta)),
-        "dP is divided by p: divide by 1 - p": of_ds(P * (z * dP / p - delta)),
-        "delta is subtracted twice: give recompute_tile a delta of zeros": of_ds(
-            PZ * (dP - delta) - P * delta
-        ),
-        "delta is subtracted twice": of_ds(PZ * dP - 2 * P * delta),
-        "delta is missing: dS = P * (dP - delta)": of_ds(PZ * dP),
+
+def _sizes(q, k, v, do, o, s, scale, kept):
+    """How far a correct kernel may stray is a few roundings, relative to the sum of the terms'
+    sizes: that sum for each of o, dq, dk, dv, and rho as in verify. kept: Z / (1 - p).
+    """
+    rho = E * (2 + max(1.0, q.shape[-1] ** 0.5 / 2) * abs(scale) * (q.abs() @ k.abs().mT).max())
+    p = torch.softmax(s, dim=-1)
+    ds = kept * (do.abs() @ v.abs().mT) + (do * o).abs().sum(-1, keepdim=True)
+    ds = abs(scale) * p * ds
+    sizes = dict(dq=ds @ k.abs(), dk=ds.mT @ q.abs(), dv=(p * kept).mT @ do.abs())
+    return sizes | dict(o=(p * kept) @ v.abs()), rho.item()
+
+
+def _mistakes(q, k, v, do, o, s, scale, z, p, block_n):
+    """{name: {sentence: o, dq, dk or dv with that mistake}}. s: masked logits."""
+    P = torch.softmax(s, dim=-1)
+    PZ, dP, delta = P * z / (1 - p), do @ v.mT, (do * o).sum(-1, keepdim=True)
+    of_ds = {
+        "Z is missing in dP: dP = Z * (dO V^T) / (1 - p)": P * (dP - delta),
+        "Z drops delta too: dS = P * (dP - delta), only dP holds Z": PZ * (dP - delta),
+        "dP is not divided by 1 - p": P * (z * dP - delta),
+        "dP is divided by p: divide by 1 - p": P * (z * dP / p - delta),
+        "delta is subtracted twice: give recompute_tile a delta of zeros": PZ * (dP - delta)
+        - P * delta,
+        "delta is subtracted twice": PZ * dP - 2 * P * delta,
+        "delta is missing: dS = P * (dP - delta)": PZ * dP,
     }
-    mistakes = dict(
+    renormalized = P * z / (P * z).sum(-1, keepdim=True)
+    unscaled = PZ * _growth(s, block_n)
+    return dict(
         o={
             "nothing is dropped": P @ v,
-            "the kept weights are not divided by 1 - p": PZ @ v * (1 - p),
-            "the kept weights are divided by p: divide by 1 - p": PZ @ v * (1 - p) / p,
-            "acc is not rescaled: multiply it by alpha before a tile is added": (PZ * unscaled) @ v,
-            "l_i holds the kept weights only: the softmax comes before the dropping": (P * z)
-            @ v
-            / kept
-            / (1 - p),
-            "each row is divided by the sum of its kept weights: the softmax comes first": (P * z)
-            @ v
-            / kept,
+            "the kept weights are not divided by 1 - p": (P * z) @ v,
+            "the kept weights are divided by p: divide by 1 - p": (P * z / p) @ v,
+            "acc is not rescaled: multiply it by alpha before a tile is added": unscaled @ v,
+            "l_i holds the kept weights only: the softmax comes before the dropping": renormalized
+            / (1 - p)
+            @ v,
+            "each row is divided by the sum of its kept weights: the softmax comes first": renormalized
+            @ v,
         },
         dv={
             "Z is missing: dV = (P * Z)^T dO / (1 - p)": P.mT @ do,
-            "it is not divided by 1 - p": PZ.mT @ do * (1 - p),
-            "it is divided by p: divide by 1 - p": PZ.mT @ do * (1 - p) / p,
+            "it is not divided by 1 - p": (P * z).mT @ do,
+            "it is divided by p: divide by 1 - p": (P * z / p).mT @ do,
         },
-        **{
-            name: {sentence: wrong[name] for sentence, wrong in both.items()}
-            for name in ("dk", "dq")
-        },
+        dk={sentence: scale * ds.mT @ q for sentence, ds in of_ds.items()},
+        dq={sentence: scale * ds @ k for sentence, ds in of_ds.items()},
     )
-    for name in ("o", "dv", "dk", "dq"):
-        what = f"{name} with the mask that dropout_mask shows, p = {p}, {'causal' if is_causal else 'full'}"
-        what += f", {seq_q} queries and {seq_k} keys, scale = {scale:.3g}"
-        right, actual = truth[name].detach(), got[name]
-        close = dict(rtol=0, atol=4 * (UNIT_ROUNDOFF[dtype] + rho) * sizes[name].max().item())
-        heads_in_a_row = (t.flatten(0, 1)[None] for t in (actual, right))
-        sentence = "head 0 is right, the others are not: rows are counted through all heads, `row`, not `offs_m`"
-        signs = {sentence: only_head_0(*heads_in_a_row, **close)}
-        require(what, actual, right, **close, mistakes=mistakes[name], signs=signs)
+
+
+def _growth(s, block_n):
+    """exp of what the maximum still grows after a key is added, tile by tile."""
+    seq_k = s.shape[-1]
+    ends = torch.arange(seq_k, device=s.device) // block_n * block_n + block_n - 1
+    m = s.cummax(-1).values[..., ends.clamp(max=seq_k - 1)]
+    return torch.exp(m[..., -1:] - m)

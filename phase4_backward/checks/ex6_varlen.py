@@ -17,30 +17,26 @@ import triton.language as tl
 
 
 def check(answer):
+    _check_first_in_64_bits(answer.sequence)
+    with mock.patch.object(runtime, "tile_sizes", small_tiles):
+        check_varlen(answer, (20, 0, 40, 1, 17), (33, 7, 20, 0, 17), 2, 24, torch.float16)
+        check_varlen(answer, (5, 33, 18), (18, 40, 5), 2, 16, torch.float32, is_causal=True)
+        lengths, options = ((9, 21, 40), (9, 21, 3)), dict(is_causal=True, neighbors=float("nan"))
+        check_varlen(answer, *lengths, 1, 16, torch.float16, **options)
+    return "o, dq, dk, dv of each sequence, full and causal, empty ones too; NaN in the neighbors stays there"
+
+
+def _check_first_in_64_bits(sequence):
     cu, _ = cumulative_lengths((2**30, 7))
     at = torch.zeros(1, dtype=torch.int64, device=cu.device)
     with runtime.on_device_of(cu), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # numpy, about the overflow
-        _first_kernel[(1,)](cu, at, SEQUENCE=answer.sequence)
+        _first_kernel[(1,)](cu, at, SEQUENCE=sequence)
     if at.item() in (0, 4 * 7):
         reject(
             "sequence: with a first token of 2^30, first * 4 overflows: convert it to int64 before it is multiplied by "
             "heads * head_dim"
         )
-    with mock.patch.object(runtime, "tile_sizes", small_tiles):
-        check_varlen(answer, (20, 0, 40, 1, 17), (33, 7, 20, 0, 17), 2, 24, torch.float16)
-        check_varlen(answer, (5, 33, 18), (18, 40, 5), 2, 16, torch.float32, is_causal=True)
-        check_varlen(
-            answer,
-            (9, 21, 40),
-            (9, 21, 3),
-            1,
-            16,
-            torch.float16,
-            is_causal=True,
-            neighbors=float("nan"),
-        )
-    return "o, dq, dk, dv of each sequence, full and causal, empty ones too; NaN in the neighbors stays there"
 
 
 @triton.jit
@@ -50,87 +46,79 @@ def _first_kernel(cu_ptr, at_ptr, SEQUENCE: tl.constexpr):
 
 
 def check_varlen(
-    answer,
-    lengths_q,
-    lengths_k,
-    heads,
-    head_dim,
-    dtype,
-    *,
-    is_causal=False,
-    scale=None,
-    neighbors=None,
-):
+    answer, lengths_q, lengths_k, heads, head_dim, dtype,
+    *, is_causal=False, scale=None, neighbors=None,
+):  # fmt: skip
     """One packed run, then each sequence through verify_results. neighbors: fills every sequence
     but the second.
     """
+    (cu_q, ends_q), (cu_k, ends_k) = (cumulative_lengths(n) for n in (lengths_q, lengths_k))
     generator = torch.Generator().manual_seed(0)
 
-    def packed(lengths, guard=64):
-        x = make_tensor(
-            (1, 1, sum(lengths) + 2 * guard, heads * head_dim), dtype=dtype, generator=generator
-        )
-        x = x.view(-1, heads, head_dim)
+    def packed(ends, guard=64):
+        shape = (1, 1, ends[-1] + 2 * guard, heads * head_dim)
+        x = make_tensor(shape, dtype=dtype, generator=generator).view(-1, heads, head_dim)
         x[:guard], x[-guard:] = float("nan"), float("nan")
-        return x[guard:-guard]
+        x = x[guard:-guard]
+        if neighbors is not None:
+            x[: ends[1]], x[ends[2] :] = neighbors, neighbors
+        return x
 
-    (cu_q, ends_q), (cu_k, ends_k) = (
-        cumulative_lengths(lengths) for lengths in (lengths_q, lengths_k)
-    )
-    q, do, k, v = packed(lengths_q), packed(lengths_q), packed(lengths_k), packed(lengths_k)
-    sequences = range(len(lengths_q))
-    if neighbors is not None:
-        sequences = [1]
-        for t, ends in ((q, ends_q), (do, ends_q), (k, ends_k), (v, ends_k)):
-            t[: ends[1]], t[ends[2] :] = neighbors, neighbors
+    inputs = q, do, k, v = [packed(ends) for ends in (ends_q, ends_q, ends_k, ends_k)]
+    results = _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale)
+    for b in range(len(lengths_q)) if neighbors is None else (1,):
+        where = f"sequence {b} of lengths_q = {lengths_q}, lengths_k = {lengths_k}{', causal' if is_causal else ''}"
+        of_q, of_k = (slice(*ends[b : b + 2]) for ends in (ends_q, ends_k))
+        o, dq, dk, dv, q, do, k, v = (
+            t[rows].transpose(0, 1)[None]
+            for t, rows in zip((*results, *inputs), (of_q, of_q, of_k, of_k) * 2, strict=True)
+        )
+        named = dict(o=o, dq=dq, dk=dk, dv=dv)
+        _reject_unwritten(where, named, lengths_q[b], lengths_k[b])
+        alone = dict(q=q, k=k, v=v, do=do)
+        _reject_wrong(where, b, named, alone, neighbors, is_causal=is_causal, scale=scale)
+
+
+def _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale):
+    """o, dq, dk, dv, packed as q and k are."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     with guard.watched() as results:
         o = answer.varlen_attention(*leaves, cu_q, cu_k, is_causal, scale)
-        if not isinstance(o, torch.Tensor) or (o.dtype, o.shape) != (dtype, q.shape):
-            reject(f"o: expected {tuple(q.shape)} in {dtype}")
-        dq, dk, dv = torch.autograd.grad(o, leaves, do)
+        if not isinstance(o, torch.Tensor) or (o.dtype, o.shape) != (q.dtype, q.shape):
+            reject(f"o: expected {tuple(q.shape)} in {q.dtype}")
+        gradients = torch.autograd.grad(o, leaves, do)
     if any(result.stored_outside for result in results):
         reject(
             "something was written outside of a result: how long is a sequence, and where does it begin?"
         )
-    for b in sequences:
-        where = f"sequence {b} of lengths_q = {lengths_q}, lengths_k = {lengths_k}{', causal' if is_causal else ''}"
-        of_q, of_k = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
-        results_of_b = [
-            t.detach()[s].transpose(0, 1)[None]
-            for t, s in ((o, of_q), (dq, of_q), (dk, of_k), (dv, of_k))
-        ]
-        alone = [
-            t[s].transpose(0, 1)[None] for t, s in ((q, of_q), (k, of_k), (v, of_k), (do, of_q))
-        ]
-        named = dict(zip(("o", "dq", "dk", "dv"), results_of_b, strict=True))
-        _reject_unwritten(where, named, lengths_q[b], lengths_k[b])
+    return o.detach(), *gradients
 
-        def verified(results, alone):
-            def stored(q, k, v, *, is_causal, scale, enable_gqa):
-                return _Stored.apply(q, k, v, *results)
 
-            options = dict(do=alone[3], is_causal=is_causal, scale=scale, compare_sdpa=False)
-            return verify_results(stored, *alone[:3], **options)
+def _reject_wrong(where, b, results, inputs, neighbors, **options):
+    """Hold the results of sequence b against those of the sequence alone, (1, heads, seq, head_dim)."""
 
-        report = verified(results_of_b, alone)
-        if report.passed:
-            continue
-        first = next(r.name for r in report.results if not r.passed)
-        head_0 = verified(*([t[:, :1] for t in tensors] for tensors in (results_of_b, alone)))
-        if neighbors is not None:
-            where += ", all others filled with NaN (does it see its neighbors?)"
-        elif heads > 1 and head_0[first].passed:
-            where += f" (its head 0 of {first} is right: does every pointer contain its head, h?)"
-        elif b > 0:
-            where += " (those before it are right: is every pointer moved to its first token, in every kernel?)"
-        elif report["o"].passed:
-            where += f" (o is right: where {first} is made, are all pointers moved, lse and delta by rows of total_q?)"
-        else:
-            where += " (does it end where its neighbor begins?)"
-        reject_report(
-            Report(report.case, tuple(r for r in report.results if r.name == first)), where
-        )
+    def verified(results, do, **qkv):
+        def stored(q, k, v, *, is_causal, scale, enable_gqa):
+            return _Stored.apply(q, k, v, *results.values())
+
+        return verify_results(stored, **qkv, do=do, compare_sdpa=False, **options)
+
+    report = verified(results, **inputs)
+    if report.passed:
+        return
+    first = next(r.name for r in report.results if not r.passed)
+    head_0 = [{name: t[:, :1] for name, t in named.items()} for named in (results, inputs)]
+    if neighbors is not None:
+        where += ", all others filled with NaN (does it see its neighbors?)"
+    elif results["o"].shape[1] > 1 and verified(head_0[0], **head_0[1])[first].passed:
+        where += f" (its head 0 of {first} is right: does every pointer contain its head, h?)"
+    elif b > 0:
+        where += " (those before it are right: is every pointer moved to its first token, in every kernel?)"
+    elif report["o"].passed:
+        where += f" (o is right: where {first} is made, are all pointers moved, lse and delta by rows of total_q?)"
+    else:
+        where += " (does it end where its neighbor begins?)"
+    reject_report(Report(report.case, tuple(r for r in report.results if r.name == first)), where)
 
 
 def _reject_unwritten(where, tensors, seq_q, seq_k):

@@ -218,8 +218,8 @@ def _options(q, cu_seqlens, is_causal, backward=False):
 def _longest(name, cu_seqlens, like, t) -> int:
     """Raise unless `cu_seqlens` cuts t into sequences; the length of the longest one. Waits for the GPU."""
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.device != t.device:
-        found = f"{cu_seqlens.dtype}, shape {tuple(cu_seqlens.shape)}, {cu_seqlens.device}"
-        raise ValueError(f"{name}: expected (batch + 1,), torch.int32, on {t.device}, got {found}")
+        given = f"{cu_seqlens.dtype}, shape {tuple(cu_seqlens.shape)}, {cu_seqlens.device}"
+        raise ValueError(f"{name}: expected (batch + 1,), torch.int32, on {t.device}, got {given}")
     ends = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(ends)]
     if not ends or ends[0] != 0 or ends[-1] != len(t) or min(lengths, default=0) < 0:

@@ -21,36 +21,11 @@ def check(answer):
     # The last one is past what floats count.
     large = [(32, 16, 16384, 16384, 128), (3, 31, 999999, 1000001, 255)]
     calls = []
-    for sizes, is_causal, mode in itertools.product(
-        cases + large, (False, True), ("fwd", "bwd", "both")
-    ):
-        full, half = 2 * math.prod(sizes), 2 if is_causal else 1
-        products, recomputed = {"fwd": (2, 2), "bwd": (5, 7), "both": (7, 9)}[mode]
-        right = full * products // half
-        mistakes = {
-            "under a causal mask the count is half": full * products,
-            "an addition and a multiplication are two operations: 2 a b c": right // 2,
-            "backward counts for 2.5 forward passes, whatever kernels recompute": full
-            * recomputed
-            // half,
-            "backward has five products: S, dP, dV, dQ, dK": full
-            * {"fwd": 2, "bwd": 4, "both": 6}[mode]
-            // half,
-            '"both" is forward and backward together, 3.5 times as much as forward': full
-            * min(products, 5)
-            // half,
-            "the convention takes head_dim as it is; kernels pad it": right
-            // sizes[-1]
-            * padded_dim(sizes[-1]),
-        }
-        calls.append(
-            (
-                f"flops{(*sizes, is_causal, mode)}",
-                answer.flops(*sizes, is_causal, mode),
-                right,
-                mistakes,
-            )
-        )
+    for case in itertools.product(cases + large, (False, True), ("fwd", "bwd", "both")):
+        sizes, is_causal, mode = case
+        right, mistakes = _by_convention(*case)
+        got = answer.flops(*sizes, is_causal, mode)
+        calls.append((f"flops{(*sizes, is_causal, mode)}", got, right, mistakes))
     require_ints(calls)
 
     blocks = [((32, 128), (128, 64)), ((64, 64), (128, 32)), ((64, 128), (16, 16))]
@@ -61,6 +36,24 @@ def check(answer):
         calls.append((f"executed_flops{case}", got, executed(*case), _executed_mistakes(*case)))
     require_ints(calls)
     return f"{len(cases + large)} sizes by convention, {len(cases)} as executed, four of them drawn at random"
+
+
+def _by_convention(sizes, is_causal, mode):
+    """The count, and {sentence: a mistaken count}."""
+    full, half = 2 * math.prod(sizes), 2 if is_causal else 1
+    products, recomputed, four = {"fwd": (2, 2, 2), "bwd": (5, 7, 4), "both": (7, 9, 6)}[mode]
+    right = full * products // half
+    of_backward, padded = full * min(products, 5) // half, padded_dim(sizes[-1])
+    return right, {
+        "under a causal mask the count is half": full * products,
+        "an addition and a multiplication are two operations: 2 a b c": right // 2,
+        "backward counts for 2.5 forward passes, whatever kernels recompute": full
+        * recomputed
+        // half,
+        "backward has five products: S, dP, dV, dQ, dK": full * four // half,
+        '"both" is forward and backward together, 3.5 times as much as forward': of_backward,
+        "the convention takes head_dim as it is; kernels pad it": right // sizes[-1] * padded,
+    }
 
 
 def executed(
@@ -89,67 +82,61 @@ def executed(
 
 def _executed_mistakes(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles):
     case = batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles
-    full, swapped = executed(*case[:5], False, *tiles), [tile[::-1] for tile in tiles]
-
-    def those(counts):
-        return executed(*case, counts=counts)
+    right, swapped = executed(*case), [tile[::-1] for tile in tiles]
 
     def seen(m, n):
         return not is_causal or n <= min(m, seq_q - 1)
 
     def existing(m0, m1, n0, n1):
-        return (
-            (min(m1 + 1, seq_q) - m0)
-            * (min(n1 + 1, seq_k) - n0)
-            / ((m1 + 1 - m0) * (n1 + 1 - n0))
-            * seen(m1, n0)
-        )
+        of_tile = (min(m1 + 1, seq_q) - m0) * (min(n1 + 1, seq_k) - n0)
+        return of_tile / ((m1 + 1 - m0) * (n1 + 1 - n0)) * seen(m1, n0)
 
-    mistakes = {
+    whole_keys = executed(*case, counts=lambda m0, m1, n0, n1: n1 < seq_k and seen(m1, n1))
+    whole_queries = executed(*case, counts=lambda m0, m1, n0, n1: m1 < seq_q and seen(m1, n0))
+    unpadded, power = (
+        executed(*case, width=n) for n in (head_dim, 1 << (head_dim - 1).bit_length())
+    )
+    once, exchanged, five = (executed(*case, products=n) for n in ((4, 1), (3, 4), (3, 2)))
+    return (_causal_mistakes(case, right) if is_causal else {}) | {
+        "both kernels compute S and dP for themselves: 4 + 3 products": once,
+        "dK/dV makes S, dP, dV, dK: 4 products; dQ makes S, dP, dQ: 3": exchanged,
+        "each of the five products counts once only, as in the convention": five,
+        "a tile is (block_m queries, block_n keys), in this order": executed(*case[:6], *swapped),
+        "the dQ kernel cuts S into tiles of its own, dq_tile": executed(*case[:7], tiles[0]),
+        "there are batch * heads such heads": executed(1, 1, *case[2:]),
+        "head_dim is padded to a power of two, 16 or more": unpadded,
+        "head_dim is padded, but to 16 at least": power,
+        "a multiplication and an addition are two operations": right // 2,
+        "only visible pairs count here; a tile is computed whole": _pairs(*case),
+        "a tile on the edge of S is cut off here; it is computed whole": executed(
+            *case, counts=existing
+        ),
+        "a part of a tile is computed as a whole tile: round up": whole_keys,
+        "the last queries fill no whole tile, and are missing: round up": whole_queries,
+    }
+
+
+def _causal_mistakes(case, right):
+    (*sizes, _), tiles, seq_k = case[:6], case[6:], case[3]
+    full = executed(*sizes, False, *tiles)
+    past_keys = executed(*case[:3], case[2] + 256, *case[4:])
+    off_diagonal, whole, past_queries = (
+        executed(*case, counts=counts)
+        for counts in (
+            lambda m0, m1, n0, n1: n0 < m0,
+            lambda m0, m1, n0, n1: n1 < seq_k and n1 <= m0,
+            lambda m0, m1, n0, n1: n0 <= m1,
+        )
+    )
+    return {
         "the half is the convention of `flops`; here the tiles with a visible pair are counted": full
         // 2,
-        "the half is the convention of `flops`, and the tiles are counted already": executed(*case)
-        // 2,
-        "no key exists from seq_k on: min(seq_k, ...)": executed(*case[:3], seq_q + 256, *case[4:]),
+        "the half is the convention of `flops`, and the tiles are counted already": right // 2,
+        "no key exists from seq_k on: min(seq_k, ...)": past_keys,
         "tiles above the diagonal are left out under a causal mask": full,
-        "tiles on the diagonal are computed whole: they are missing": those(
-            lambda m0, m1, n0, n1: n0 < m0
-        ),
-        "only tiles that are visible as a whole count here: those on the diagonal are computed, too": (
-            those(lambda m0, m1, n0, n1: n1 < seq_k and n1 <= m0)
-        ),
-        "rows past the last query, in the last tile, see nothing": those(
-            lambda m0, m1, n0, n1: n0 <= m1
-        ),
-    }
-    return (mistakes if is_causal else {}) | {
-        "both kernels compute S and dP for themselves: 4 + 3 products": executed(
-            *case, products=(4, 1)
-        ),
-        "dK/dV makes S, dP, dV, dK: 4 products; dQ makes S, dP, dQ: 3": executed(
-            *case, products=(3, 4)
-        ),
-        "each of the five products counts once only, as in the convention": executed(
-            *case, products=(3, 2)
-        ),
-        "a tile is (block_m queries, block_n keys), in this order": executed(*case[:6], *swapped),
-        "the dQ kernel cuts S into tiles of its own, dq_tile": executed(
-            *case[:6], tiles[0], tiles[0]
-        ),
-        "there are batch * heads such heads": executed(1, 1, *case[2:]),
-        "head_dim is padded to a power of two, 16 or more": executed(*case, width=head_dim),
-        "head_dim is padded, but to 16 at least": executed(
-            *case, width=1 << (head_dim - 1).bit_length()
-        ),
-        "a multiplication and an addition are two operations": executed(*case) // 2,
-        "only visible pairs count here; a tile is computed whole": _pairs(*case),
-        "a tile on the edge of S is cut off here; it is computed whole": those(existing),
-        "a part of a tile is computed as a whole tile: round up": (
-            those(lambda m0, m1, n0, n1: n1 < seq_k and seen(m1, n1))
-        ),
-        "the last queries fill no whole tile, and are missing: round up": (
-            those(lambda m0, m1, n0, n1: m1 < seq_q and seen(m1, n0))
-        ),
+        "tiles on the diagonal are computed whole: they are missing": off_diagonal,
+        "only tiles that are visible as a whole count here: those on the diagonal are computed, too": whole,
+        "rows past the last query, in the last tile, see nothing": past_queries,
     }
 
 

@@ -46,19 +46,37 @@ def _check_walks(answer, block_m, block_n, seq_q, seq_k, is_causal, fresh) -> in
 
     fresh: gets the start of every walk that does not receive what the walk before it returned.
     """
-    from triton.runtime.interpreter import interpreter_builder as builder
-
     tiles_m = math.ceil(seq_q / block_m)
     # a second one shows whether tiles are told from heads, where that is cheap.
     heads = 2 if tiles_m == 1 else 1
-    walks, returned = {program: [] for program in range(heads * tiles_m)}, {}
-    signature = inspect.signature(answer.walk.fn)
     where = f"tiles {block_m} x {block_n}, {seq_q} queries, {seq_k} keys, {'causal' if is_causal else 'no mask'}"
     q, k, v = (
         # Each has strides of its own.
         make_qkv(1, heads, seq_q, 16, seq_k=seq_k, dtype=FP32, layout=layout)[n]
         for n, layout in enumerate(("transposed", "bhsd", "bshd"))
     )
+    walks = {program: [] for program in range(heads * tiles_m)}
+    look_on = _onlooker(answer.walk.fn, where, k, v, tiles_m, block_n, walks, fresh)
+    with mock.patch.object(answer, "walk", look_on):
+        try:
+            answer.attention(q, k, v, is_causal, block_m=block_m, block_n=block_n)
+        except InterpreterError as error:
+            if isinstance(error.__cause__, Rejected):  # by look_on
+                raise error.__cause__ from None
+            raise
+    for program, visited in walks.items():
+        first = program % tiles_m * block_m
+        _require_tiles(where, visited, first, block_m, block_n, seq_q, seq_k, is_causal)
+    return sum(map(len, walks.values()))
+
+
+def _onlooker(walk, where, k, v, tiles_m, block_n, walks, fresh):
+    """What takes the place of `walk`: it rejects wrong arguments, and adds the tiles to `walks`, by
+    program.
+    """
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    signature, returned = inspect.signature(walk), {}
 
     def look_on(*args, **kwargs):
         try:
@@ -77,52 +95,40 @@ def _check_walks(answer, block_m, block_n, seq_q, seq_k, is_causal, fresh) -> in
         masked = bool(getattr(given["MASKED"], "value", given["MASKED"]))
         walks[program] += [(start_n, masked) for start_n in range(start, end, block_n)]
         state = tuple(given[name] for name in ("m_i", "l_i", "acc"))
-        if program in returned and any(
-            t is not before for t, before in zip(state, returned[program], strict=True)
-        ):
+        before = returned.get(program, state)
+        if any(t is not old for t, old in zip(state, before, strict=True)):
             fresh.append(start)
         returned[program] = tuple(copy.copy(t) for t in state)
         return returned[program]
 
-    with mock.patch.object(answer, "walk", look_on):
-        try:
-            answer.attention(q, k, v, is_causal, block_m=block_m, block_n=block_n)
-        except InterpreterError as error:
-            if isinstance(error.__cause__, Rejected):  # by look_on
-                raise error.__cause__ from None
-            raise
-    for program, visited in walks.items():
-        # Its queries.
-        first, last = program % tiles_m * block_m, (program % tiles_m + 1) * block_m - 1
-        seen_by_first, seen_by_last = (
-            min(seq_k, i + 1) if is_causal else seq_k for i in (first, last)
-        )
-        must = min(seq_k, min(last, seq_q - 1) + 1) if is_causal else seq_k
-        tile = f"{where}: the queries {first} ... {last} visit the keys"
-        for start_n, masked in visited:
-            keys = f"{tile} {start_n} ... {start_n + block_n - 1}"
-            if start_n >= seen_by_last:
-                reject(f"{keys}, and see none of them: where does the walk end?")
-            if start_n + block_n > seen_by_first and not masked:
-                why = (
-                    "but they do not all exist"
-                    if start_n + block_n > seq_k
-                    else f"query {first} does not see them all"
-                )
-                reject(f"{keys} without a mask, but {why}: where does the part without a mask end?")
-            if start_n + block_n <= seen_by_first and masked:
-                reject(
-                    f"{keys} with a mask, and see all of them: this tile belongs to the part without one"
-                )
-        missing = set(range(must)) - {
-            n for start_n, _ in visited for n in range(start_n, start_n + block_n)
-        }
-        if missing:
-            hint = " (the walks are to be done by `walk`)" if not visited else ""
-            reject(f"{where}: the queries {first} ... {last} never meet key {min(missing)}{hint}")
-        starts = sorted(start_n for start_n, _ in visited)
-        if any(b - a < block_n for a, b in itertools.pairwise(starts)):
-            reject(
-                f"{where}: the queries {first} ... {last} meet some keys twice, in the tiles that start at {starts}"
+    return look_on
+
+
+def _require_tiles(where, visited, first, block_m, block_n, seq_q, seq_k, is_causal):
+    """visited: (first key, whether masked) of the tiles that the queries from `first` on meet."""
+    last = first + block_m - 1
+    seen_by_first, seen_by_last, needed = (
+        min(seq_k, i + 1) if is_causal else seq_k for i in (first, last, min(last, seq_q - 1))
+    )
+    queries = f"{where}: the queries {first} ... {last}"
+    for start_n, masked in visited:
+        end_n = start_n + block_n
+        keys = f"{queries} visit the keys {start_n} ... {end_n - 1}"
+        if start_n >= seen_by_last:
+            reject(f"{keys}, and see none of them: where does the walk end?")
+        if end_n > seen_by_first and not masked:
+            why = (
+                "they do not all exist" if end_n > seq_k else f"query {first} does not see them all"
             )
-    return sum(map(len, walks.values()))
+            reject(f"{keys} without a mask, but {why}: where does the part without a mask end?")
+        if end_n <= seen_by_first and masked:
+            reject(
+                f"{keys} with a mask, and see all of them: this tile belongs to the part without one"
+            )
+    starts = sorted(start_n for start_n, _ in visited)
+    missing = set(range(needed)).difference(*(range(n, n + block_n) for n in starts))
+    if missing:
+        hint = "" if visited else " (the walks are to be done by `walk`)"
+        reject(f"{queries} never meet key {min(missing)}{hint}")
+    if any(b - a < block_n for a, b in itertools.pairwise(starts)):
+        reject(f"{queries} meet some keys twice, in the tiles that start at {starts}")

@@ -1,5 +1,6 @@
 """Checks that nothing crosses from head to head, and that every element of o is stored once."""
 
+import itertools
 import math
 import warnings
 
@@ -14,6 +15,34 @@ from triton.runtime.errors import InterpreterError
 
 
 def check(answer):
+    attention = _explained(answer)
+
+    def ask(unwritten, outside):
+        return _of_descriptor(answer) or (
+            "does every program store its whole tile, at rows that count from the first one of its head?"
+        )
+
+    attend = guarded(attention, ask)
+    _check_ends_of_heads(attend)
+    for name in ("q", "k", "v", "qkv"):
+        _check_neighbors(attend, name)
+    if runtime.INTERPRETED:
+        _check_bytes(answer.attention)
+
+    def repaired(q, k, v, *, is_causal, scale, enable_gqa):
+        return attention(q, k, v, is_causal, scale, block_m=64, block_n=16)
+
+    lengths = ((100, 77), (64, 128), (17, 70))
+    for (seq_q, seq_k), is_causal in itertools.product(lengths, (False, True)):
+        inputs = make_qkv(1, 3, seq_q, 32, seq_k=seq_k)
+        what = f"{seq_q} queries, {seq_k} keys"
+        require_verified(what, guarded(repaired), *inputs, is_causal=is_causal)
+    return "eight pairs of lengths, full and causal; NaN in neighbors stays there; every element of o is stored once"
+
+
+def _explained(answer):
+    """answer.attention, whose errors in a descriptor are rejected with a word on it."""
+
     def attention(*args, **options):
         try:
             return answer.attention(*args, **options)
@@ -30,12 +59,11 @@ def check(answer):
                 raise
             reject(why)
 
-    def ask(unwritten, outside):
-        return _of_descriptor(answer) or (
-            "does every program store its whole tile, at rows that count from the first one of its head?"
-        )
+    return attention
 
-    attend = guarded(attention, ask)
+
+def _check_ends_of_heads(attend):
+    """Lengths that are no multiple of the tile: what lies past the last row is the next head's."""
     for seq_q, seq_k, is_causal in (
         (70, 70, False),
         (33, 45, False),
@@ -53,48 +81,41 @@ def check(answer):
         what = f"o, {seq_q} queries, {seq_k} keys{', causal' if is_causal else ''}"
         require(what, attend(q, k, v, is_causal), right, mistakes=mistakes)
 
-    for name in ("q", "k", "v", "all"):
-        inputs = dict(zip("qkv", make_qkv(1, 3, 40, 16, seq_k=37, dtype=FP32), strict=True))
-        right = naive_attention(*(t.double() for t in inputs.values()))[0][:, 1]
-        for n in "qkv" if name == "all" else name:
-            inputs[n][:, (0, 2)] = float("nan")
-        with warnings.catch_warnings():
-            # Numpy's, for rows that are NaN on purpose.
-            warnings.simplefilter("ignore", RuntimeWarning)
-            got = attend(**inputs)[:, 1]
-        if got.isnan().any():
-            row = int(got.isnan().nonzero()[0, 1])
-            reject(
-                f"NaN in {name} of the heads beside it reaches row {row} of a head: does a load, or a store of a "
-                "neighbor, cross the border? (0 * NaN is NaN, so a mask on S does not help)"
-            )
-        require(f"o beside heads with NaN in {name}", got, right, mistakes={})
 
-    # a program that stores a neighbor's rows, right or not, is in a race with it.
-    if runtime.INTERPRETED:
-        q, k, v = make_qkv(2, 3, 45, 32, seq_k=40)
-        with traffic.measure(q=q) as moved:
-            o = answer.attention(q, k, v)
-        if moved.stored != o.nbytes:
-            reject(
-                f"o has {o.nbytes} bytes, {moved.stored} are stored: some rows are stored more than once; where "
-                "two programs do it, on a GPU it is open which one comes last"
-            )
-        if moved.loaded_from["q"] != q.nbytes:
-            reject(
-                f"q has {q.nbytes} bytes, {moved.loaded_from['q']} are loaded: a tile reaches into the next head"
-            )
-    for seq_q, seq_k in ((100, 77), (64, 128), (17, 70)):
+def _check_neighbors(attend, names):
+    """The middle one of three heads, the tensors `names` of the other two being NaN."""
+    inputs = dict(zip("qkv", make_qkv(1, 3, 40, 16, seq_k=37, dtype=FP32), strict=True))
+    right = naive_attention(*(t.double() for t in inputs.values()))[0][:, 1]
+    for n in names:
+        inputs[n][:, (0, 2)] = float("nan")
+    name = "all" if names == "qkv" else names
+    with warnings.catch_warnings():
+        # Numpy's, for rows that are NaN on purpose.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        o = attend(**inputs)[:, 1]
+    if o.isnan().any():
+        row = int(o.isnan().nonzero()[0, 1])
+        reject(
+            f"NaN in {name} of the heads beside it reaches row {row} of a head: does a load, or a store of a "
+            "neighbor, cross the border? (0 * NaN is NaN, so a mask on S does not help)"
+        )
+    require(f"o beside heads with NaN in {name}", o, right)
 
-        def repaired(q, k, v, *, is_causal, scale, enable_gqa):
-            return attention(q, k, v, is_causal, scale, block_m=64, block_n=16)
 
-        for is_causal in (False, True):
-            inputs = make_qkv(1, 3, seq_q, 32, seq_k=seq_k)
-            require_verified(
-                f"{seq_q} queries, {seq_k} keys", guarded(repaired), *inputs, is_causal=is_causal
-            )
-    return "eight pairs of lengths, full and causal; NaN in neighbors stays there; every element of o is stored once"
+def _check_bytes(attention):
+    """A program that stores a neighbor's rows, right or not, is in a race with it."""
+    q, k, v = make_qkv(2, 3, 45, 32, seq_k=40)
+    with traffic.measure(q=q) as moved:
+        o = attention(q, k, v)
+    if moved.stored != o.nbytes:
+        reject(
+            f"o has {o.nbytes} bytes, {moved.stored} are stored: some rows are stored more than once; where "
+            "two programs do it, on a GPU it is open which one comes last"
+        )
+    if moved.loaded_from["q"] != q.nbytes:
+        reject(
+            f"q has {q.nbytes} bytes, {moved.loaded_from['q']} are loaded: a tile reaches into the next head"
+        )
 
 
 def _of_descriptor(answer):

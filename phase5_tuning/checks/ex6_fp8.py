@@ -19,27 +19,19 @@ U8 = 2.0**-4  # half of the spacing between neighbors, relative: 3 bits of manti
 
 def check(answer):
     _check_quantize(answer.quantize)
+    _check_no_rows(answer.quantize)
     # First a single tile, then as many tiles of keys as of queries: so that most mistakes can be
     # computed.
-    for sizes in (
+    for *sizes, is_causal in (
         (64, 60, 16, False),
         (150, 180, 32, False),
         (100, 90, 40, True),
         (40, 130, 16, False),
     ):
-        check_quantized_attention(answer, 1, 2, *sizes[:3], is_causal=sizes[3])
+        check_quantized_attention(answer, 1, 2, *sizes, is_causal=is_causal)
     for scale, stretch in ((0.5, 20), (-0.3, -20), (0.0, 0)):
-        check_quantized_attention(
-            answer, 1, 1, 70, 70, 32, is_causal=scale < 0, scale=scale, stretch=stretch
-        )
-    try:
-        shapes = [tuple(t.shape) for t in answer.quantize(make_qkv(2, 3, 0, 24)[0])]
-    except (IndexError, ValueError, RuntimeError) as error:
-        shapes = repr(error)
-    if shapes != [(2, 3, 0, 24), (2, 3, 0)]:
-        reject(
-            f"quantize, seq 0: t8 and scales of shapes (2, 3, 0, 24) and (2, 3, 0) are right, not {shapes}"
-        )
+        options = dict(is_causal=scale < 0, scale=scale, stretch=stretch)
+        check_quantized_attention(answer, 1, 1, 70, 70, 32, **options)
 
     q, k, v = make_qkv(1, 2, 140, 64, seq_k=200, dtype=FP32)
     z = rounding_z(answer.attention_fp8(q, k, v), q, k, v)
@@ -77,65 +69,81 @@ def _check_quantize(quantize):
         what = f"quantize, seq {seq}, {dtype}"
         if not torch.equal(t, before):
             reject(f"{what}: t has been changed")
+        _require_form(what, t, t8, scales)
         right8, right = quantized(t)
-        if t8.dtype != FP8 or t8.shape != t.shape:
-            reject(
-                f"{what}: expected t8 {tuple(t.shape)} in {FP8}, got {tuple(t8.shape)} in {t8.dtype}"
-            )
-        if not t8.is_contiguous():
-            reject(f"{what}: t8 is not contiguous, but the kernel counts on it")
-        if scales.dtype != FP32 or not scales.is_contiguous():
-            reject(
-                f"{what}: expected scales in {FP32}, contiguous, got {scales.dtype}, strides {scales.stride()}"
-            )
-        heads, amax = (2, 3), t.float().abs()
-        of_rows = (
-            torch.stack([b.amax(dim=2).mean(2) for b in amax.split(64, dim=2)], dim=2) / LARGEST
-        )
-        per_head = amax.amax(dim=(2, 3)) / LARGEST
-        signed = (
-            torch.stack([b.float().amax(dim=(2, 3)) for b in t.split(ROWS, dim=2)], dim=2) / LARGEST
-        )
-        mistakes = {
-            "a block of zeros has the scale 0: 0 / 0 is NaN, take 1": torch.where(
-                right == 1, 0.0, right
-            ),
-            "this is 1 / scale: t8 = t / scale": 1 / right,
-            "448 is missing: the largest element becomes 448": torch.where(
-                right == 1, 1.0, right * LARGEST
-            ),
-            "one scale for the whole tensor: each block has its own": (amax.max() / LARGEST).expand(
-                right.shape
-            ),
-            "one scale for a head: each block of 64 rows has its own": per_head[..., None].expand(
-                right.shape
-            ),
-            "only a block of zeros has the scale 1, not one of small numbers": torch.where(
-                right < 1e-6, 1.0, right
-            ),
-            "this is the largest element: the largest |element| counts": torch.where(
-                signed == 0, 1.0, signed
-            ),
-            "a mean is taken: the largest |element| counts": of_rows,
-        }
-        if scales.shape == (*heads, seq):
-            reject(f"{what}: a scale for every row; wanted is one for a block of 64 rows")
-        if scales.isnan().any() or t8.float().isnan().any():
-            reject(f"{what}: there is NaN in t8 or scales. Is there a block of zeros?")
+        mistakes = _wrong_scales(t, right)
         require(f"scales, {what}", scales, right.double(), rtol=1e-6, atol=0, mistakes=mistakes)
-        x = t.double() / _of_rows(right, seq).double()
-        off, least = ((each.double() - x).abs() for each in (t8, right8))
-        nearest = off <= least + 2.0**-20 * x.abs()  # between two numbers as near, any may be taken
-        require(
-            f"t8, {what}", t8.double(), torch.where(nearest, t8.double(), right8.double()), rtol=0, atol=0,
-            mistakes={
-                "t is multiplied by the scale": (t.float() * _of_rows(right, seq)).to(FP8).double(),
-                "t is not divided by the scale": t.to(FP8).double(),
-                "t is divided in 16 bits: convert it to fp32 first": (
-                    (t / _of_rows(right, seq).to(dtype)).to(FP8).double()
-                ),
-            },
-        )  # fmt: skip
+        _require_nearest(f"t8, {what}", t, t8, right8, _of_rows(right, seq))
+
+
+def _check_no_rows(quantize):
+    try:
+        shapes = [tuple(t.shape) for t in quantize(make_qkv(2, 3, 0, 24)[0])]
+    except (IndexError, ValueError, RuntimeError) as error:
+        shapes = repr(error)
+    if shapes != [(2, 3, 0, 24), (2, 3, 0)]:
+        reject(
+            f"quantize, seq 0: t8 and scales of shapes (2, 3, 0, 24) and (2, 3, 0) are right, not {shapes}"
+        )
+
+
+def _require_form(what, t, t8, scales):
+    """dtypes, shapes, contiguity, and no NaN."""
+    if t8.dtype != FP8 or t8.shape != t.shape:
+        reject(
+            f"{what}: expected t8 {tuple(t.shape)} in {FP8}, got {tuple(t8.shape)} in {t8.dtype}"
+        )
+    if not t8.is_contiguous():
+        reject(f"{what}: t8 is not contiguous, but the kernel counts on it")
+    if scales.dtype != FP32 or not scales.is_contiguous():
+        reject(
+            f"{what}: expected scales in {FP32}, contiguous, got {scales.dtype}, strides {scales.stride()}"
+        )
+    if scales.shape == t.shape[:3]:
+        reject(f"{what}: a scale for every row; wanted is one for a block of 64 rows")
+    if scales.isnan().any() or t8.float().isnan().any():
+        reject(f"{what}: there is NaN in t8 or scales. Is there a block of zeros?")
+
+
+def _wrong_scales(t, right):
+    """{sentence: scales with that mistake}."""
+
+    def of_blocks(largest):
+        return torch.stack([largest(b) for b in t.float().split(ROWS, dim=2)], dim=2) / LARGEST
+
+    amax, zero = t.float().abs(), right == 1
+    of_rows = of_blocks(lambda b: b.abs().amax(dim=2).mean(2))
+    signed = of_blocks(lambda b: b.amax(dim=(2, 3)))
+    per_head = (amax.amax(dim=(2, 3)) / LARGEST)[..., None].expand(right.shape)
+    per_tensor = (amax.max() / LARGEST).expand(right.shape)
+    small_is_0 = torch.where(right < 1e-6, 1.0, right)
+    undivided = torch.where(zero, 1.0, right * LARGEST)
+    return {
+        "a block of zeros has the scale 0: 0 / 0 is NaN, take 1": right.masked_fill(zero, 0.0),
+        "this is 1 / scale: t8 = t / scale": 1 / right,
+        "448 is missing: the largest element becomes 448": undivided,
+        "one scale for the whole tensor: each block has its own": per_tensor,
+        "one scale for a head: each block of 64 rows has its own": per_head,
+        "only a block of zeros has the scale 1, not one of small numbers": small_is_0,
+        "this is the largest element: the largest |element| counts": torch.where(
+            signed == 0, 1.0, signed
+        ),
+        "a mean is taken: the largest |element| counts": of_rows,
+    }
+
+
+def _require_nearest(what, t, t8, right8, scales):
+    """t8 holds the numbers nearest to t / scales; between two as near, any may be taken."""
+    x = t.double() / scales.double()
+    off, least = ((each.double() - x).abs() for each in (t8, right8))
+    right = torch.where(off <= least + 2.0**-20 * x.abs(), t8.double(), right8.double())
+    wrong = {
+        "t is multiplied by the scale": t.float() * scales,
+        "t is not divided by the scale": t,
+        "t is divided in 16 bits: convert it to fp32 first": t / scales.to(t.dtype),
+    }
+    mistakes = {sentence: t.to(FP8).double() for sentence, t in wrong.items()}
+    require(what, t8.double(), right, rtol=0, atol=0, mistakes=mistakes)
 
 
 def quantized(t, rows=ROWS):
@@ -159,115 +167,109 @@ def _of_rows(scales, seq):
 
 
 def check_quantized_attention(
-    answer,
-    batch,
-    heads,
-    seq_q,
-    seq_k,
-    head_dim,
-    *,
-    is_causal=False,
-    scale=None,
-    dtype=FP32,
-    stretch=0,
-):
+    answer, batch, heads, seq_q, seq_k, head_dim,
+    *, is_causal=False, scale=None, dtype=FP32, stretch=0,
+):  # fmt: skip
     """The kernel on given t8 and scales, which differ by powers of two from block to block, against
     fp64. q and v are 2^stretch times as large as usual, k as small."""
     pairs = []
     for n, t in enumerate(make_qkv(batch, heads, seq_q, head_dim, seq_k=seq_k, dtype=FP32)):
         t8, scales = quantized(t)
         blocks = torch.arange(scales.numel(), device=t.device).view(scales.shape)
-        scales = scales * 2.0 ** (-stretch if n == 1 else stretch)
-        pairs.append(
-            (t8, scales * torch.tensor([0.25, 1.0, 2.0], device=t.device)[(blocks + n) % 3])
-        )
+        powers = torch.tensor([0.25, 1.0, 2.0], device=t.device)[(blocks + n) % 3]
+        pairs.append((t8, scales * powers * 2.0 ** (-stretch if n == 1 else stretch)))
     o = answer.attention_quantized(*itertools.chain(*pairs), is_causal, scale, dtype)
-    usual = 1 / math.sqrt(head_dim)
-    factor = usual if scale is None else scale
-    i, j = (torch.arange(n, device=o.device) for n in (seq_q, -(-seq_k // ROWS) * ROWS))
-    hidden = (j[:seq_k] > i[:, None]) & is_causal
-    beside = (j // ROWS > i[:, None] // ROWS) & is_causal  # in tiles that are not visited
     what = f"o from t8 and scales, {seq_q} queries, {seq_k} keys{', causal' if is_causal else ''}"
     if scale is not None:
-        what += f", scale {scale}" + f", v near 2^{stretch} (is what holds a scale fp32?)" * (
-            stretch != 0
-        )
+        near = f", v near 2^{stretch} (is what holds a scale fp32?)" if stretch else ""
+        what += f", scale {scale}{near}"
         if scale <= 0 and not o.isfinite().all():
             reject(
                 f"{what}: not finite. Is the mask there before the scale? -inf * 0 is NaN, -inf * -1 is +inf"
             )
+    factor = 1 / math.sqrt(head_dim) if scale is None else scale
+    hidden = torch.ones(seq_q, seq_k, dtype=torch.bool, device=o.device).triu(1) & is_causal
+    q, k, v = (restored(*pair) for pair in pairs)
+    right = _attention(q, k, v, factor, hidden)
+    # P in fp16, sums in fp32. Compiled, tensor cores add up FP8 products with few bits more than
+    # fp16 has.
+    of_logits = (abs(factor) * q.abs() @ k.abs().mT).max().item()
+    of_logits *= E if runtime.INTERPRETED else 2.0**-12
+    of_o = 0 if dtype == FP32 else UNIT_ROUNDOFF[dtype]
+    size = _attention(q, k, v.abs(), factor, hidden).max().item()
+    atol = 4 * (UNIT_ROUNDOFF[FP16] + of_logits + 4 * E + of_o) * size
+    mistakes = _wrong_scaling(pairs, factor, hidden) | _wrong_loop(q, k, v, factor, hidden)
+    require(what, o, right, rtol=0, atol=atol, mistakes=mistakes)
 
-    def attention(q=None, k=None, v=None, factor=factor, hidden=hidden, of_p=lambda p: p):
-        q, k, v = (
-            restored(t8, scales) if t is None else t
-            for t, (t8, scales) in zip((q, k, v), pairs, strict=True)
-        )
-        s = (factor * q @ k.mT).masked_fill(hidden, -INF)
-        p = torch.exp(s - s.amax(dim=-1, keepdim=True))
-        return of_p(p) @ v / p.sum(dim=-1, keepdim=True)
+
+def _attention(q, k, v, factor, hidden, of_p=lambda p: p):
+    s = (factor * q @ k.mT).masked_fill(hidden, -INF)
+    p = torch.exp(s - s.amax(dim=-1, keepdim=True))
+    return of_p(p) @ v / p.sum(dim=-1, keepdim=True)
+
+
+def _wrong_scaling(pairs, factor, hidden):
+    """{sentence: o with a mistake in the scales of q, k and v}."""
+    (_, sq), (k8, sk), (v8, sv) = pairs
+    q, k, v = (restored(*pair) for pair in pairs)
+    raw_q, raw_k, raw_v = (t8.double() for t8, _ in pairs)
+    first_q, first_k, first_v = (t8.double() * scales[:, :, :1, None] for t8, scales in pairs)
+    last_v = raw_v * sv[:, :, -1:, None]
+    later = sv.double().flip(2).cumprod(dim=2).flip(2)  # of a tile and of all that come after it
+    wrong = {
+        "the scale of q is missing": (raw_q, k, v),
+        "the scale of k is missing": (q, raw_k, v),
+        "the scale of v is missing": (q, k, raw_v),
+        "the scales of k and v are exchanged": (q, restored(k8, sv), restored(v8, sk)),
+        "all of acc has the scale of the last block of v: each share of it has its own": (
+            (q, k, last_v)
+        ),
+        "the scale of v belongs to this tile's share, not to what acc holds already": (
+            (q, k, restored(v8, later))
+        ),
+        "every tile of k has the scale of the first one": (q, first_k, v),
+        "every tile of v has the scale of the first one": (q, k, first_v),
+        "every tile of q has the scale of the first one": (first_q, k, v),
+        "only the scales are multiplied, not K and V of this tile": (q, raw_k, raw_v),
+    }
+    mistakes = {sentence: _attention(*qkv, factor, hidden) for sentence, qkv in wrong.items()}
+    if sq.shape == sk.shape:
+        q_by_keys = _attention(raw_q, restored(k, sq), v, factor, hidden)
+        k_by_queries = _attention(restored(q, sk), raw_k, v, factor, hidden)
+        v_by_queries = restored(mistakes["the scale of v is missing"], sv)
+        mistakes |= {
+            "the scale of q is that of the block of queries, pid_m": q_by_keys,
+            "the scale of k is that of the block of keys, pid_n": k_by_queries,
+            "the scale of v is that of the block of keys, pid_n": v_by_queries,
+        }
+    return mistakes
+
+
+def _wrong_loop(q, k, v, factor, hidden):
+    """{sentence: o with a mistake in the scale of the softmax, in the mask or in the state}."""
+    (seq_q, head_dim), seq_k = q.shape[2:], k.shape[2]
+    usual = 1 / math.sqrt(head_dim)
+    k_padded, v_padded = (torch.nn.functional.pad(t, (0, 0, 0, -seq_k % ROWS)) for t in (k, v))
+    i, j = (torch.arange(n, device=q.device) // ROWS for n in (seq_q, k_padded.shape[2]))
+    not_visited = (j > i[:, None]) & hidden.any()
 
     def unscaled(p):
         """P of an acc that is not rescaled: each tile under the maximum so far."""
         tiles = torch.stack([t.amax(dim=-1) for t in p.split(ROWS, dim=-1)], dim=-1)
         return p / tiles.cummax(dim=-1).values.repeat_interleave(ROWS, dim=-1)[..., :seq_k]
 
-    raw = [t8.double() for t8, _ in pairs]
-    q, k, v = (restored(*pair) for pair in pairs)
-    k_padded, v_padded = (torch.nn.functional.pad(t, (0, 0, 0, -seq_k % ROWS)) for t in (k, v))
-    sq, sk, sv = (scales for _, scales in pairs)
-    last = [t8.double() * scales[:, :, -1:, None].double() for t8, scales in pairs]
-    # Of a tile's and of all that come after it.
-    of_later = sv.double().flip(2).cumprod(dim=2).flip(2)
-    again = restored(pairs[2][0], of_later)
-    first = [t8.double() * scales[:, :, :1, None].double() for t8, scales in pairs]
-    mistakes = {
-        "the scale of q is missing": attention(q=raw[0]),
-        "the scale of k is missing": attention(k=raw[1]),
-        "the scale of v is missing": attention(v=raw[2]),
-        "the scale of the softmax, 1 / sqrt(head_dim), is missing": attention(factor=1.0),
-        "the scale of the softmax is multiplied twice": attention(factor=factor * factor),
-        "the argument `scale` is ignored": attention(factor=usual),
-        "S is divided by the scale of the softmax": attention(factor=1 / factor if factor else 1.0),
-        "the scales of k and v are exchanged": attention(
-            k=restored(pairs[1][0], sv), v=restored(pairs[2][0], sk)
-        ),
-        "`visible` is missing: -inf where it is False": attention(
-            k=k_padded, v=v_padded, hidden=beside
-        ),
-        "acc is not rescaled by alpha": attention(of_p=unscaled),
-        "all of acc has the scale of the last block of v: each share of it has its own": attention(
-            v=last[2]
-        ),
-        "the scale of v belongs to this tile's share, not to what acc holds already": attention(
-            v=again
-        ),
-        "every tile of k has the scale of the first one": attention(k=first[1]),
-        "every tile of v has the scale of the first one": attention(v=first[2]),
-        "every tile of q has the scale of the first one": attention(q=first[0]),
-        "only the scales are multiplied, not K and V of this tile": attention(k=raw[1], v=raw[2]),
+    def with_factor(factor):
+        return _attention(q, k, v, factor, hidden)
+
+    unmasked = _attention(q, k_padded, v_padded, factor, not_visited)
+    return {
+        "the scale of the softmax, 1 / sqrt(head_dim), is missing": with_factor(1.0),
+        "the scale of the softmax is multiplied twice": with_factor(factor * factor),
+        "the argument `scale` is ignored": with_factor(usual),
+        "S is divided by the scale of the softmax": with_factor(1 / factor if factor else 1.0),
+        "`visible` is missing: -inf where it is False": unmasked,
+        "acc is not rescaled by alpha": _attention(q, k, v, factor, hidden, unscaled),
     }
-    if sq.shape == sk.shape:
-        mistakes |= {
-            "the scale of q is that of the block of queries, pid_m": attention(
-                q=raw[0], k=restored(k, sq)
-            ),
-            "the scale of k is that of the block of keys, pid_n": attention(
-                q=restored(q, sk), k=raw[1]
-            ),
-            "the scale of v is that of the block of keys, pid_n": restored(attention(v=raw[2]), sv),
-        }
-    # P in fp16, sums in fp32. Compiled, tensor cores add up FP8 products with few bits more than
-    # fp16 has.
-    of_logits = (abs(factor) * q.abs() @ k.abs().mT).max().item() * (
-        E if runtime.INTERPRETED else 2.0**-12
-    )
-    size = attention(v=v.abs()).max().item()
-    atol = (
-        4
-        * (UNIT_ROUNDOFF[FP16] + of_logits + 4 * E + (0 if dtype == FP32 else UNIT_ROUNDOFF[dtype]))
-        * size
-    )
-    require(what, o, attention(), rtol=0, atol=atol, mistakes=mistakes)
 
 
 def rounding_z(o, q, k, v) -> float:

@@ -74,8 +74,8 @@ def test_a_long_sequence_with_a_window(dtype):
     o, lse = guarded(sliding_window_attention)(q, k, v, window)
     for i in torch.linspace(0, seq - 1, 16).int().tolist():
         part, keys = slice(i, i + 1), slice(max(0, i - window + 1), i + 1)
-        found = o[:, :, part], lse[:, :, part]
-        verify_results(lambda *_, found=found, **__: found, q[:, :, part], k[:, :, keys], v[:, :, keys]).check()
+        result = o[:, :, part], lse[:, :, part]
+        verify_results(lambda *_, result=result, **__: result, q[:, :, part], k[:, :, keys], v[:, :, keys]).check()
 
 
 @every_dtype

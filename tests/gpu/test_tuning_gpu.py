@@ -396,15 +396,15 @@ def test_two_streams_share_a_plan_and_each_launch_is_on_the_stream_of_its_call()
             attention_forward(*source, True)  # leaves this stream with memory for the results
     watch = mock.patch.object(forward_module, "_plan", wraps=forward_module._plan)
     with watch as planned:
-        found = []
+        results = []
         for stream, source in zip(streams, sources, strict=True):
             tensors = late(source, stream)
             with torch.cuda.stream(stream):
-                found.append(attention_forward(*tensors, True))
+                results.append(attention_forward(*tensors, True))
             stream.synchronize()
     assert not planned.called
     torch.cuda.synchronize()
-    for got, wanted in zip(found, expected, strict=True):
+    for got, wanted in zip(results, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
@@ -420,15 +420,15 @@ def test_two_threads_on_their_own_streams(sizes):
         stream.wait_stream(torch.cuda.default_stream())
         with torch.cuda.stream(stream):
             start.wait()
-            found = [gradients(*source) for _ in range(20)]
+            runs = [gradients(*source) for _ in range(20)]
         stream.synchronize()
-        return found
+        return runs
 
     torch.cuda.synchronize()
     with without_plans(), ThreadPoolExecutor(2) as pool:
         together = list(pool.map(run, tensors))
-    for found, wanted in zip(together, expected, strict=True):
-        for results in found:
+    for runs, wanted in zip(together, expected, strict=True):
+        for results in runs:
             assert all(torch.equal(a, b) for a, b in zip(results, wanted, strict=True))
 
 
@@ -472,13 +472,13 @@ def test_a_hook_sees_the_launches_of_a_plan_from_the_moment_it_is_registered():
 
     hook.add(note)
     try:
-        found = gradients(*tensors)
+        results = gradients(*tensors)
     finally:
         hook.remove(note)
     assert len(seen) == 4  # one of each kernel
     gradients(*tensors)
     assert len(seen) == 4
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @needs_two_gpus

@@ -194,7 +194,7 @@ def test_the_readme_names_only_commands_that_exist():
 def broken_course(tmp_path, monkeypatch):
     """A function that runs `course run` on a course whose only module is the given text."""
     monkeypatch.setattr(phases, "ROOT", tmp_path)
-    monkeypatch.setattr(phases, "PHASES", (phases.Phase("phase1_x", "t", "q", ("__main__",), "kernel", "empty.ipynb"),))
+    monkeypatch.setattr(phases, "PHASES", (phases.Phase("phase1_x", "t", ("__main__",), "kernel", "empty.ipynb"),))
 
     def run(text):
         folder = tmp_path / "phase1_x"

@@ -74,7 +74,7 @@ def test_has_at_least_four_figures_and_some_checked_outputs(notebook):
 
 def test_defines_no_kernel_of_ours(phase, notebook):
     defined = [re.findall(r"@triton\.jit\s+def (\w+)", c.source) for c in code_cells(notebook)]
-    names = [name for found in defined for name in found]
+    names = [name for of_cell in defined for name in of_cell]
     ours = {
         name for path in ROOT.glob("phase*/*.py") for name in re.findall(r"@triton\.jit\s+def (\w+)", path.read_text())
     }

@@ -36,7 +36,7 @@ def choose(launch, tiles=100, kernel="dkdv", is_causal=False, **other):
     return configs.choose(kernel, *case.values(), is_causal, tiles, launch)
 
 
-def found(kernel="dkdv"):
+def candidates(kernel="dkdv"):
     return configs.candidates(kernel, 64, torch.float16, True)
 
 
@@ -56,9 +56,9 @@ def test_tiles_for_few_programs_come_with_limits():
 def test_the_last_candidate_is_the_plain_one(kernel):
     case = (16, 64, 100, 256), runtime.DTYPES, (True, False)
     for head_dim, dtype, tma in itertools.product(*case):
-        found = configs.candidates(kernel, head_dim, dtype, tma)
-        assert found[-1] == configs.plain(kernel, head_dim, dtype)
-        assert len(found) == len(set(found)) <= 4
+        tiles = configs.candidates(kernel, head_dim, dtype, tma)
+        assert tiles[-1] == configs.plain(kernel, head_dim, dtype)
+        assert len(tiles) == len(set(tiles)) <= 4
 
 
 @MASKS
@@ -136,7 +136,7 @@ def test_nothing_is_measured_where_the_plain_tiles_are_the_best(unknown_gpu):
 
 
 def test_trap39_the_fastest_that_fits_is_chosen_once(unknown_gpu):
-    forward = found("forward")
+    forward = candidates("forward")
     times, launched = dict(zip(forward[1:], (2.0, 3.0), strict=True)), []
 
     def launch(config):
@@ -159,11 +159,11 @@ def test_trap39_a_gpu_too_small_for_all_says_so():
 
 def test_a_tile_that_does_not_compile_is_passed_over(unknown_gpu):
     def launch(config):
-        if config == found()[0]:
+        if config == candidates()[0]:
             raise BUG
         return 2.0
 
-    assert choose(launch) in found()[1:]
+    assert choose(launch) in candidates()[1:]
     unknown_gpu.clear()
     with pytest.raises(PTXASError, match="a bug"):  # and not that the GPU is too small
         choose(mock.Mock(side_effect=BUG))
@@ -244,7 +244,7 @@ def test_a_tile_that_cannot_be_launched_gives_way_to_the_first_that_can(error):
         if config != good:
             raise error
 
-    tried = [configs.Config(64, 256, 4, 1), *found()]
+    tried = [configs.Config(64, 256, 4, 1), *candidates()]
     for n, good in enumerate(tried):
         launched = mock.Mock(side_effect=functools.partial(launch, good=good))
         assert configs.fitting(launched, tried) == good

@@ -296,11 +296,11 @@ def test_the_last_tile_of_queries_starts_first_if_causal(rung, is_causal, fresh_
     o, lse = attention_forward(q, k, v, is_causal, kernel=rung.forward, config=config)
     (plan,) = fresh_plans.values()
     plan.launch.grid = 1, 1, 1  # the first program alone
-    plan.launch(q, k, v, torch.empty_like(o), found := torch.full_like(lse, INF))
+    plan.launch(q, k, v, torch.empty_like(o), lse_got := torch.full_like(lse, INF))
     last_first = is_causal and rung is not LADDER[-3]
     tile = slice(96, 100) if last_first else slice(0, 32)
-    assert torch.equal(found[..., tile], lse[..., tile])
-    assert found.isfinite().sum() == tile.stop - tile.start
+    assert torch.equal(lse_got[..., tile], lse[..., tile])
+    assert lse_got.isfinite().sum() == tile.stop - tile.start
 
 
 def test_a_lazily_negated_lse_and_its_gradient_keep_their_sign():

@@ -37,7 +37,7 @@ def test_compile_all_names_a_gpu_it_does_not_know(capsys):
 
 @interpreted_only
 @pytest.mark.parametrize(
-    ("found", "code"),
+    ("fault", "code"),
     [
         (dict(), 0),
         (dict(error="no"), 1),
@@ -47,10 +47,10 @@ def test_compile_all_names_a_gpu_it_does_not_know(capsys):
     ],
     ids=["good", "refused", "spills", "serialized", "too large"],
 )
-def test_compile_all_fails_if_a_kernel_has_no_good_tile(found, code, capsys):
+def test_compile_all_fails_if_a_kernel_has_no_good_tile(fault, code, capsys):
     def compiled(launches, targets):
         good = dict(kernel="kernel", target=targets[0])
-        return [offline.Compiled(**good | found) for _ in launches]
+        return [offline.Compiled(**good | fault) for _ in launches]
 
     with mock.patch.object(compile_all.offline, "compile_launches", compiled):
         assert compile_all.main(["sm_90"]) == code

@@ -406,18 +406,18 @@ def test_two_threads_at_once(sizes):
     truth = [naive_attention(*tensors, is_causal=True)[0] for tensors in inputs]
 
     def both_passes(q, k, v):
-        found = []
+        runs = []
         for _ in range(3):
             o, lse = attention_forward(q, k, v, True)
             grads = attention_backward(q, k, v, o, lse, gradient_like(q), is_causal=True)
-            found.append((o, *grads))
-        return found
+            runs.append((o, *grads))
+        return runs
 
     alone = [both_passes(*tensors)[0] for tensors in inputs]
     launch._plans.clear()
     together = in_threads([lambda tensors=tensors: both_passes(*tensors) for tensors in inputs])
-    for found, expected, true in zip(together, alone, truth, strict=True):
-        for results in found:
+    for runs, expected, true in zip(together, alone, truth, strict=True):
+        for results in runs:
             torch.testing.assert_close(results, expected)
             torch.testing.assert_close(results[0], true, rtol=2e-3, atol=2e-3, check_dtype=False)
 
