@@ -276,7 +276,7 @@ def _write(work, memory, ORDERED: gl.constexpr, ME: gl.constexpr):
 
 
 @gluon.jit
-def _add_queries(work, memory, m, step, dk, dv, scale, MASKED: gl.constexpr, ROUND_P: gl.constexpr, ME: gl.constexpr):
+def _add_queries(work, memory, m, step, dk, dv, scale, masked_end, MASKED: gl.constexpr, ME: gl.constexpr):
     """(dk, dv) with a tile of queries added, and this consumer's half of the tile's dQ handed on.
 
     Everything is transposed: a row is a key. So P^T and dS^T are left operands as they come.
@@ -304,17 +304,17 @@ def _add_queries(work, memory, m, step, dk, dv, scale, MASKED: gl.constexpr, ROU
     s = warpgroup_mma_wait(1, deps=(s,))
     p = gl.exp2(s * (scale * LOG2E) - lse)
     if MASKED:
-        offs_n = work.n * (CONSUMERS * ROWS) + ME * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        offs_n = gl.expand_dims(offs_n, 1)
-        visible = offs_n < work.seq_k
-        if work.IS_CAUSAL:
-            offs_m = gl.expand_dims(m * BLOCK_M + gl.arange(0, BLOCK_M, QUERIES), 0)
-            visible = visible & (offs_n <= offs_m)
-        p = gl.where(visible, p, 0.0)
+        if m < masked_end:
+            offs_n = work.n * (CONSUMERS * ROWS) + ME * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+            offs_n = gl.expand_dims(offs_n, 1)
+            visible = offs_n < work.seq_k
+            if work.IS_CAUSAL:
+                offs_m = gl.expand_dims(m * BLOCK_M + gl.arange(0, BLOCK_M, QUERIES), 0)
+                visible = visible & (offs_n <= offs_m)
+            p = gl.where(visible, p, 0.0)
     p16 = gl.convert_layout(p.to(DTYPE), LEFT, assert_trivial=True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    if ROUND_P:
-        p = gl.convert_layout(p16, S, assert_trivial=True).to(gl.float32)
+    p = gl.convert_layout(p16, S, assert_trivial=True).to(gl.float32)
     delta = gl.expand_dims(memory.delta.index(slot).load(QUERIES), 0)
     ds = (p * (dp - delta)).to(DTYPE)
     ds_all.slice(ME * ROWS, ROWS).store(ds)
@@ -344,7 +344,7 @@ def _add_queries(work, memory, m, step, dk, dv, scale, MASKED: gl.constexpr, ROU
 
 
 @gluon.jit
-def _consume(work, memory, scale, MASKED: gl.constexpr, ROUND_P: gl.constexpr, ME: gl.constexpr):
+def _consume(work, memory, scale, MASKED: gl.constexpr, ME: gl.constexpr):
     """dK and dV of this consumer's ROWS keys."""
     BLOCK_D: gl.constexpr = work.BLOCK_D
     DTYPE: gl.constexpr = work.q.dtype
@@ -354,20 +354,16 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, ROUND_P: gl.constexpr, M
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, GRAD)
     step = 0
     mbarrier.wait(memory.kv_full, 0)
-    for member in range(work.group):
-        m = work.first_m()
-        if MASKED:
-            masked_end = m
-            if work.IS_CAUSAL:
-                masked_end = gl.minimum(gl.cdiv(start_n + CONSUMERS * ROWS, work.BLOCK_M), work.tiles_m)
-            if start_n + CONSUMERS * ROWS > work.seq_k:
-                masked_end = work.tiles_m
-            for masked_m in range(m, masked_end):
-                dk, dv = _add_queries(work, memory, masked_m, step, dk, dv, scale, True, ROUND_P, ME)
-                step += 1
-            m = masked_end
-        for full_m in range(m, work.tiles_m):
-            dk, dv = _add_queries(work, memory, full_m, step, dk, dv, scale, False, ROUND_P, ME)
+    first_m = work.first_m()
+    masked_end = 0
+    if MASKED:
+        if work.IS_CAUSAL:
+            masked_end = gl.cdiv(start_n + CONSUMERS * ROWS, work.BLOCK_M)
+        if start_n + CONSUMERS * ROWS > work.seq_k:
+            masked_end = work.tiles_m
+    for _ in range(work.group):
+        for m in range(first_m, work.tiles_m):
+            dk, dv = _add_queries(work, memory, m, step, dk, dv, scale, masked_end, MASKED, ME)
             step += 1
 
     await_named(0, 256)  # nobody reads K any more
@@ -388,7 +384,7 @@ def _attn_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, count_ptr,
     heads_q, heads_kv, group, seq_k, tiles_m, tiles_n, heads, together, scale,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
-    IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr, ROUND_P: gl.constexpr, ORDERED: gl.constexpr,
+    IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, and the sum of dQ, without its scale. Grid: (tiles_n * batch * heads_kv,).
 
@@ -432,8 +428,8 @@ def _attn_bwd_hopper_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (work, memory, scale, MASKED, ROUND_P, 0)),
-            (_consume, (work, memory, scale, MASKED, ROUND_P, 1)),
+            (_consume, (work, memory, scale, MASKED, 0)),
+            (_consume, (work, memory, scale, MASKED, 1)),
             (_produce, (work, memory)),
             (_write, (work, memory, ORDERED, 0)),
             (_write, (work, memory, ORDERED, 1)),

@@ -13,7 +13,7 @@ Builds on: `_attn_fwd_descriptors_kernel`, whose descriptors, base 2 and late su
 over the keys runs from right to left, so that only its first tile needs a mask.
 """
 
-from phase5_tuning.hopper_parts import aggregate, arrive_named, await_named
+from phase5_tuning.hopper_parts import aggregate
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -209,8 +209,9 @@ def _thread_sums(p, BLOCK_N: gl.constexpr):
 def _softmax_step(s, m_i, l_i, scale, BLOCK_N: gl.constexpr):
     """(p, m, l, alpha) of one tile of logits, as in `_attn_fwd_descriptors_kernel`."""
     m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale)
-    alpha = gl.exp2(m_i - m_new)
-    p = gl.exp2(s * scale - gl.expand_dims(m_new, 1))
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = gl.exp2(m_i - shift)
+    p = gl.exp2(s * scale - gl.expand_dims(shift, 1))
     sums = _thread_sums(p, BLOCK_N)
     of_sums: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     l_i = l_i * gl.expand_dims(gl.convert_layout(alpha, of_sums, assert_trivial=True), 1) + sums
@@ -220,7 +221,7 @@ def _softmax_step(s, m_i, l_i, scale, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _consume(
     work, memory, scale,
-    MASKED: gl.constexpr, OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, ME: gl.constexpr,
+    MASKED: gl.constexpr, OVERLAP: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
     """Attend ROWS queries of each turn's tile to all keys that they see."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
@@ -232,11 +233,8 @@ def _consume(
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O)
-    NEXT: gl.constexpr = (ME + 1) % CONSUMERS
     pair = 0
     p = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    if PING_PONG and ME == CONSUMERS - 1:
-        arrive_named(0, 256)  # consumer 0 begins
     turn = 0
     tile = memory.read_tile(0)
     while tile < work.tiles():
@@ -281,12 +279,8 @@ def _consume(
             slot, parity = memory.slot(pair)
             mbarrier.wait(memory.kv_full.index(slot), parity)
             if OVERLAP:
-                if PING_PONG:
-                    await_named(ME, 256)
                 s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
                 acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
-                if PING_PONG:
-                    arrive_named(NEXT, 256)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 p, m_i, l_i, alpha = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -305,6 +299,7 @@ def _consume(
         mbarrier.wait(memory.kv_full.index(slot), parity)
         acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
         l_row = gl.convert_layout(gl.sum(l_i, axis=1), S_ROWS, assert_trivial=True)
+        l_row = gl.where(l_row == 0.0, 1.0, l_row)
         lse = (m_i + gl.log2(l_row)) / LOG2E
         inverse = 1.0 / gl.convert_layout(l_row, O_ROWS, assert_trivial=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -319,8 +314,6 @@ def _consume(
         turn += 1
         tile = memory.read_tile(turn)
     tma.store_wait(0)
-    if PING_PONG and ME == 0:
-        await_named(0, 256)  # the last arrival, so that nobody is left waiting
 
 
 @gluon.jit
@@ -328,7 +321,7 @@ def _attn_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, taken_ptr,
     heads_q, group, seq_q, seq_k, scale, heads, together,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    OVERLAP: gl.constexpr, PING_PONG: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    OVERLAP: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """O and LSE as `_attn_fwd_descriptors_kernel`. Grid: as many programs as multiprocessors, at
@@ -363,8 +356,8 @@ def _attn_fwd_hopper_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (work, memory, scale, MASKED, OVERLAP, PING_PONG, 0)),
-                (_consume, (work, memory, scale, MASKED, OVERLAP, PING_PONG, 1)),
+                (_consume, (work, memory, scale, MASKED, OVERLAP, 0)),
+                (_consume, (work, memory, scale, MASKED, OVERLAP, 1)),
                 (_produce, (work, memory)),
             ],
             [4, 1],
@@ -373,9 +366,9 @@ def _attn_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (work, memory, scale, MASKED, OVERLAP, PING_PONG, 0)),
-                (_consume, (work, memory, scale, MASKED, OVERLAP, PING_PONG, 1)),
-                (_consume, (work, memory, scale, MASKED, OVERLAP, PING_PONG, 2)),
+                (_consume, (work, memory, scale, MASKED, OVERLAP, 0)),
+                (_consume, (work, memory, scale, MASKED, OVERLAP, 1)),
+                (_consume, (work, memory, scale, MASKED, OVERLAP, 2)),
                 (_produce, (work, memory)),
             ],
             [4, 4, 1],
