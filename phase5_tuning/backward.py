@@ -13,7 +13,7 @@ from functools import partial
 from common import runtime, validate
 from phase4_backward.backward import _attn_bwd_dkdv_kernel
 from phase4_backward.backward import attention_backward as backward_in_base_e
-from phase5_tuning import configs
+from phase5_tuning import configs, hopper_backward, hopper_forward
 from phase5_tuning.dkdv_ladder import (
     _attn_bwd_dkdv_descriptors_kernel,
     _attn_bwd_dkdv_transposed_kernel,
@@ -22,9 +22,9 @@ from phase5_tuning.dkdv_ladder import (
 from phase5_tuning.dq_ladder import _attn_bwd_dq_descriptors_kernel, _attn_bwd_dq_edges_kernel
 from phase5_tuning.forward_ladder import LOG2E
 from phase5_tuning.launch import (
-    Described,
     Launch,
     cdiv,
+    described,
     descriptors_allowed,
     facts,
     precision,
@@ -40,19 +40,21 @@ ROWS = 64  # queries of a program of _attn_bwd_rows_kernel
 
 def attention_backward(
     q, k, v, o, lse, do, dlse=None, is_causal=False, scale=None, needs=(True, True), *,
-    dkdv_kernel=_attn_bwd_dkdv_descriptors_kernel, dq_kernel=_attn_bwd_dq_descriptors_kernel,
+    dkdv_kernel=None, dq_kernel=None,
     dkdv_config: configs.Config | None = None, dq_config: configs.Config | None = None,
 ):  # fmt: skip
     """Gradients of `attention_forward`: arguments and results as phase 4's `attention_backward`.
 
-    dkdv_kernel, dq_kernel: the rungs of the ladders. dkdv_config, dq_config: tiles to use instead
-    of the chosen ones.
+    dkdv_kernel, dq_kernel: rungs of the ladders; None: the Hopper kernel where it takes the call
+    and all gradients are wanted, else the last rungs. dkdv_config, dq_config: tiles to use instead
+    of the chosen ones, and then on a rung.
     """
     tensors = q, k, v, o, lse, do, *(() if dlse is None else (dlse,))
     choices = tuple(needs), dkdv_kernel, dq_kernel, dkdv_config, dq_config
+    switches = hopper_forward.enabled(), hopper_backward.ordered()
     try:
         flags = is_causal, scale, type(is_causal), type(scale)
-        key = "backward", facts(*tensors), flags, precision(q.dtype), choices
+        key = "backward", facts(*tensors), flags, precision(q.dtype), choices, switches
         plan = remembered(key)
     except (AttributeError, RuntimeError, TypeError):  # not tensors, or without strides
         validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
@@ -109,6 +111,11 @@ def _plan(
     if abs(scale) * LOG2E.value > validate.MAX_SCALE:
         return partial(backward_in_base_e, is_causal=is_causal, scale=scale, needs=needs)
 
+    on_a_rung = any((dkdv_kernel, dq_kernel, dkdv_config, dq_config))
+    if not on_a_rung and all(needs) and hopper_backward.takes(q, k, v, do):
+        return hopper_backward.plan(q, k, v, o, lse, do, dlse, is_causal, scale)
+    dkdv_kernel = dkdv_kernel or _attn_bwd_dkdv_descriptors_kernel
+    dq_kernel = dq_kernel or _attn_bwd_dq_descriptors_kernel
     given, converted = (q, k, v, o, lse, do, dlse), _as_kernels_take(q, k, v, o, lse, do, dlse)
     q, k, v, o, lse, do, dlse = converted
     (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
@@ -147,14 +154,14 @@ def _plan(
         def with_tiles(config):
             m, n = config.BLOCK_M, config.BLOCK_N
             blocks = (q, m), (k, n), (v, n), (do, m)
-            described = [Described(t, block) for t, block in blocks] if tma else []
+            boxes = [described(t, block) for t, block in blocks] if tma else []
             flags = dict(MASKED=is_causal or seen_k % n != 0, RAGGED=seq_q % m != 0)
             return Launch(
                 kernel,
                 programs(config),
                 arguments | flags | config.tiles,
                 config.options,
-                described,
+                boxes,
             )
 
         tried = [config]

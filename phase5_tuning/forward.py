@@ -12,16 +12,16 @@ from functools import partial
 
 from common import runtime, validate
 from phase3_forward.forward import attention_forward as forward_in_base_e
-from phase5_tuning import configs
+from phase5_tuning import configs, hopper_forward
 from phase5_tuning.forward_ladder import (
     LOG2E,
     _attn_fwd_descriptors_kernel,
     _attn_fwd_heavy_first_kernel,
 )
 from phase5_tuning.launch import (
-    Described,
     Launch,
     cdiv,
+    described,
     descriptors_allowed,
     facts,
     precision,
@@ -41,13 +41,14 @@ def attention_forward(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    kernel=_attn_fwd_descriptors_kernel,
+    kernel=None,
     config: configs.Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T) v and its LSE: arguments, results and errors as phase 3's
     `attention_forward`.
 
-    kernel: the rung of the ladder. config: tiles to use instead of the chosen ones.
+    kernel: a rung of the ladder; None: the Hopper kernel where it takes the call, else the last
+    rung. config: tiles to use instead of the chosen ones, and then on a rung.
     fp32 is computed to fp32 accuracy, or with TF32 where PyTorch's own switch allows it
     (torch.set_float32_matmul_precision("high")).
     """
@@ -61,6 +62,7 @@ def attention_forward(
             precision(q.dtype),
             kernel,
             config,
+            hopper_forward.enabled(),
         )
         plan = remembered(key)
     except (AttributeError, RuntimeError, TypeError):  # not tensors, or without strides
@@ -106,6 +108,10 @@ def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
     if scale * LOG2E.value > validate.MAX_SCALE:
         return partial(forward_in_base_e, is_causal=is_causal, scale=sign * scale, enable_gqa=True)
 
+    if kernel is None:
+        if config is None and hopper_forward.takes(q, k, v):
+            return hopper_forward.plan(q, k, v, is_causal, scale, sign)
+        kernel = _attn_fwd_descriptors_kernel
     given, (q, k, v) = (q, k, v), _as_kernels_take(q, k, v, sign)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -121,12 +127,10 @@ def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
 
     def with_tiles(config):
         blocks = (q, config.BLOCK_M), (k, config.BLOCK_N), (v, config.BLOCK_N)
-        described = [Described(t, block) for t, block in blocks] if tma else []
+        boxes = [described(t, block) for t, block in blocks] if tma else []
         masked = dict(MASKED=is_causal or seq_k % config.BLOCK_N != 0)
         programs = cdiv(seq_q, config.BLOCK_M) * batch * heads_q
-        return Launch(
-            kernel, programs, arguments | masked | config.tiles, config.options, described
-        )
+        return Launch(kernel, programs, arguments | masked | config.tiles, config.options, boxes)
 
     tried = [config]
     with runtime.on_device_of(q):

@@ -15,16 +15,25 @@ consumers need not.
 Builds on: hopper_forward.py's ring and barriers; the transposed tiles of `dkdv_ladder`.
 """
 
+import os
+from dataclasses import dataclass
+
+from common import runtime
 from phase2_tiling.tiling import head_base, load_tile, store_tile
-from phase5_tuning.hopper_forward import LOG2E, ROWS
+from phase5_tuning import configs, hopper_forward
+from phase5_tuning.hopper_forward import LOG2E, ROWS, columns_of
 from phase5_tuning.hopper_parts import (
     aggregate,
     await_count,
-    await_named,
+    in_heads,
+    in_rows,
+    meet,
     release_count,
     tma_add,
 )
+from phase5_tuning.launch import Launch, cdiv
 
+import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -38,6 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 CONSUMERS = gl.constexpr(2)
+WRITERS = gl.constexpr(2)
 
 
 @triton.jit
@@ -177,23 +187,27 @@ class Memory:
     lse: gl.shared_memory_descriptor  # STAGES x (BLOCK_M,)
     delta: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor  # 2 x (2 ROWS, BLOCK_M)
-    dq: gl.shared_memory_descriptor  # 2 DQ_STAGES x (ROWS, 64)
+    dq: gl.shared_memory_descriptor  # two halves for each writer: (ROWS, 64)
     kv_full: gl.shared_memory_descriptor
     row_full: gl.shared_memory_descriptor
     row_empty: gl.shared_memory_descriptor
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
-    DQ_STAGES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, k, v, q, do, lse, delta, ds, dq, kv_full, row_full, row_empty, dq_full, dq_empty, STAGES, DQ_STAGES
+        self, k, v, q, do, lse, delta, ds, dq, kv_full, row_full, row_empty, dq_full, dq_empty, STAGES
     ):  # fmt: skip
         self.k, self.v, self.q, self.do, self.lse, self.delta = k, v, q, do, lse, delta
         self.ds, self.dq, self.kv_full = ds, dq, kv_full
-        self.row_full, self.row_empty, self.dq_full, self.dq_empty = row_full, row_empty, dq_full, dq_empty
-        self.STAGES, self.DQ_STAGES = gl.constexpr(STAGES), gl.constexpr(DQ_STAGES)
+        self.row_full, self.row_empty, self.dq_full, self.dq_empty = (
+            row_full,
+            row_empty,
+            dq_full,
+            dq_empty,
+        )
+        self.STAGES = gl.constexpr(STAGES)
 
 
 @gluon.jit
@@ -230,9 +244,13 @@ def _produce(work, memory):
             full = memory.row_full.index(slot)
             mbarrier.wait(memory.row_empty.index(slot), parity ^ 1)
             mbarrier.expect(full, 2 * work.q.block_type.nbytes + 2 * work.lse.block_type.nbytes)
-            tma.async_copy_global_to_shared(work.q, [work.b, h, m * BLOCK_M, 0], full, memory.q.index(slot))
+            tma.async_copy_global_to_shared(
+                work.q, [work.b, h, m * BLOCK_M, 0], full, memory.q.index(slot)
+            )
             tma.async_copy_global_to_shared(work.lse, [row], full, memory.lse.index(slot))
-            tma.async_copy_global_to_shared(work.do, [work.b, h, m * BLOCK_M, 0], full, memory.do.index(slot))
+            tma.async_copy_global_to_shared(
+                work.do, [work.b, h, m * BLOCK_M, 0], full, memory.do.index(slot)
+            )
             tma.async_copy_global_to_shared(work.delta, [row], full, memory.delta.index(slot))
             step += 1
 
@@ -249,7 +267,7 @@ def _write(work, memory, ORDERED: gl.constexpr, ME: gl.constexpr):
     dq_1 = memory.dq.index(2 * ME + 1)
     parity = 0
     steps = work.tiles_m - work.first_m()
-    for step in range(ME, steps * work.group, 2):
+    for step in range(ME, steps * work.group, WRITERS):
         m = work.first_m() + step % steps
         tile = work.query_tile(step // steps, m)
         order = work.order(m)
@@ -271,12 +289,14 @@ def _write(work, memory, ORDERED: gl.constexpr, ME: gl.constexpr):
         mbarrier.arrive(memory.dq_empty.index(2 * ME))
         mbarrier.arrive(memory.dq_empty.index(2 * ME + 1))
         if ORDERED:
-            release_count(work.count_ptr + tile, order + 1)
+            release_count(work.count_ptr + tile)
         parity ^= 1
 
 
 @gluon.jit
-def _add_queries(work, memory, m, step, dk, dv, scale, masked_end, MASKED: gl.constexpr, ME: gl.constexpr):
+def _add_queries(
+    work, memory, m, step, dk, dv, scale, masked_end, MASKED: gl.constexpr, ME: gl.constexpr
+):
     """(dk, dv) with a tile of queries added, and this consumer's half of the tile's dQ handed on.
 
     Everything is transposed: a row is a key. So P^T and dS^T are left operands as they come.
@@ -303,15 +323,14 @@ def _add_queries(work, memory, m, step, dk, dv, scale, masked_end, MASKED: gl.co
     lse = gl.expand_dims(memory.lse.index(slot).load(QUERIES), 0)
     s = warpgroup_mma_wait(1, deps=(s,))
     p = gl.exp2(s * (scale * LOG2E) - lse)
-    if MASKED:
-        if m < masked_end:
-            offs_n = work.n * (CONSUMERS * ROWS) + ME * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-            offs_n = gl.expand_dims(offs_n, 1)
-            visible = offs_n < work.seq_k
-            if work.IS_CAUSAL:
-                offs_m = gl.expand_dims(m * BLOCK_M + gl.arange(0, BLOCK_M, QUERIES), 0)
-                visible = visible & (offs_n <= offs_m)
-            p = gl.where(visible, p, 0.0)
+    if MASKED and m < masked_end:
+        offs_n = work.n * (CONSUMERS * ROWS) + ME * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+        offs_n = gl.expand_dims(offs_n, 1)
+        visible = offs_n < work.seq_k
+        if work.IS_CAUSAL:
+            offs_m = gl.expand_dims(m * BLOCK_M + gl.arange(0, BLOCK_M, QUERIES), 0)
+            visible = visible & (offs_n <= offs_m)
+        p = gl.where(visible, p, 0.0)
     p16 = gl.convert_layout(p.to(DTYPE), LEFT, assert_trivial=True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     p = gl.convert_layout(p16, S, assert_trivial=True).to(gl.float32)
@@ -321,7 +340,7 @@ def _add_queries(work, memory, m, step, dk, dv, scale, masked_end, MASKED: gl.co
     ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
     dv_soon = warpgroup_mma(p16, do, dv, is_async=True)
     fence_async_shared()
-    await_named(0, 256)  # both halves of dS are there
+    meet(0, 256)  # both halves of dS are there
 
     # dQ = dS K, 64 x 64 for each consumer: half of the queries, or half of head_dim.
     zeros = gl.zeros([ROWS, 64], gl.float32, DQ)
@@ -332,8 +351,8 @@ def _add_queries(work, memory, m, step, dk, dv, scale, masked_end, MASKED: gl.co
         k_mine = k_all.slice(ME * 64, 64, dim=1)
         dq = warpgroup_mma(ds_all.permute((1, 0)), k_mine, zeros, use_acc=False, is_async=True)
     dk_soon = warpgroup_mma(ds, q, dk, is_async=True)
-    side = step % memory.DQ_STAGES * 2 + ME
-    mbarrier.wait(memory.dq_empty.index(side), step // memory.DQ_STAGES & 1 ^ 1)
+    side = step % WRITERS * 2 + ME
+    mbarrier.wait(memory.dq_empty.index(side), step // WRITERS & 1 ^ 1)
     dv, dq = warpgroup_mma_wait(1, deps=(dv_soon, dq))
     memory.dq.index(side).store(dq)
     fence_async_shared()
@@ -366,7 +385,7 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, ME: gl.constexpr):
             dk, dv = _add_queries(work, memory, m, step, dk, dv, scale, masked_end, MASKED, ME)
             step += 1
 
-    await_named(0, 256)  # nobody reads K any more
+    meet(0, 256)  # nobody reads K any more
     dk_tile = memory.k.reshape((CONSUMERS * ROWS, BLOCK_D)).slice(ME * ROWS, ROWS)
     dv_tile = memory.v.reshape((CONSUMERS * ROWS, BLOCK_D)).slice(ME * ROWS, ROWS)
     dk_tile.store((dk * scale).to(DTYPE))
@@ -374,8 +393,12 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, ME: gl.constexpr):
     fence_async_shared()
     row = start_n + ME * ROWS
     if row < work.seq_k:
-        tma.async_copy_shared_to_global(work.dk, [work.b, work.h, row, 0], memory.k.slice(ME * ROWS, ROWS, dim=2))
-        tma.async_copy_shared_to_global(work.dv, [work.b, work.h, row, 0], memory.v.slice(ME * ROWS, ROWS, dim=2))
+        tma.async_copy_shared_to_global(
+            work.dk, [work.b, work.h, row, 0], memory.k.slice(ME * ROWS, ROWS, dim=2)
+        )
+        tma.async_copy_shared_to_global(
+            work.dv, [work.b, work.h, row, 0], memory.v.slice(ME * ROWS, ROWS, dim=2)
+        )
     tma.store_wait(0)
 
 
@@ -383,7 +406,7 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, ME: gl.constexpr):
 def _attn_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, count_ptr,
     heads_q, heads_kv, group, seq_k, tiles_m, tiles_n, heads, together, scale,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, and the sum of dQ, without its scale. Grid: (tiles_n * batch * heads_kv,).
@@ -410,19 +433,19 @@ def _attn_bwd_hopper_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], lse_desc.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], delta_desc.layout),
         gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, BLOCK_M], DS),
-        gl.allocate_shared_memory(gl.float32, [2 * DQ_STAGES, ROWS, 64], dq_sum_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [2 * WRITERS, ROWS, 64], dq_sum_desc.layout),
         gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2 * DQ_STAGES, 1], BARRIER),
-        gl.allocate_shared_memory(gl.int64, [2 * DQ_STAGES, 1], BARRIER),
-        STAGES, DQ_STAGES,
+        gl.allocate_shared_memory(gl.int64, [2 * WRITERS, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [2 * WRITERS, 1], BARRIER),
+        STAGES,
     )  # fmt: skip
     mbarrier.init(memory.kv_full, count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(memory.row_full.index(slot), count=1)
         mbarrier.init(memory.row_empty.index(slot), count=CONSUMERS)
-    for slot in gl.static_range(2 * DQ_STAGES):
+    for slot in gl.static_range(2 * WRITERS):
         mbarrier.init(memory.dq_full.index(slot), count=1)
         mbarrier.init(memory.dq_empty.index(slot), count=1)
     fence_async_shared()
@@ -437,3 +460,104 @@ def _attn_bwd_hopper_kernel(
         [4, 1, 1, 1],
         [240, 24, 24, 24],
     )
+
+
+BLOCK_M = {64: 128, 128: 64}  # by head_dim, padded
+STAGES = 2
+MOST_TOGETHER = 16
+
+
+def ordered() -> bool:
+    """False where FLASH_ATTENTION_ANY_ORDER=1 lets programs add to dQ as they come: the last bits
+    then differ from run to run.
+    """
+    return os.environ.get("FLASH_ATTENTION_ANY_ORDER") != "1"
+
+
+@dataclass(frozen=True)
+class HopperBackwardPlan:
+    """A function of the saved tensors, for all calls of one kind.
+
+    seen_k: keys past it are seen by no query, and their gradients are 0. All that programs count or
+    add up belongs to one call.
+    """
+
+    rows: Launch
+    fused: Launch
+    dq: Launch
+    seen_k: int
+    padded_rows: int  # batch x heads_q x padded_q
+    columns: int
+    tiles: int  # of queries, in all heads
+
+    def __call__(self, q, k, v, o, lse, do, dlse):
+        if dlse is not None:
+            dlse = dlse.resolve_neg().contiguous()
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        row_lse = torch.empty(self.padded_rows, dtype=torch.float32, device=q.device)
+        delta = torch.empty_like(row_lse)
+        dq_sum = torch.empty(self.padded_rows, self.columns, dtype=torch.float32, device=q.device)
+        count = torch.empty(self.tiles + 1, dtype=torch.int32, device=q.device)
+        if self.seen_k < k.shape[2]:
+            dk[:, :, self.seen_k :], dv[:, :, self.seen_k :] = 0.0, 0.0
+        with runtime.on_device_of(q):
+            self.rows(o, do, lse.resolve_neg(), dlse, row_lse, delta, dq_sum, count)
+            self.fused(q, k, v, do, row_lse, delta, dq_sum, dk, dv, count)
+            self.dq(dq_sum, dq)
+        return dq, dk, dv
+
+
+def takes(q, k, v, do) -> bool:
+    """As `hopper_forward.takes`; and no more rows than a coordinate can count."""
+    tiles_m = cdiv(q.shape[2], BLOCK_M[64])
+    return (
+        hopper_forward.takes(q, k, v, do)
+        and q.shape[0] * q.shape[1] * tiles_m * BLOCK_M[64] < 2**31
+    )
+
+
+def plan(q, k, v, o, lse, do, dlse, is_causal: bool, scale: float) -> HopperBackwardPlan:
+    """The plan of a call whose tensors the kernels take."""
+    (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
+    columns = columns_of(head_dim)
+    block_m, block_n = BLOCK_M[columns], (CONSUMERS * ROWS).value
+    seen_k = min(seq_k, seq_q) if is_causal else seq_k
+    tiles_m, tiles_n = cdiv(seq_q, block_m), cdiv(seen_k, block_n)
+    padded_q = tiles_m * block_m
+    padded_rows, tiles, heads = (
+        batch * heads_q * padded_q,
+        batch * heads_q * tiles_m,
+        batch * heads_kv,
+    )
+    # Programs that run at once are of twice as many heads as they would fill.
+    together = 2 * configs.multiprocessors(q.device.index) // tiles_n
+    together = max(1, min(together, MOST_TOGETHER, heads))
+
+    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    row_lse = torch.empty(padded_rows, dtype=torch.float32, device=q.device)
+    dq_sum = torch.empty(padded_rows, columns, dtype=torch.float32, device=q.device)
+    count = torch.empty(tiles + 1, dtype=torch.int32, device=q.device)
+    tile = dict(HEAD_DIM=head_dim, BLOCK_D=columns, BLOCK_M=block_m)
+    common = dict(heads_q=heads_q, seq_q=seq_q, padded_q=padded_q, ORDERED=ordered())
+    rows_sizes = tile | common | dict(stride_o=o.stride(), stride_do=do.stride())
+    rows = Launch(_attn_bwd_hopper_rows_kernel, tiles, rows_sizes, {})
+    dq_sizes = tile | common | dict(stride_dq=dq.stride(), scale=scale)
+    dq_launch = Launch(_attn_bwd_hopper_dq_kernel, tiles, dq_sizes, {})
+    sizes = tile | common | dict(
+        heads_kv=heads_kv, group=heads_q // heads_kv, seq_k=seen_k, tiles_m=tiles_m, tiles_n=tiles_n, heads=heads,
+        together=together, scale=scale, STAGES=STAGES, IS_CAUSAL=is_causal, MASKED=is_causal or seen_k % block_n != 0,
+    )  # fmt: skip
+    boxes = [
+        in_heads(q, block_m, columns), in_heads(k, block_n, columns), in_heads(v, block_n, columns),
+        in_heads(do, block_m, columns), in_rows(row_lse, [block_m]), in_rows(row_lse, [block_m]),
+        in_rows(dq_sum, [ROWS.value, 64]), in_heads(dk, ROWS.value, columns), in_heads(dv, ROWS.value, columns),
+    ]  # fmt: skip
+    fused = Launch(
+        _attn_bwd_hopper_kernel, tiles_n * heads, sizes, dict(num_warps=4, maxnreg=168), boxes
+    )
+    with runtime.on_device_of(q):
+        if not runtime.recording:
+            rows.compile(o, do, lse, dlse, row_lse, row_lse, dq_sum, count)
+            fused.compile(q, k, v, do, row_lse, row_lse, dq_sum, dk, dv, count)
+            dq_launch.compile(dq_sum, dq)
+    return HopperBackwardPlan(rows, fused, dq_launch, seen_k, padded_rows, columns, tiles)

@@ -13,8 +13,15 @@ Builds on: `_attn_fwd_descriptors_kernel`, whose descriptors, base 2 and late su
 over the keys runs from right to left, so that only its first tile needs a mask.
 """
 
-from phase5_tuning.hopper_parts import aggregate
+import os
+from dataclasses import dataclass
 
+from common import runtime
+from phase5_tuning import configs
+from phase5_tuning.hopper_parts import aggregate, in_heads
+from phase5_tuning.launch import Launch, cdiv, descriptors_allowed
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -196,7 +203,9 @@ def _produce(work, memory):
     side = turn % 2
     mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)
     memory.tile.index(side).store(gl.full([1], tile, gl.int32, ONE))
-    mbarrier.arrive(memory.q_full.index(side), count=1)  # there is no more: consumers read it and stop
+    mbarrier.arrive(
+        memory.q_full.index(side), count=1
+    )  # there is no more: consumers read it and stop
 
 
 @gluon.jit
@@ -307,7 +316,9 @@ def _consume(
         pair += 1
         q.store((acc * gl.expand_dims(inverse, 1)).to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(work.o, [b, h, row, 0], memory.q.index(side * CONSUMERS + ME))
+        tma.async_copy_shared_to_global(
+            work.o, [b, h, row, 0], memory.q.index(side * CONSUMERS + ME)
+        )
         offs_m = row + gl.arange(0, ROWS, S_ROWS)
         lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
         gl.store(lse_row + offs_m, lse, mask=offs_m < work.seq_q)
@@ -330,8 +341,8 @@ def _attn_fwd_hopper_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     work = Work(
-        q_desc, k_desc, v_desc, o_desc, lse_ptr, taken_ptr, gl.to_tensor(heads_q), gl.to_tensor(group), gl.to_tensor(seq_q),
-        gl.to_tensor(seq_k), gl.to_tensor(heads), gl.to_tensor(together), IS_CAUSAL, CONSUMERS,
+        q_desc, k_desc, v_desc, o_desc, lse_ptr, taken_ptr, gl.to_tensor(heads_q), gl.to_tensor(group),
+        gl.to_tensor(seq_q), gl.to_tensor(seq_k), gl.to_tensor(heads), gl.to_tensor(together), IS_CAUSAL, CONSUMERS,
     )  # fmt: skip
     memory = Memory(
         gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout),
@@ -374,3 +385,95 @@ def _attn_fwd_hopper_kernel(
             [4, 4, 1],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
+
+
+# By head_dim, padded: at 128, two consumers with 240 registers a thread overlap each product with
+# the exponentials of the tile before. At 64 the registers suffice for three consumers of 160, and
+# one's products overlap the exponentials of another.
+SHAPES = {
+    64: dict(CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32),
+    128: dict(CONSUMERS=2, STAGES=2, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24),
+}
+REGISTERS = {64: 128, 128: 168}  # at launch, for each of 16 or 12 warps
+BLOCK_N = 128
+CACHED = 16 * 2**20  # bytes of keys and values that may be in use at once: a third of the L2 cache
+
+
+def columns_of(head_dim: int) -> int:
+    """How wide a tile is: head_dim, or the next width that the kernels have."""
+    return 64 if head_dim <= 64 else 128
+
+
+def enabled() -> bool:
+    """False where FLASH_ATTENTION_HOPPER=0 has turned these kernels off."""
+    return os.environ.get("FLASH_ATTENTION_HOPPER") != "0"
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """True if the Hopper kernels are for these tensors and this GPU: compute capability 9.0, fp16
+    or bf16, head_dim a multiple of 8 up to 128, rows as descriptors want them.
+    """
+    q = tensors[0]
+    return (
+        enabled()
+        and runtime.DEVICE == "cuda"
+        and torch.version.hip is None
+        and configs.capability(q.device.index) == (9, 0)
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[3] <= 128
+        and q.shape[3] % 8 == 0
+        and descriptors_allowed(*tensors)
+    )
+
+
+@dataclass(frozen=True)
+class HopperForwardPlan:
+    """A function of q, k and v for all calls of one kind. sign: of the scale."""
+
+    launch: Launch
+    sign: int
+
+    def __call__(self, q, k, v):
+        given = q
+        if self.sign != 1:
+            q = self.sign * q
+        o = torch.empty_like(given, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        # The queue belongs to one call: another may run at the same time on another stream.
+        taken = torch.zeros(1, dtype=torch.int32, device=q.device)
+        with runtime.on_device_of(q):
+            self.launch(q, k, v, o, lse, taken)
+        return o, lse
+
+
+def plan(q, k, v, is_causal: bool, scale: float, sign: int) -> HopperForwardPlan:
+    """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied
+    by.
+    """
+    (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
+    columns = columns_of(head_dim)
+    shape = SHAPES[columns]
+    heads, group = batch * heads_q, heads_q // heads_kv
+    together = 1
+    if is_causal:
+        of_a_head = 2 * seq_k * columns * q.itemsize // group
+        together = min(heads, max(1, CACHED // of_a_head))
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
+    tiles = cdiv(seq_q, shape["CONSUMERS"] * ROWS.value) * heads
+    programs = min(tiles, configs.multiprocessors(q.device.index))
+    sizes = dict(
+        heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
+        BLOCK_D=columns, BLOCK_N=BLOCK_N, IS_CAUSAL=is_causal, MASKED=is_causal or seq_k % BLOCK_N != 0, **shape,
+    )  # fmt: skip
+    boxes = [
+        in_heads(t, n, columns)
+        for t, n in ((q, ROWS.value), (k, BLOCK_N), (v, BLOCK_N), (o, ROWS.value))
+    ]
+    options = dict(num_warps=4, maxnreg=REGISTERS[columns])
+    launch = Launch(_attn_fwd_hopper_kernel, programs, sizes, options, boxes)
+    with runtime.on_device_of(q):
+        if not runtime.recording:
+            launch.compile(q, k, v, o, lse, taken)
+    return HopperForwardPlan(launch, sign)

@@ -7,35 +7,43 @@ aggregate: a class whose fields may be tensors, descriptors and shared memory, a
 pass around. Triton's own Gluon kernels import it by the same private name.
 """
 
+from phase5_tuning.launch import Described, head_tiles
+
+import torch
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.language.core import _aggregate as aggregate
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+def in_heads(t: torch.Tensor, rows: int, columns: int) -> Described:
+    """Tiles of rows x columns of one head, for Gluon: in shared memory their 16-byte pieces are
+    swizzled in rows of 128 bytes, as wgmma reads them.
+    """
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return Described(TensorDescriptor(t, *head_tiles(t, rows, columns), layout))
+
+
+def in_rows(t: torch.Tensor, tile: list[int]) -> Described:
+    """Tiles of a contiguous fp32 tensor of one axis or two."""
+    swizzle = 128 if t.dim() == 2 else 0
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=32, rank=t.dim())
+    return Described(TensorDescriptor(t, list(t.shape), list(t.stride()), tile, layout))
 
 
 FIRST_ID = gl.constexpr(8)  # hardware has barriers 0 to 15, and Triton hands out the low ones
 
 
 @gluon.constexpr_function
-def _named_barrier(what, name, threads):
-    return f"bar.{what} {name}, {threads}; mov.b32 $0, $1;"
+def _named_barrier(name, threads):
+    return f"bar.sync {name}, {threads}; mov.b32 $0, $1;"
 
 
 @gluon.jit
-def await_named(NAME: gl.constexpr, THREADS: gl.constexpr):
-    """Wait until THREADS threads of the program, this warpgroup's among them, have come to barrier
-    NAME.
-    """
-    code: gl.constexpr = _named_barrier("sync", FIRST_ID + NAME, THREADS)
-    zero = gl.to_tensor(0)
-    gl.inline_asm_elementwise(code, "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def arrive_named(NAME: gl.constexpr, THREADS: gl.constexpr):
-    """Be counted at barrier NAME, and go on."""
-    code: gl.constexpr = _named_barrier("arrive", FIRST_ID + NAME, THREADS)
+def meet(NAME: gl.constexpr, THREADS: gl.constexpr):
+    """Wait until THREADS threads of the program, this warpgroup's among them, have come here."""
+    code: gl.constexpr = _named_barrier(FIRST_ID + NAME, THREADS)
     zero = gl.to_tensor(0)
     gl.inline_asm_elementwise(code, "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -69,8 +77,8 @@ def _acquire(count_ptr):
 
 
 @gluon.jit
-def release_count(count_ptr, count):
-    """Store a number for other programs, after what this warp's TMA wrote has arrived in memory.
+def release_count(count_ptr):
+    """Add 1 to the number in memory, after what this warp's TMA wrote has arrived there.
     (`tma.store_wait` only waits until it has left shared memory.)
     """
     gl.inline_asm_elementwise(
@@ -81,9 +89,8 @@ def release_count(count_ptr, count):
         bar.warp.sync 0xffffffff;
         mov.u32 lane, %laneid;
         setp.eq.u32 first, lane, 0;
-        fence.proxy.async;
-        @first st.release.gpu.global.b32 [$1], $2;
+        @first red.release.gpu.global.add.s32 [$1], 1;
         mov.b32 $0, 0;
         }""",
-        "=r,l,r", [count_ptr.to(gl.int64), count], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l", [count_ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip

@@ -57,24 +57,32 @@ def facts(*tensors: torch.Tensor) -> tuple:
 class Described:
     """A tensor's shape, strides and tile for the tensor memory accelerator, without its address."""
 
-    def __init__(self, t: torch.Tensor, block: int):
-        """Tiles of `block` rows of one head. All four axes are described, so that nothing
-        outside a head is read.
-        """
-        steps = [s if n > 1 else 16 for s, n in zip(t.stride(), t.shape, strict=True)]
-        # The step along an axis of one is never taken: any that is a multiple of 16 bytes will do.
-        box = [1, 1, block, configs.padded(t.shape[3])]
-        self._fields = dict(
-            vars(TensorDescriptor(t, list(t.shape), [*steps[:3], 1], box)), base=None
-        )
+    def __init__(self, descriptor):
+        """descriptor: Triton's or Gluon's TensorDescriptor of a tensor like those to come."""
+        self._kind, self._fields = type(descriptor), dict(vars(descriptor), base=None)
 
-    def at(self, t: torch.Tensor) -> TensorDescriptor:
+    def at(self, t: torch.Tensor):
         """The descriptor of a tensor of the same shape, strides and dtype, whose address is a
         multiple of 16 bytes.
         """
-        made = object.__new__(TensorDescriptor)  # it has been checked once
+        made = object.__new__(self._kind)  # it has been checked once
         made.__dict__.update(self._fields, base=t)
         return made
+
+
+def head_tiles(t: torch.Tensor, rows: int, columns: int) -> tuple[list[int], list[int], list[int]]:
+    """(shape, strides, tile) of a descriptor whose tiles are so many rows of one head.
+
+    columns: at least head_dim. All four axes are described, so that nothing outside a head is read or written.
+    """
+    # The step along an axis of one is never taken: any that is a multiple of 16 bytes will do.
+    steps = [s if n > 1 else 16 for s, n in zip(t.stride(), t.shape, strict=True)]
+    return list(t.shape), [*steps[:3], 1], [1, 1, rows, columns]
+
+
+def described(t: torch.Tensor, rows: int) -> Described:
+    """Tiles of so many rows of one head, for Triton."""
+    return Described(TensorDescriptor(t, *head_tiles(t, rows, configs.padded(t.shape[3]))))
 
 
 class Launch:

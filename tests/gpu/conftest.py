@@ -1,7 +1,19 @@
 """Some tests here fill most of a GPU, and other processes may hold a part of it."""
 
+import faulthandler
+import sys
+
 import pytest
 import torch
+
+LIMIT = 300  # seconds: a kernel that hangs ends the process, and with it the kernel
+
+
+@pytest.fixture(autouse=True)
+def _no_test_hangs():
+    faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,9 @@ def tuned(q, k, v, *, is_causal, scale, enable_gqa):
 
 @contextlib.contextmanager
 def tiles_for(programs):
-    """Inside it, calls of any size take the tiles that are meant for few programs, or for many."""
+    """Inside it, calls take the last rung, with the tiles that are meant for few programs, or for
+    many.
+    """
 
     def pick(choice, is_causal, tiles):
         many = choice.causal if is_causal else choice.full
@@ -48,6 +50,7 @@ def tiles_for(programs):
 
     limits = (1e9, 1e9) if programs == "few" else (0, 0)  # for a GPU that the table does not know
     with (
+        mock.patch.dict(os.environ, FLASH_ATTENTION_HOPPER="0"),
         mock.patch.object(configs.Choice, "pick", pick),
         mock.patch.object(configs, "FEW", limits),
         without_plans(),
@@ -57,8 +60,11 @@ def tiles_for(programs):
 
 @contextlib.contextmanager
 def gpu_of_the_table(known):
-    """Inside it, the GPU counts as the one that was measured, or as another; yields the plans."""
+    """Inside it, the GPU counts as the one that was measured, or as another, and the last rung is
+    taken; yields the plans.
+    """
     with (
+        mock.patch.dict(os.environ, FLASH_ATTENTION_HOPPER="0"),
         mock.patch.object(configs, "was_measured", return_value=known),
         mock.patch.object(configs, "_measured", {}),
         without_plans() as plans,
