@@ -46,6 +46,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# P is held 2^14 times as large: below 2^-14, fp16 loses bits. What is multiplied by it is as much
+# smaller.
+P_SCALE_LOG2 = gl.constexpr(14.0)
+P_SCALE = gl.constexpr(2.0**14)
 CONSUMERS = gl.constexpr(2)
 WRITERS = gl.constexpr(2)
 
@@ -56,8 +60,8 @@ def _attn_bwd_hopper_rows_kernel(
     stride_o, stride_do, heads_q, seq_q, padded_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """LSE and delta of a tile of queries, as `_attn_bwd_rows_kernel`; and everything that
-    `_attn_bwd_hopper_kernel` counts and adds up, set to 0.
+    """LSE and delta of a tile of queries, as `_attn_bwd_rows_kernel`, for a P that is P_SCALE times
+    as large; and everything that `_attn_bwd_hopper_kernel` counts and adds up, set to 0.
 
     Grid: (padded_q / BLOCK_M * batch * heads_q,), so that each program has a query tile's counter.
     Program 0 clears the ticket, which follows the counters. Rows beyond seq_q get an LSE of +inf:
@@ -78,10 +82,10 @@ def _attn_bwd_hopper_rows_kernel(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + rows, mask=offs_m < seq_q, other=0.0)
     lse = tl.load(lse_ptr + rows, mask=offs_m < seq_q, other=float("-inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E - P_SCALE_LOG2)
     rows = pid_bh.to(tl.int64) * padded_q + offs_m
     tl.store(row_lse_ptr + rows, lse)
-    tl.store(delta_ptr + rows, delta)
+    tl.store(delta_ptr + rows, delta / P_SCALE)
     tl.store(count_ptr + pid, 0)
     if pid == 0:
         tl.store(count_ptr + tl.num_programs(0), 0)
@@ -333,9 +337,10 @@ def _add_queries(
         p = gl.where(visible, p, 0.0)
     p16 = gl.convert_layout(p.to(DTYPE), LEFT, assert_trivial=True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    p = gl.convert_layout(p16, S, assert_trivial=True).to(gl.float32)
+    if BLOCK_D == 64:  # frees the registers of p, of which BLOCK_M = 128 takes 64
+        p = gl.convert_layout(p16, S, assert_trivial=True).to(gl.float32)
     delta = gl.expand_dims(memory.delta.index(slot).load(QUERIES), 0)
-    ds = (p * (dp - delta)).to(DTYPE)
+    ds = (p * (dp / P_SCALE - delta)).to(DTYPE)
     ds_all.slice(ME * ROWS, ROWS).store(ds)
     ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
     dv_soon = warpgroup_mma(p16, do, dv, is_async=True)
@@ -389,7 +394,7 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, ME: gl.constexpr):
     dk_tile = memory.k.reshape((CONSUMERS * ROWS, BLOCK_D)).slice(ME * ROWS, ROWS)
     dv_tile = memory.v.reshape((CONSUMERS * ROWS, BLOCK_D)).slice(ME * ROWS, ROWS)
     dk_tile.store((dk * scale).to(DTYPE))
-    dv_tile.store(dv.to(DTYPE))
+    dv_tile.store((dv / P_SCALE).to(DTYPE))
     fence_async_shared()
     row = start_n + ME * ROWS
     if row < work.seq_k:

@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate as aggregate  # noqa: F401  for the kernels
 
 
 def in_heads(t: torch.Tensor, rows: int, columns: int) -> Described:
