@@ -112,7 +112,12 @@ def _plan(
         return partial(backward_in_base_e, is_causal=is_causal, scale=scale, needs=needs)
 
     on_a_rung = any((dkdv_kernel, dq_kernel, dkdv_config, dq_config))
-    if not on_a_rung and all(needs) and hopper_backward.takes(q, k, v, do):
+    if (
+        not on_a_rung
+        and all(needs)
+        and hopper_backward.takes(q, k, v, do)
+        and hopper_backward.pays(q, k)
+    ):
         return hopper_backward.plan(q, k, v, o, lse, do, dlse, is_causal, scale)
     dkdv_kernel = dkdv_kernel or _attn_bwd_dkdv_descriptors_kernel
     dq_kernel = dq_kernel or _attn_bwd_dq_descriptors_kernel

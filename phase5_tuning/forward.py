@@ -109,7 +109,7 @@ def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
         return partial(forward_in_base_e, is_causal=is_causal, scale=sign * scale, enable_gqa=True)
 
     if kernel is None:
-        if config is None and hopper_forward.takes(q, k, v):
+        if config is None and hopper_forward.takes(q, k, v) and hopper_forward.pays(q, q.shape[2]):
             return hopper_forward.plan(q, k, v, is_causal, scale, sign)
         kernel = _attn_fwd_descriptors_kernel
     given, (q, k, v) = (q, k, v), _as_kernels_take(q, k, v, sign)

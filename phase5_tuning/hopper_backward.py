@@ -468,6 +468,7 @@ def _attn_bwd_hopper_kernel(
 
 
 BLOCK_M = {64: 128, 128: 64}  # by head_dim, padded
+FEW = {64: 1.5, 128: 1.5}  # as hopper_forward's
 STAGES = 2
 MOST_TOGETHER = 16
 
@@ -513,12 +514,17 @@ class HopperBackwardPlan:
 
 
 def takes(q, k, v, do) -> bool:
-    """As `hopper_forward.takes`; and no more rows than a coordinate can count."""
+    """As `hopper_forward.takes`, and no more rows than a coordinate can count."""
     tiles_m = cdiv(q.shape[2], BLOCK_M[64])
     return (
         hopper_forward.takes(q, k, v, do)
         and q.shape[0] * q.shape[1] * tiles_m * BLOCK_M[64] < 2**31
     )
+
+
+def pays(q, k) -> bool:
+    """True if the Hopper kernel is faster than the last rungs."""
+    return hopper_forward.pays(q, k.shape[2], FEW)
 
 
 def plan(q, k, v, o, lse, do, dlse, is_causal: bool, scale: float) -> HopperBackwardPlan:

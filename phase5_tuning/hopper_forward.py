@@ -404,14 +404,20 @@ def columns_of(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
+# Measured on an H200: with fewer tiles of 64 rows for each multiprocessor, the last rung's small
+# tiles are faster; up to this head_dim, its narrow ones.
+FEW = {64: 3.0, 128: 2.0}
+NARROW = 32
+
+
 def enabled() -> bool:
     """False where FLASH_ATTENTION_HOPPER=0 has turned these kernels off."""
     return os.environ.get("FLASH_ATTENTION_HOPPER") != "0"
 
 
 def takes(*tensors: torch.Tensor) -> bool:
-    """True if the Hopper kernels are for these tensors and this GPU: compute capability 9.0, fp16
-    or bf16, head_dim a multiple of 8 up to 128, rows as descriptors want them.
+    """True if the Hopper kernels can take these tensors on this GPU: compute capability 9.0, fp16 or
+    bf16, head_dim a multiple of 8 up to 128, rows as descriptors want them.
     """
     q = tensors[0]
     return (
@@ -424,6 +430,15 @@ def takes(*tensors: torch.Tensor) -> bool:
         and q.shape[3] % 8 == 0
         and descriptors_allowed(*tensors)
     )
+
+
+def pays(q: torch.Tensor, length: int, few: dict[int, float] = FEW) -> bool:
+    """True if the Hopper kernels are faster than the last rung. length: of the rows that programs
+    share out, queries or keys.
+    """
+    tiles = q.shape[0] * q.shape[1] * cdiv(length, 64)
+    enough = tiles >= few[columns_of(q.shape[3])] * configs.multiprocessors(q.device.index)
+    return q.shape[3] > NARROW and enough
 
 
 @dataclass(frozen=True)

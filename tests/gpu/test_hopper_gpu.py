@@ -7,6 +7,7 @@ import itertools
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
+from phase5_tuning import backward as backward_module
 from phase5_tuning import forward as forward_module
 from phase5_tuning import hopper_backward, hopper_forward
 from phase5_tuning.attention import FlashAttention
@@ -25,6 +26,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs comp
 DTYPES = pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+
+
+@pytest.fixture(autouse=True)
+def _calls_of_any_size():
+    """Small calls take the kernels too."""
+    with (
+        mock.patch.object(hopper_forward, "NARROW", 0),
+        mock.patch.dict(hopper_forward.FEW, {64: 0, 128: 0}),
+        mock.patch.dict(hopper_backward.FEW, {64: 0, 128: 0}),
+    ):
+        yield
 
 
 def attention(q, k, v, *, is_causal, scale, enable_gqa):
@@ -177,6 +189,14 @@ def test_which_calls_take_them(monkeypatch):
     monkeypatch.delenv("FLASH_ATTENTION_HOPPER")
     with mock.patch.object(hopper_forward.configs, "capability", return_value=(10, 0)):
         assert not hopper_forward.takes(q, k, v)
+
+
+def test_few_tiles_and_narrow_heads_take_the_last_rung():
+    with mock.patch.dict(hopper_forward.FEW, {64: 3.0}), mock.patch.dict(hopper_backward.FEW, {64: 1.5}):
+        assert kinds_of(*make_qkv(1, 1, 1000, 64)) == [forward_module.ForwardPlan, backward_module.BackwardPlan]
+        assert kinds_of(*make_qkv(8, 16, 1000, 64)) == [HopperForwardPlan, HopperBackwardPlan]
+    with mock.patch.object(hopper_forward, "NARROW", 32):
+        assert HopperForwardPlan not in kinds_of(*make_qkv(8, 16, 1000, 32))
 
 
 def test_the_switch_is_read_in_every_call(monkeypatch):
