@@ -18,6 +18,7 @@ class Phase:
     modules: tuple[str, ...]  # in reading order
     kernels: dict[str, tuple[str, str]]
     notebook: str
+    chapters: tuple[str, ...] = ()  # notebooks that follow the first, in reading order
 
     @property
     def number(self) -> int:
@@ -29,6 +30,11 @@ class Phase:
     @property
     def notebook_path(self) -> Path:
         return ROOT / self.folder / self.notebook
+
+    @property
+    def notebook_paths(self) -> tuple[Path, ...]:
+        """All notebooks, in reading order."""
+        return tuple(ROOT / self.folder / name for name in (self.notebook, *self.chapters))
 
 
 # Phase 5's rungs: the kernels that each of them changed, as (module, name).
@@ -99,6 +105,7 @@ PHASES = (
         ),
         RUNGS["descriptors"],
         "tuning.ipynb",
+        ("hopper.ipynb",),
     ),
 )
 

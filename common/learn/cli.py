@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from common import phases
@@ -102,7 +103,7 @@ def run(
     with Progress(*columns, console=console) as progress:
         for phase in _chosen(name):
             steps.append(_verify_phase(phase, progress))
-            steps.append(_run_notebook(phase, progress))
+            steps += [_run_notebook(phase, path, progress) for path in phase.notebook_paths]
     table = Table(title="Summary (z: the worst of all cases, limit 6)", title_justify="left")
     for column in ("phase", "checked", "passed", "z", "time", "verdict"):
         table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")
@@ -186,21 +187,21 @@ def _verify_phase(phase: phases.Phase, progress: Progress) -> _Step:
     )
 
 
-def _run_notebook(phase: phases.Phase, progress: Progress) -> _Step:
+def _run_notebook(phase: phases.Phase, path: Path, progress: Progress) -> _Step:
     from common.learn import notebooks
 
     start = time.perf_counter()
-    task = progress.add_task(f"phase {phase.number}: {phase.notebook}", total=None)
+    task = progress.add_task(f"phase {phase.number}: {path.name}", total=None)
     ran = [0, 0]
 
     def on_cell(done, total):
         ran[:] = done, total
         progress.update(task, total=total, completed=done)
 
-    error = notebooks.execute(phase.notebook_path, on_cell=on_cell)
+    error = notebooks.execute(path, on_cell=on_cell)
     return _Step(
         phase=str(phase.number),
-        checked=phase.notebook,
+        checked=path.name,
         cases=f"{ran[0]}/{ran[1]}",
         z=None,
         seconds=time.perf_counter() - start,

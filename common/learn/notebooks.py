@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common.phases import ROOT
+from common.phases import PHASES, ROOT
 
 import nbformat
 from nbclient import NotebookClient
@@ -27,7 +27,11 @@ METADATA = {
 
 def find(names: list[str] | None = None) -> list[Path]:
     """The notebooks of the course in order; with names, those whose path contains one of them."""
-    paths = sorted(ROOT.glob("phase*/*.ipynb"))
+    order = [path for phase in PHASES for path in phase.notebook_paths]
+    paths = sorted(
+        ROOT.glob("phase*/*.ipynb"),
+        key=lambda p: (p.parent, order.index(p) if p in order else -1, p),
+    )
     return [p for p in paths if not names or any(n in str(p.relative_to(ROOT)) for n in names)]
 
 

@@ -1,0 +1,292 @@
+"""Pictures of phase 5's second chapter: what is under way at the same time, who holds what, and in
+which order."""
+
+from collections.abc import Mapping, Sequence
+
+from common import style
+from common.measure.records import describe
+from common.style import COLORS, TINT
+from phase5_tuning import listing
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.patches import Patch, Rectangle
+
+# --- 1 and 5. turns of a loop -------------------------------------------------------------------------------------
+
+LANES = ("copy under way", "product under way", "exponentials")
+PRODUCTS = {
+    "S": dict(facecolor=COLORS["tiled"]),
+    "PV": dict(facecolor=COLORS["v"], hatch="//"),
+}
+
+
+def turns(bodies: Mapping[str, Sequence[listing.Instruction]]) -> None:
+    """Turns of loops in machine code, one strip each: what may be under way at which instruction.
+
+    bodies: title -> the instructions of a turn
+    """
+    style.use()
+    fig, axes = plt.subplots(
+        len(bodies), 1, figsize=(8.6, 1.75 * len(bodies) + 0.7), layout="constrained", squeeze=False
+    )
+    for ax, (title, body) in zip(axes[:, 0], bodies.items(), strict=True):
+        taken = [0.0, 0.0]  # up to where the two halves of the lane of products are drawn
+        for name, first, last in listing.under_way(body):
+            if name == "copy":
+                y, height, look = 2.1, 0.8, dict(facecolor=COLORS["k"])
+            else:
+                half = 0 if first >= taken[0] else 1
+                taken[half] = last
+                y, height, look = 1.5 - 0.4 * half, 0.38, PRODUCTS[name]
+            box = Rectangle((first, y), max(last - first, 1), height, edgecolor="white", **look)
+            ax.add_patch(box)
+        at = [n for n, x in enumerate(body) if x.what == "exponential"]
+        ax.vlines(at, 0.1, 0.85, color=COLORS["state"], linewidth=1)
+        ax.set_xlim(0, len(body))
+        ax.set_ylim(0, 3)
+        ax.set_yticks([2.5, 1.5, 0.5], LANES)
+        ax.tick_params(axis="y", length=0)
+        for y in (1, 2):
+            ax.axhline(y, color=COLORS["faint"], linewidth=0.8)
+        ax.set_title(title, fontsize=10)
+    axes[-1, 0].set_xlabel("instruction of one turn, in the order of the listing")
+    handles = [
+        Patch(**PRODUCTS["S"], edgecolor="white", label="left factor in shared memory"),
+        Patch(**PRODUCTS["PV"], edgecolor="white", label="left factor in registers"),
+    ]
+    fig.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
+    plt.show()
+
+
+def busy(units: Mapping[str, Mapping[str, float]]) -> None:
+    """Clocks of each unit of a multiprocessor for one turn. units: title -> unit -> clocks."""
+    _, ax = style.new(7.4, 0.55 * len(units) + 1.4)
+    looks = {
+        "S": dict(color=COLORS["tiled"]),
+        "softmax": dict(color=COLORS["state"], hatch="..", edgecolor="white"),
+        "PV": dict(color=COLORS["v"], hatch="//", edgecolor="white"),
+    }
+    left = np.zeros(len(units))
+    for name, look in looks.items():
+        widths = np.array([unit[name] for unit in units.values()])
+        bars = ax.barh(list(units), widths, 0.6, left=left, label=name, **look)
+        for bar, width in zip(bars, widths, strict=True):
+            middle = bar.get_x() + width / 2, bar.get_y() + 0.3
+            ax.text(
+                *middle, f"{width:.0f}", ha="center", va="center", fontsize=9,
+                bbox=dict(facecolor="white", edgecolor="none", pad=1),
+            )  # fmt: skip
+        left += widths
+    ax.invert_yaxis()
+    ax.set_xlabel("clocks, if one follows the other")
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9)
+    plt.show()
+
+
+# --- 2. the ring --------------------------------------------------------------------------------------------------
+
+
+def pairs(tiles: int, stages: int) -> None:
+    """The pairs of one tile of queries: which keys and values each has, and in which slot it lands."""
+    _, ax = style.new(8.4, 2.7)
+    style.blank(ax)
+    for pair in range(tiles + 1):
+        for row, (letter, j) in enumerate((("K", tiles - 1 - pair), ("V", tiles - pair))):
+            there = 0 <= j < tiles
+            style.box(
+                ax, pair * 1.25, 1.1 - row, f"{letter}{j}" if there else "-",
+                width=1.1, height=0.9, size=11,
+                color=TINT[letter.lower()] if there else "white", edge=COLORS["ink"],
+            )  # fmt: skip
+        slot, parity = pair % stages, pair // stages & 1
+        under = f"slot {slot}\nparity {parity}"
+        ax.text(pair * 1.25 + 0.55, -0.15, under, ha="center", va="top", fontsize=9)
+        ax.text(pair * 1.25 + 0.55, 2.1, f"pair {pair}", ha="center", va="bottom", fontsize=9)
+    ax.set_xlim(-0.2, (tiles + 1) * 1.25)
+    ax.set_ylim(-1.1, 2.6)
+    ax.set_title(f"{tiles} tiles of keys, from right to left, in a ring of {stages} slots", pad=2)
+    plt.show()
+
+
+# --- 3. layouts ---------------------------------------------------------------------------------------------------
+
+
+def quads(owner: np.ndarray, needs: np.ndarray) -> None:
+    """Which thread holds which element of 16 rows and 16 columns of S, and which thread must hold it
+    in P. owner, needs: (rows, columns) of thread numbers in the warp.
+    """
+    style.use()
+    _, axes = plt.subplots(1, 2, figsize=(9.2, 4.4), layout="constrained", sharey=True)
+    titles = "S: what the product leaves", "P: what the next product takes"
+    for ax, threads, title in zip(axes, (owner, needs), titles, strict=True):
+        for (row, column), thread in np.ndenumerate(threads):
+            shade = ("#FFFFFF", "#DDE8F0", "#A9C8DF", "#6FA6CC")[thread % 4]
+            style.box(ax, column, row, f"{thread}", color=shade, size=7, edge=COLORS["s"], line=0.4)
+        ax.set_xlim(0, threads.shape[1])
+        ax.set_ylim(threads.shape[0], 0)
+        ax.set_xticks(np.arange(0, 16, 2) + 0.5, range(0, 16, 2))
+        ax.set_yticks(np.arange(0, 16, 2) + 0.5, range(0, 16, 2))
+        ax.set_xlabel("key (column)")
+        ax.set_title(title, fontsize=10)
+    axes[0].set_ylabel("query (row)")
+    plt.show()
+
+
+# --- 4. registers -------------------------------------------------------------------------------------------------
+
+
+def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) -> None:
+    """How the registers of a multiprocessor are shared out, a bar a way.
+
+    parts: way -> (who, registers of a thread) of each four warps. limit: what there is.
+    """
+    _, ax = style.new(8.4, 0.55 * len(parts) + 1.2)
+    colors = {"consumer": TINT["q"], "producer": TINT["k"], "any": TINT["s"]}
+    for y, (_, groups) in enumerate(parts.items()):
+        left = 0
+        for who, registers in groups:
+            kind = who.split()[0] if who.split()[0] in colors else "any"
+            style.box(
+                ax, left, y - 0.35, f"{who}\n{registers}" if registers > 40 else f"{registers}",
+                width=registers, height=0.7, color=colors[kind], size=8, edge=COLORS["ink"],
+            )  # fmt: skip
+            left += registers
+    ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.2)
+    ax.text(limit, -0.62, f"{limit}", ha="center", va="bottom", fontsize=9)
+    ax.set_yticks(range(len(parts)), parts)
+    ax.set_ylim(len(parts) - 0.5, -0.6)
+    most = max(sum(n for _, n in groups) for groups in parts.values())
+    ax.set_xlim(0, 1.04 * max(limit, most))
+    ax.set_xlabel("registers, in units of 128 (one for each thread of four warps)")
+    plt.show()
+
+
+# --- 6. the order of tiles ----------------------------------------------------------------------------------------
+
+
+def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
+    """Grids of numbers, dark for late ones; NaN for none. grids: title -> (rows, columns)."""
+    style.use()
+    widths = [grid.shape[1] for grid in grids.values()]
+    height = max(grid.shape[0] for grid in grids.values())
+    _, axes = plt.subplots(
+        1, len(grids), figsize=(min(9, 0.5 * sum(widths) + 1.2), 0.45 * height + 1.0),
+        layout="constrained", squeeze=False, width_ratios=widths,
+    )  # fmt: skip
+    most = max(np.nanmax(grid) for grid in grids.values())
+    for ax, (title, grid) in zip(axes[0], grids.items(), strict=True):
+        for (row, column), number in np.ndenumerate(grid):
+            if np.isnan(number):
+                continue
+            shade = 0.92 - 0.7 * number / max(most, 1)
+            style.box(
+                ax, column, row, f"{number:.0f}", color=(shade, shade, 1 - 0.3 * (1 - shade)),
+                ink="white" if shade < 0.55 else COLORS["ink"], size=8,
+            )  # fmt: skip
+        rows, columns = grid.shape
+        ax.set_xlim(0, columns)
+        ax.set_ylim(rows, 0)
+        ax.set_xticks(np.arange(columns) + 0.5, range(columns))
+        ax.set_yticks(np.arange(rows) + 0.5, range(rows))
+        ax.tick_params(length=0)
+        for side in ax.spines.values():
+            side.set_visible(False)
+        ax.set_title(title, fontsize=10)
+        ax.set_xlabel(xlabel)
+    axes[0, 0].set_ylabel(ylabel)
+    plt.show()
+
+
+# --- 7. the backward pass -----------------------------------------------------------------------------------------
+
+
+def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> None:
+    """KiB of shared memory of a program, by tile. parts: title -> tile -> KiB."""
+    _, ax = style.new(8.6, 0.6 * len(parts) + 1.3)
+    colors = {
+        "K, V": TINT["k"],
+        "Q": TINT["q"],
+        "dO": TINT["o"],
+        "dS": TINT["s"],
+        "dQ": TINT["v"],
+        "LSE, delta": TINT["state"],
+    }
+    for y, tiles in enumerate(parts.values()):
+        left = 0.0
+        for name, kib in tiles.items():
+            text = f"{name}\n{kib:.0f}" if kib > 12 else ""
+            style.box(
+                ax, left, y - 0.36, text, width=kib, height=0.72, color=colors[name], size=8,
+                edge=COLORS["ink"],
+            )  # fmt: skip
+            left += kib
+    ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.2)
+    ax.text(limit, -0.55, f"{limit:.0f}", ha="center", va="bottom", fontsize=9)
+    ax.set_yticks(range(len(parts)), parts)
+    ax.set_ylim(len(parts) - 0.5, -0.6)
+    ax.set_xlim(0, 1.04 * limit)
+    ax.set_xlabel("KiB of shared memory (the thin piece at the end: LSE and delta)")
+    plt.show()
+
+
+def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None:
+    """Relative error of P in fp16, against P; errors: way -> the error at each p."""
+    _, ax = style.new(7.6, 3.4)
+    for (name, values), look in zip(
+        errors.items(),
+        (dict(color=COLORS["bad"], linestyle="--"), dict(color=COLORS["tiled"])),
+        strict=True,
+    ):
+        ax.plot(p, values, label=name, **look)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
+    ax.set_xlabel("P, a probability")
+    ax.set_ylabel("largest relative error")
+    ax.axvline(2.0**-14, color=COLORS["limit"], linewidth=1, linestyle=":")
+    ax.text(2.0**-13.8, ax.get_ylim()[1] / 2, "$2^{-14}$", fontsize=9, va="top")
+    ax.legend(loc="upper right")
+    plt.show()
+
+
+# --- 8. what is reached -------------------------------------------------------------------------------------------
+
+_LOOKS = (
+    dict(color=COLORS["s"], hatch="..", edgecolor="white"),
+    dict(color=COLORS["tiled"]),
+    dict(color=COLORS["peer"], hatch="//", edgecolor="white"),
+    dict(color=COLORS["k"], hatch="xx", edgecolor="white"),
+    dict(color=COLORS["v"], hatch="\\\\", edgecolor="white"),
+)
+
+
+def reached(record: dict, providers: Mapping[str, str], seq: int) -> None:
+    """TFLOP/s of both passes at one length, a bar a provider. providers: in the record -> in the
+    picture, at most five.
+    """
+    style.use()
+    fig, axes = plt.subplots(2, 1, figsize=(8.8, 5.6), layout="constrained", sharex=True)
+    cases = [(d, c) for d in (64, 128) for c in (False, True)]
+    width = 0.84 / len(providers)
+    for ax, (mode, title) in zip(axes, (("fwd", "forward"), ("bwd", "backward")), strict=True):
+        for n, ((provider, name), look) in enumerate(zip(providers.items(), _LOOKS, strict=False)):
+            found = {
+                (r["head_dim"], r["is_causal"]): r["tflops"]
+                for r in record["rows"]
+                if (r["provider"], r["seq"], r["mode"]) == (provider, seq, mode) and "tflops" in r
+            }
+            x = np.arange(len(cases)) + (n - (len(providers) - 1) / 2) * width
+            heights = [found.get(case, 0) for case in cases]
+            ax.bar(x, heights, 0.92 * width, label=name, **look)
+            for at, height in zip(x, heights, strict=True):
+                if height:
+                    ax.text(at, height + 6, f"{height:.0f}", ha="center", fontsize=7)
+        ax.set_title(f"{title}, seq {seq}", fontsize=10)
+        ax.set_ylabel("TFLOP/s")
+        ax.set_ylim(0, 1.15 * ax.get_ylim()[1])
+    axes[0].legend(loc="upper left", ncols=len(providers), fontsize=8)
+    axes[1].set_xticks(
+        range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases]
+    )
+    fig.supxlabel(describe(record).replace("`", ""), fontsize=7, color=COLORS["ink"], wrap=True)
+    plt.show()
