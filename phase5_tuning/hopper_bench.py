@@ -1,7 +1,7 @@
 """The Hopper kernels beside their peers, and with one idea taken away at a time: `python -m
 phase5_tuning.hopper_bench`, arguments as phase5_tuning.bench.
 
-    --provider sdpa-cudnn,flash-attn-4,flash-attn-4-det,hopper,"hopper, any order"
+    --provider sdpa-cudnn,flash-attn-4,flash-attn-4-det,hopper,"hopper in any order"
     --provider "hopper: no overlap,..."    the forward pass without one of its ideas
 """
 
@@ -66,7 +66,7 @@ IDEAS = {
     "head by head": dict(together=1),
     "all heads together": dict(together=2**31 - 1),
 }
-bench.PROVIDERS |= {"hopper, any order": _InAnyOrder.apply}
+bench.PROVIDERS |= {"hopper in any order": _InAnyOrder.apply}
 bench.PROVIDERS |= {
     f"hopper: {what}": functools.partial(without, changes) for what, changes in IDEAS.items()
 }
