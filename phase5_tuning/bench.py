@@ -322,7 +322,7 @@ def arguments(argv=None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv=None) -> int:
+def main(argv=None, kernels=KERNELS, settings=SETTINGS) -> int:
     from rich.console import Console
 
     args = arguments(argv)
@@ -340,11 +340,11 @@ def main(argv=None) -> int:
         )
         code = records.main(
             "phase5_tuning",
-            KERNELS,
+            kernels,
             lambda: rows.extend(run(args)) or rows,
             argv,
             packages,
-            SETTINGS,
+            settings,
         )
     else:
         rows, code = run(args), 0

@@ -507,7 +507,7 @@ class HopperBackwardPlan:
         if self.seen_k < k.shape[2]:
             dk[:, :, self.seen_k :], dv[:, :, self.seen_k :] = 0.0, 0.0
         with runtime.on_device_of(q):
-            self.rows(o, do, lse.resolve_neg(), dlse, row_lse, delta, dq_sum, count)
+            self.rows(o.resolve_neg(), do, lse.resolve_neg(), dlse, row_lse, delta, dq_sum, count)
             self.fused(q, k, v, do, row_lse, delta, dq_sum, dk, dv, count)
             self.dq(dq_sum, dq)
         return dq, dk, dv

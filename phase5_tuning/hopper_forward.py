@@ -429,6 +429,7 @@ def takes(*tensors: torch.Tensor) -> bool:
         and q.shape[3] <= 128
         and q.shape[3] % 8 == 0
         and descriptors_allowed(*tensors)
+        and not any(t.is_neg() for t in tensors)
     )
 
 
@@ -461,32 +462,31 @@ class HopperForwardPlan:
         return o, lse
 
 
-def plan(q, k, v, is_causal: bool, scale: float, sign: int) -> HopperForwardPlan:
-    """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied
-    by.
+def plan(q, k, v, is_causal: bool, scale: float, sign: int, **changes) -> HopperForwardPlan:
+    """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied by.
+
+    changes: to the arguments of the kernel, or `programs`, for measurements.
     """
+    q = q if sign == 1 else sign * q
     (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
     columns = columns_of(head_dim)
-    shape = SHAPES[columns]
     heads, group = batch * heads_q, heads_q // heads_kv
     together = 1
     if is_causal:
-        of_a_head = 2 * seq_k * columns * q.itemsize // group
+        of_a_head = max(1, 2 * seq_k * columns * q.itemsize // group)
         together = min(heads, max(1, CACHED // of_a_head))
+    sizes = dict(
+        heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
+        BLOCK_D=columns, BLOCK_N=BLOCK_N, IS_CAUSAL=is_causal, MASKED=is_causal or seq_k % BLOCK_N != 0,
+        programs=configs.multiprocessors(q.device.index), maxnreg=REGISTERS[columns], **SHAPES[columns],
+    ) | changes  # fmt: skip
+    options = dict(num_warps=4, maxnreg=sizes.pop("maxnreg"))
+    programs = min(sizes.pop("programs"), cdiv(seq_q, sizes["CONSUMERS"] * ROWS.value) * heads)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    tiles = cdiv(seq_q, shape["CONSUMERS"] * ROWS.value) * heads
-    programs = min(tiles, configs.multiprocessors(q.device.index))
-    sizes = dict(
-        heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
-        BLOCK_D=columns, BLOCK_N=BLOCK_N, IS_CAUSAL=is_causal, MASKED=is_causal or seq_k % BLOCK_N != 0, **shape,
-    )  # fmt: skip
-    boxes = [
-        in_heads(t, n, columns)
-        for t, n in ((q, ROWS.value), (k, BLOCK_N), (v, BLOCK_N), (o, ROWS.value))
-    ]
-    options = dict(num_warps=4, maxnreg=REGISTERS[columns])
+    rows = ROWS.value
+    boxes = [in_heads(t, n, columns) for t, n in ((q, rows), (k, BLOCK_N), (v, BLOCK_N), (o, rows))]
     launch = Launch(_attn_fwd_hopper_kernel, programs, sizes, options, boxes)
     with runtime.on_device_of(q):
         if not runtime.recording:

@@ -27,14 +27,15 @@ import triton
 
 
 def fingerprint(kernel) -> str:
-    """Hash of a kernel's source and of the jitted functions it calls: a record is stale when it
-    no longer matches.
+    """Hash of a kernel's source and of the jitted functions it calls, methods of its classes
+    included: a record is stale when it no longer matches.
     """
     seen, todo = {}, [kernel]
     while todo:
         kernel = todo.pop()
         seen[qualified(kernel)] = source(kernel)
-        used = (kernel.fn.__globals__.get(name) for name in kernel.fn.__code__.co_names)
+        used = [kernel.fn.__globals__.get(name) for name in kernel.fn.__code__.co_names]
+        used += [member for u in used for member in getattr(u, "hash_attrs", ())]
         todo += [
             k
             for k in used

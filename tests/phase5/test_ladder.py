@@ -3,13 +3,14 @@
 import itertools
 
 from common import make_qkv, phases, runtime, verify_results
-from common.measure import traffic
+from common.measure import offline, traffic
 from common.verify.inputs import LAYOUTS, make_tensor
 from phase3_forward import attention_forward as forward_in_base_e
 from phase4_backward import backward as phase4
 from phase5_tuning import cases, configs, launch
 from phase5_tuning.attention import FlashAttention, flash_attention
 from phase5_tuning.backward import attention_backward
+from phase5_tuning.dkdv_ladder import _attn_bwd_rows_kernel
 from phase5_tuning.forward import attention_forward
 from phase5_tuning.ladder import LADDER
 
@@ -86,9 +87,16 @@ def test_the_rungs_change_the_kernels_that_course_diff_shows():
 
 
 def test_the_last_rung_ships():
-    assert attention_forward.__kwdefaults__["kernel"] is LADDER[-1].forward
-    assert attention_backward.__kwdefaults__["dkdv_kernel"] is LADDER[-1].dkdv
-    assert attention_backward.__kwdefaults__["dq_kernel"] is LADDER[-1].dq
+    q, k, v = make_qkv(1, 2, 130, 64)
+    o, lse = attention_forward(q, k, v)
+    for call in (
+        lambda: attention_forward(q, k, v),
+        lambda: attention_backward(q, k, v, o, lse, o),
+    ):
+        names = {launch.name for launch in offline.record_launches(call)}
+        shipped = {LADDER[-1].forward, LADDER[-1].dkdv, LADDER[-1].dq, _attn_bwd_rows_kernel}
+        assert names
+        assert names <= {kernel.fn.__name__ for kernel in shipped}
 
 
 def test_only_the_first_rung_has_the_tiles_of_phases_3_and_4():
@@ -336,7 +344,7 @@ def test_trap14_descriptors_only_where_rows_are_aligned():
 @interpreted_only
 def test_a_descriptor_never_reaches_into_the_next_head():
     t, other = torch.arange(2.0 * 3 * 5 * 16).view(2, 3, 5, 16), torch.zeros(2, 3, 5, 16)
-    described = launch.Described(t, 8)
+    described = launch.described(t, 8)
     for tensor in (t, other):
         made = described.at(tensor)
         assert made.base is tensor
