@@ -1,4 +1,4 @@
-"""The model of a Hopper program, and the kernels' own rules of who has which tile and who adds when, in plain Python."""
+"""The model of a Hopper program; the kernels' own rules of who has which tile and who adds when, as plain Python."""
 
 import inspect
 import itertools
@@ -78,9 +78,7 @@ def possible(tiles_m, tiles_n, block_m, is_causal):
 
 
 SIZES = [
-    sizes
-    for sizes in itertools.product(range(1, 9), range(1, 9), (64, 128, 256), (False, True))
-    if possible(*sizes)
+    sizes for sizes in itertools.product(range(1, 9), range(1, 9), (64, 128, 256), (False, True)) if possible(*sizes)
 ]
 
 
@@ -336,20 +334,20 @@ def test_a_wrong_parity_deadlocks_or_races():
     def wrong(lap):
         return lap % 2 ^ 1
 
-    with pytest.raises(Deadlock, match="consumer waits since 0.00 us for parity 0 of full, in phase 0 with 0 of 1"):
+    with pytest.raises(Deadlock, match=r"consumer waits since 0\.00 us for parity 0 of full, in phase 0 with 0 of 1"):
         simulate(pair(right, right))
     with pytest.raises(Race, match="consumer reads tile 0 in place: it is not there"):
         simulate(pair(wrong, wrong))
     with pytest.raises(Race, match="producer overwrites place, which is in use"):
         simulate(pair(wrong, right))  # the consumer lets the place go before its product is done
-    with pytest.raises(Deadlock, match="producer waits since .* for parity 0 of empty"):
+    with pytest.raises(Deadlock, match=r"producer waits since .* for parity 0 of empty"):
         simulate(pair(wrong, right, laps=1) | pair(right, right))
 
 
 def test_who_is_never_let_go_waits():
+    actors = forward(64, 2, 2, True, tiles_n=4)
+    del actors["consumer 1"]
     with pytest.raises(Deadlock, match="of kv_empty"):
-        actors = forward(64, 2, 2, True, tiles_n=4)
-        del actors["consumer 1"]
         simulate(actors)
 
 
