@@ -4,7 +4,6 @@ which order."""
 from collections.abc import Mapping, Sequence
 
 from common import style
-from common.measure.records import describe
 from common.style import COLORS, TINT
 from phase5_tuning import listing
 
@@ -254,39 +253,40 @@ def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None
 _LOOKS = (
     dict(color=COLORS["s"], hatch="..", edgecolor="white"),
     dict(color=COLORS["tiled"]),
-    dict(color=COLORS["peer"], hatch="//", edgecolor="white"),
+    dict(color=COLORS["q"], hatch="//", edgecolor="white"),
     dict(color=COLORS["k"], hatch="xx", edgecolor="white"),
-    dict(color=COLORS["v"], hatch="\\\\", edgecolor="white"),
+    dict(color=COLORS["o"]),
+    dict(color=COLORS["o"], hatch="\\\\", edgecolor="white"),
 )
 
 
-def reached(record: dict, providers: Mapping[str, str], seq: int) -> None:
-    """TFLOP/s of both passes at one length, a bar a provider. providers: in the record -> in the
-    picture, at most five.
+def reached(
+    rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapping[str, str], seq: int
+) -> None:
+    """TFLOP/s of both passes at one length, a bar a provider.
+
+    rates: (provider, head_dim, is_causal, seq, mode) -> TFLOP/s. providers: in the record -> in the picture.
     """
     style.use()
     fig, axes = plt.subplots(2, 1, figsize=(8.8, 5.6), layout="constrained", sharex=True)
     cases = [(d, c) for d in (64, 128) for c in (False, True)]
-    width = 0.84 / len(providers)
+    looks = dict(zip(providers, _LOOKS, strict=True))
     for ax, (mode, title) in zip(axes, (("fwd", "forward"), ("bwd", "backward")), strict=True):
-        for n, ((provider, name), look) in enumerate(zip(providers.items(), _LOOKS, strict=False)):
-            found = {
-                (r["head_dim"], r["is_causal"]): r["tflops"]
-                for r in record["rows"]
-                if (r["provider"], r["seq"], r["mode"]) == (provider, seq, mode) and "tflops" in r
-            }
-            x = np.arange(len(cases)) + (n - (len(providers) - 1) / 2) * width
-            heights = [found.get(case, 0) for case in cases]
-            ax.bar(x, heights, 0.92 * width, label=name, **look)
+        there = [p for p in providers if any((p, *case, seq, mode) in rates for case in cases)]
+        width = 0.84 / max(1, len(there))
+        for n, provider in enumerate(there):
+            x = np.arange(len(cases)) + (n - (len(there) - 1) / 2) * width
+            heights = [rates.get((provider, *case, seq, mode), 0) for case in cases]
+            ax.bar(x, heights, 0.92 * width, **looks[provider])
             for at, height in zip(x, heights, strict=True):
                 if height:
                     ax.text(at, height + 6, f"{height:.0f}", ha="center", fontsize=7)
         ax.set_title(f"{title}, seq {seq}", fontsize=10)
         ax.set_ylabel("TFLOP/s")
-        ax.set_ylim(0, 1.15 * ax.get_ylim()[1])
-    axes[0].legend(loc="upper left", ncols=len(providers), fontsize=8)
+        ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
+    handles = [Patch(label=name, **looks[provider]) for provider, name in providers.items()]
+    fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
     axes[1].set_xticks(
         range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases]
     )
-    fig.supxlabel(describe(record).replace("`", ""), fontsize=7, color=COLORS["ink"], wrap=True)
     plt.show()
