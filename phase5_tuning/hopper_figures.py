@@ -48,7 +48,8 @@ def timeline(
     axes[-1, 0].set_xlabel("microseconds (the model's)")
     consumers = max((_consumers(run) for run in runs.values()), key=len)
     handles = [
-        Patch(facecolor=color, label=f"product of {name}") for name, color in zip(consumers, ACTORS)
+        Patch(facecolor=color, label=f"product of {name}")
+        for name, color in zip(consumers, ACTORS, strict=False)
     ]
     handles += [Patch(label=NAMES[kind], **look) for kind, look in LOOKS.items()]
     axes[0, 0].figure.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8)

@@ -36,8 +36,8 @@ MUFU = 16 * CLOCK
 # From issue to the first byte, in microseconds. An assumption: 0.6 to 1 is likely, and it depends on
 # where the bytes are.
 TMA_LATENCY = 0.6
-# Bytes in a microsecond: a share of the L2 cache's 5120 a clock (A100 whitepaper; assumed to be the
-# same here).
+# Bytes in a microsecond: a share of the L2 cache's. An assumption: 5120 a clock for all
+# multiprocessors, as an A100 has it.
 TMA_BANDWIDTH = 5120 * CLOCK / MULTIPROCESSORS
 # Clocks of a consumer for a tile of 64 x 128 logits, a clock for each instruction of a warp that is
 # neither hidden behind its exponentials nor a product (counted in the machine code of
@@ -45,7 +45,8 @@ TMA_BANDWIDTH = 5120 * CLOCK / MULTIPROCESSORS
 # half of head_dim to rescale acc.
 MAXIMA, REST = 68, 40
 # Clocks that a consumer loses in each tile as instructions wait for the results of others: maxima,
-# shuffles, barriers, the last product. An assumption.
+# shuffles, barriers, the last product. An assumption, and the one number that was chosen with an eye
+# on measured speeds.
 LATENCIES = 300
 
 __all__ = [
@@ -165,9 +166,13 @@ class Timeline:
         """The intervals of a row, of one kind if it is given."""
         return [i for i in self.intervals if i.row == row and kind in (None, i.kind)]
 
-    def time(self, row: str, kind: str | None = None) -> float:
-        """Microseconds that a row's intervals add up to."""
-        return sum(i.end - i.start for i in self.of(row, kind))
+    def busy(self, row: str, kind: str | None = None) -> float:
+        """Microseconds in which anything was under way in a row; what overlaps counts once."""
+        busy = until = 0.0
+        for interval in sorted(self.of(row, kind), key=lambda i: i.start):
+            busy += max(0.0, interval.end - max(interval.start, until))
+            until = max(until, interval.end)
+        return busy
 
 
 def simulate(actors: Mapping[str, Iterator[Operation]]) -> Timeline:

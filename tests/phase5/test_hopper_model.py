@@ -1,12 +1,14 @@
 """The model of a Hopper program; the kernels' own rules of who has which tile and who adds when, as plain Python."""
 
+import functools
 import inspect
 import itertools
 import random
 import textwrap
 from types import SimpleNamespace
+from unittest import mock
 
-from phase5_tuning import hopper_backward, hopper_forward, hopper_order
+from phase5_tuning import hopper_backward, hopper_figures, hopper_forward, hopper_order
 from phase5_tuning import hopper_model as model
 from phase5_tuning.hopper_model import (
     MUFU,
@@ -34,19 +36,23 @@ from phase5_tuning.hopper_model import (
 )
 from phase5_tuning.launch import cdiv
 
+import matplotlib.pyplot as plt
 import pytest
 
 CONSUMERS, ROWS = 2, 64
 BLOCK_N = CONSUMERS * ROWS
 
 
-def as_python(function, old="", new=""):
-    """The source of a function in Gluon, with `old` replaced by `new`, as a function of plain numbers."""
+def as_python(function, old="", new="", **others):
+    """The source of a function in Gluon, with `old` replaced by `new`, as a function of plain numbers.
+
+    others: what else it finds among its globals.
+    """
     text = textwrap.dedent(inspect.getsource(function.fn))
     text = text[text.index("def ") :]
     assert old in text, old
     stub = SimpleNamespace(minimum=min, maximum=max, cdiv=cdiv, constexpr=int)
-    names = dict(gl=stub, CONSUMERS=CONSUMERS, ROWS=ROWS)
+    names = dict(gl=stub, CONSUMERS=CONSUMERS, ROWS=ROWS, **others)
     exec(text.replace(old, new) if old else text, names)
     return names[function.fn.__name__]
 
@@ -167,6 +173,34 @@ def test_every_tile_of_queries_has_a_counter_of_its_own():
         assert tiles == list(range(batch * heads * group * tiles_m))
 
 
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_writers_take_the_parts_in_the_order_in_which_consumers_make_them(is_causal):
+    rule = {name: as_python(getattr(hopper_backward.Work, name)) for name in ("first_m", "order", "query_tile")}
+    nothing = mock.MagicMock()
+    for block_m, group, n in itertools.product((64, 128), (1, 3), (0, 1, 2)):
+        work = SimpleNamespace(
+            n=n, b=1, h=1, heads_q=2 * group, group=group, tiles_m=7, tiles_n=3, count_ptr=0, dq_sum=None,
+            BLOCK_M=block_m, BLOCK_D=128, IS_CAUSAL=is_causal,
+        )  # fmt: skip
+        for name, function in rule.items():
+            setattr(work, name, functools.partial(function, work))
+        await_count = mock.Mock()
+        write = as_python(
+            hopper_backward._write, tma=nothing, mbarrier=nothing, tma_add=nothing, release_count=nothing, WRITERS=2,
+            await_count=await_count,
+        )  # fmt: skip
+        write(work, nothing, True, 0)
+        write(work, nothing, True, 1)
+        steps = [(member, m) for member in range(group) for m in range(work.first_m(), 7)]
+        right = [mock.call(work.query_tile(member, m), work.order(m)) for member, m in steps]
+        assert await_count.mock_calls == right[0::2] + right[1::2]
+
+
+@pytest.mark.slow
+def test_programs_add_to_dq_in_a_fixed_order_at_length():
+    check_schedules(times=40)
+
+
 def test_waiting_and_total_of_two_programs():
     schedule = dq_schedule(3, 2, slots=2, hop=1.0, step=1.0)
     first, second = schedule.programs
@@ -261,7 +295,7 @@ def test_one_actor_does_one_thing_after_another():
         ("TMA", "load", "K"), ("me", "wait", "full"), ("tensor cores", "product", "S"),
         ("me", "exponentials", ""), ("me", "work", ""),
     ]  # fmt: skip
-    assert timeline.time("tensor cores") == pytest.approx(2 * MULTIPLY)
+    assert timeline.busy("tensor cores") == pytest.approx(2 * MULTIPLY)
 
 
 def test_an_asynchronous_product_hides_what_follows():
@@ -294,6 +328,7 @@ def test_shared_units_serve_actors_in_turn():
     timeline = simulate({"a": actor(), "b": actor()})
     a, b = timeline.of("tensor cores")
     assert (a.start, a.end, b.start, b.end) == pytest.approx((0, 3 * MULTIPLY, MULTIPLY, 4 * MULTIPLY))
+    assert timeline.busy("tensor cores") == pytest.approx(4 * MULTIPLY)
     assert timeline.total == pytest.approx(4 * MULTIPLY + max(EXPONENTIATE, 2 * EXPONENTIATE - MULTIPLY))
 
 
@@ -406,3 +441,19 @@ def test_no_prediction_exceeds_the_tensor_cores():
     for head_dim, consumers, stages in itertools.product((64, 128), (1, 2, 3), (1, 2, 4)):
         assert predicted_tflops(head_dim, consumers, stages, True, 1024) < TENSOR * model.MULTIPROCESSORS / 1e6
     assert simulate(plain(64, 2, tiles_n=3)).total > simulate(plain(64, 1, tiles_n=3)).total
+
+
+def test_pictures_show_every_program(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plt, "show", lambda: drawn.append(plt.gcf()))
+    one, two = (simulate(forward(64, consumers, 2, True, tiles_n=3)) for consumers in (1, 2))
+    hopper_figures.timeline(one)
+    hopper_figures.timeline({"one": one, "two": two}, 1.0, 3.0)
+    schedule = dq_schedule(3, 3, slots=2)
+    hopper_figures.dq_order(schedule)
+    hopper_figures.dq_order({"full": schedule, "causal": dq_schedule(3, 3, is_causal=True)})
+    labels = [[label.get_text() for ax in figure.axes for label in ax.get_yticklabels()] for figure in drawn]
+    plt.close("all")
+    assert labels[0] == ["TMA", "tensor cores", "consumer 0"]
+    assert labels[1] == [*labels[0], *labels[0], "consumer 1"]
+    assert labels[2:] == [["0", "1", "2"], ["0", "1", "2", "2", "1", "0"]]
