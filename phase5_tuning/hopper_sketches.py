@@ -251,12 +251,12 @@ def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None
 # --- 8. what is reached -------------------------------------------------------------------------------------------
 
 _LOOKS = (
-    dict(color=COLORS["s"], hatch="..", edgecolor="white"),
-    dict(color=COLORS["tiled"]),
-    dict(color=COLORS["q"], hatch="//", edgecolor="white"),
-    dict(color=COLORS["k"], hatch="xx", edgecolor="white"),
-    dict(color=COLORS["o"]),
-    dict(color=COLORS["o"], hatch="\\\\", edgecolor="white"),
+    dict(facecolor=COLORS["s"], hatch="..", edgecolor="white"),
+    dict(facecolor=COLORS["tiled"]),
+    dict(facecolor=COLORS["q"], hatch="//", edgecolor="white"),
+    dict(facecolor=COLORS["k"], hatch="xx", edgecolor="white"),
+    dict(facecolor=COLORS["o"]),
+    dict(facecolor=COLORS["o"], hatch="\\\\", edgecolor="white"),
 )
 
 
