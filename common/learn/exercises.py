@@ -39,13 +39,16 @@ BEGIN, SHOWN, END = "# your code", "#|", "# end of your code"
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise. `section` is the heading in the phase's notebook where it belongs."""
+    """One exercise. `section` is the heading where it belongs in a notebook: the phase's own, unless
+    `chapter` names another one of its folder.
+    """
 
     phase: phases.Phase
     name: str
     title: str
     section: str
     hints: tuple[str, ...]
+    chapter: str = ""
 
     @property
     def number(self) -> str:
@@ -60,6 +63,11 @@ class Exercise:
     def file(self) -> str:
         """The path as one types it in the root of the course."""
         return f"{self.phase.folder}/exercises/{self.name}.py"
+
+    @property
+    def notebook(self) -> str:
+        """The file name of the notebook that it belongs to."""
+        return self.chapter or self.phase.notebook
 
     @property
     def solution(self) -> Path:

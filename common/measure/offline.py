@@ -31,7 +31,7 @@ from common.phases import ROOT
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.runtime.jit import JITFunction
 
 # Shared memory that one program may use, in bytes (CUDA C++ Programming Guide, compute
 # capabilities; CDNA 3 ISA: LDS).
@@ -55,6 +55,7 @@ INSTRUCTIONS = {
     "cp.async": r"\bcp\.async\.c[ag]",  # global to shared memory, past the registers
     "TMA": r"\bcp\.async\.bulk\.tensor",  # the same by the tensor memory accelerator
     "ex2": r"\bex2\.approx",  # exponential, base 2
+    "setmaxnreg": r"\bsetmaxnreg",  # Hopper: four warps give registers back, or take more
     "mfma": r"\bv_mfma_",  # tensor core, AMD CDNA
 }
 
@@ -108,22 +109,23 @@ def record_launches(call: Callable[[], object]) -> list[Launch]:
     """The kernels that `call` launches, with the types of their arguments. Nothing runs; results
     are not filled in.
 
-    bf16 stays bf16 here, also where kernels are interpreted.
+    bf16 stays bf16 here, also where kernels are interpreted. Kernels in Gluon, which no interpreter
+    knows, are recorded too.
     """
     launches = []
 
     def record(kernel, *args, grid=None, warmup=False, **kwargs):
         launches.append(_describe(kernel, args, kwargs))
 
-    if runtime.INTERPRETED:
-        from triton.runtime.interpreter import InterpretedFunction as Kernel
-    else:
-        from triton.runtime.jit import JITFunction as Kernel
-    with (
-        mock.patch.object(Kernel, "run", record),
-        mock.patch.object(runtime, "recording", True),
-        mock.patch.dict(runtime.KERNEL_DTYPE, clear=True),
-    ):
+    with contextlib.ExitStack() as stack:
+        # Where Triton interprets, kernels in Gluon are still of the compiled kind.
+        stack.enter_context(mock.patch.object(JITFunction, "run", record))
+        if runtime.INTERPRETED:
+            from triton.runtime.interpreter import InterpretedFunction
+
+            stack.enter_context(mock.patch.object(InterpretedFunction, "run", record))
+        stack.enter_context(mock.patch.object(runtime, "recording", True))
+        stack.enter_context(mock.patch.dict(runtime.KERNEL_DTYPE, clear=True))
         call()
     return launches
 
@@ -169,8 +171,9 @@ def _describe(kernel, args, kwargs) -> Launch:
         if constexpr or value is None or (type(value) is int and value == 1):
             constexprs.append([path, value])
             return "constexpr"
-        if isinstance(value, TensorDescriptor):
-            return f"tensordesc<{_element(value.base)}{list(value.block_shape)}>"
+        if hasattr(value, "block_shape"):  # a tensor descriptor; Gluon's has a layout as well
+            layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+            return f"tensordesc<{_element(value.base)}{list(value.block_shape)}{layout}>"
         if isinstance(value, torch.Tensor):
             if value.data_ptr() % 16 == 0:
                 divisible.append(path)
@@ -229,7 +232,11 @@ def _compile(launch: dict, target: str, sass: bool) -> Compiled:
         def as_tuples(x):
             return tuple(as_tuples(i) for i in x) if isinstance(x, list) else x
 
-        source = ASTSource(
+        kind = ASTSource
+        if kernel.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource as kind
+
+        source = kind(
             fn=kernel,
             signature={n: as_tuples(t) for n, t in launch["signature"].items()},
             constexprs={tuple(path): value for path, value in launch["constexprs"]},

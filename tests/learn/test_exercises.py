@@ -32,7 +32,7 @@ def judged(exercise, text, tmp_path):
 def test_the_stub_asks_and_the_solution_answers_the_same_question(exercise):
     assert exercise.solution.read_text().count(END) >= 1
     assert exercise.task.splitlines()[0].rstrip(".?") == exercise.title.rstrip(".?")
-    assert f"{exercise.phase.folder}/{exercise.phase.notebook}" in exercise.task
+    assert f"{exercise.phase.folder}/{exercise.notebook}" in exercise.task
     edited = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", exercise.file], cwd=phases.ROOT).returncode
     if edited and exercise.path.read_text() != exercise.stub:
         pytest.skip("being solved here")
@@ -91,18 +91,26 @@ def test_manifest_folders_checks_and_notebooks_name_the_same_exercises():
         assert names == sorted(names, key=lambda n: int(re.match(r"ex(\d+)_", n)[1]))
         for kind in ("exercises", "solutions", "checks"):
             assert {p.stem for p in (folder / kind).glob("ex*.py")} == set(names)
-        cells = [c.source for c in nbformat.read(phase.notebook_path, as_version=4).cells]
-        sections = {}
-        section = ""
-        for source in cells:
-            for heading in re.findall(r"^## (.*)", source, re.MULTILINE):
-                section = heading
-            for name in re.findall(r'^check\("(\w+)"\)', source, re.MULTILINE):
-                sections[name] = section
-        assert list(sections) == names, "the notebook checks other exercises, or in another order"
-        for e in EXERCISES:
-            if e.phase == phase:
-                assert sections[e.name].startswith(e.section)
+        for notebook in dict.fromkeys(e.notebook for e in EXERCISES if e.phase == phase):
+            path = folder / notebook
+            if not path.exists():
+                pytest.skip(f"{notebook} is not written yet")
+            _check_notebook(
+                nbformat.read(path, as_version=4), [e for e in EXERCISES if (e.phase, e.notebook) == (phase, notebook)]
+            )
+
+
+def _check_notebook(notebook, of_it):
+    """The notebook checks these exercises in this order, each in its section."""
+    sections, section = {}, ""
+    for cell in notebook.cells:
+        for heading in re.findall(r"^## (.*)", cell.source, re.MULTILINE):
+            section = heading
+        for name in re.findall(r'^check\("(\w+)"\)', cell.source, re.MULTILINE):
+            sections[name] = section
+    assert list(sections) == [e.name for e in of_it], "the notebook checks other exercises, or in another order"
+    for e in of_it:
+        assert sections[e.name].startswith(e.section)
 
 
 def test_numbers_and_titles_are_unique():

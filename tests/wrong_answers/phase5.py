@@ -346,4 +346,89 @@ WRONG = {
         ),
         Wrong("the first scale of q", {"q_scales_ptr + pid_m)": "q_scales_ptr)"}, "every tile of q has the scale"),
     ],
+    "ex7_barrier_phases": [
+        Wrong("both the lap's", {"lap & 1 ^ 1, lap & 1\n": "lap & 1, lap & 1\n"}, "which parity passes?"),
+        Wrong("exchanged", {"lap & 1 ^ 1, lap & 1\n": "lap & 1, lap & 1 ^ 1\n"}, "which parity passes?"),
+        Wrong(
+            "not let go",
+            {"yield arrive(ring.empty[i])\n            # end": "pass\n            # end"},
+            "`empty` counts the arrivals of all of them",
+        ),
+        Wrong(
+            "let go before it is there",
+            {"yield wait(ring.full[i], full_parity)\n            yield arrive": "yield arrive"},
+            "lets go of a tile that has not arrived",
+        ),
+        Wrong(
+            "skipped",
+            {
+                "yield wait(ring.full[i], full_parity)\n            yield arrive(ring.empty[i])\n            # end": (
+                    "continue\n            # end"
+                )
+            },
+            "`empty` counts the arrivals of all of them",
+        ),
+        Wrong("always the first lap's", {"lap & 1 ^ 1, lap & 1\n": "1, 0\n"}, "the parities change"),
+        Wrong("both late", {"lap & 1 ^ 1, lap & 1\n": "lap & 1 ^ 1, lap & 1 ^ 1\n"}, "must wait for the first tile"),
+        Wrong("of the tile", {"lap & 1 ^ 1, lap & 1\n": "tile & 1 ^ 1, tile & 1\n"}, "belongs to the lap"),
+        Wrong("two places", {"return tile % stages": "return tile % 2"}, "whatever the parity"),
+        Wrong("the lap as place", {"return tile % stages": "return tile // stages"}, "modulo the number of places"),
+        Wrong(
+            "let go first",
+            {
+                "yield wait(ring.full[i], full_parity)\n            yield arrive(ring.empty[i])\n            # end": (
+                    "yield arrive(ring.empty[i])\n            yield wait(ring.full[i], full_parity)\n            # end"
+                )
+            },
+            "First comes the wait",
+        ),
+    ],
+    "ex8_fit_hopper": [
+        Wrong("queries of one turn", {"q = 2 * consumers": "q = consumers"}, "queries for two turns"),
+        Wrong("the producer left out", {"128 * (consumers + 1)": "128 * consumers"}, "the producer's warpgroup"),
+        Wrong("too many registers", {"CONSUMER_REGISTERS=240": "CONSUMER_REGISTERS=248"}, "multiples of 8 from 24 to"),
+        Wrong("not rounded", {" // 8 * 8": ""}, "round down to a multiple of 8"),
+        Wrong("the producer as one warp", {"128 * (consumers + 1)": "(128 * consumers + 32)"}, "counts as four warps"),
+        Wrong(
+            "elements", {"64 * head_dim * 2\n": "64 * head_dim\n", "128 * head_dim * 2\n": "128 * head_dim\n"}, "elem"
+        ),
+        Wrong("keys alone", {"stages * 2 * 128": "stages * 128"}, "a tile of keys and one of values"),
+        Wrong("more than there are", {"PRODUCER_REGISTERS=24": "PRODUCER_REGISTERS=40"}, "were shared out at launch"),
+        Wrong("three stages", {"STAGES=2": "STAGES=3"}, "bytes of shared memory"),
+        Wrong("one stage", {"STAGES=2": "STAGES=1"}, "where 550 are asked for"),
+        Wrong("three consumers overlap", {"OVERLAP=False": "OVERLAP=True"}, "with OVERLAP a consumer holds two tiles"),
+        Wrong(
+            "three consumers at head_dim 128",
+            {
+                "CONSUMERS=2, STAGES=2, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24": (
+                    "CONSUMERS=3, STAGES=1, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32"
+                )
+            },
+            "where 550 are asked for",
+        ),
+    ],
+    "ex9_order_dq": [
+        Wrong("low keys first", {"tiles_n - 1 - ticket if is_causal else ticket": "ticket"}, "took lower tickets"),
+        Wrong("ascending", {"return last - n": "return n"}, "took lower tickets"),
+        Wrong("all tiles of keys", {"return last - n": "return tiles_n - 1 - n"}, "not every tile of keys"),
+        Wrong(
+            "more keys than there are",
+            {"min(tiles_n - 1, ((m + 1) * block_m - 1) // block_n)": "((m + 1) * block_m - 1) // block_n"},
+            "only tiles_n",
+        ),
+        Wrong(
+            "the tile's first query",
+            {"((m + 1) * block_m - 1) // block_n": "m * block_m // block_n"},
+            "expected each of",
+        ),
+        Wrong(
+            "as shipped",
+            {"tiles_n - 1 - ticket if is_causal else ticket": "ticket", "return last - n": "return n"},
+            "who is before it, and when",
+        ),
+        Wrong(
+            "a tile twice", {"tiles_n - 1 - ticket if": "tiles_n - 1 - ticket // 2 if"}, "each tile must be there once"
+        ),
+        Wrong("floats", {"return last - n": "return (last - n) / 1"}, "expected an int"),
+    ],
 }

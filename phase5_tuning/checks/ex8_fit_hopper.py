@@ -1,0 +1,140 @@
+"""Checks the counts, then the budgets of both shapes, then what the compiler makes of them."""
+
+import itertools
+from unittest import mock
+
+from common import runtime
+from common.learn.judge import reject
+from common.measure import offline
+from phase5_tuning import configs, hopper_forward
+from phase5_tuning.checks import FP16, require_ints
+from phase5_tuning.hopper_model import predicted_tflops
+
+import torch
+
+LIMIT = offline.SHARED_LIMIT["sm_90"]
+BARRIERS = 1024
+FAST = 550  # TFLOP/s in the model
+NAMES = ("CONSUMERS", "STAGES", "OVERLAP", "CONSUMER_REGISTERS", "PRODUCER_REGISTERS")
+
+
+def check(answer):
+    _check_counts(answer)
+    shapes = {head_dim: answer.shape(head_dim) for head_dim in (64, 128)}
+    for head_dim, shape in shapes.items():
+        _check_budgets(head_dim, shape)
+    made = _compiled(shapes)
+    for head_dim, c in made.items():
+        _check_compiled(head_dim, shapes[head_dim], c)
+    return "; ".join(
+        f"head_dim {d}: {c.shared / 1024:.0f} KiB, nothing spilled, {_predicted(d, shapes[d]):.0f} TFLOP/s in the model"
+        for d, c in made.items()
+    )
+
+
+def _check_counts(answer):
+    calls = []
+    for head_dim, consumers, stages in itertools.product((64, 128), (1, 2, 3, 4), (1, 2, 4)):
+        right = _shared(head_dim, consumers, stages)
+        q, k = 64 * head_dim * 2, 128 * head_dim * 2
+        mistakes = {
+            "these are elements: how many bytes has each?": right // 2,
+            "there are queries for two turns": right - consumers * q,
+            "each consumer has queries of its own": 2 * q + 2 * stages * k,
+            "a stage is a tile of keys and one of values": right - stages * k,
+            "queries are missing": 2 * stages * k,
+        }
+        got = answer.shared_bytes(head_dim, consumers, stages)
+        calls.append((f"shared_bytes{head_dim, consumers, stages}", got, right, mistakes))
+    require_ints(calls)
+    calls = []
+    for consumers in range(2, 8):
+        mistakes = {
+            "round down to a multiple of 8": 65536 // (128 * (consumers + 1)),
+            "the producer's warpgroup has registers too": 65536 // (128 * consumers) // 8 * 8,
+            "the producer counts as four warps": 65536 // (128 * consumers + 32) // 8 * 8,
+            "a warpgroup has four warps of 32 threads": 65536 // (32 * (consumers + 1)) // 8 * 8,
+        }
+        got, right = answer.launch_registers(consumers), _at_launch(consumers)
+        calls.append((f"launch_registers({consumers})", got, right, mistakes))
+    require_ints(calls)
+
+
+def _shared(head_dim, consumers, stages):
+    return (2 * consumers * 64 + 2 * stages * 128) * head_dim * 2
+
+
+def _at_launch(consumers):
+    return 65536 // (128 * (consumers + 1)) // 8 * 8
+
+
+def _check_budgets(head_dim, shape):
+    what = f"shape({head_dim})"
+    if not isinstance(shape, dict) or set(shape) != set(NAMES):
+        reject(f"{what} is {shape!r}; expected a dict with {', '.join(NAMES)}")
+    for name in NAMES:
+        if name != "OVERLAP" and (type(shape[name]) is not int or shape[name] < 1):
+            reject(f"{what}: {name} is {shape[name]!r}; expected a positive int")
+    consumers, stages = shape["CONSUMERS"], shape["STAGES"]
+    if consumers not in (2, 3):
+        reject(f"{what}: the kernel has 2 or 3 consumers, not {consumers}")
+    for name in ("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"):
+        if shape[name] % 8 or not 24 <= shape[name] <= 240:
+            reject(
+                f"{what}: {name} is {shape[name]}; setmaxnreg takes multiples of 8 from 24 to 240"
+            )
+    shared = _shared(head_dim, consumers, stages)
+    if shared + BARRIERS > LIMIT:
+        reject(
+            f"{what}: the tiles take {shared} bytes of shared memory; with barriers there is no room for {LIMIT}"
+        )
+    asked = consumers * shape["CONSUMER_REGISTERS"] + shape["PRODUCER_REGISTERS"]
+    there = (consumers + 1) * _at_launch(consumers)
+    if asked > there:
+        reject(
+            f"{what}: consumers and producer ask for {asked} registers for each of 128 threads, where only {there} "
+            "were shared out at launch"
+        )
+    predicted = _predicted(head_dim, shape)
+    if predicted < FAST:
+        reject(
+            f"{what}: {predicted:.0f} TFLOP/s in the model, where {FAST} are asked for. What does the timeline say: "
+            "are the tensor cores waiting for tiles, or for exponentials?"
+        )
+
+
+def _predicted(head_dim, shape):
+    return predicted_tflops(head_dim, shape["CONSUMERS"], shape["STAGES"], bool(shape["OVERLAP"]))
+
+
+def _compiled(shapes):
+    """What the compiler makes of the causal kernel, for each head_dim."""
+    registers = {d: _at_launch(shape["CONSUMERS"]) for d, shape in shapes.items()}
+    launches = []
+    with (
+        mock.patch.object(configs, "multiprocessors", return_value=132),
+        mock.patch.dict(hopper_forward.SHAPES, shapes),
+        mock.patch.dict(hopper_forward.REGISTERS, registers),
+    ):
+        for head_dim in shapes:
+            q = torch.empty(1, 2, 512, head_dim, dtype=FP16, device=runtime.DEVICE)
+            call = lambda q=q: hopper_forward.plan(q, q, q, True, 0.1, 1)(q, q, q)  # noqa: E731
+            launches += offline.record_launches(call)
+    return dict(zip(shapes, offline.compile_launches(launches), strict=True))
+
+
+def _check_compiled(head_dim, shape, c):
+    what = f"shape({head_dim}), compiled"
+    if c.error:
+        reject(f"{what}: {c}")
+    if not c.fits:
+        reject(f"{what}: {c.shared} bytes of shared memory, of which there are {LIMIT}")
+    if c.serialized:
+        reject(f"{what}: each product waits for the one before")
+    if c.spills:
+        why = (
+            "with OVERLAP a consumer holds two tiles of S"
+            if shape["OVERLAP"]
+            else "a consumer holds O, S and P: more of them than its registers can take?"
+        )
+        reject(f"{what}: {c.spills} bytes of each thread are spilled: {why}")

@@ -1,0 +1,44 @@
+"""Choose consumers, stages and registers so that the Hopper kernel fits.
+
+`_attn_fwd_hopper_kernel` (phase5_tuning/hopper_forward.py) is one program on each multiprocessor, so it may use all of
+its shared memory, 227 KiB = 232448 bytes, and all of its 65536 registers. Shared memory holds, for two turns, 64
+queries for each consumer, and in each stage a tile of 128 keys and one of their values. Barriers take less than 1 KiB.
+
+A consumer is a warpgroup: four warps, 128 threads. The producer is one warp, but it counts as four, as registers are
+shared out by warpgroups. At launch every thread gets the same number of registers, a multiple of 8. Then `setmaxnreg`
+moves them: producers give some back, consumers take more. Write
+
+1. `shared_bytes`, the bytes of all tiles of a program;
+2. `launch_registers`, the most registers that each thread can have at launch;
+3. `shape`, the choice for head_dim 64 and for 128:
+       CONSUMERS             2 or 3
+       STAGES                pairs of tiles of K and V in the ring
+       OVERLAP               issue the next S before the exponentials of this one: it needs registers for two tiles of S
+       CONSUMER_REGISTERS    of a thread, after setmaxnreg: a multiple of 8, from 24 to 240
+       PRODUCER_REGISTERS    the same. The warpgroups together cannot have more than they had at launch.
+
+The check compares the counts with numbers of its own, has the compiler make both kernels for sm_90 (without a GPU, in
+some ten seconds), and asks the model of phase5_tuning/hopper_model.py how fast the shape is. Right is a shape that
+fits, in whose kernels nothing is spilled and no product waits for the one before (ptxas calls that serialized), and
+that reaches 550 TFLOP/s in the model.
+
+Notebook: phase5_tuning/hopper.ipynb, section 5, "5.8 Choose a shape that fits".
+"""
+
+
+def shared_bytes(head_dim: int, consumers: int, stages: int) -> int:
+    """Bytes of shared memory of a program's tiles, fp16. head_dim: 64 or 128."""
+    # your code: queries, keys and values
+    raise NotImplementedError
+
+
+def launch_registers(consumers: int) -> int:
+    """Registers of each thread at launch, the most that are possible. consumers: at least 2."""
+    # your code: how many threads share the registers?
+    raise NotImplementedError
+
+
+def shape(head_dim: int) -> dict:
+    """The five choices, by name. head_dim: 64 or 128."""
+    # your code: one shape for each head_dim
+    raise NotImplementedError

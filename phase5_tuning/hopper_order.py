@@ -1,0 +1,215 @@
+"""A model of the order in which programs of hopper_backward.py add to dQ, in plain Python.
+
+A program owns a tile of keys, walks over the tiles of queries that see it, and adds a part to the
+dQ of each. The order of those additions is fixed; so a program may have to wait for others. The
+model says how long, and whether everybody gets done.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+
+class Deadlock(RuntimeError):
+    """Nobody can go on. The message says who waits for what."""
+
+
+def first_m(n: int, block_m: int, block_n: int, is_causal: bool) -> int:
+    """The first tile of queries that sees key tile n, as `Work.first_m` of the kernel."""
+    return n * block_n // block_m if is_causal else 0
+
+
+def order(m: int, n: int, tiles_n: int, block_m: int, block_n: int, is_causal: bool) -> int:
+    """How many programs add to query tile m before that of key tile n, as the kernel's `Work.order`."""
+    if not is_causal:
+        return n
+    last = ((m + 1) * block_m - 1) // block_n
+    return min(last, tiles_n - 1) - n
+
+
+def take_tile(
+    ticket: int, tiles_n: int, heads: int, together: int, is_causal: bool
+) -> tuple[int, int]:
+    """(key tile, head) of a ticket, as the kernel's `_take_tile`."""
+    first = ticket // (tiles_n * together) * together
+    heads = min(together, heads - first)
+    within = ticket - first * tiles_n
+    n = within // heads
+    return (tiles_n - 1 - n if is_causal else n), first + within % heads
+
+
+@dataclass
+class Program:
+    """A program's life. Times as those given to `dq_schedule`."""
+
+    ticket: int
+    slot: int
+    n: int  # its tile of keys
+    head: int  # of keys
+    start: float
+    finish: float = 0.0
+    waited: float = 0.0  # how much later than if it had been alone
+    parts: list["Part"] = field(default_factory=list)  # in the order in which they were computed
+
+
+@dataclass(frozen=True)
+class Part:
+    """A program's addition to the dQ of a query tile, which is (head, member of its group, m)."""
+
+    tile: tuple[int, int, int]
+    computed: float  # when it was ready
+    begin: float  # when it was this program's turn
+    end: float  # when the next program may add
+    after: int | None  # the ticket of the program that added before, None for the first
+
+
+@dataclass
+class DqSchedule:
+    """programs: by ticket. added: for each tile of queries, the tickets in the order of adding."""
+
+    programs: list[Program]
+    added: dict[tuple[int, int, int], list[int]]
+    total: float  # when the last program was done
+
+    @property
+    def waited(self) -> float:
+        """The waiting of all programs together."""
+        return sum(program.waited for program in self.programs)
+
+
+def dq_schedule(
+    tiles_m: int,
+    tiles_n: int,
+    block_m: int = 128,
+    block_n: int = 128,
+    is_causal: bool = False,
+    slots: int = 132,
+    hop: float = 1.0,
+    step: float = 1.0,
+    *,
+    heads: int = 1,
+    group: int = 1,
+    together: int = 1,
+    writers: int = 2,
+    late: Sequence[float] = (),
+    take_tile: Callable[[int], tuple[int, int]] | None = None,
+    first_m: Callable[[int], int] | None = None,
+    order: Callable[[int, int], int] | None = None,
+) -> DqSchedule:
+    """Run the programs of all tiles of keys, and return when each computed, added and ended.
+
+    slots: how many programs run at once; another begins when one ends. step: how long a program
+    computes a part. hop: from the turn of a program, when its part is ready, until the next one's.
+    writers: how many parts may wait to be added. late: how long after it got its slot the i-th
+    program takes its ticket; 0 where the list ends. So tickets need not be taken in the order in
+    which programs are dispatched.
+
+    heads: batch x heads_kv. group: heads of queries for each. together: heads that take turns.
+    take_tile(ticket), first_m(n), order(m, n): the kernel's rules unless others are given.
+    Raises Deadlock if programs are left and all of them wait.
+    """
+    here = globals()  # this module's rules, which have the same names
+    rules = {
+        "take": take_tile or (lambda t: here["take_tile"](t, tiles_n, heads, together, is_causal)),
+        "first": first_m or (lambda n: here["first_m"](n, block_m, block_n, is_causal)),
+        "order": order or (lambda m, n: here["order"](m, n, tiles_n, block_m, block_n, is_causal)),
+    }
+    return _Run(tiles_m, tiles_n * heads, slots, hop, step, group, writers, late, rules).run()
+
+
+class _Run:
+    def __init__(self, tiles_m, tickets, slots, hop, step, group, writers, late, rules):
+        self.tiles_m, self.tickets, self.hop, self.step = tiles_m, tickets, hop, step
+        self.group, self.writers, self.late, self.rules = group, writers, late, rules
+        self.slots = slots
+        self.dispatched = 0
+        self.programs, self.added, self.last = [], {}, {}  # last: when a tile's last part was there
+        self.blocked = {}  # (tile, count): who waits for the tile to have it, and since when
+        self.events = []  # (time, number, function, argument)
+        self.number = 0
+
+    def run(self):
+        for slot in range(min(self.slots, self.tickets)):
+            self._dispatch(0.0, slot)
+        while self.events:
+            now, _, function, argument = heapq.heappop(self.events)
+            function(now, argument)
+        if self.blocked:
+            raise Deadlock(self._who_waits())
+        total = max((program.finish for program in self.programs), default=0.0)
+        return DqSchedule(self.programs, self.added, total)
+
+    def _at(self, time, function, argument):
+        heapq.heappush(self.events, (time, self.number, function, argument))
+        self.number += 1
+
+    def _dispatch(self, now, slot):
+        if self.dispatched < self.tickets:
+            late = self.late[self.dispatched] if self.dispatched < len(self.late) else 0.0
+            self.dispatched += 1
+            self._at(now + late, self._begin, slot)
+
+    def _begin(self, now, slot):
+        ticket = len(self.programs)
+        n, head = self.rules["take"](ticket)
+        program = Program(ticket, slot, n, head, now)
+        self.programs.append(program)
+        self._at(now + self.step, self._ready, (program, now + self.step))
+
+    def _tile(self, program, part):
+        """(tile, m, how many parts the program has) of one of its parts."""
+        first = self.rules["first"](program.n)
+        steps = max(0, self.tiles_m - first)
+        m = first + part % steps if steps else 0
+        return (program.head, part // steps if steps else 0, m), m, steps * self.group
+
+    def _ready(self, now, what):
+        """The program has computed its next part: add it, or wait for the turn."""
+        program, computed = what
+        tile, m, parts = self._tile(program, len(program.parts))
+        if not parts:
+            self._end(now, program)
+            return
+        tickets = self.added.setdefault(tile, [])
+        wanted = self.rules["order"](m, program.n)
+        if wanted != len(tickets):
+            self.blocked.setdefault((tile, wanted), []).append(what)
+            return
+        begin = max(computed, self._buffer(program), self.last.get(tile, 0.0))
+        self.last[tile] = end = begin + self.hop
+        program.parts.append(Part(tile, computed, begin, end, tickets[-1] if tickets else None))
+        tickets.append(program.ticket)
+        for other in self.blocked.pop((tile, len(tickets)), []):
+            self._at(end, self._ready, other)
+        if len(program.parts) == parts:
+            self._at(max(part.end for part in program.parts), self._end, program)
+        else:
+            soon = max(computed, self._buffer(program)) + self.step
+            self._at(max(now, soon), self._ready, (program, soon))
+
+    def _buffer(self, program):
+        """From when on there is room for the program's next part."""
+        parts = program.parts
+        return parts[-self.writers].end if len(parts) >= self.writers else 0.0
+
+    def _end(self, now, program):
+        program.finish = now
+        program.waited = max(0.0, now - program.start - self._alone(len(program.parts)))
+        self._dispatch(now, program.slot)
+
+    def _alone(self, parts):
+        """How long a program with so many parts takes if it never waits for others."""
+        computed, ends = 0.0, []
+        for _ in range(parts):
+            free = ends[-self.writers] if len(ends) >= self.writers else 0.0
+            computed = max(computed, free) + self.step
+            ends.append(max(computed, free) + self.hop)
+        return max(ends, default=self.step)
+
+    def _who_waits(self):
+        return "nobody can go on: " + "; ".join(
+            f"ticket {program.ticket} (key tile {program.n}) waits until {wanted} have added to query "
+            f"tile {tile}, to which {len(self.added[tile])} have"
+            for (tile, wanted), all_of_them in self.blocked.items()
+            for program, _ in all_of_them
+        )

@@ -1,0 +1,69 @@
+"""What the compiler makes of the Hopper kernels, for a GPU that is not here."""
+
+import functools
+import itertools
+from unittest import mock
+
+from common.measure import offline
+from phase5_tuning import configs, hopper_backward, hopper_forward
+
+import pytest
+import torch
+from helpers import interpreted_only
+
+FP16, BF16 = torch.float16, torch.bfloat16
+KERNELS = {"forward": "_attn_fwd_hopper_kernel", "backward": "_attn_bwd_hopper_kernel"}
+# Bytes a thread, at most. Backward they are 64 to 216 with Triton 3.7.1.
+SPILLS = {"forward": 0, "backward": 256}
+VARIANTS = [
+    pytest.param(which, head_dim, is_causal, dtype, marks=[pytest.mark.slow] if dtype == BF16 else [])
+    for dtype, which, head_dim, is_causal in itertools.product((FP16, BF16), KERNELS, (64, 128), (False, True))
+]
+
+
+def record(which, head_dim, is_causal, dtype):
+    q, k = (torch.empty(1, heads, 512, head_dim, dtype=dtype) for heads in (4, 2))
+    lse = torch.empty(1, 4, 512)
+    with mock.patch.object(configs, "multiprocessors", return_value=132):  # an H200's
+        if which == "forward":
+            return offline.record_launches(lambda: hopper_forward.plan(q, k, k, is_causal, 0.1, 1)(q, k, k))
+        given = q, k, k, q, lse, q, None
+        return offline.record_launches(lambda: hopper_backward.plan(*given, is_causal, 0.1)(*given))
+
+
+@functools.cache
+def compiled(dtype):
+    """All variants of a dtype, in one child process, since it takes seconds to start."""
+    cases = [v.values[:3] for v in VARIANTS if v.values[3] == dtype]
+    launches = [launch for case in cases for launch in record(*case, dtype) if launch.name == KERNELS[case[0]]]
+    return dict(zip(cases, offline.compile_launches(launches, ["sm_90"]), strict=True))
+
+
+@interpreted_only
+@pytest.mark.parametrize(("which", "head_dim", "is_causal", "dtype"), VARIANTS)
+def test_the_hopper_kernels_compile(which, head_dim, is_causal, dtype):
+    c = compiled(dtype)[which, head_dim, is_causal]
+    assert c.error is None, str(c)
+    assert c.kernel == KERNELS[which]
+    assert c.fits, str(c)
+    assert c.instructions["wgmma"] > 0, str(c)
+    assert c.instructions["setmaxnreg"] > 0, str(c)
+    assert c.instructions["TMA"] > 0, str(c)
+    assert not c.serialized, str(c)
+    assert c.spills <= SPILLS[which], str(c)
+
+
+@interpreted_only
+def test_a_launch_in_gluon_is_described_with_its_layouts():
+    (launch,) = record("forward", 64, True, BF16)
+    assert launch.module == "phase5_tuning.hopper_forward"
+    kind = launch.signature["k_desc"]
+    assert kind.startswith("tensordesc<bf16[1, 1, 128, 64],NVMMASharedLayout(swizzle_byte_width=128")
+    assert launch.signature["taken_ptr"] == "*i32"
+    assert launch.options == dict(num_warps=4, maxnreg=128)
+
+
+@interpreted_only
+def test_the_backward_pass_launches_three_kernels():
+    names = [launch.name for launch in record("backward", 128, False, FP16)]
+    assert names == ["_attn_bwd_hopper_rows_kernel", "_attn_bwd_hopper_kernel", "_attn_bwd_hopper_dq_kernel"]
