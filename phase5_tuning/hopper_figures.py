@@ -15,7 +15,7 @@ INKS = ["white", COLORS["ink"], COLORS["ink"], "white"]
 LOOKS = {
     "load": dict(facecolor=COLORS["k"]),
     "exponentials": dict(facecolor=COLORS["state"]),
-    "work": dict(facecolor=COLORS["s"]),
+    "work": dict(facecolor=TINT["s"]),
     "wait": dict(facecolor="white", hatch="////", edgecolor=COLORS["faint"]),
 }
 NAMES = {

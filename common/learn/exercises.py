@@ -32,7 +32,8 @@ from pathlib import Path
 
 from common import phases
 
-# Seconds for an answer, of which starting Python takes two; checks of right ones end in under five.
+# Seconds for an answer, of which starting Python takes two; checks of right ones end in under five,
+# or in twenty where the compiler is asked.
 TIME_LIMIT = 60
 BEGIN, SHOWN, END = "# your code", "#|", "# end of your code"
 
