@@ -422,7 +422,7 @@ def takes(*tensors: torch.Tensor) -> bool:
     q = tensors[0]
     return (
         enabled()
-        and runtime.DEVICE == "cuda"
+        and not runtime.INTERPRETED
         and torch.version.hip is None
         and configs.capability(q.device.index) == (9, 0)
         and q.dtype in (torch.float16, torch.bfloat16)

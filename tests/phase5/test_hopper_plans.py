@@ -15,6 +15,7 @@ def on_a_gpu(capability=(9, 0), multiprocessors=132):
     """Inside it, the host believes in a GPU."""
     with (
         mock.patch.object(runtime, "DEVICE", "cuda"),
+        mock.patch.object(runtime, "INTERPRETED", False),
         mock.patch.object(configs, "capability", return_value=capability),
         mock.patch.object(configs, "multiprocessors", return_value=multiprocessors),
     ):
