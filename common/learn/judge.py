@@ -207,9 +207,17 @@ def _described(root: BaseException, error: BaseException, path: Path) -> str:
     what = (
         "".join(traceback.format_exception_only(root)).strip().replace("module 'answer'", path.name)
     )
+    if any(words in what for words in _SHAPE_ERRORS):
+        what += (
+            "\nThe shapes of two tiles do not fit: is one to be transposed, tl.trans? A number for each row is a "
+            "column beside a tile, [:, None]"
+        )
     if own:
         return f"{path.name}, line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}\n{what}"
     return what
+
+
+_SHAPE_ERRORS = ("make_shape_compatible", "equal reduction dimensions", "could not be broadcast")
 
 
 def _own_frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:

@@ -66,7 +66,7 @@ def test_the_solution_passes(exercise, tmp_path):
 def test_a_wrong_answer_is_rejected_and_the_mistake_is_named(name, wrong, tmp_path):
     exercise = exercises.find(name)
     verdict = judged(exercise, wrong.applied_to(exercise.solution.read_text()), tmp_path)
-    assert verdict["kind"] == "wrong", verdict
+    assert verdict["kind"] == wrong.kind, verdict
     assert wrong.says in verdict["message"]
 
 
