@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 from common import runtime
 from common.measure import traffic
@@ -111,6 +112,30 @@ def require_verified(
 def counted(**tensors: torch.Tensor) -> contextlib.AbstractContextManager[traffic.Traffic | None]:
     """traffic.measure where kernels are interpreted; otherwise None in its place."""
     return traffic.measure(**tensors) if runtime.INTERPRETED else contextlib.nullcontext()
+
+
+def tiles_of(block_m: int, block_n: int) -> contextlib.AbstractContextManager:
+    """Inside, interpreted kernels work in tiles of this shape, whatever head_dim and dtype are;
+    compiled ones in those that suit the GPU.
+    """
+    if not runtime.INTERPRETED:
+        return contextlib.nullcontext()
+    tiles = dict(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=1)
+    return mock.patch.object(runtime, "tile_sizes", return_value=tiles)
+
+
+def misread(x: torch.Tensor, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """x (batch, heads, seq, head_dim) as it is read with the strides of another tensor: in the head
+    and between heads, in the head alone, between heads alone.
+    """
+    x_head, like_head = x.stride()[2:], like.stride()[2:]
+    x_base, like_base = x.stride()[:2], like.stride()[:2]
+    strides = {
+        "": (*like_base, *like_head),
+        " within a head": (*x_base, *like_head),
+        " between heads": (*like_base, *x_head),
+    }
+    return {where: x.as_strided(x.shape, stride) for where, stride in strides.items()}
 
 
 def guarded(

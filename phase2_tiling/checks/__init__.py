@@ -2,10 +2,7 @@
 common.learn.judge).
 """
 
-import contextlib
-from unittest import mock
-
-from common import make_qkv, runtime, verify_results
+from common import make_qkv, verify_results
 
 import torch
 
@@ -58,14 +55,6 @@ def with_own_strides(*matrices):
         memory = torch.linspace(-2, 2, (rows + 64) * wide, dtype=x.dtype, device=x.device)
         copies.append(memory.as_strided((rows, cols), (cols + 8 * (n + 1), 1)).copy_(x))
     return copies
-
-
-def tiles_of(block_m, block_n):
-    """Inside, attention is computed in tiles of this shape, whatever its head_dim and dtype."""
-    tiles = dict(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=1)
-    if not runtime.INTERPRETED:  # compiled, a tile must suit the GPU
-        return contextlib.nullcontext()
-    return mock.patch.object(runtime, "tile_sizes", return_value=tiles)
 
 
 def nan_around(x):

@@ -8,13 +8,12 @@ import itertools
 import math
 
 from common import make_qkv, runtime
-from common.learn.judge import counted, reject, require
+from common.learn.judge import counted, reject, require, tiles_of
 from phase2_tiling.checks import (
     BF16,
     FP32,
     attention_cases,
     one_head,
-    tiles_of,
     verify,
     with_own_strides,
 )

@@ -4,7 +4,7 @@ results.
 
 import itertools
 
-from common.learn.judge import counted, reject, require
+from common.learn.judge import counted, reject, require, tiles_of
 from phase2_tiling.checks import (
     FP32,
     attention_cases,
@@ -12,7 +12,6 @@ from phase2_tiling.checks import (
     one_head,
     state_of,
     surrounded,
-    tiles_of,
     verify,
     with_own_strides,
 )
