@@ -2,6 +2,8 @@
 
 from wrong_answers import Wrong
 
+_NEW_L = "l * torch.exp(m - shift) + torch.exp(tile - shift[:, None]).sum(dim=1)"
+
 WRONG = {
     "ex1_masked_add": [
         Wrong("the store is not masked", {"2 * x + y, mask=inside": "2 * x + y"}, "does the store have a mask?"),
@@ -66,6 +68,11 @@ WRONG = {
             "the precision of fp32 only",
         ),
         Wrong("Triton: no rescale", {"l_i * tl.exp(m_i - shift)": "l_i"}, "in Triton, a tile with larger logits: l"),
+        Wrong(
+            "PyTorch: l, m",
+            {f"return m_new, {_NEW_L}": f"return {_NEW_L}, m_new"},
+            "m and l are exchanged",
+        ),
         Wrong("Triton: no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf subtracted"),
         Wrong(
             "Triton: a large negative number for -inf",
