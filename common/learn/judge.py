@@ -1,17 +1,22 @@
 """The child's side of a check: `python -m common.learn.judge FOLDER EXERCISE FILE VERDICT`.
 
 Loads an answer, gives it to FOLDER/checks/EXERCISE.py, and writes one JSON object to the file
-VERDICT: kind, message, and whether there is a GPU. A check is a function `check` of the answer's
+VERDICT: kind, message, and whether there is a GPU; where Python crashes, or is asked by SIGUSR1,
+the stack goes to VERDICT.stack. A check is a function `check` of the answer's
 module; it returns a few words on what was verified, and rejects with `reject` or with any
 VerificationError.
 """
 
+import bdb
 import contextlib
+import faulthandler
 import importlib
 import importlib.util
+import io
 import itertools
 import json
 import math
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -233,11 +238,12 @@ def _described(root: BaseException, error: BaseException, path: Path) -> str:
             if own
             else "there is still something to write"
         )
+    if own and isinstance(root, bdb.BdbQuit):
+        return f"line {own[-1].lineno}: no debugger under check, where nobody can type: take breakpoint() out, or print"
     if isinstance(root, SyntaxError):
         return "".join(traceback.format_exception_only(root)).strip().replace(str(path), path.name)
-    what = (
-        "".join(traceback.format_exception_only(root)).strip().replace("module 'answer'", path.name)
-    )
+    what = "".join(traceback.format_exception_only(root)).strip()
+    what = what.replace("module 'answer'", path.name)[:4000]
     if any(words in what for words in _SHAPE_ERRORS):
         what += (
             "\nThe shapes of two tiles do not fit: is one to be transposed, tl.trans? A number for each row is a "
@@ -257,7 +263,34 @@ def _own_frames(error: BaseException, path: Path) -> list[traceback.FrameSummary
     ]
 
 
+class _Capped(io.TextIOBase):
+    """Passes on what is printed, up to a number of characters."""
+
+    def __init__(self, stream, characters: int = 20_000):
+        self.stream, self.left = stream, characters
+
+    def write(self, text: str) -> int:
+        if self.left > 0:
+            self.stream.write(text[: self.left])
+            if len(text) >= self.left:
+                self.stream.write("\n... the rest of what the answer prints is not shown\n")
+        self.left -= len(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+def _no_debugger(*_, **__):
+    raise bdb.BdbQuit
+
+
 def main(folder: str, name: str, path: str, verdict: str) -> int:
+    stack = open(f"{verdict}.stack", "w")  # noqa: SIM115 - open until the process ends
+    faulthandler.enable(stack)
+    faulthandler.register(signal.SIGUSR1, stack)
+    sys.stdout, sys.stderr = _Capped(sys.stdout), _Capped(sys.stderr)
+    sys.breakpointhook = _no_debugger
     torch.set_num_threads(1)  # tensors are small
     check = importlib.import_module(f"{folder}.checks.{name}").check
     outcome = judge(check, Path(path)) | dict(gpu=torch.cuda.is_available())
