@@ -71,6 +71,7 @@ def require(
         actual, right, mistakes or {}, dict(rtol=rtol, atol=atol, equal_nan=True)
     )
     sentence = sentence or next((sign for sign, shown in (signs or {}).items() if shown), None)
+    sentence = sentence or _related(actual, right)
     if sentence:
         reject(f"{what}: {sentence}")
     index = tuple((~close).nonzero()[0].tolist())
@@ -108,6 +109,25 @@ def _recognized(actual, right, mistakes, tolerance) -> str | None:
         return None
     near = distances[nearest] == 0 or distances[nearest] < 0.05 * (actual - right).norm().item()
     return nearest if near else None
+
+
+def _related(actual, right) -> str | None:
+    """What is said of a result that is the right one times a number, or transposed."""
+    if right.numel() < 8 or not (
+        right.any() and right.isfinite().all() and actual.isfinite().all()
+    ):
+        return None
+    factor = ((actual * right).sum() / (right * right).sum()).item()
+    close = dict(rtol=1e-3, atol=1e-3 * right.abs().max().item())
+    if abs(factor) > 0.01 and torch.allclose(actual / factor, right, **close):
+        return f"every element is {factor:.4g} times what is right: which factor is that, or which is missing?"
+    if (
+        right.dim() > 1
+        and right.shape[-1] == right.shape[-2]
+        and torch.allclose(actual.mT, right, **close)
+    ):
+        return "it is transposed: rows and columns are exchanged"
+    return None
 
 
 def require_verified(

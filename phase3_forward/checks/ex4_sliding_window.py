@@ -107,12 +107,21 @@ def _wrong_masks(q, k, v, window):
         return key.clamp(min=0) // block_n
 
     begin = tile_of(first - window + 1) * block_n
+    walked = (j >= begin) & (j <= last)
+    shifted = i + k.shape[2] - q.shape[2]
     masks = {
         "the window shows one key too many: i - window < j, and not i - window <= j": (j <= i)
         & (i - j <= window),
         "the window shows one key too few: j = i - window + 1 is its first": (j <= i)
         & (i - j < window - 1),
         "this is causal attention without a window": j <= i,
+        "the mask is the wrong way round: query i sees keys before it, j <= i": walked
+        & (j >= i)
+        & (j - i < window),
+        "nothing is masked inside of the walk": walked,
+        "rows and columns are counted from the bottom right: wanted is the top left, j <= i": walked
+        & (j <= shifted)
+        & (shifted - j < window),
         "keys after the query's own are visible": (i - j < window) & (j <= last),
         "keys of earlier tiles are missing: the walk begins where the window of the tile's first query does": (
             right & (j >= first)

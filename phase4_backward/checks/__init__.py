@@ -165,6 +165,8 @@ def visible_pairs(walk, seq_q, seq_k, block_m, block_n, device):
         "the diagonal is hidden: query i sees key i": j < i,
         "tiles on the diagonal are not masked inside": walked,
         "there is no causal mask": torch.ones_like(walked),
+        "the mask counts from the bottom right, j <= i + seq_k - seq_q: wanted is j <= i": walked
+        & (j <= i + seq_k - seq_q),
         "the mask is the wrong way round: query i sees keys j <= i": walked & (j >= i),
     }
     if walk == "over keys":

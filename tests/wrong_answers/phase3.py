@@ -86,6 +86,12 @@ WRONG = {
             {"o = acc / l_safe[:, None]": "o = acc / l_safe[:, None]\n    o = tl.where(o == o, o, 0.0)"},
             "a NaN in v does not reach o",
         ),
+        Wrong("log subtracted", {"m_i + tl.log(l_safe)": "m_i - tl.log(l_safe)"}, "log(l_i) is subtracted"),
+        Wrong(
+            "all of the LSE in base 2",
+            {"m_i + tl.log(l_safe)": "(m_i + tl.log(l_safe)) * 1.44269504"},
+            "this is the LSE in base 2",
+        ),
         Wrong(
             "lse in fp16", {"m_i + tl.log(l_safe)": "(m_i + tl.log(l_safe)).to(tl.float16)"}, "rounded to torch.float16"
         ),
@@ -164,6 +170,17 @@ WRONG = {
                 "head_base(v_ptr, stride_v": "head_base(v_ptr, stride_k",
             },
             "v is read with the strides of k: it has",
+        ),
+        Wrong(
+            "the mask the wrong way round",
+            {"(age >= 0) & (age < window)": "(age <= 0) & (age > -window)"},
+            "the wrong way round",
+        ),
+        Wrong("no mask", {" & (age >= 0) & (age < window)": ""}, "nothing is masked inside"),
+        Wrong(
+            "bottom right",
+            {"= offs_m[:, None] - offs_n[None, :]": "= offs_m[:, None] + seq_k - seq_q - offs_n[None, :]"},
+            "counted from the bottom right",
         ),
         Wrong("a key late", {"- window + 1)": "- window + 2)"}, "begins one key too late"),
         Wrong("rounded up", {"window + 1) // BLOCK_N": "window + BLOCK_N) // BLOCK_N"}, "begin is rounded up"),
