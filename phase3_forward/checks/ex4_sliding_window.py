@@ -16,12 +16,12 @@ import torch.nn.functional as F
 
 LONGEST = 2**31 - 1
 WINDOWS = [  # seq_q, seq_k, window
-    (150, 140, 40),
-    (110, 120, 34),
-    (90, 100, 2),
+    (110, 100, 40),
+    (80, 90, 34),
+    (70, 75, 2),
     (75, 70, 64),
-    (100, 60, 20),
-    (70, 75, LONGEST),
+    (70, 50, 20),
+    (40, 45, LONGEST),
 ]
 TILES = 32, 16  # queries, keys
 # Dtype, seq_k, heads_kv, window, head_dim; at 136 tiles of keys are half as long as those of
@@ -88,6 +88,8 @@ def _check_window(attend, seq_q, seq_k, window):
         reject(
             f"{what}: row {row} is NaN. Is it exp(-inf - -inf), in a tile that hides all its keys? A load unmasked?"
         )
+    if o.shape == right.shape and torch.allclose(o.double(), right, rtol=1e-4, atol=1e-4):
+        return
     mistakes = _wrong_masks(q, k, v, window)
     # What lies before a tensor: of k the head before, of v the batch before.
     before = inputs[1][1:2, :-1], inputs[2][:1, 1:]
@@ -216,7 +218,7 @@ def _masked_attention(q, k, v, mask):
 
 def _require_few_bytes(attend):
     """A walk over the tiles that touch the band, and no others."""
-    seq, head_dim = 320, 16
+    seq, head_dim = 160, 16
     block_m, block_n = TILES
     q, k, v = make_qkv(1, 1, seq, head_dim)
     for window in (40, 1):
