@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -254,9 +255,12 @@ def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
         try:
             child.wait(limit)
         except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGUSR1)  # it writes where it is
+            time.sleep(0.5)
+            where = _innermost_line(exercise.path, report)
+            message = f"no result after {limit:.0f} s: is there a loop that never ends?"
             return dict(
-                kind="timeout",
-                message=f"no result after {limit:.0f} s: is there a loop that never ends?",
+                kind="timeout", message=f"{message} It was at {where}" if where else message
             )
         finally:
             if child.poll() is None:
@@ -265,13 +269,31 @@ def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
         try:
             return json.loads(report.read_text())
         except (OSError, ValueError):
-            code = child.returncode
-            how = (
-                f"was ended by {signal.Signals(-code).name}"
-                if code < 0
-                else f"ended with code {code}"
-            )
-            return dict(kind="crashed", message=f"Python {how} in the middle of the check")
+            return dict(kind="crashed", message=_crash(exercise.path, report, child.returncode))
+
+
+def _crash(path: Path, report: Path, code: int) -> str:
+    """How the process ended, and at which line of the answer."""
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    where = _innermost_line(path, report)
+    message = f"Python {how} in the middle of the check{where and ', at '}{where}"
+    if -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
+        message += "\nA load or store left all memory: is it masked, and is its offset that of this tensor?"
+    return message
+
+
+def _innermost_line(path: Path, report: Path) -> str:
+    """The line of the answer at which its process was last seen (see common.learn.judge); "" where
+    it was elsewhere.
+    """
+    try:
+        stack = report.with_name(f"{report.name}.stack").read_text()
+        line, function = re.search(
+            rf'File "{re.escape(str(path))}", line (\d+) in (\w+)', stack
+        ).groups()
+        return f"line {line}, in {function}: {path.read_text().splitlines()[int(line) - 1].strip()}"
+    except (OSError, AttributeError, IndexError):
+        return ""
 
 
 def reset(exercise: Exercise) -> Path | None:

@@ -1,22 +1,28 @@
 """The child's side of a check: `python -m common.learn.judge FOLDER EXERCISE FILE VERDICT`.
 
 Loads an answer, gives it to FOLDER/checks/EXERCISE.py, and writes one JSON object to the file
-VERDICT: kind, message, and whether there is a GPU. A check is a function `check` of the answer's
+VERDICT: kind, message, and whether there is a GPU; where Python crashes, or is asked by SIGUSR1,
+the stack goes to VERDICT.stack. A check is a function `check` of the answer's
 module; it returns a few words on what was verified, and rejects with `reject` or with any
 VerificationError.
 """
 
+import bdb
 import contextlib
+import faulthandler
 import importlib
 import importlib.util
+import io
 import itertools
 import json
 import math
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 from common import runtime
 from common.measure import traffic
@@ -65,14 +71,21 @@ def require(
         actual, right, mistakes or {}, dict(rtol=rtol, atol=atol, equal_nan=True)
     )
     sentence = sentence or next((sign for sign, shown in (signs or {}).items() if shown), None)
+    sentence = sentence or _related(actual, right)
     if sentence:
         reject(f"{what}: {sentence}")
     index = tuple((~close).nonzero()[0].tolist())
     got, wanted = actual[index].item(), right[index].item()
     digits = next((d for d in (6, 9, 17) if f"{got:.{d}g}" != f"{wanted:.{d}g}"), 17)
     where = f"element [{', '.join(map(str, index))}]" if index else "it"
-    short = given_dtype != wanted_dtype and torch.allclose(actual, right, rtol=1e-6, atol=1e-6)
-    dtypes = f" (computed in {given_dtype}, where {wanted_dtype} is right?)" if short else ""
+    size = right.nan_to_num(0, 0, 0).abs().max().item()
+    exact = rtol < 2.0**-24 and atol < 2.0**-24 * size  # more than fp32 can give
+    short = given_dtype != wanted_dtype and torch.allclose(
+        actual, right, rtol=1e-6, atol=1e-6 * size
+    )
+    dtypes = (
+        f" (computed in {given_dtype}, where {wanted_dtype} is right?)" if exact and short else ""
+    )
     reject(
         f"{what}: {int((~close).sum())} of {close.numel()} elements are wrong; the first: {where} is "
         f"{got:.{digits}g} where {wanted:.{digits}g} is right{dtypes}"
@@ -98,6 +111,25 @@ def _recognized(actual, right, mistakes, tolerance) -> str | None:
     return nearest if near else None
 
 
+def _related(actual, right) -> str | None:
+    """What is said of a result that is the right one times a number, or transposed."""
+    if right.numel() < 8 or not (
+        right.any() and right.isfinite().all() and actual.isfinite().all()
+    ):
+        return None
+    factor = ((actual * right).sum() / (right * right).sum()).item()
+    close = dict(rtol=1e-3, atol=1e-3 * right.abs().max().item())
+    if abs(factor) > 0.01 and torch.allclose(actual / factor, right, **close):
+        return f"every element is {factor:.4g} times what is right: which factor is that, or which is missing?"
+    if (
+        right.dim() > 1
+        and right.shape[-1] == right.shape[-2]
+        and torch.allclose(actual.mT, right, **close)
+    ):
+        return "it is transposed: rows and columns are exchanged"
+    return None
+
+
 def require_verified(
     what: str, fn: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options
 ) -> None:
@@ -111,6 +143,30 @@ def require_verified(
 def counted(**tensors: torch.Tensor) -> contextlib.AbstractContextManager[traffic.Traffic | None]:
     """traffic.measure where kernels are interpreted; otherwise None in its place."""
     return traffic.measure(**tensors) if runtime.INTERPRETED else contextlib.nullcontext()
+
+
+def tiles_of(block_m: int, block_n: int) -> contextlib.AbstractContextManager:
+    """Inside, interpreted kernels work in tiles of this shape, whatever head_dim and dtype are;
+    compiled ones in those that suit the GPU.
+    """
+    if not runtime.INTERPRETED:
+        return contextlib.nullcontext()
+    tiles = dict(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=1)
+    return mock.patch.object(runtime, "tile_sizes", return_value=tiles)
+
+
+def misread(x: torch.Tensor, like: torch.Tensor) -> dict[str, torch.Tensor]:
+    """x (batch, heads, seq, head_dim) as it is read with the strides of another tensor: in the head
+    and between heads, in the head alone, between heads alone.
+    """
+    x_head, like_head = x.stride()[2:], like.stride()[2:]
+    x_base, like_base = x.stride()[:2], like.stride()[:2]
+    strides = {
+        "": (*like_base, *like_head),
+        " within a head": (*x_base, *like_head),
+        " between heads": (*like_base, *x_head),
+    }
+    return {where: x.as_strided(x.shape, stride) for where, stride in strides.items()}
 
 
 def guarded(
@@ -202,14 +258,23 @@ def _described(root: BaseException, error: BaseException, path: Path) -> str:
             if own
             else "there is still something to write"
         )
+    if own and isinstance(root, bdb.BdbQuit):
+        return f"line {own[-1].lineno}: no debugger under check, where nobody can type: take breakpoint() out, or print"
     if isinstance(root, SyntaxError):
         return "".join(traceback.format_exception_only(root)).strip().replace(str(path), path.name)
-    what = (
-        "".join(traceback.format_exception_only(root)).strip().replace("module 'answer'", path.name)
-    )
+    what = "".join(traceback.format_exception_only(root)).strip()
+    what = what.replace("module 'answer'", path.name)[:4000]
+    if any(words in what for words in _SHAPE_ERRORS):
+        what += (
+            "\nThe shapes of two tiles do not fit: is one to be transposed, tl.trans? A number for each row is a "
+            "column beside a tile, [:, None]"
+        )
     if own:
         return f"{path.name}, line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}\n{what}"
     return what
+
+
+_SHAPE_ERRORS = ("make_shape_compatible", "equal reduction dimensions", "could not be broadcast")
 
 
 def _own_frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:
@@ -218,7 +283,34 @@ def _own_frames(error: BaseException, path: Path) -> list[traceback.FrameSummary
     ]
 
 
+class _Capped(io.TextIOBase):
+    """Passes on what is printed, up to a number of characters."""
+
+    def __init__(self, stream, characters: int = 20_000):
+        self.stream, self.left = stream, characters
+
+    def write(self, text: str) -> int:
+        if self.left > 0:
+            self.stream.write(text[: self.left])
+            if len(text) >= self.left:
+                self.stream.write("\n... the rest of what the answer prints is not shown\n")
+        self.left -= len(text)
+        return len(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+
+def _no_debugger(*_, **__):
+    raise bdb.BdbQuit
+
+
 def main(folder: str, name: str, path: str, verdict: str) -> int:
+    stack = open(f"{verdict}.stack", "w")  # noqa: SIM115 - open until the process ends
+    faulthandler.enable(stack)
+    faulthandler.register(signal.SIGUSR1, stack)
+    sys.stdout, sys.stderr = _Capped(sys.stdout), _Capped(sys.stderr)
+    sys.breakpointhook = _no_debugger
     torch.set_num_threads(1)  # tensors are small
     check = importlib.import_module(f"{folder}.checks.{name}").check
     outcome = judge(check, Path(path)) | dict(gpu=torch.cuda.is_available())

@@ -85,13 +85,14 @@ def make_qkv(
     dtype=torch.float16,
     kind="normal",
     layout="bhsd",
+    layout_v=None,
     poison=False,
     seed=0,
     device=None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random q (batch, heads_q, seq_q, head_dim) and k, v (batch, heads_kv, seq_k, head_dim), the
     same for a seed on every machine. heads_kv defaults to heads_q, seq_k to seq_q; kind, layout,
-    poison as in `make_tensor`.
+    poison as in `make_tensor`. layout_v: another layout for v, so that its strides are not k's.
 
     kind="low" makes q positive and k low, so that every logit is far below zero.
     """
@@ -99,7 +100,7 @@ def make_qkv(
     seq_k = seq_q if seq_k is None else seq_k
     generator = torch.Generator().manual_seed(seed)
 
-    def make(heads, seq, this_kind):
+    def make(heads, seq, this_kind, layout=layout):
         shape = (batch, heads, seq, head_dim)
         return make_tensor(
             shape,
@@ -117,5 +118,5 @@ def make_qkv(
     return (
         make(heads_q, seq_q, kinds[0]),
         make(heads_kv, seq_k, kinds[1]),
-        make(heads_kv, seq_k, kind_v),
+        make(heads_kv, seq_k, kind_v, layout_v or layout),
     )

@@ -6,6 +6,7 @@ from common import runtime
 from common.learn.judge import counted, reject, require
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 def check(answer):
@@ -25,6 +26,9 @@ def check(answer):
             answer._masked_add_kernel[(-(-n // answer.BLOCK),)](x, y, out, n, BLOCK=answer.BLOCK)
         mistakes = {
             "this is x + y; wanted is 2 x + y": x + y,
+            "this is x: the kernel adds, not the launcher": x,
+            "this is y: the kernel adds, not the launcher": y,
+            "this is 2 x: the kernel adds, not the launcher": 2 * x,
             "only the first block is there: do the offsets start at program_id * BLOCK?": right.where(
                 first, out
             ),
@@ -32,12 +36,29 @@ def check(answer):
         }
         require(f"out, n = {n}", out, right, mistakes=mistakes)
         out.copy_(before[2, 256 : 256 + n])
-        if not torch.equal(memory, before):
+        changed = (memory != before).nonzero().tolist()
+        if changed == [[2, 256 + n]]:
+            reject(
+                f"n = {n}: element n is written, which does not exist: inside is offsets < n, not <= n"
+            )
+        if changed:
             reject(f"n = {n}: something was written outside of out: does the store have a mask?")
         if moved and moved.loaded != 8 * n:
             reject(
                 f"n = {n}: {moved.loaded} bytes were read, x and y have {8 * n}: do both loads have the mask?"
             )
     ones = torch.ones(300, device=runtime.DEVICE)
-    require("masked_add(x, y)", answer.masked_add(ones, ones), 3 * ones)
+    with _NoArithmetic():
+        result = answer.masked_add(ones, ones)
+    require("masked_add(x, y)", result, 3 * ones)
     return f"lengths {', '.join(map(str, lengths))}; nothing read or written outside"
+
+
+class _NoArithmetic(TorchFunctionMode):
+    """Rejects a launcher that has PyTorch add or multiply."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.strip("_")
+        if name in ("add", "iadd", "radd", "mul", "imul", "rmul", "multiply", "sub", "lerp"):
+            reject(f"masked_add: PyTorch's {name} is called in the launcher: the kernel adds")
+        return function(*args, **(kwargs or {}))

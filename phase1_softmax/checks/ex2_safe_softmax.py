@@ -42,10 +42,15 @@ def _cases():
     """(kind, logits, dtypes, what to ask where they fail)."""
     too_large = "NaN or 0: exp of a large logit is inf. What may be subtracted from a row without changing its weights?"
     one_row = "the weights of some rows are all 0: is the maximum that of each row, and not of the whole tensor or 0?"
+    of_the_row = (
+        "exp of the largest logit overflows: subtract the maximum of the row, no other statistic"
+    )
     all_masked = "NaN: no logit is left, so the maximum is -inf: -inf - (-inf) is NaN, and so is 0/0. Wanted: zeros"
     half = "the sum or the differences are rounded to 16 bits: is all of it computed in fp32, and rounded at the end?"
     shared = "a logit of -inf has weight 0, the others share the rest"
     around = torch.tensor([[200.0], [-200.0], [1000.0], [-1000.0]], device=runtime.DEVICE)
+    outlier = randn(4, 40)
+    outlier[torch.arange(4), torch.tensor([0, 39, 20, 7])] = 300.0
     partly = randn(5, 40)
     partly[1:, ::3] = -INF
     masked = partly.clone()
@@ -54,6 +59,7 @@ def _cases():
         ("small logits", randn(3, 4, 50), (torch.float32,), "is the sum that of the last axis?"),
         ("logits around 200", randn(4, 100) + 200, runtime.DTYPES, too_large),
         ("rows around 200, -200, 1000, -1000", randn(4, 100) + around, (torch.float32,), one_row),
+        ("one logit of 300", outlier, runtime.DTYPES, of_the_row),
         ("logits of -inf", partly, runtime.DTYPES, shared),
         ("a row of -inf alone", masked, runtime.DTYPES, all_masked),
         ("a single value", randn(1), (torch.float32,), "its weight is 1"),

@@ -80,6 +80,9 @@ def _require_state(what, m_got, l_got, m, l, tile, tolerance):
         "a maximum below 0 became 0: what does m start from?": m_new.clamp(min=0),
         "this is one maximum for all rows: which axis is reduced?": torch.maximum(m, tile.max()),
     }
+    l_new = l * torch.exp(m - shift) + new
+    if _same(m_got, l_new) and _same(l_got, m_new):
+        reject(f"{what}: m and l are exchanged: return m first, then l")
     require_sane(f"{what}: m", m_got, m_new)
     require(f"{what}: m", m_got, m_new, mistakes=of_m, **tolerance)
     of_l = {
@@ -93,6 +96,10 @@ def _require_state(what, m_got, l_got, m, l, tile, tolerance):
         "the tile's sum is rescaled too: it is measured against the new maximum already": (l + new)
         * torch.exp(m - shift),
     }
-    l_new = l * torch.exp(m - shift) + new
     require_sane(f"{what}: l", l_got, l_new)
     require(f"{what}: l", l_got, l_new, mistakes=of_l, **tolerance)
+
+
+def _same(actual, right):
+    shapes = isinstance(actual, torch.Tensor) and actual.shape == right.shape
+    return shapes and torch.allclose(actual.double(), right, rtol=1e-4, atol=1e-5)

@@ -24,20 +24,37 @@ def attention_cases(*lengths):
 
 
 def one_head(seq_q, seq_k, head_dim, *, transposed=False, **options):
-    """q, k, v of one head; NaN lies around them. transposed: the stride of rows is 1."""
-    tensors = (t[0, 0] for t in make_qkv(1, 1, seq_q, head_dim, seq_k=seq_k, **options))
-    return [surrounded(t.T).T if transposed else surrounded(t) for t in tensors]
-
-
-def surrounded(x):
-    """x inside larger memory full of NaN: a stray access of less than a tile does no harm and
-    leaves a trace.
+    """q, k, v of one head, each with strides of its own; NaN lies around them. transposed: the
+    stride of rows of q and k is 1.
     """
-    margins = [64, 4][: x.dim()]
+    q, k, v = (t[0, 0] for t in make_qkv(1, 1, seq_q, head_dim, seq_k=seq_k, **options))
+    if transposed:
+        return surrounded(q.T, 8).T, surrounded(k.T).T, surrounded(v)
+    return surrounded(q, 8), surrounded(k), surrounded(v, 12)
+
+
+def surrounded(x, beside=4):
+    """x inside larger memory full of NaN: a stray access of less than a tile does no harm and
+    leaves a trace. beside: how many NaN lie before and after each row.
+    """
+    margins = [64, beside][: x.dim()]
     memory = x.new_full([n + 2 * margin for n, margin in zip(x.shape, margins, strict=True)], NAN)
     for axis, margin in enumerate(margins):
         memory = memory.narrow(axis, margin, x.shape[axis])
     return memory.copy_(x)
+
+
+def with_own_strides(*matrices):
+    """A copy of each matrix; the distance of rows is another one for each, and what lies between
+    them is finite.
+    """
+    wide = matrices[0].shape[1] + 8 * len(matrices)
+    copies = []
+    for n, x in enumerate(matrices):
+        rows, cols = x.shape
+        memory = torch.linspace(-2, 2, (rows + 64) * wide, dtype=x.dtype, device=x.device)
+        copies.append(memory.as_strided((rows, cols), (cols + 8 * (n + 1), 1)).copy_(x))
+    return copies
 
 
 def nan_around(x):

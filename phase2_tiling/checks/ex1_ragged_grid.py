@@ -12,11 +12,14 @@ INF = float("inf")
 
 
 def check(answer):
-    lengths, block, scale = ((150, 70), (128, 64), (1, 1), (65, 129), (63, 31), (40, 0)), 64, 0.25
+    lengths, block = ((150, 70), (128, 64), (1, 1), (65, 129), (63, 31), (40, 0)), 64
     for (seq_q, seq_k), dtype, kind in zip(
         lengths, (FP16, FP32) * 3, ("low", "normal") * 3, strict=True
     ):
         q, k, _ = one_head(seq_q, seq_k, 16, dtype=dtype, kind=kind)
+        scale = 1e30 if kind == "low" else 0.25  # below any number that is not -inf
+        if seq_k < block:  # the same logits
+            q.neg_(), k.neg_()
         out = surrounded(torch.full((seq_q,), NAN, device=q.device))
         with counted(q=q, k=k) as moved:
             answer.largest_logit(q, k, scale, out)
@@ -30,11 +33,14 @@ def check(answer):
             ),
             "NaN comes in from memory past the last key: does the load of k have a mask?": right
             * NAN,
-            "a key that does not exist wins: 0 is safe to load, but what is its logit?": right.clamp(
-                min=0
-            ),
+            "a key that does not exist has the logit inf: load 0 for it, and replace its logit by -inf after the "
+            "product": torch.full_like(right, INF),
         }
-        require(f"out, {what}", out, right, mistakes=mistakes)
+        signs = {
+            f"a key that does not exist wins with the logit {out[0].item():g}: what is its logit? All that exist may "
+            "be lower, so only -inf will do": out.isfinite().all() and (out == out[0]).all()
+        }
+        require(f"out, {what}", out, right, mistakes=mistakes, signs=signs)
         if not nan_around(out):
             reject(f"{what}: something was written outside of out: does the store have a mask?")
         if moved and moved.loaded_from["q"] != q.nbytes:

@@ -1,35 +1,35 @@
-"""Checks attention against SDPA in many cases, and that every tile of keys and values is loaded
-once.
+"""Checks attention on a problem in which many mistakes are known by their result, against SDPA in
+many cases, and that every tile of keys and values is loaded once.
 """
 
 import ast
 import inspect
+import itertools
+import math
 
-from common import runtime
-from common.learn.judge import counted, reject
-from phase2_tiling.checks import BF16, FP32, attention_cases, one_head, state_of, verify
+from common import make_qkv, runtime
+from common.learn.judge import counted, reject, require, tiles_of
+from phase2_tiling.checks import (
+    BF16,
+    FP32,
+    attention_cases,
+    one_head,
+    verify,
+    with_own_strides,
+)
 
 import torch
 import triton
 
+# Tiles of 32 queries and 64 keys, head_dim 16: no two sizes are the same.
+SEQ_Q, SEQ_K, HEAD_DIM, BLOCK_M, BLOCK_N, SCALE = 50, 150, 16, 32, 64, 0.3
+AT_HAND = ("load_tile", "store_tile", "tile_pointers", "head_base", "_check", "_launch")
+
 
 def check(answer):
-    calls = (
-        n.func for n in ast.walk(ast.parse(inspect.getsource(answer))) if isinstance(n, ast.Call)
-    )
-    if any(isinstance(f, ast.Name) and f.id == "attention_tile_step" for f in calls):
-        reject(
-            "attention_tile_step is the step that you are to write: use online_softmax_step and tl.dot"
-        )
-    q, k, v = one_head(33, 70, 32, dtype=FP32)
-    _, m, l = state_of(q, k, v)
-    last = (
-        torch.exp(32**-0.5 * q.double() @ k[64:].double().T - m[:, None])
-        @ v[64:].double()
-        / l[:, None]
-    )
-    if torch.allclose(answer.attention(q, k, v).double(), last, atol=1e-4):
-        reject("o holds the last tile of keys alone: is p v added to what acc held before?")
+    _require_own_loop(answer)
+    with tiles_of(BLOCK_M, BLOCK_N):
+        _check_known_mistakes(answer.attention)
     cases = attention_cases(0, 1, 32, 33, 64)
     for seq_q, seq_k, head_dim, dtype, options in cases:
         q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
@@ -43,4 +43,121 @@ def check(answer):
                     f"{moved.loaded_from[name]} bytes of {name} were read, {programs} programs need "
                     f"{programs * t.nbytes}: does the load have a mask, is each tile loaded once?"
                 )
+    _check_lowest_logits(answer.attention)
     return f"{len(cases)} cases against SDPA: fp16, bf16 and fp32, ragged lengths, peaked rows, logits far below zero"
+
+
+def _require_own_loop(answer):
+    """Reject an answer that takes from phase 2's module what it is to write."""
+    for node in ast.walk(ast.parse(inspect.getsource(answer))):
+        used = []
+        if isinstance(node, ast.ImportFrom) and node.module == "phase2_tiling.tiling":
+            used = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("tiling"):
+            used = [node.attr]
+        for name in set(used) - set(AT_HAND):
+            reject(
+                f"line {node.lineno} takes {name} from phase 2's module: that is what you are to write. Use load_tile, "
+                "online_softmax_step and tl.dot"
+            )
+
+
+def _check_known_mistakes(attention):
+    q, k, v = (t[0, 0] for t in make_qkv(1, 1, SEQ_Q, HEAD_DIM, seq_k=SEQ_K, dtype=FP32))
+    q, k, v = with_own_strides(q, k, v)
+    o = attention(q, k, v, SCALE)
+    mistakes = _wrong_scales(q, k, v) | _wrong_strides(q, k, v) | _wrong_loops(q, k, v)
+    what = f"o, {SEQ_Q} queries and {SEQ_K} keys, head_dim {HEAD_DIM}, tiles of {BLOCK_M} queries x {BLOCK_N} keys"
+    require(what, o, _loop(q, k, v), mistakes=mistakes)
+
+
+def _loop(
+    q, k, v, *, scale=SCALE, update=None, step=BLOCK_N, width=BLOCK_N, first=lambda start: start,
+    past_end=-math.inf,
+):  # fmt: skip
+    """o in fp64, in tiles of `width` keys that begin at first(start). update(acc, alpha, p, v) is the new acc."""
+    q, k, v = q.double(), k.double(), v.double()
+    m, l, acc = torch.full_like(q[:, :1], -math.inf), torch.zeros_like(q[:, :1]), 0 * q
+    for start in range(0, len(k), step):
+        offs = first(start) + torch.arange(width, device=q.device)
+        inside = offs < len(k)
+        k_tile, v_tile = (t[offs.clamp(max=len(k) - 1)] * inside[:, None] for t in (k, v))
+        s = torch.where(inside, scale * q @ k_tile.T, past_end)
+        m_new = torch.maximum(m, s.amax(1, keepdim=True))
+        alpha, p = torch.exp(m - m_new), torch.exp(s - m_new)
+        acc = update(acc, alpha, p @ v_tile) if update else alpha * acc + p @ v_tile
+        l, m = alpha * l + p.sum(1, keepdim=True), m_new
+    return acc / l
+
+
+def _wrong_scales(q, k, v):
+    scales = {
+        "the scale is missing: s is multiplied by it": 1.0,
+        "the scale is in it twice": SCALE**2,
+        "s is divided by the scale, which is to be multiplied": 1 / SCALE,
+        "1 / sqrt(HEAD_DIM) is used; wanted is the argument scale": HEAD_DIM**-0.5,
+        "the scale is a constant, 1/8: it is right for head_dim 64; wanted is the argument scale": 1
+        / 8,
+        "s is multiplied by scale / HEAD_DIM: scale is 1 / sqrt(head_dim) already": SCALE
+        / HEAD_DIM,
+        "p is a power of 2: exp2 is used where exp is meant": SCALE * math.log(2),
+        "log2(e) is in the scale, but exp is used, not exp2": SCALE / math.log(2),
+    }
+    return {sentence: _loop(q, k, v, scale=scale) for sentence, scale in scales.items()}
+
+
+def _wrong_strides(q, k, v):
+    """{sentence: o} where a tensor is read with the strides of another one."""
+    named, wrong = dict(q=q, k=k, v=v), {}
+    for name, other in itertools.permutations(named, 2):
+        x = named[name]
+        misread = x.as_strided(x.shape, named[other].stride())
+        sentence = f"{name} is read with the strides of {other}: it has its own, stride_{name}"
+        wrong[sentence] = _loop(**named | {name: misread})
+    return wrong
+
+
+def _wrong_loops(q, k, v):
+    updates = {
+        "the accumulator is not rescaled by alpha": lambda acc, alpha, pv: acc + pv,
+        "the new tile is rescaled too: multiply acc by alpha before p v is added": lambda acc, alpha, pv: (
+            alpha * (acc + pv)
+        ),
+        "acc is divided by alpha: multiply": lambda acc, alpha, pv: (
+            acc / torch.where(alpha == 0, 1.0, alpha) + pv
+        ),
+        "o holds the last tile of keys alone: is p v added to what acc held before?": lambda acc, alpha, pv: (
+            pv
+        ),
+    }
+    wrong = {sentence: _loop(q, k, v, update=update) for sentence, update in updates.items()}
+    padded = torch.nn.functional.pad(k, (0, 0, 0, -SEQ_K % BLOCK_N))
+    reshaped = torch.cat([tile.reshape(HEAD_DIM, -1).T for tile in padded.split(BLOCK_N)])[:SEQ_K]
+    whole = SEQ_K // BLOCK_N * BLOCK_N
+    return wrong | {
+        "k is reshaped, which keeps the order of its numbers: transpose it, tl.trans(k)": _loop(
+            q, reshaped, v
+        ),
+        "every tile of keys is the first one: do the offsets contain start_n?": _loop(
+            q, k, v, first=lambda start: 0
+        ),
+        "keys are skipped or counted twice: the loop goes by BLOCK_N, and a tile has BLOCK_N keys": _loop(
+            q, k, v, step=BLOCK_M
+        ),
+        "a tile has BLOCK_M keys: keys are counted by BLOCK_N": _loop(q, k, v, width=BLOCK_M),
+        "keys past the end count as logit 0: replace s by -inf there": _loop(q, k, v, past_end=0.0),
+        "the last, partial tile of keys is dropped: the loop ends at seq_k": _loop(
+            q, k[:whole], v[:whole]
+        ),
+        "the loop ends at seq_q: it runs over keys, seq_k of them": _loop(q, k[:SEQ_Q], v[:SEQ_Q]),
+    }
+
+
+def _check_lowest_logits(attention):
+    """All logits are -1e30, so that all weights are the same, and any number above wins."""
+    q, k, v = one_head(3, 70, 16, dtype=FP32)
+    q.zero_()[:, 0], k.zero_()[:, 0] = 1.0, -1e30
+    right = v.double().mean(dim=0).expand(3, 16)
+    o = attention(q, k, v, 1.0)
+    sentence = "keys past the end win: their logit is a finite number, and logits may be lower. Only -inf will do"
+    require("o, all logits -1e30", o, right, mistakes={sentence: torch.zeros_like(right)})

@@ -1,9 +1,12 @@
 """Checks the predicted bytes against those that are counted while the kernel runs."""
 
+import contextlib
 import random
+from unittest import mock
 
 from common import runtime
 from common.learn.judge import counted, reject
+from common.measure import traffic
 from phase2_tiling import tiling
 from phase2_tiling.checks import FP16, FP32, one_head
 
@@ -26,7 +29,8 @@ def check(answer):
         )
     for seq_q, seq_k, head_dim, dtype in cases:
         what = f"seq_q = {seq_q}, seq_k = {seq_k}, head_dim = {head_dim}, {dtype}"
-        got = answer.predicted_bytes(seq_q, seq_k, head_dim, dtype)
+        with _nothing_measured():
+            got = answer.predicted_bytes(seq_q, seq_k, head_dim, dtype)
         if not isinstance(got, dict) or set(got) != {"q", "k", "v", "o"}:
             reject(f'{what}: expected {{"q": ..., "k": ..., "v": ..., "o": ...}}, got {got!r}')
         for name, right in _bytes_of_attention(seq_q, seq_k, head_dim, dtype).items():
@@ -38,6 +42,26 @@ def check(answer):
                 )
                 reject(f"{what}: {right} bytes of {name} are moved, not {got[name]}{why}")
     return f"{len(cases)} sizes, two of them drawn at random, to the byte"
+
+
+@contextlib.contextmanager
+def _nothing_measured():
+    """Rejects an answer that runs the kernel or asks the module that counts bytes."""
+
+    def stopped(*_, **__):
+        reject(
+            "the bytes are measured, or taken from common.measure.traffic: predict them, from the sizes alone"
+        )
+
+    with contextlib.ExitStack() as stack:
+        for module, name in (
+            (tiling, "_launch"),
+            (traffic, "measure"),
+            (traffic, "_rows_of_keys"),
+            (traffic, "tiled_attention_bytes"),
+        ):
+            stack.enter_context(mock.patch.object(module, name, stopped))
+        yield
 
 
 def _bytes_of_attention(seq_q, seq_k, head_dim, dtype):

@@ -2,7 +2,9 @@
 results.
 """
 
-from common.learn.judge import counted, reject, require
+import itertools
+
+from common.learn.judge import counted, reject, require, tiles_of
 from phase2_tiling.checks import (
     FP32,
     attention_cases,
@@ -11,6 +13,7 @@ from phase2_tiling.checks import (
     state_of,
     surrounded,
     verify,
+    with_own_strides,
 )
 
 import torch
@@ -19,17 +22,18 @@ import triton
 
 def check(answer):
     _check_continuation(answer)
+    _check_strides(answer)
     cases = attention_cases(0, 1, 33)
-    for seq_q, seq_k, head_dim, dtype, options in cases:
-        verify(
-            answer.attention_keys_outside, *one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
-        )
+    with tiles_of(16, 32):
+        for seq_q, seq_k, head_dim, dtype, options in cases:
+            q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
+            verify(answer.attention_keys_outside, q, k, v)
     return f"{len(cases)} cases against SDPA; the state travels as often as it must, and stays normalized in between"
 
 
 def _check_continuation(answer):
-    """From the state of 12 keys in memory to that of 62, in two tiles."""
-    seq_q, seen, seq_k, head_dim, block = 70, 12, 50, 16, 32
+    """From the state of 12 keys in memory to that of 112, in two tiles of 64; 16 queries a tile."""
+    seq_q, seen, seq_k, head_dim, block_m, block_n = 70, 12, 100, 32, 16, 64
     q, k_all, v_all = one_head(seq_q, seen + seq_k, head_dim, dtype=FP32)
     k, v = (surrounded(t[seen:]) for t in (k_all, v_all))
     before, right = (state_of(q, k_all[:n], v_all[:n]) for n in (seen, seen + seq_k))
@@ -38,19 +42,40 @@ def _check_continuation(answer):
     with counted(**tensors) as moved:
         answer._attention_keys_outside_kernel[(1,)](
             q, k, v, o, m, l, q.stride(), k.stride(), v.stride(), o.stride(), seq_q, seq_k, head_dim**-0.5,
-            HEAD_DIM=head_dim, BLOCK_M=block, BLOCK_N=block, num_stages=1,
+            HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_N=block_n, num_stages=1,
         )  # fmt: skip
-    _require_state((o, m, l), right, before, q, k, v, block)
+    _require_state((o, m, l), right, before, q, k, v, block_m, block_n)
     if not all(map(nan_around, (o, m, l))):
         reject("something was written outside of o, m and l: do the stores have a mask?")
     if moved:
-        _require_visits(moved, tensors, triton.cdiv(seq_k, block))
+        _require_visits(moved, tensors, triton.cdiv(seq_k, block_n))
 
 
-def _require_state(state, right, before, q, k, v, block):
+def _check_strides(answer):
+    """o for tensors that have strides of their own each."""
+    q, k, v = with_own_strides(*(t.clone() for t in one_head(50, 70, 16, dtype=FP32)))
+    with tiles_of(16, 32):
+        o = answer.attention_keys_outside(q, k, v)
+    tensors, mistakes = dict(q=q, k=k, v=v), {}
+    for name, other in itertools.permutations(tensors, 2):
+        misread = tensors[name].as_strided(tensors[name].shape, tensors[other].stride())
+        sentence = f"{name} is read with the strides of {other}: it has its own, stride_{name}"
+        mistakes[sentence] = state_of(**tensors | {name: misread})[0]
+    require("o, 50 queries and 70 keys", o, state_of(q, k, v)[0], mistakes=mistakes)
+
+
+def _require_state(state, right, before, q, k, v, block_m, block):
     """Hold (o, m, l) against `right`; `before` is the state without the keys k, in tiles of `block`."""
     last = state_of(q, k[block:], v[block:])
     acc = _visits(q, k, v, before, block, lambda o, l, new, alpha, pv: alpha * o + pv)
+    row = torch.arange(len(q), device=q.device)
+    first = row < block_m
+    walked = row % block < block_m  # by a walk in steps of `block`
+    new = right[2] - before[2] * torch.exp(before[1] - right[1])  # what the keys add to l
+    visits = (state[2].double() - right[2]) / new + 1
+    twice = torch.allclose(visits, visits.round(), atol=1e-3) and (visits > 1.5).any()
+    sentence = "some queries meet a tile of keys more than once: a tile of queries has BLOCK_M rows"
+    signs = {sentence: bool(twice)}
     acc = acc / right[2][:, None]
     of_o = {"it is acc that waits in memory: divide by l' at every visit": acc} | {
         sentence: _visits(q, k, v, before, block, update)
@@ -62,9 +87,15 @@ def _require_state(state, right, before, q, k, v, block):
             "it is that of the last tile of keys alone: are o, m and l loaded and taken along?": (
                 last[i]
             ),
+            "only the first tile of queries is visited: do the offsets contain start_m?": torch.where(
+                first.view(-1, *[1] * (right[i].dim() - 1)), right[i], before[i]
+            ),
+            "some queries are never visited: the inner loop goes by BLOCK_M": torch.where(
+                walked.view(-1, *[1] * (right[i].dim() - 1)), right[i], before[i]
+            ),
         }
         mistakes |= of_o if name == "o" else {}
-        require(name, state[i], right[i], mistakes=mistakes, atol=1e-4)
+        require(name, state[i], right[i], mistakes=mistakes, signs=signs, atol=1e-4)
 
 
 def _require_visits(moved, tensors, visits):

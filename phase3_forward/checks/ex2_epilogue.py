@@ -45,9 +45,34 @@ def check(answer):
                 "of the logarithm"
             )
         _require_row_sums(results[0], q, k, v, mask)
+        _require_lse(results[1], q, k, mask)
         verify_masked(lambda *_, results=results: results, q, k, v, mask)
     _require_large_values_and_nan(answer.bottom_right_attention)
     return "o and lse of 184 rows a head in fp16, bf16 and fp32, 30 of them without a key; nothing stored outside"
+
+
+def _require_lse(lse, q, k, mask):
+    """Reject an lse that is known to be wrong, or whose every element has the digits of 16 bits."""
+    s = q.double() @ k.double().mT / math.sqrt(q.shape[3])
+    right = s.masked_fill(~mask.to(q.device), -INF).logsumexp(-1) if s.numel() else lse.double()
+    largest = s.masked_fill(~mask.to(q.device), -INF).amax(dim=-1) if s.numel() else right
+    for sentence, wrong in {
+        "log(l_i) is subtracted: lse = m_i + log(l_i)": 2 * largest - right,
+        "this is the LSE in base 2: it is a natural logarithm": right / math.log(2),
+    }.items():
+        seen = right.isfinite() & (largest != right)
+        same = torch.allclose(lse.double()[seen], wrong[seen], rtol=1e-4, atol=1e-4)
+        if (
+            seen.any()
+            and same
+            and not torch.allclose(lse.double()[seen], right[seen], rtol=1e-4, atol=1e-4)
+        ):
+            reject(f"lse: {sentence}")
+    for dtype in (torch.float16, BF16):
+        short = torch.equal(lse.to(dtype).float(), lse)
+        close = torch.allclose(lse.double(), right, rtol=0.01, atol=0.01)
+        if short and close and not torch.allclose(lse.double(), right, rtol=1e-5, atol=1e-5):
+            reject(f"lse is rounded to {dtype}: the backward pass needs it in fp32")
 
 
 def _require_large_values_and_nan(attention):

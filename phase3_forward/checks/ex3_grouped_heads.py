@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from common import make_qkv, runtime
-from common.learn.judge import guarded, reject, require_verified
+from common.learn.judge import guarded, misread, reject, require_verified, tiles_of
 from phase3_forward.checks import BF16, FP16, FP32
 
 import torch
@@ -31,17 +31,22 @@ def check(answer):
     fn = guarded(answer.grouped_attention, ask)
     for heads_q, heads_kv, seq_q in [(6, 2, 64), (6, 3, 33), (4, 1, 33), (4, 4, 33)]:
         # Of more batches, so that batch and head swapped do not read outside of memory.
-        q, *wide = (t[:2] for t in make_qkv(heads_q, heads_q, seq_q, 16, seq_k=20, dtype=FP32))
+        inputs = make_qkv(heads_q, heads_q, seq_q, 16, seq_k=20, dtype=FP32, layout_v="bshd")
+        q, *wide = (t[:2] for t in inputs)
         # Behind the key heads lie others, which nobody may read.
         k, v = (t[:, :heads_kv] for t in wide)
         what = f"{heads_q} query heads on {heads_kv}"
-        results = fn(q, k, v, enable_gqa=True)
+        with tiles_of(32, 64):
+            results = fn(q, k, v, enable_gqa=True)
         _require_heads(what, *results, q, *wide, heads_q // heads_kv)
         require_verified(what, lambda *_, results=results, **__: results, q, k, v, enable_gqa=True)
-    for layout in ("bshd", "transposed", "sliced", "expanded"):
-        q, k, v = make_qkv(2, 2, 70, 40, heads_kv=1, layout=layout)
+    layouts = ("bshd", "transposed", "sliced", "expanded")
+    for layout, layout_v in zip(layouts, (*layouts[1:], layouts[0]), strict=True):
+        q, k, v = make_qkv(2, 2, 70, 40, heads_kv=1, layout=layout, layout_v=layout_v)
         require_verified(f"{layout} memory", fn, q, k, v, enable_gqa=True, is_causal=True)
-    q, k, v = make_qkv(1, 4, 33, 24, heads_kv=2, layout="bshd", poison=True, dtype=BF16)
+    q, k, v = make_qkv(
+        1, 4, 33, 24, heads_kv=2, layout="bshd", layout_v="bhsd", poison=True, dtype=BF16
+    )
     require_verified("NaN all around", fn, q, k, v, enable_gqa=True)
     _require_wide_offsets(fn)
     return "6 heads on 2, 6 on 3, 4 on 1, 4 on 4; four layouts; keys 2^31 elements apart"
@@ -50,14 +55,20 @@ def check(answer):
 def _require_heads(what, o, lse, q, k, v, group):
     """Reject a head that reads memory of another, and say of which."""
     heads = list(itertools.product(range(q.shape[0]), range(q.shape[1])))
+    strided_like_k = misread(v, k)
     q, k, v = q.double(), k.double(), v.double()
 
     def same(a, b):
         return torch.allclose(a.double(), b, rtol=1e-4, atol=1e-4)
 
+    def logits(of_q, of_k):
+        return q[of_q] @ k[of_k].mT / math.sqrt(q.shape[3])
+
+    def p_of(of_q, of_k):
+        return logits(of_q, of_k).softmax(dim=-1)
+
     def attention(of_q, of_k, of_v):
-        s = q[of_q] @ k[of_k].mT / math.sqrt(q.shape[3])
-        return s.softmax(dim=-1) @ v[of_v], s.logsumexp(dim=-1)
+        return p_of(of_q, of_k) @ v[of_v], logits(of_q, of_k).logsumexp(dim=-1)
 
     for b, h in heads:
         me, right = (b, h), (b, h // group)
@@ -66,11 +77,18 @@ def _require_heads(what, o, lse, q, k, v, group):
                 continue
             for head in heads:
                 if same(o[me], attention(me, right, head)[0]):
-                    reject(f"{what}: {_misread(me, right, head, 'v')}; k is found: look at v_ptr")
+                    reject(
+                        f"{what}: {_other_head(me, right, head, 'v')}; k is found: look at v_ptr"
+                    )
+            for where, wrong in strided_like_k.items():
+                if same(o[me], p_of(me, right) @ wrong[right].double()):
+                    reject(
+                        f"{what}: v is read with the strides of k{where}: it has four of its own, stride_v"
+                    )
             continue
         for head in heads:
             if same(lse[me], attention(me, head, head)[1]):
-                reject(f"{what}: {_misread(me, right, head, 'k')}")
+                reject(f"{what}: {_other_head(me, right, head, 'k')}")
         for of_q, of_k in itertools.product(heads, heads):
             if same(lse[me], attention(of_q, of_k, of_k)[1]):
                 reject(
@@ -83,7 +101,7 @@ def _require_heads(what, o, lse, q, k, v, group):
         )
 
 
-def _misread(me, right, head, name):
+def _other_head(me, right, head, name):
     if head[0] != right[0]:
         return f"query head {me[1]} of batch {me[0]} reads {name} of batch {head[0]}: is the batch stride added?"
     return f"query head {me[1]} reads {name} of key head {head[1]}; it should read {right[1]} (h // group)"

@@ -7,7 +7,7 @@ import math
 from unittest import mock
 
 from common import make_qkv, runtime
-from common.learn.judge import guarded, reject, require
+from common.learn.judge import guarded, misread, reject, require, tiles_of
 from common.measure import traffic
 from phase3_forward.checks import BF16, FP16, FP32, indices, verify_masked
 
@@ -16,13 +16,14 @@ import torch.nn.functional as F
 
 LONGEST = 2**31 - 1
 WINDOWS = [  # seq_q, seq_k, window
-    (150, 150, 40),
-    (100, 100, 3),
-    (70, 70, 64),
-    (70, 70, 1000),
-    (100, 60, 20),
-    (70, 70, LONGEST),
+    (110, 100, 40),
+    (80, 90, 34),
+    (70, 75, 2),
+    (75, 70, 64),
+    (70, 50, 20),
+    (40, 45, LONGEST),
 ]
+TILES = 32, 16  # queries, keys
 # Dtype, seq_k, heads_kv, window, head_dim; at 136 tiles of keys are half as long as those of
 # queries.
 INPUTS = [
@@ -36,10 +37,11 @@ def check(answer):
     def attend(q, k, v, window, **options):
         return _attend(answer.sliding_window_attention, q, k, v, window, **options)
 
-    for sizes in WINDOWS:
-        _check_window(attend, *sizes)
+    with tiles_of(*TILES):
+        for sizes in WINDOWS:
+            _check_window(attend, *sizes)
     for dtype, seq_k, heads_kv, window, head_dim in INPUTS:
-        memory = dict(layout="bshd", poison=True)
+        memory = dict(layout="bshd", layout_v="bhsd", poison=True)
         q, k, v = make_qkv(
             1, 2, 100, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, **memory
         )
@@ -69,8 +71,8 @@ def _attend(attention, q, k, v, window, **options):
 
 def _check_window(attend, seq_q, seq_k, window):
     # Without the first batch and head, so that keys before the first one are somebody else's.
-    q, *wide = (t[1:] for t in make_qkv(2, 3, seq_q, 16, seq_k=seq_k, dtype=FP32))
-    q, (k, v) = q[:, 1:], (t[:, 1:] for t in wide)
+    inputs = make_qkv(3, 3, seq_q, 16, seq_k=seq_k, dtype=FP32, layout_v="bshd")
+    q, k, v = (t[1:2, 1:] for t in inputs)
     o = attend(q, k, v, window)[0]
     i, j = indices(seq_q, seq_k)
     right = _masked_attention(q, k, v, (j <= i) & (i - j < window))
@@ -86,44 +88,96 @@ def _check_window(attend, seq_q, seq_k, window):
         reject(
             f"{what}: row {row} is NaN. Is it exp(-inf - -inf), in a tile that hides all its keys? A load unmasked?"
         )
-    require(what, o, right, mistakes=_window_mistakes(q, k, v, wide, window))
+    if o.shape == right.shape and torch.allclose(o.double(), right, rtol=1e-4, atol=1e-4):
+        return
+    mistakes = _wrong_masks(q, k, v, window)
+    # What lies before a tensor: of k the head before, of v the batch before.
+    before = inputs[1][1:2, :-1], inputs[2][:1, 1:]
+    mistakes |= _wrong_keys(q, k, v, before, window)
+    require(what, o, right, mistakes=mistakes)
 
 
-def _window_mistakes(q, k, v, wide, window):
-    """Sentence: the o of that mistake. wide: k and v with the head before each."""
-    seq_q, seq_k = q.shape[2], k.shape[2]
-    block = runtime.tile_sizes(16, FP32)["BLOCK_M"]
-    i, j = indices(seq_q, seq_k)
+def _wrong_masks(q, k, v, window):
+    """{sentence: o} where other keys are visible or visited, or v is found elsewhere."""
+    i, j = indices(q.shape[2], k.shape[2])
     right = (j <= i) & (i - j < window)
-    first, last = i // block * block, (i // block + 1) * block - 1
-    begin = (first - window + 1).clamp(min=0) // block * block
+    block_m, block_n = _tiles()
+    pid_m = i // block_m
+    first, last = pid_m * block_m, (pid_m + 1) * block_m - 1
+
+    def tile_of(key):
+        return key.clamp(min=0) // block_n
+
+    begin = tile_of(first - window + 1) * block_n
+    walked = (j >= begin) & (j <= last)
+    shifted = i + k.shape[2] - q.shape[2]
     masks = {
         "the window shows one key too many: i - window < j, and not i - window <= j": (j <= i)
         & (i - j <= window),
         "the window shows one key too few: j = i - window + 1 is its first": (j <= i)
         & (i - j < window - 1),
         "this is causal attention without a window": j <= i,
+        "the mask is the wrong way round: query i sees keys before it, j <= i": walked
+        & (j >= i)
+        & (j - i < window),
+        "nothing is masked inside of the walk": walked,
+        "rows and columns are counted from the bottom right: wanted is the top left, j <= i": walked
+        & (j <= shifted)
+        & (shifted - j < window),
         "keys after the query's own are visible": (i - j < window) & (j <= last),
         "keys of earlier tiles are missing: the walk begins where the window of the tile's first query does": (
             right & (j >= first)
         ),
         "the walk begins too late: it is the tile's first query whose window reaches back furthest": (
-            right & (j >= (last - window + 1).clamp(min=0) // block * block)
+            right & (j >= tile_of(last - window + 1) * block_n)
+        ),
+        "the walk begins one key too late: the tile's first query sees the key pid_m * BLOCK_M - window + 1": (
+            right & (j >= tile_of(first - window + 2) * block_n)
+        ),
+        "begin is rounded up: the tile of keys that holds the first key seen is left out": (
+            right & (j >= tile_of(first - window + block_n) * block_n)
+        ),
+        "begin is the number of a tile of keys, // BLOCK_N, times BLOCK_N: here it is times BLOCK_M": (
+            right & (j >= tile_of(first - window + 1) * block_m)
+        ),
+        "the walk ends at (pid_m + 1) * BLOCK_N, but pid_m counts tiles of queries: BLOCK_M": (
+            right & (j < (pid_m + 1) * block_n)
         ),
         "the tiles at the left edge of the band are not masked inside": (j <= i) & (j >= begin),
         "the walk ends too early: the tile's last query sees its own key": right & (j < first),
+        "the walk ends with the tile's first query: its last one sees its own key": (
+            right & (j < tile_of(first + block_n) * block_n)
+        ),
     }
     mistakes = {sentence: _masked_attention(q, k, v, mask) for sentence, mask in masks.items()}
+    return mistakes | {
+        f"v is read with the strides of k{where}: it has its own, stride_v": _masked_attention(
+            q, k, wrong, right
+        )
+        for where, wrong in misread(v, k).items()
+    }
 
-    # Keys that do not exist: those before 0 are the head before's, those from seq_k on are loaded
-    # as zeros.
-    before = [torch.cat([t[:, :-1], t[:, 1:]], dim=2) for t in wide]
+
+def _tiles():
+    return (runtime.tile_sizes(16, FP32)[name] for name in ("BLOCK_M", "BLOCK_N"))
+
+
+def _wrong_keys(q, k, v, before, window):
+    """{sentence: o} where keys count that do not exist: those before 0 lie in memory before k and v,
+    those from seq_k on are loaded as zeros.
+    """
+    seq_q, seq_k = q.shape[2], k.shape[2]
+    block_m, block = _tiles()
+    i = torch.arange(seq_q)[:, None]
+    first, last = i // block_m * block_m, (i // block_m + 1) * block_m - 1
+    mistakes = {}
+    longer = [torch.cat(pair, dim=2) for pair in zip(before, (k, v), strict=True)]
     there = torch.arange(-seq_k, seq_k)[None, :]
     toward_0 = ((first - window + 1).double() / block).trunc() * block  # as // of a kernel rounds
     mask = (there <= i) & (i - there < window) & (there >= toward_0)
-    mistakes["the walk begins at a negative key: max(0, ...)"] = _masked_attention(q, *before, mask)
+    mistakes["the walk begins at a negative key: max(0, ...)"] = _masked_attention(q, *longer, mask)
     tail = -seq_k % block
-    behind = [F.pad(t, (0, 0, 0, max(tail, seq_q + block - seq_k))) for t in (k, v)]
+    behind = [F.pad(t, (0, 0, 0, max(tail, seq_q + block_m - seq_k))) for t in (k, v)]
     there = torch.arange(behind[0].shape[2])[None, :]
     for end, how in ((seq_k + tail, ""), (last + 1, ", and the walk goes on to them")):
         mask = (there <= i) & (i - there < window) & (there < end)
@@ -164,11 +218,11 @@ def _masked_attention(q, k, v, mask):
 
 def _require_few_bytes(attend):
     """A walk over the tiles that touch the band, and no others."""
-    seq, head_dim = 320, 16
-    block_m, block_n = (runtime.tile_sizes(head_dim, FP16)[name] for name in ("BLOCK_M", "BLOCK_N"))
+    seq, head_dim = 160, 16
+    block_m, block_n = TILES
     q, k, v = make_qkv(1, 1, seq, head_dim)
     for window in (40, 1):
-        with traffic.measure(k=k) as moved:
+        with tiles_of(*TILES), traffic.measure(k=k) as moved:
             attend(q, k, v, window)
         loaded = moved.loaded_from["k"] // (head_dim * k.element_size())
         needed = by_number = 0

@@ -3,7 +3,7 @@
 import math
 
 from common import make_qkv, runtime
-from common.learn.judge import guarded, reject, require, require_verified
+from common.learn.judge import guarded, misread, reject, require, require_verified
 from phase3_forward.checks import BF16, FP16, FP32, INF, in_pieces
 
 import torch
@@ -18,7 +18,8 @@ def check(answer):
     )
     cases = [(1, 300, 2, 4, FP16), (20, 90, 1, 7, BF16), (1, 17, 2, 1, FP32)]
     for seq_q, seq_k, heads_kv, splits, dtype in cases:
-        options = dict(heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, layout="bshd", poison=True)
+        options = dict(heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, poison=True)
+        options |= dict(layout="bshd", layout_v="bhsd")
         q, k, v = make_qkv(2, 2, seq_q, 40, **options)
 
         def attention(q, k, v, splits=splits, **_):
@@ -32,7 +33,9 @@ def check(answer):
 
 def _check_parts(answer):
     for seq_k, splits, dtype in [(200, 3, FP32), (200, 2, FP16), (70, 5, FP32), (0, 2, FP32)]:
-        q, k, v = make_qkv(1, 2, 3, 32, seq_k=seq_k, dtype=dtype)
+        # Of more batches, so that v read with the strides of k stays inside of memory.
+        inputs = make_qkv(3, 2, 3, 32, seq_k=seq_k, dtype=dtype, layout_v="bshd")
+        q, k, v = (t[:1] for t in inputs)
         o_parts, lse_parts = guarded(answer.split_parts)(q, k, v, splits)
         block = runtime.tile_sizes(32, dtype)["BLOCK_N"]
         share = math.ceil(math.ceil(seq_k / block) / splits) * block
@@ -48,7 +51,18 @@ def _check_parts(answer):
                 reject(f"{what}: it took {_span(*taken)}; it should take {_span(begin, end)}")
             require(f"lse of {what}", lse_parts[part], right, atol=1e-4)
             part_keys = k[:, :, begin:end], v[:, :, begin:end]
+            p = s[..., begin:end].softmax(-1)
+            _require_v_found(what, results[0], p, v[:, :, begin:end], misread(v, k), begin, end)
             require_verified(what, lambda *_, results=results, **__: results, q, *part_keys)
+
+
+def _require_v_found(what, o, p, v, wrong, begin, end):
+    """Reject an o that holds v read with the strides of k; wrong: all of v, misread."""
+    for where, misread_v in wrong.items():
+        of_wrong, right = (p @ t.double() for t in (misread_v[:, :, begin:end], v))
+        found = torch.allclose(o.double(), right, rtol=0.01, atol=0.01)
+        if end > begin and not found and torch.allclose(o.double(), of_wrong, rtol=0.01, atol=0.01):
+            reject(f"{what}: v is read with the strides of k{where}: it has its own, stride_v")
 
 
 def _keys_taken(lse, s):

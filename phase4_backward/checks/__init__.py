@@ -3,7 +3,7 @@ common.learn.judge).
 """
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.learn.judge import reject
+from common.learn.judge import misread, reject
 from common.measure import traffic
 from common.verify import Report, VerificationError
 from common.verify.reference import naive_attention, tiled_attention, tiled_attention_backward
@@ -24,10 +24,24 @@ def roomy(t):
 
 
 def plain_inputs(heads_q, heads_kv, seq_q, seq_k, *, is_causal=True):
-    """q, k, v, do, o, lse in fp32, head_dim 16."""
-    q, k, v = make_qkv(1, heads_q, seq_q, 16, heads_kv=heads_kv, seq_k=seq_k, dtype=torch.float32)
+    """q, k, v, do, o, lse in fp32, head_dim 16; v and do are stored transposed, q and k are not."""
+    options = dict(heads_kv=heads_kv, seq_k=seq_k, dtype=torch.float32, layout_v="transposed")
+    q, k, v = make_qkv(1, heads_q, seq_q, 16, **options)
     o, lse, _ = naive_attention(q, k, v, is_causal=is_causal)
-    return roomy(q), k, v, roomy(q.flip(2)), o, roomy(lse)
+    return roomy(q), k, v, roomy(q.flip(2).mT).mT, o, roomy(lse)
+
+
+def wrong_strides(q, k, v, do, o, lse, visible, delta):
+    """{sentence: gradients} where v or do is read with the strides of k or q."""
+    wrong_v, wrong_do = misread(v, k)[""], misread(do, q)[""]
+    return {
+        "v is read with the strides of k: it has four of its own": gradients(
+            q, k, wrong_v, do, o, lse, visible, delta=delta
+        )[0],
+        "do is read with the strides of q: it has four of its own": gradients(
+            q, k, v, wrong_do, o, lse, visible, delta=delta
+        )[0],
+    }
 
 
 def small_tiles(head_dim, dtype, *, backward=False):
@@ -151,6 +165,8 @@ def visible_pairs(walk, seq_q, seq_k, block_m, block_n, device):
         "the diagonal is hidden: query i sees key i": j < i,
         "tiles on the diagonal are not masked inside": walked,
         "there is no causal mask": torch.ones_like(walked),
+        "the mask counts from the bottom right, j <= i + seq_k - seq_q: wanted is j <= i": walked
+        & (j <= i + seq_k - seq_q),
         "the mask is the wrong way round: query i sees keys j <= i": walked & (j >= i),
     }
     if walk == "over keys":

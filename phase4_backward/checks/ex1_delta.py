@@ -11,6 +11,7 @@ from common.verify.harness import E
 from phase4_backward.checks import UNWRITTEN, roomy
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 SHAPE, ROWS = (2, 3, 37), 6 * 37  # of delta in the kernel's checks
 
@@ -34,10 +35,28 @@ def _check_formulas(answer):
     dp = do @ v.mT
     mean = "this is the mean; wanted is the sum"
     mistakes = {"P is missing: the sum is over P * dP": dp.sum(-1), mean: (p * dp).mean(-1)}
-    # (p @ v * do).sum(-1), which sums over keys first, is the same number and as good.
-    _require_fp64("delta_over_keys", answer.delta_over_keys(p, do, v), (p * dp).sum(-1), mistakes)
+    with _NoPV(p, v):
+        over_keys = answer.delta_over_keys(p, do, v)
+    _require_fp64("delta_over_keys", over_keys, (p * dp).sum(-1), mistakes)
     right, mistakes = (do * q).sum(-1), {mean: (do * q).mean(-1)}
     _require_fp64("delta_over_head_dim", answer.delta_over_head_dim(q, do), right, mistakes)
+
+
+class _NoPV(TorchFunctionMode):
+    """Rejects a product of P and V: it gives O, and with it the other formula."""
+
+    def __init__(self, p, v):
+        super().__init__()
+        self.shape = *p.shape[:-1], v.shape[-1]
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        product = function.__name__.strip("_") in ("matmul", "rmatmul", "bmm", "einsum")
+        if product and result.shape == self.shape:
+            reject(
+                "delta_over_keys: this goes through P V, which is O, so it is the sum over head_dim: wanted is P * dP"
+            )
+        return result
 
 
 def _require_fp64(what, actual, right, mistakes):

@@ -2,15 +2,20 @@
 logits.
 """
 
+import ast
+import inspect
+
 from common import make_tensor, runtime
-from common.learn.judge import require
+from common.learn.judge import counted, reject, require
 from phase4_backward.checks import only_head_0, plain_inputs, verify
 
 import torch
 
 
 def check(answer):
+    _require_ieee(answer)
     _check_full(answer.attention_dv)
+    _check_long_sum(answer.attention_dv)
 
     def theirs(q, k, v, o, lse, do, delta, is_causal, scale):
         return dict(dv=answer.attention_dv(q, k, do, lse, scale))
@@ -26,12 +31,42 @@ def check(answer):
     )
 
 
+def _require_ieee(answer):
+    """Asked by source: the interpreter never rounds the operands of a product, and a GPU does."""
+    for node in ast.walk(ast.parse(inspect.getsource(answer))):
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.dot", "dot")):
+            continue
+        options = [ast.unparse(k.value) for k in node.keywords if k.arg == "input_precision"]
+        if "'ieee'" not in options + [ast.unparse(a) for a in node.args[3:4]]:
+            reject(
+                f'line {node.lineno}: tl.dot without input_precision="ieee": a GPU rounds fp32 operands to TF32, '
+                "which keeps 10 bits of the mantissa"
+            )
+
+
+def _check_long_sum(attention_dv):
+    """P is 1 everywhere; the first dO is large, and the tiles after it add less than fp16 can see."""
+    q, lse = torch.zeros(1, 1, 256, 16, device=runtime.DEVICE), torch.zeros(1, 1, 256)
+    do = torch.full_like(q, 0.05)
+    do[:, :, 0], do[:, :, 1:16] = 2048, 0
+    q, do = q.half(), do.half()
+    dv = attention_dv(q, q[:, :, :1], do, lse.to(q.device))
+    right = do.double().sum(dim=2, keepdim=True)
+    lost = torch.full_like(right, 2048)
+    sentence = (
+        "what is small is lost: dv is to be added up in fp32, and rounded once, when it is stored"
+    )
+    require("dv, 256 queries and 1 key", dv, right, mistakes={sentence: lost}, rtol=1e-3)
+
+
 def _check_full(attention_dv):
     """One problem in which many mistakes are known by their result."""
     q, k, _, _, _, lse = plain_inputs(2, 2, 60, 40, is_causal=False)
     generator = torch.Generator().manual_seed(1)
     do = make_tensor(q.shape, dtype=q.dtype, layout="transposed", generator=generator)
-    dv = attention_dv(q, k, do, lse)
+    with counted(lse=lse) as moved:
+        dv = attention_dv(q, k, do, lse)
+    past_end = moved and moved.loaded_from["lse"] > 2 * lse.numel() * 4  # two tiles of keys read it
     q, k, do, lse = (t.double() for t in (q, k, do, lse[..., None]))
     s = q @ k.mT / 4
     p = torch.exp(s - lse)
@@ -44,6 +79,7 @@ def _check_full(attention_dv):
     base_2, tile_0 = torch.exp2(s - lse), dv_of(p, 0, 16)
     mistakes = {
         "P is exp(S) here: subtract the LSE": dv_of(torch.exp(s)),
+        "P is exp(S + LSE) here: subtract the LSE": dv_of(torch.exp(s + lse)),
         "S is not multiplied by the scale": dv_of(torch.exp(4 * s - lse)),
         "P is a power of 2 here: LSE is a natural logarithm, it goes with exp": dv_of(base_2),
         "each tile is normalized by its own sum: use LSE": dv_of(of_tile),
@@ -56,6 +92,11 @@ def _check_full(attention_dv):
     }
     sentence = "head 0 is right, the others are not: lse_ptr is that of this head already; is it moved again?"
     right = dv_of(p)
-    signs = {sentence: only_head_0(dv, right)}
+    short = [t for t in (torch.float16, torch.bfloat16) if torch.equal(dv, dv.to(t).float())]
+    signs = {
+        "lse is loaded past the last query: the load needs the mask offs_m < seq_q": past_end,
+        "it is rounded to 16 bits on the way: dv is to be added up in fp32": bool(short),
+        sentence: only_head_0(dv, right),
+    }
     what = "dv, 60 queries and 40 keys, tiles of 16 queries x 32 keys"
     require(what, dv, right, mistakes=mistakes, signs=signs)

@@ -12,6 +12,7 @@ from phase4_backward.checks import (
     roomy,
     verify,
     visible_pairs,
+    wrong_strides,
 )
 
 import torch
@@ -27,6 +28,8 @@ def check(answer):
         mistakes |= {
             sentence: gradients(*inputs, mask)[0]["dq"] for sentence, mask in wrong.items()
         }
+        misread = wrong_strides(*inputs, visible, delta)
+        mistakes |= {sentence: grads["dq"] for sentence, grads in misread.items()}
         dq = answer.attention_dq(q, k, v, do, lse, delta, True, block_m=block_m, block_n=block_n)
         require(f"dq, {causal_case(block_m, block_n, 50, 70)}", dq, right["dq"], mistakes=mistakes)
     _check_keys_past_the_end(answer)
@@ -41,8 +44,9 @@ def check(answer):
             answer.attention_dq(q, q, q, q, lse, lse, is_causal, **tiles)
 
         sizes = dict(tiles=(block_m, block_n), dtype=dtype)
-        verify(theirs, 2, 2, 40, 40, seq_k=50, poison=True, **sizes)
-        verify(theirs, 1, 1, 37, 16, seq_k=80, is_causal=True, scale=-0.4, layout="sliced", **sizes)
+        verify(theirs, 2, 2, 40, 40, seq_k=50, poison=True, layout_v="bshd", **sizes)
+        layouts = dict(layout="sliced", layout_v="transposed")
+        verify(theirs, 1, 1, 37, 16, seq_k=80, is_causal=True, scale=-0.4, **layouts, **sizes)
         hint = "keys after the tile's last query, (pid_m + 1) * BLOCK_M - 1, are read: where does the walk end?"
         check_bytes("dq", counted, **tiles, hint=hint)
     return "dq in fp16, bf16 and fp32, full and causal, tiles 16x32, 32x16 and 16x16; no key is read in vain"

@@ -14,6 +14,7 @@ from phase4_backward.checks import (
     roomy,
     verify,
     visible_pairs,
+    wrong_strides,
 )
 
 import torch
@@ -35,6 +36,7 @@ def _check_walk(attention_dkdv, block_m, block_n):
     right, mistakes = gradients(*inputs, visible)
     wrong = {sentence: gradients(*inputs, mask)[0] for sentence, mask in masks.items()}
     wrong |= _wrong_heads(inputs, delta, visible)
+    wrong |= wrong_strides(*inputs, visible, delta)
     dk, dv = attention_dkdv(q, k, v, do, lse, delta, True, block_m=block_m, block_n=block_n)
     for name, actual in dict(dv=dv, dk=dk).items():
         candidates = {sentence: grad for (of, sentence), grad in mistakes.items() if of == name}
@@ -81,7 +83,7 @@ def _check_whole(attention_dkdv, block_m, block_n, dtype):
         attention_dkdv(q, q, q, q, lse, lse, is_causal, **tiles)
 
     sizes = dict(tiles=(block_m, block_n), heads_kv=1, dtype=dtype)
-    verify(theirs, 2, 2, 40, 40, seq_k=37, poison=True, **sizes)
+    verify(theirs, 2, 2, 40, 40, seq_k=37, poison=True, layout_v="bshd", **sizes)
     verify(theirs, 1, 3, 37, 16, seq_k=40, is_causal=True, scale=-0.4, layout="sliced", **sizes)
     hint = (
         "a tile of queries wholly before the tile's first key, pid_n * BLOCK_N, is read: "

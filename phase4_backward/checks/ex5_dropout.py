@@ -10,6 +10,8 @@ from common.verify.harness import UNIT_ROUNDOFF, E
 from phase4_backward.checks import only_head_0, reject_report, small_tiles
 
 import torch
+import triton
+import triton.language as tl
 
 
 def check(answer):
@@ -61,6 +63,40 @@ def _check_mask(answer):
         reject("after 2^32 weights the mask starts over: is the offset computed in int64?")
     if torch.equal(answer.dropout_mask(32, seq_k, p, 12), z[:32]):
         reject("another seed gives the same mask")
+    _require_offsets(answer, seq_k, far, p)
+
+
+def _require_offsets(answer, seq_k, far, p):
+    """Z is that of the offset row * seq_k + j, at the beginning and far off; a number equal to p is kept."""
+    first_row, seed = 2**32 // seq_k, 11
+    numbers = _numbers(seed, 0, seq_k)
+    off = answer.dropout_mask(32, seq_k, p, seed) != (numbers >= p)
+    off |= far != (_numbers(seed, first_row, seq_k) >= p)
+    if off.any():
+        reject(
+            f"the mask is not that of the offset row * seq_k + j, the place in a contiguous P: {int(off.sum())} of "
+            f"{off.numel()} weights differ. With another factor than seq_k two weights of a long P share an offset"
+        )
+    equal = numbers[5, 7].item()
+    if not answer.dropout_mask(32, seq_k, equal, seed)[5, 7]:
+        reject(
+            "a weight whose number is equal to p is dropped: keep it if the number is at least p, >=, not >"
+        )
+
+
+def _numbers(seed, first_row, seq_k):
+    """The random numbers of 32 rows, (32, seq_k)."""
+    numbers = torch.empty(32, seq_k, device=runtime.DEVICE)
+    with runtime.on_device_of(numbers):
+        _numbers_kernel[(1,)](numbers, seed, first_row, SEQ_K=seq_k)
+    return numbers
+
+
+@triton.jit
+def _numbers_kernel(numbers_ptr, seed, first_row, SEQ_K: tl.constexpr):
+    at = tl.arange(0, 32)[:, None] * SEQ_K + tl.arange(0, SEQ_K)[None, :]
+    first = tl.cast(first_row, tl.int64) * SEQ_K
+    tl.store(numbers_ptr + at, tl.rand(seed, first + at))
 
 
 def check_dropout(

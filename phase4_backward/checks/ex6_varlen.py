@@ -75,6 +75,8 @@ def check_varlen(
         )
         named = dict(o=o, dq=dq, dk=dk, dv=dv)
         _reject_unwritten(where, named, lengths_q[b], lengths_k[b])
+        if neighbors is None:
+            _name_pointer(where, b, named, inputs, ends_q, ends_k, is_causal=is_causal, scale=scale)
         alone = dict(q=q, k=k, v=v, do=do)
         _reject_wrong(where, b, named, alone, neighbors, is_causal=is_causal, scale=scale)
 
@@ -92,6 +94,74 @@ def _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale):
             "something was written outside of a result: how long is a sequence, and where does it begin?"
         )
     return o.detach(), *gradients
+
+
+def _name_pointer(where, b, got, packed, ends_q, ends_k, **options):
+    """Reject if a result of sequence b is the one with a pointer moved by another first token."""
+    lengths = [
+        (*(right - left for left, right in pair),)
+        for pair in zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True)
+    ]
+    packed = dict(zip(("q", "do", "k", "v"), packed, strict=True))
+    if 0 in lengths[b]:
+        return
+    alone = _of_rows(packed, ends_q[b], ends_k[b], *lengths[b])
+    right = _attention(**alone, **options)
+    name = next((n for n in ("o", "dq", "dk", "dv") if not _close(got[n], right[n])), None)
+    if not name:
+        return
+    all_right = [
+        _attention(**_of_rows(packed, *ends, *seqs), **options)
+        for *ends, seqs in zip(ends_q[:-1], ends_k[:-1], lengths, strict=True)
+    ]
+    for moved, own in dict(k="first_k", v="first_k", lse="first_q", delta="first_q").items():
+        firsts = dict(first_q=ends_q[b], first_k=ends_k[b], nothing=0)
+        for by in sorted(firsts):
+            if firsts[by] == firsts[own]:
+                continue
+            tensors = alone | {n: right[n] for n in ("lse", "delta")}
+            if moved in ("lse", "delta"):
+                memory = torch.cat([each[moved] for each in all_right], dim=2).flatten()
+                head, row = (torch.arange(n) for n in right[moved].shape[1:])
+                at = head[:, None] * ends_q[-1] + row + firsts[by]
+                tensors[moved] = memory[at.clamp(max=len(memory) - 1)][None]
+            else:
+                tensors[moved] = _of_rows(packed, ends_q[b], firsts[by], *lengths[b])[moved]
+            wrong = _attention(**tensors, **options)[name]
+            if _close(got[name][:, :1], wrong[:, :1]):  # the last head reads past the end of lse
+                why = f"{moved}_ptr is moved by {by}, where {own} is right"
+                reject(f"{where}: {name} is wrong: {why}, in the kernel that makes {name}")
+
+
+def _of_rows(packed, first_q, first_k, seq_q, seq_k):
+    """Rows of the packed tensors, (1, heads, seq, head_dim), fp64; zeros past the end."""
+    rows = {}
+    for name, t in packed.items():
+        first, seq = (first_q, seq_q) if name in ("q", "do") else (first_k, seq_k)
+        longer = torch.cat([t, torch.zeros_like(t[:1]).expand(seq, -1, -1)])
+        rows[name] = longer[first : first + seq].transpose(0, 1)[None].double()
+    return rows
+
+
+def _attention(q, k, v, do, *, is_causal, scale, lse=None, delta=None):
+    """o, lse, delta, dq, dk, dv in fp64; the gradients from another lse or delta where they are given."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    s = (scale * (q @ k.mT)).masked_fill(hidden & is_causal, float("-inf"))
+    own_lse = s.logsumexp(-1)
+    o = torch.exp(s - own_lse[..., None]) @ v
+    own_delta = (do * o).sum(-1)
+    p = torch.exp(s - (own_lse if lse is None else lse)[..., None])
+    ds = p * (do @ v.mT - (own_delta if delta is None else delta)[..., None])
+    gradients = dict(dq=scale * (ds @ k), dk=scale * (ds.mT @ q), dv=p.mT @ do)
+    return dict(o=o, lse=own_lse, delta=own_delta) | gradients
+
+
+def _close(actual, right):
+    size = right.abs().max()
+    return size.isfinite() and torch.allclose(
+        actual.double(), right, rtol=0, atol=0.01 * size.item()
+    )
 
 
 def _reject_wrong(where, b, results, inputs, neighbors, **options):

@@ -19,6 +19,7 @@ U8 = 2.0**-4  # half of the spacing between neighbors, relative: 3 bits of manti
 
 def check(answer):
     _check_quantize(answer.quantize)
+    _check_smallest(answer.quantize)
     _check_no_rows(answer.quantize)
     # First a single tile, then as many tiles of keys as of queries: so that most mistakes can be
     # computed.
@@ -84,6 +85,17 @@ def _check_no_rows(quantize):
     if shapes != [(2, 3, 0, 24), (2, 3, 0)]:
         reject(
             f"quantize, seq 0: t8 and scales of shapes (2, 3, 0, 24) and (2, 3, 0) are right, not {shapes}"
+        )
+
+
+def _check_smallest(quantize):
+    """The largest element of a block may be so small that its 448th part is 0 in fp32."""
+    t = torch.full((1, 1, 64, 16), 1e-43, device=runtime.DEVICE)
+    t8, scales = quantize(t)
+    if (scales == 0).any() or t8.float().isnan().any():
+        reject(
+            f"quantize, a block of 1e-43: the scale is {scales.max().item():g}, t8 is {t8.float().max().item():g}. "
+            "1e-43 / 448 is 0 in fp32: ask whether the scale is 0, not whether the largest element is"
         )
 
 

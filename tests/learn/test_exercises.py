@@ -66,7 +66,7 @@ def test_the_solution_passes(exercise, tmp_path):
 def test_a_wrong_answer_is_rejected_and_the_mistake_is_named(name, wrong, tmp_path):
     exercise = exercises.find(name)
     verdict = judged(exercise, wrong.applied_to(exercise.solution.read_text()), tmp_path)
-    assert verdict["kind"] == "wrong", verdict
+    assert verdict["kind"] == wrong.kind, verdict
     assert wrong.says in verdict["message"]
 
 
@@ -194,8 +194,15 @@ ADD = exercises.find("1.1").solution.read_text()
 @pytest.mark.parametrize(
     ("line", "kind", "words"),
     [
-        ("while True: pass", "timeout", "never ends"),
-        ("import os; os.kill(os.getpid(), 11)", "crashed", "SIGSEGV"),
+        ("while True: pass", "timeout", "never ends? It was at line 25, in _masked_add_kernel: while True: pass"),
+        (
+            "import os; os.kill(os.getpid(), 11)",
+            "crashed",
+            "SIGSEGV in the middle of the check, at line 25, in _masked",
+        ),
+        ("tl.store(out_ptr + 2**44, 0.0)", "crashed", "is it masked, and is its offset that of this tensor?"),
+        ("breakpoint()", "error", "line 25: no debugger under check"),
+        ("import pdb; pdb.set_trace()", "error", "no debugger under check"),
         ("import os; os._exit(3)", "crashed", "code 3"),
         ("import sys; sys.exit(0)", "error", "SystemExit"),
         ("undefined_name", "error", "undefined_name"),
@@ -212,6 +219,13 @@ def test_whatever_an_answer_does_ends_in_a_verdict(line, kind, words, learner):
     assert verdict.kind == kind, verdict
     assert words in verdict.message
     assert not Progress.load().passed
+
+
+def test_what_an_answer_prints_is_capped(learner, capfd):
+    assert learner("ex1_masked_add")(ADD + "\nfor _ in range(1000):\n    print('x' * 1000)\n").passed
+    printed = capfd.readouterr().out
+    assert printed.count("x") == 20_000 - 20_000 // 1001
+    assert "the rest of what the answer prints is not shown" in printed
 
 
 def test_a_solved_exercise_that_is_broken_later_is_no_longer_solved(learner):

@@ -8,11 +8,15 @@ from common import phases
 
 @dataclass(frozen=True)
 class Wrong:
-    """The solution with every `old` replaced by its `new`; `says` is a part of the message that names the mistake."""
+    """The solution with every `old` replaced by its `new`; `says` is a part of the message that names the mistake.
+
+    kind: of the verdict; "error" where the answer raises, and the message names its line.
+    """
 
     mistake: str
     edits: dict[str, str]
     says: str
+    kind: str = "wrong"
 
     def applied_to(self, solution: str) -> str:
         for old, new in self.edits.items():

@@ -2,11 +2,20 @@
 
 from wrong_answers import Wrong
 
+_NEW_L = "l * torch.exp(m - shift) + torch.exp(tile - shift[:, None]).sum(dim=1)"
+
 WRONG = {
     "ex1_masked_add": [
         Wrong("the store is not masked", {"2 * x + y, mask=inside": "2 * x + y"}, "does the store have a mask?"),
         Wrong("a load is not masked", {"y_ptr + offsets, mask=inside": "y_ptr + offsets"}, "do both loads have the"),
         Wrong("every program takes the first block", {"tl.program_id(0) * BLOCK + ": ""}, "only the first block"),
+        Wrong("the launcher adds", {"    return out\n": "    return 2 * x + y\n"}, "in the launcher: the kernel adds"),
+        Wrong(
+            "the kernel copies, the launcher adds",
+            {"2 * x + y, mask=inside": "x, mask=inside", "    return out\n": "    return 2 * out + y\n"},
+            "this is x: the kernel adds, not the launcher",
+        ),
+        Wrong("one element too many", {"offsets < n": "offsets <= n"}, "offsets < n, not <= n"),
     ],
     "ex2_safe_softmax": [
         Wrong("no maximum is subtracted", {"s - torch.where(m == -math.inf, 0.0, m)": "s"}, "What may be subtracted"),
@@ -14,6 +23,14 @@ WRONG = {
         Wrong("0 divided by 0", {"torch.where(l == 0, 1.0, l)": "l"}, "and so is 0/0"),
         Wrong("the maximum of the whole tensor", {"s.amax(dim=-1, keepdim=True)": "s.max()"}, "that of each row"),
         Wrong("the maximum is at least 0", {"keepdim=True)\n    e": "keepdim=True).clamp(min=0)\n    e"}, "each row"),
+        Wrong("the mean", {"s.amax(dim=-1, keepdim=True)": "s.mean(dim=-1, keepdim=True)"}, "no other statistic"),
+        Wrong("the first logit", {"s.amax(dim=-1, keepdim=True)": "s[..., :1]"}, "no other statistic"),
+        Wrong("the minimum", {"s.amax(dim=-1, keepdim=True)": "s.amin(dim=-1, keepdim=True)"}, "no other statistic"),
+        Wrong(
+            "the median",
+            {"s.amax(dim=-1, keepdim=True)": "s.median(dim=-1, keepdim=True).values"},
+            "no other statistic",
+        ),
         Wrong("all of it in 16 bits", {"x.float()": "x"}, "is all of it computed in fp32"),
         Wrong("NaN is hidden", {".to(x.dtype)": ".nan_to_num(0).to(x.dtype)"}, "a row with a NaN"),
         Wrong("returned in fp32", {".to(x.dtype)": ""}, "torch.float16, so the result must be as well"),
@@ -51,6 +68,11 @@ WRONG = {
             "the precision of fp32 only",
         ),
         Wrong("Triton: no rescale", {"l_i * tl.exp(m_i - shift)": "l_i"}, "in Triton, a tile with larger logits: l"),
+        Wrong(
+            "PyTorch: l, m",
+            {f"return m_new, {_NEW_L}": f"return {_NEW_L}, m_new"},
+            "m and l are exchanged",
+        ),
         Wrong("Triton: no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf subtracted"),
         Wrong(
             "Triton: a large negative number for -inf",

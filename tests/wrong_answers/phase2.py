@@ -2,6 +2,15 @@
 
 from wrong_answers import Wrong
 
+_MEASURED = """\
+    from common.measure import traffic
+    from phase2_tiling import tiling
+    q, k, v = (torch.zeros(n, head_dim, dtype=dtype) for n in (seq_q, seq_k, seq_k))
+    with traffic.measure(q=q, k=k, v=v) as moved:
+        tiling.attention(q, k, v)
+    return {name: moved.loaded_from[name] for name in "qkv"} | {"o": moved.stored}
+"""
+
 WRONG = {
     "ex1_ragged_grid": [
         Wrong("the grid is rounded down", {"(triton.cdiv(seq_q, BLOCK_M),)": "(seq_q // BLOCK_M,)"}, "rounded up?"),
@@ -14,6 +23,16 @@ WRONG = {
         Wrong("k is not masked", {", mask=(offs_n < seq_k)[:, None], other=0.0": ""}, "does the load have a mask"),
         Wrong("q is not masked", {", mask=(offs_m < seq_q)[:, None], other=0.0": ""}, "is the load masked?"),
         Wrong("the store is not masked", {"m_i, mask=offs_m < seq_q": "m_i"}, "does the store have a mask?"),
+        Wrong(
+            "missing keys are loaded as -inf",
+            {
+                ", mask=(offs_n < seq_k)[:, None], other=0.0": ', mask=(offs_n < seq_k)[:, None], other=float("-inf")',
+                '        s = tl.where((offs_n < seq_k)[None, :], s, float("-inf"))\n': "",
+            },
+            "has the logit inf: load 0 for it",
+        ),
+        Wrong("a sentinel of -1e3", {'s, float("-inf"))\n        #': "s, -1e3)\n        #"}, "with the logit -1000"),
+        Wrong("a sentinel of -1e6", {'s, float("-inf"))\n        #': "s, -1e6)\n        #"}, "with the logit -1e+06"),
     ],
     "ex2_inner_loop": [
         Wrong("acc is not rescaled", {"acc * alpha[:, None]": "acc"}, "the accumulator is not rescaled by alpha"),
@@ -39,8 +58,41 @@ WRONG = {
             {"stride_k, offs_n, offs_d, seq_k,": "stride_k, offs_n, offs_d, start_n + BLOCK_N,"},
             "does the load have a mask",
         ),
+        Wrong("v with k's strides", {"(v_ptr, stride_v": "(v_ptr, stride_k"}, "v is read with the strides of k"),
+        Wrong("k with v's strides", {"(k_ptr, stride_k": "(k_ptr, stride_v"}, "k is read with the strides of v"),
+        Wrong("steps of BLOCK_M", {"0, seq_k, BLOCK_N": "0, seq_k, BLOCK_M"}, "the loop goes by BLOCK_N"),
+        Wrong(
+            "BLOCK_M keys", {"start_n + tl.arange(0, BLOCK_N)": "start_n + tl.arange(0, BLOCK_M)"}, "has BLOCK_M keys"
+        ),
+        Wrong("a sentinel of -1e4", {'s, float("-inf"))': "s, -1e4)"}, "Only -inf will do"),
+        Wrong("a sentinel of -1e6", {'s, float("-inf"))': "s, -1e6)"}, "Only -inf will do"),
+        Wrong(
+            "the module's own function",
+            {
+                "tiling._launch(_attention_kernel, q, k, v, scale, **runtime.tile_sizes(q.shape[1], q.dtype))": (
+                    "tiling.attention(q, k, v, scale)"
+                )
+            },
+            "takes attention from phase 2's module",
+        ),
+        Wrong("a constant for the scale", {'"ieee") * scale': '"ieee") * 0.125'}, "the scale is a constant, 1/8"),
+        Wrong("the scale twice", {'"ieee") * scale': '"ieee") * scale * scale'}, "the scale is in it twice"),
+        Wrong("k is not transposed", {"tl.trans(k)": "k"}, "is one to be transposed, tl.trans?", kind="error"),
+        Wrong("k is reshaped", {"tl.trans(k)": "tl.reshape(k, (HEAD_DIM, BLOCK_N))"}, "transpose it, tl.trans(k)"),
+        Wrong("alpha along the columns", {"alpha[:, None]": "alpha[None, :]"}, "is a column", kind="error"),
+        Wrong(
+            "alpha after the product",
+            {'acc * alpha[:, None], input_precision="ieee")': 'acc, input_precision="ieee") * alpha[:, None]'},
+            "multiply acc by alpha before p v is added",
+        ),
+        Wrong("start_n is missing", {"start_n + tl.arange": "tl.arange"}, "do the offsets contain start_n?"),
     ],
     "ex3_predict_traffic": [
+        Wrong(
+            "measured",
+            {"    programs = triton.cdiv(": _MEASURED + "    programs = triton.cdiv("},
+            "are measured, or taken from common.measure.traffic",
+        ),
         Wrong("keys are read once", {'"k": programs * k': '"k": k'}, "every program reads all keys"),
         Wrong(
             "the tile of fp16 for fp32",
@@ -74,6 +126,14 @@ WRONG = {
             {"tl.load(m_ptr + offs_m, mask=rows, other": "tl.full((BLOCK_M,), dtype=tl.float32, value"},
             "m: it is that of the last tile of keys alone",
         ),
+        Wrong("v with k's strides", {"(v_ptr, stride_v": "(v_ptr, stride_k"}, "v is read with the strides of k"),
+        Wrong("steps of BLOCK_N", {"0, seq_q, BLOCK_M": "0, seq_q, BLOCK_N"}, "the inner loop goes by BLOCK_M"),
+        Wrong(
+            "BLOCK_N queries",
+            {"start_m + tl.arange(0, BLOCK_M)": "start_m + tl.arange(0, BLOCK_N)"},
+            "has BLOCK_M rows",
+        ),
+        Wrong("start_m is missing", {"start_m + tl.arange": "tl.arange"}, "do the offsets contain start_m?"),
         Wrong("a store is not masked", {"l_new, mask=rows": "l_new"}, "do the stores have a mask?"),
     ],
 }

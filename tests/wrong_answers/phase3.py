@@ -86,6 +86,15 @@ WRONG = {
             {"o = acc / l_safe[:, None]": "o = acc / l_safe[:, None]\n    o = tl.where(o == o, o, 0.0)"},
             "a NaN in v does not reach o",
         ),
+        Wrong("log subtracted", {"m_i + tl.log(l_safe)": "m_i - tl.log(l_safe)"}, "log(l_i) is subtracted"),
+        Wrong(
+            "all of the LSE in base 2",
+            {"m_i + tl.log(l_safe)": "(m_i + tl.log(l_safe)) * 1.44269504"},
+            "this is the LSE in base 2",
+        ),
+        Wrong(
+            "lse in fp16", {"m_i + tl.log(l_safe)": "(m_i + tl.log(l_safe)).to(tl.float16)"}, "rounded to torch.float16"
+        ),
         Wrong("sums along columns", {"o = acc / l_safe[:, None]": "o = acc / l_safe"}, "l_i[:, None] is a column"),
     ],
     "ex3_grouped_heads": [
@@ -96,7 +105,20 @@ WRONG = {
             "offsets of 32 bits", {"(tl.program_id(0) // tiles_m).to(tl.int64)": "tl.program_id(0) // tiles_m"}, "64"
         ),
         Wrong("the batch stride of k is forgotten", {"k_ptr += b * stride_k[0] + ": "k_ptr += "}, "batch"),
-        Wrong("v with the strides of k", {"h_kv * stride_v[1]": "h * stride_v[1]"}, "k is found: look at v_ptr"),
+        Wrong(
+            "v with k's strides",
+            {
+                "b * stride_v[0] + h_kv * stride_v[1]": "b * stride_k[0] + h_kv * stride_k[1]",
+                "load_tile(v_ptr, stride_v": "load_tile(v_ptr, stride_k",
+            },
+            "v is read with the strides of k: it has",
+        ),
+        Wrong(
+            "v_ptr moved by k's strides",
+            {"b * stride_v[0] + h_kv * stride_v[1]": "b * stride_k[0] + h_kv * stride_k[1]"},
+            "v is read with the strides of k between heads",
+        ),
+        Wrong("the query head's values", {"h_kv * stride_v[1]": "h * stride_v[1]"}, "k is found: look at v_ptr"),
         Wrong("q stands still", {"    q_ptr += b * stride_q[0] + h * stride_q[1]\n": ""}, "Is q_ptr moved?"),
         Wrong("o stands still", {"    o_ptr += b * stride_o[0] + h * stride_o[1]\n": ""}, "where does o_ptr stand?"),
         Wrong(
@@ -141,6 +163,32 @@ WRONG = {
             {"(age < window)": "(offs_n[None, :] + window > offs_m[:, None])"},
             "compare offs_m - offs_n with window",
         ),
+        Wrong(
+            "v with k's strides",
+            {
+                "load_tile(v_head, stride_v": "load_tile(v_head, stride_k",
+                "head_base(v_ptr, stride_v": "head_base(v_ptr, stride_k",
+            },
+            "v is read with the strides of k: it has",
+        ),
+        Wrong(
+            "the mask the wrong way round",
+            {"(age >= 0) & (age < window)": "(age <= 0) & (age > -window)"},
+            "the wrong way round",
+        ),
+        Wrong("no mask", {" & (age >= 0) & (age < window)": ""}, "nothing is masked inside"),
+        Wrong(
+            "bottom right",
+            {"= offs_m[:, None] - offs_n[None, :]": "= offs_m[:, None] + seq_k - seq_q - offs_n[None, :]"},
+            "counted from the bottom right",
+        ),
+        Wrong("a key late", {"- window + 1)": "- window + 2)"}, "begins one key too late"),
+        Wrong("rounded up", {"window + 1) // BLOCK_N": "window + BLOCK_N) // BLOCK_N"}, "begin is rounded up"),
+        Wrong("the end in keys", {"(pid_m + 1) * BLOCK_M)": "(pid_m + 1) * BLOCK_N)"}, "pid_m counts tiles of queries"),
+        Wrong("begins at BLOCK_M", {"// BLOCK_N * BLOCK_N": "// BLOCK_N * BLOCK_M"}, "here it is times BLOCK_M"),
+        Wrong(
+            "rounded to BLOCK_M", {"// BLOCK_N * BLOCK_N": "// BLOCK_M * BLOCK_M"}, "Are there tiles before the window"
+        ),
         Wrong("a key early", {"pid_m * BLOCK_M - window + 1)": "pid_m * BLOCK_M - window)"}, "is i - window + 1"),
         Wrong(
             "an own load of v, without other",
@@ -173,7 +221,7 @@ WRONG = {
         Wrong(
             "ends with the first own key",
             {"(seq_k, (pid_m + 1) * BLOCK_M)": "(seq_k, pid_m * BLOCK_M + 1)"},
-            "tiles of 64 queries and 32 keys, window 40: query 32, which sees",
+            "the walk ends with the tile's first query",
         ),
         Wrong("begins at a tile's number", {" // BLOCK_N * BLOCK_N": " // BLOCK_N"}, "begin is a key, a multiple of"),
         Wrong("ends at the last key", {"tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)": "seq_k"}, "after the diagonal"),
@@ -219,6 +267,14 @@ WRONG = {
             "the end of the merge is not begun",
             {"    o = acc / l_safe[:, None]\n    lse =": "    raise NotImplementedError\n    o = 0\n    lse ="},
             "the sharing out of keys, begin_n and end_n, is right; the merge is still to be written (line",
+        ),
+        Wrong(
+            "v with k's strides",
+            {
+                "load_tile(v_head, stride_v": "load_tile(v_head, stride_k",
+                "head_base(v_ptr, stride_v": "head_base(v_ptr, stride_k",
+            },
+            "v is read with the strides of k: it has",
         ),
         Wrong("l_i is not rescaled", {"l_i = alpha * l_i + weight": "l_i = l_i + weight"}, "sum l_i is not rescaled"),
         Wrong(

@@ -5,6 +5,7 @@ from wrong_answers import Wrong
 WRONG = {
     "ex1_delta": [
         Wrong("P forgotten", {"(p * (do @ v.mT)).sum": "(do @ v.mT).sum"}, "P is missing"),
+        Wrong("through P V", {"(p * (do @ v.mT)).sum": "((p @ v) * do).sum"}, "this goes through P V"),
         Wrong("axes from the front", {"(do * o).sum(dim=-1)": "(do * o).sum(dim=3)"}, "Count axes from the end"),
         Wrong("do has o's strides", {"(do_head, stride_do,": "(do_head, stride_o,"}, "its own"),
         Wrong("16-bit products", {"o.to(tl.float32) * do.to(tl.float32)": "(o * do).to(tl.float32)"}, "to fp32 first"),
@@ -56,8 +57,33 @@ WRONG = {
         ),
         Wrong("exp2", {"tl.exp(": "tl.exp2("}, "LSE is a natural logarithm"),
         Wrong("do has q's strides", {"(do_head, stride_do,": "(do_head, stride_q,"}, "its own"),
+        Wrong(
+            "added up in the dtype of do",
+            {'do, dv, input_precision="ieee")': 'do, dv, input_precision="ieee").to(do.dtype).to(tl.float32)'},
+            "dv is to be added up in fp32",
+        ),
+        Wrong(
+            "added up in fp16",
+            {'do, dv, input_precision="ieee")': 'do, dv, input_precision="ieee").to(tl.float16).to(tl.float32)'},
+            "dv is to be added up in fp32",
+        ),
+        Wrong("TF32", {'do, dv, input_precision="ieee")': "do, dv)"}, "tl.dot without input_precision"),
+        Wrong("LSE added", {"s - lse[:": "s + lse[:"}, "P is exp(S + LSE) here"),
+        Wrong(
+            "the load of lse is not masked",
+            {"(lse_head + offs_m, mask=offs_m < seq_q, other=0.0)": "(lse_head + offs_m)"},
+            "the load needs the mask",
+        ),
     ],
     "ex3_dq_loop": [
+        Wrong(
+            "v with k's strides",
+            {
+                "load_tile(v_head, stride_v": "load_tile(v_head, stride_k",
+                "head_base(v_ptr, stride_v": "head_base(v_ptr, stride_k",
+            },
+            "v is read with the strides of k",
+        ),
         Wrong("walks to the end", {"tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)": "seq_k"}, "where does the walk end?"),
         Wrong("stops a tile early", {"(pid_m + 1) * BLOCK_M": "pid_m * BLOCK_M"}, "leaves out tiles on the diagonal"),
         Wrong("diagonal hidden", {">= offs_n": "> offs_n"}, "query i sees key i"),
@@ -68,6 +94,8 @@ WRONG = {
             "keys past the end are not masked",
         ),
         Wrong("end in keys", {"(pid_m + 1) * BLOCK_M": "(pid_m + 1) * BLOCK_N"}, "pid_m counts tiles of queries"),
+        Wrong("bottom right", {"(offs_m[:, None] >=": "(offs_m[:, None] + seq_k - seq_q >="}, "from the bottom right"),
+        Wrong("twice dq", {"HEAD_DIM, dq * scale)": "HEAD_DIM, 2 * dq * scale)"}, "every element is 2 times"),
         Wrong("P K", {"_, ds = ": "ds, _ = "}, "this is P K"),
         Wrong("dS V", {"ds.to(k.dtype), k, dq": "ds.to(v.dtype), v, dq"}, "this is dS V"),
         Wrong("scale twice", {"dq = tl.dot(ds.to": "dq = tl.dot((ds * scale).to"}, "the scale is in it twice"),
@@ -88,6 +116,11 @@ WRONG = {
             "the first query is pid_n * BLOCK_N",
         ),
         Wrong("head of the group alone", {"h = h_kv * group + g": "h = g"}, "begin at h_kv * group"),
+        Wrong(
+            "do with q's strides",
+            {"load_tile(do_head, stride_do": "load_tile(do_head, stride_q"},
+            "do is read with the",
+        ),
         Wrong("LSE of head 0", {"lse_ptr + row": "lse_ptr"}, "the lse of head 0"),
         Wrong("delta of head 0", {"delta_ptr + row": "delta_ptr"}, "the delta of head 0"),
         Wrong(
@@ -95,6 +128,8 @@ WRONG = {
             {"q_head = head_base(q_ptr,": "q_ptr = head_base(q_ptr,", "(q_head, ": "(q_ptr, "},
             "stays moved",
         ),
+        Wrong("bottom right", {"(offs_m[:, None] >=": "(offs_m[:, None] + seq_k - seq_q >="}, "from the bottom right"),
+        Wrong("not transposed", {"tl.trans(p.to(do.dtype))": "p.to(do.dtype)"}, "tl.trans", kind="error"),
         Wrong("P and dS exchanged", {"p, ds = ": "ds, p = "}, "returns p, ds in this order"),
         Wrong("dK with dO", {"tl.trans(ds.to(q.dtype)), q, dk": "tl.trans(ds.to(do.dtype)), do, dk"}, "dK takes Q"),
         Wrong("dK scaled twice", {"tl.trans(ds.to": "tl.trans((ds * scale).to"}, "the scale is in it twice"),
@@ -126,6 +161,12 @@ WRONG = {
         ),
         Wrong("divided by p", {"p / (1 - p_drop), 0.0": "p / p_drop, 0.0"}, "divided by p: divide by 1 - p"),
         Wrong("acc not rescaled", {"acc * alpha[:, None]": "acc"}, "acc is not rescaled"),
+        Wrong(
+            "another offset",
+            {"row[:, None] * seq_k + offs_n[None, :]": "offs_n[None, :] * 100000 + row[:, None]"},
+            "not that of the offset row * seq_k + j",
+        ),
+        Wrong("more than p", {">= p_drop": "> p_drop"}, ">=, not >"),
         Wrong(
             "rows of a head",
             {"kept(seed, row, offs_n, seq_k, p_drop), p /": "kept(seed, offs_m, offs_n, seq_k, p_drop), p /"},
@@ -159,7 +200,7 @@ WRONG = {
                     "v_ptr += (first_q * heads + h) * HEAD_DIM\n    o_ptr"
                 )
             },
-            "those before it are right",
+            "v_ptr is moved by first_q, where first_k is right",
         ),
         Wrong(
             "delta of the first sequence",
@@ -168,7 +209,34 @@ WRONG = {
                     "    delta_ptr += h.to(tl.int64) * total_q\n    # end of your code\n    offs_m"
                 )
             },
-            "those before it are right",
+            "delta_ptr is moved by nothing, where first_q is right",
+        ),
+        Wrong(
+            "keys begin where the queries do",
+            {
+                "do_ptr += (first_q * heads + h) * HEAD_DIM\n    k_ptr += (first_k": (
+                    "do_ptr += (first_q * heads + h) * HEAD_DIM\n    k_ptr += (first_q"
+                )
+            },
+            "k_ptr is moved by first_q, where first_k is right",
+        ),
+        Wrong(
+            "delta begins where the keys do",
+            {
+                "    delta_ptr += h.to(tl.int64) * total_q + first_q\n    # end of your code\n    offs_n": (
+                    "    delta_ptr += h.to(tl.int64) * total_q + first_k\n    # end of your code\n    offs_n"
+                )
+            },
+            "delta_ptr is moved by first_k, where first_q is right",
+        ),
+        Wrong(
+            "lse of the first sequence",
+            {
+                "    dv_ptr += (first_k * heads + h) * HEAD_DIM\n    lse_ptr += h.to(tl.int64) * total_q + first_q": (
+                    "    dv_ptr += (first_k * heads + h) * HEAD_DIM\n    lse_ptr += h.to(tl.int64) * total_q"
+                )
+            },
+            "lse_ptr is moved by nothing, where first_q is right",
         ),
         Wrong("first token in 32 bits", {"first.to(tl.int64)": "first"}, "convert it to int64"),
         Wrong(

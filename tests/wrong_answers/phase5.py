@@ -68,6 +68,11 @@ WRONG = {
         Wrong("folded twice, in the launcher", {"scale *= LOG2E.value": "scale *= LOG2E.value**2"}, "scale twice"),
         Wrong("not folded", {"scale *= LOG2E.value": "pass"}, "does the scale that the kernel is given"),
         Wrong("exp", {"tl.exp2(s * scale": "tl.exp(s * scale"}, "uses exp"),
+        Wrong(
+            "the multiplication is still there",
+            {"tl.exp2(s * scale - shift[:, None])": "tl.exp2((s * (scale / LOG2E) - shift[:, None] / LOG2E) * LOG2E)"},
+            "is the one to remove",
+        ),
         Wrong("no row without a key", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf minus -inf"),
         Wrong("a floor", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "tl.maximum(m_new, -1e5)"}, "above a floor"),
         Wrong(
@@ -240,6 +245,11 @@ WRONG = {
             "one scale",
             {"blocks.abs().amax(dim=(3, 4)) / LARGEST": "(t.abs().max() / LARGEST).expand(blocks.shape[:3]).float()"},
             "one scale for the whole tensor",
+        ),
+        Wrong(
+            "the scale of 1e-43 is 0",
+            {"torch.where(scales == 0, 1.0, scales)": "torch.where(blocks.abs().amax(dim=(3, 4)) == 0, 1.0, scales)"},
+            "ask whether the scale is 0",
         ),
         Wrong("448 forgotten", {"amax(dim=(3, 4)) / LARGEST": "amax(dim=(3, 4))"}, "448 is missing"),
         Wrong("multiplied", {"(blocks / scales[": "(blocks * scales["}, "t is multiplied by the scale"),
