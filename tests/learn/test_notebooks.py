@@ -66,10 +66,27 @@ def test_follows_the_skeleton(notebook):
 
 def test_has_at_least_four_figures_and_some_checked_outputs(notebook):
     figures = [o for c in code_cells(notebook) for o in c.outputs if "image/png" in o.get("data", {})]
-    checked = [c for c in code_cells(notebook) if "NBVAL_CHECK_OUTPUT" in c.source]
+    checked = [c for c in code_cells(notebook) if "nbval-check-output" in c.metadata.get("tags", [])]
     assert len(figures) >= 4
     assert len(checked) >= 8
     assert all(c.outputs for c in checked), "a checked cell without output checks nothing"
+
+
+def test_marks_for_nbval_are_tags(notebook):
+    plugin = pytest.importorskip("nbval.plugin")
+    assert not any("NBVAL_" in c.source for c in notebook.cells)
+    tags = {tag for c in notebook.cells for tag in c.metadata.get("tags", []) if tag.startswith("nbval")}
+    assert tags <= set(plugin.metadata_tags), "nbval takes no notice of a tag that it does not know"
+
+
+def test_store_keeps_tags(tmp_path):
+    cell = nbformat.v4.new_code_cell("1 + 1", metadata=dict(tags=["nbval-check-output"]))
+    path = tmp_path / "a.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
+    assert notebooks.execute(path, store=True) is None
+    (stored,) = nbformat.read(path, as_version=4).cells
+    assert stored.metadata.tags == ["nbval-check-output"]
+    assert stored.outputs[0].data["text/plain"] == "2"
 
 
 def test_defines_no_kernel_of_ours(phase, notebook):
