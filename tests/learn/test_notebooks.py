@@ -1,8 +1,10 @@
 """What the stored notebooks look like. That they run, and that marked outputs are still right, is nbval's part."""
 
+import ast
 import contextlib
 import io
 import re
+import warnings
 
 from common.learn import notebooks
 from common.phases import PHASES, ROOT
@@ -77,6 +79,25 @@ def test_marks_for_nbval_are_tags(notebook):
     assert not any("NBVAL_" in c.source for c in notebook.cells)
     tags = {tag for c in notebook.cells for tag in c.metadata.get("tags", []) if tag.startswith("nbval")}
     assert tags <= set(plugin.metadata_tags), "nbval takes no notice of a tag that it does not know"
+
+
+def calls_of(function, cell):
+    """The calls of a function or method with this name in a cell."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
+    return [c for c in calls if getattr(c.func, "id", getattr(c.func, "attr", None)) == function]
+
+
+def test_predictions_are_stored_open_and_answered_in_a_later_cell(notebook):
+    asked = 0
+    for cell in code_cells(notebook):
+        questions = calls_of("predict", cell)
+        assert not (questions and calls_of("against", cell)), cell.source
+        for call in questions:
+            assert [ast.unparse(k) for k in call.keywords] == ["yours=None"], cell.source
+        asked += len(questions) - len(calls_of("against", cell))
+    assert asked == 0, "each prediction is compared with its answer"
 
 
 def test_store_keeps_tags(tmp_path):
