@@ -1,8 +1,10 @@
 """What the stored notebooks look like. That they run, and that marked outputs are still right, is nbval's part."""
 
+import ast
 import contextlib
 import io
 import re
+import warnings
 
 from common.learn import notebooks
 from common.phases import PHASES, ROOT
@@ -77,10 +79,46 @@ def test_follows_the_skeleton(path, notebook):
 
 def test_has_at_least_four_figures_and_some_checked_outputs(notebook):
     figures = [o for c in code_cells(notebook) for o in c.outputs if "image/png" in o.get("data", {})]
-    checked = [c for c in code_cells(notebook) if "NBVAL_CHECK_OUTPUT" in c.source]
+    checked = [c for c in code_cells(notebook) if "nbval-check-output" in c.metadata.get("tags", [])]
     assert len(figures) >= 4
     assert len(checked) >= 8
     assert all(c.outputs for c in checked), "a checked cell without output checks nothing"
+
+
+def test_marks_for_nbval_are_tags(notebook):
+    plugin = pytest.importorskip("nbval.plugin")
+    assert not any("NBVAL_" in c.source for c in notebook.cells)
+    tags = {tag for c in notebook.cells for tag in c.metadata.get("tags", []) if tag.startswith("nbval")}
+    assert tags <= set(plugin.metadata_tags), "nbval takes no notice of a tag that it does not know"
+
+
+def calls_of(function, cell):
+    """The calls of a function or method with this name in a cell."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
+    return [c for c in calls if getattr(c.func, "id", getattr(c.func, "attr", None)) == function]
+
+
+def test_predictions_are_stored_open_and_answered_in_a_later_cell(notebook):
+    asked = 0
+    for cell in code_cells(notebook):
+        questions = calls_of("predict", cell)
+        assert not (questions and calls_of("against", cell)), cell.source
+        for call in questions:
+            assert [ast.unparse(k) for k in call.keywords] == ["yours=None"], cell.source
+        asked += len(questions) - len(calls_of("against", cell))
+    assert asked == 0, "each prediction is compared with its answer"
+
+
+def test_store_keeps_tags(tmp_path):
+    cell = nbformat.v4.new_code_cell("1 + 1", metadata=dict(tags=["nbval-check-output"]))
+    path = tmp_path / "a.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
+    assert notebooks.execute(path, store=True) is None
+    (stored,) = nbformat.read(path, as_version=4).cells
+    assert stored.metadata.tags == ["nbval-check-output"]
+    assert stored.outputs[0].data["text/plain"] == "2"
 
 
 def test_defines_no_kernel_of_ours(path, notebook):

@@ -1,0 +1,80 @@
+"""Questions that a notebook asks before it computes the answer.
+
+    guess = predict("How many bytes does S take?", yours=None)
+
+and some cells later, where the answer has been computed:
+
+    guess.against(answer)
+
+A notebook is stored with `yours=None`; a reader puts their own value there.
+"""
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a reader expects, until `against` compares it with the answer; None for nothing."""
+
+    yours: Any = None
+
+    def against(self, answer: Any) -> None:
+        """Print the answer, and how far the prediction is from it if there is one.
+
+        Numbers are compared by their ratio, everything else by equality.
+        """
+        answer = _plain(answer)
+        if self.yours is None:
+            print(f"The answer: {_text(answer)}.")
+        else:
+            yours = _plain(self.yours)
+            print(f"You predicted {_text(yours)}. The answer: {_text(answer)}.")
+            print(f"Your prediction is {_verdict(yours, answer)}.")
+
+
+def predict(question: str, yours: Any = None) -> Prediction:
+    """Print a question, and the reader's prediction or how to make one."""
+    print(question)
+    if yours is None:
+        print("Make a prediction: replace None in this cell by your answer, and run it again.")
+    else:
+        print(f"Your prediction: {_text(_plain(yours))}. The answer comes below.")
+    return Prediction(yours)
+
+
+def _plain(value: Any) -> Any:
+    """The number in a tensor or array of one element, the list in a longer one; other values as they are."""
+    if not hasattr(value, "tolist"):
+        return value
+    return value.item() if math.prod(value.shape) == 1 else value.tolist()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _text(value: Any) -> str:
+    if not _is_number(value):
+        return str(value)
+    return f"{value:,}" if isinstance(value, numbers.Integral) else f"{value:.4g}"
+
+
+def _verdict(yours: Any, answer: Any) -> str:
+    if not (_is_number(yours) and _is_number(answer)):
+        return "right" if yours == answer else "not the answer"
+    if yours == answer:
+        return "right"
+    if not (math.isfinite(yours) and math.isfinite(answer)) or yours * answer <= 0:
+        return f"{'above' if yours > answer else 'below'} the answer"
+    ratio = yours / answer
+    if abs(ratio - 1) < 0.1:
+        return f"{100 * abs(ratio - 1):.2g} % too {_size(ratio)}"
+    return f"{max(ratio, 1 / ratio):.3g} times too {_size(ratio)}"
+
+
+def _size(ratio: float) -> str:
+    """For numbers below zero: by their distance from zero."""
+    return "large" if ratio > 1 else "small"

@@ -1,0 +1,56 @@
+"""A prediction is asked for in one cell and compared with the answer in a later one."""
+
+import math
+
+from common.learn.predictions import Prediction, predict
+
+import pytest
+import torch
+
+INVITATION = "Make a prediction: replace None in this cell by your answer, and run it again.\n"
+
+
+def test_without_a_prediction_the_output_is_fixed(capsys):
+    guess = predict("How many bytes?")
+    assert capsys.readouterr().out == f"How many bytes?\n{INVITATION}"
+    guess.against(2**31)
+    assert capsys.readouterr().out == "The answer: 2,147,483,648.\n"
+
+
+def test_a_prediction_is_repeated_without_a_verdict(capsys):
+    guess = predict("How many bytes?", yours=4096)
+    assert capsys.readouterr().out == "How many bytes?\nYour prediction: 4,096. The answer comes below.\n"
+    guess.against(8192)
+    assert capsys.readouterr().out == (
+        "You predicted 4,096. The answer: 8,192.\nYour prediction is 2 times too small.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("yours", "answer", "verdict"),
+    [
+        (3, 3, "right"),
+        (3.0, torch.tensor(3), "right"),
+        (torch.tensor([2.5]), 2.5, "right"),
+        (0, 0, "right"),
+        (103, 100, "3 % too large"),
+        (99.6, 100, "0.4 % too small"),
+        (1e6, 1, "1e+06 times too large"),
+        (-3, -1, "3 times too large"),
+        (0, 5, "below the answer"),
+        (5, 0, "above the answer"),
+        (-5, 5, "below the answer"),
+        (1, math.inf, "below the answer"),
+        (math.inf, math.inf, "right"),
+        ("memory", "memory", "right"),
+        ("memory", "arithmetic", "not the answer"),
+        (True, False, "not the answer"),
+        ((2, 3), (2, 3), "right"),
+        ([2, 3], torch.tensor([2, 3]), "right"),
+        ("many", 5, "not the answer"),
+        ([1, 2], torch.Size((1, 2)), "not the answer"),
+    ],
+)
+def test_a_prediction_is_compared_with_the_answer(yours, answer, verdict, capsys):
+    Prediction(yours).against(answer)
+    assert capsys.readouterr().out.endswith(f"\nYour prediction is {verdict}.\n")
