@@ -3,6 +3,8 @@ as well as in hue, so that it also reads in grey."""
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+from IPython import get_ipython
+from IPython.display import display
 from matplotlib.patches import Rectangle
 
 # Okabe-Ito colors, ordered so that neighbors in a picture differ in lightness.
@@ -60,6 +62,26 @@ def new(width: float = 8, height: float = 3.2, columns: int = 1, **kwargs):
     """A figure of `columns` axes side by side, in the course's look."""
     use()
     return plt.subplots(1, columns, figsize=(width, height), layout="constrained", **kwargs)
+
+
+def show(figure, alt: str) -> None:
+    """Display a figure in a notebook, with an alternative text: what the picture shows, in words.
+
+    The text stands in the output's text/plain, and as "alt" in its metadata. JupyterLab and GitHub
+    show the image without it; pages made from a notebook can take it from there. A picture inside
+    HTML would carry it, but both remove the image data from HTML that they do not trust.
+    """
+    if not alt.strip():
+        raise ValueError("alt: say in words what the picture shows")
+    shell = get_ipython()
+    if shell is None:  # a script
+        plt.show()
+        return
+    data, metadata = shell.display_formatter.format(figure)
+    data["text/plain"] = alt
+    metadata.setdefault("image/png", {})["alt"] = alt
+    display(data, metadata=metadata, raw=True)
+    plt.close(figure)  # or it is shown again when the cell ends
 
 
 def blank(ax) -> None:

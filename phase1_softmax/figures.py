@@ -109,7 +109,12 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
     ax.set_title(
         f"S grows with the square (batch {batch}, {heads} heads, head_dim {head_dim}, fp16)"
     )
-    plt.show()
+    style.show(
+        ax.figure,
+        f"Memory against sequence length, both axes logarithmic. S grows with the square, from "
+        f"{s[0]:.2f} GB at {seq[0]:.0f} to {s[-1]:.0f} GB at {seq[-1]:.0f}, and passes 24, 80 and 141 GB on the way. "
+        f"Q, K, V and O together grow in proportion, from {qkvo[0]:.2f} to {qkvo[-1]:.1f} GB.",
+    )
 
 
 def roofline(points: Mapping[str, tuple[float, float]], copy: float, gemm: float) -> None:
@@ -135,7 +140,12 @@ def roofline(points: Mapping[str, tuple[float, float]], copy: float, gemm: float
     )
     ax.set(xlim=(0.4, 3e4), ylim=(1, 1700))
     ax.set_title("A roofline: what the memory allows, and what the matrix units allow")
-    plt.show()
+    style.show(
+        ax.figure,
+        f"A roofline. Attainable speed rises with arithmetic intensity at {copy / 1e12:.2f} TB/s up to "
+        f"{gemm / 1e12:.0f} TFLOP/s at {ridge:.0f} FLOP per byte. In FLOP per byte: "
+        + ", ".join(f"{name} {flops / moved:.3g}" for name, (flops, moved) in points.items()),
+    )
 
 
 # --- the GPU in ten minutes ---------------------------------------------------------------------------------------
@@ -165,7 +175,12 @@ def memory_hierarchy() -> None:
         color=INK,
     )
     ax.set_title("The memories of an H200")
-    plt.show()
+    style.show(
+        ax.figure,
+        "The memories of an H200 from near, small and fast to far, large and slow: registers (256 KiB) and shared "
+        "memory (up to 227 KiB a program) in each of 132 SMs, the L2 cache shared by all SMs, and HBM with 141 GB, "
+        "where every tensor lives, at 4.25 TB/s.",
+    )
 
 
 def programs_and_mask(n: int = 10, block: int = 4) -> None:
@@ -205,7 +220,11 @@ def programs_and_mask(n: int = 10, block: int = 4) -> None:
     ax.text(-0.2, -0.5, f"offset < {n}", ha="right", va="center", size=9)
     ax.text(n + (programs * block - n) / 2, 1.35, "not ours", ha="center", size=9, color=INK)
     ax.set_title(f"A vector of {n} elements, blocks of {block}: the mask guards the last program")
-    plt.show()
+    style.show(
+        ax.figure,
+        f"{n} elements in {programs} blocks of {block}, one for each program. Offsets from {n} to "
+        f"{programs * block - 1} belong to the last program and are no elements; there the mask is False.",
+    )
 
 
 def memory_order() -> None:
@@ -267,7 +286,14 @@ def memory_order() -> None:
         ax.text(7.8, 0.75, "visited as", ha="right", va="center", size=8)
         ax.text(8, -0.35, note, size=9, color=INK)
         ax.set_title(title, size=10, pad=2)
-    plt.show()
+    style.show(
+        axes[0].figure,
+        "A matrix in memory. "
+        + " ".join(
+            f"{title}: laid out as {list(map(int, memory))}; {note.rstrip('. ,')}."
+            for title, _, memory, note in cases
+        ),
+    )
 
 
 # --- 2. the mathematics -------------------------------------------------------------------------------------------
@@ -309,7 +335,11 @@ def exp_range() -> None:
     ax.text(-113, 41, "after subtracting the maximum, x lives here", size=9, color=INK)
     ax.set(xlabel="x", ylabel="$\\log_{10}\\, e^x$", xlim=(-115, 100), ylim=(-58, 47))
     ax.set_title("The exponential leaves fp16 at 11.09 and fp32 at 88.72")
-    plt.show()
+    style.show(
+        ax.figure,
+        "The logarithm of e to the x is a straight line. It leaves the range of fp16 above x = 11.09 (inf) and "
+        "below -17.3 (0), that of fp32 above 88.72 and below -104.0. Once the maximum is subtracted, x is at most 0.",
+    )
 
 
 def streaming_state(row: Sequence[float]) -> None:
@@ -342,6 +372,7 @@ def streaming_state(row: Sequence[float]) -> None:
     left.set_xticks(steps)
     left.set_title("The running maximum m")
 
+    sums = []
     for k in steps:
         bottom = 0.0
         for j in range(k):
@@ -352,6 +383,7 @@ def streaming_state(row: Sequence[float]) -> None:
                     k, bottom + part / 2, f"x = {row[j]:g}", ha="center", va="center", size=8
                 )
             bottom += part
+        sums.append(round(bottom, 3))
         right.text(k, bottom + 0.03, f"l = {bottom:.3f}", ha="center", size=9)
     right.annotate("a new maximum:\nthe old sum shrinks by $e^{-2}$", (2.75, 0.1), (1.62, 1.56), size=8, ha="left",
                    arrowprops=dict(arrowstyle="->", lw=0.8))  # fmt: skip
@@ -363,7 +395,11 @@ def streaming_state(row: Sequence[float]) -> None:
     )
     right.set_xticks(steps)
     right.set_title("The sum l, and whose share it holds")
-    plt.show()
+    style.show(
+        left.figure,
+        f"Left: the running maximum m over the logits {list(row)} is {m.tolist()}. Right: the sum l after each of "
+        f"them is {sums}, each in units of e to the m; at a new maximum the old sum shrinks.",
+    )
 
 
 def merge_tree(row: Sequence[float]) -> None:
@@ -405,7 +441,11 @@ def merge_tree(row: Sequence[float]) -> None:
     node(right, 0.75, 1.5, [a, b])
     node(right, 3.75, 1.5, [c, d])
     node(right, 2.25, 3, [a, b, c, d])
-    plt.show()
+    style.show(
+        left.figure,
+        f"The states of {list(row)} are merged one after another on the left, in pairs on the right. Both end in the "
+        f"state {state(row)}.",
+    )
 
 
 # --- 4. proof, 5. measurement -------------------------------------------------------------------------------------
@@ -433,7 +473,11 @@ def z_histogram(single: np.ndarray, summed: np.ndarray, limit: float = 6.0) -> N
         ax.set_title(title)
         ax.legend(loc="upper left", bbox_to_anchor=(0.06, 1), fontsize=8)
     axes[0].set_ylabel("density")
-    plt.show()
+    style.show(
+        axes[0].figure,
+        f"Two histograms of (actual - truth) / sigma beside the standard normal curve. One rounding: largest "
+        f"{abs(single).max():.1f}; many roundings added up: largest {abs(summed).max():.1f}. The limit is {limit:g}.",
+    )
 
 
 def softmax_traffic(
@@ -462,4 +506,8 @@ def softmax_traffic(
     ax.set_title(
         f"Softmax of {matrix_bytes / 2**30:.0f} GiB: traffic, and the time it predicts at {copy / 1e12:.2f} TB/s"
     )
-    plt.show()
+    style.show(
+        ax.figure,
+        "Bytes moved, in units of the matrix: "
+        + "; ".join(f"{name}: {r:.1f} read, {w:.1f} written" for name, (r, w) in sweeps.items()),
+    )

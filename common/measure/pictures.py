@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from common.measure.records import describe
-from common.style import COLORS, new, use
+from common.style import COLORS, new, show, use
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -61,7 +61,13 @@ def softmax_bandwidth(record: dict) -> None:
     ax.set_ylabel("TB/s, one read and one write")
     ax.set_title("How close to the speed of memory?")
     ax.legend(loc="lower left")
-    _signed(fig, record)
+    ends = []
+    for provider in looks:
+        rows = [r for r in record["rows"] if r["provider"] == provider and "ms" in r]
+        rates = [f"{r['gb_per_s'] / 1000:.1f} TB/s at {r['cols']}" for r in (rows[0], rows[-1])]
+        ends.append(f"{provider}: " + " to ".join(rates))
+    alt = f"Rates against the values in a row. {'; '.join(ends)}; a plain copy: {ceiling:.2f} TB/s."
+    _signed(fig, record, alt=alt)
 
 
 def one_head_times(record: dict) -> None:
@@ -377,8 +383,11 @@ def _case(row: dict) -> tuple:
     return row["head_dim"], row["is_causal"], row["seq"], row["mode"]
 
 
-def _signed(fig, *shown) -> None:
+def _signed(fig, *shown, alt: str | None = None) -> None:
     """Write the provenance of the records under the picture, and show it."""
     lines = [line for r in shown for line in textwrap.wrap(describe(r).replace("`", ""), 115)]
     fig.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])
-    plt.show()
+    if alt:
+        show(fig, alt)
+    else:
+        plt.show()

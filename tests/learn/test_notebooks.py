@@ -6,6 +6,7 @@ import io
 import re
 import warnings
 
+from common import style
 from common.learn import notebooks
 from common.phases import PHASES, ROOT
 
@@ -22,6 +23,8 @@ SECTIONS = {  # of notebooks that are not built like the others
 MACHINE_PATH = re.compile(r"(/home/|/root/|/tmp/|/usr/|/work/|/Users/|site-packages|\.venv|[A-Z]:\\)")
 # Cells that may define a kernel.
 EXPERIMENTS = {"softmax": 1, "tiling": 2, "forward": 0, "backward": 1, "tuning": 1, "hopper": 0}
+# Notebooks in which every figure has an alternative text.
+DESCRIBED = {"softmax.ipynb"}
 
 
 @pytest.fixture(params=[path for phase in PHASES for path in phase.notebook_paths], ids=lambda p: p.stem)
@@ -90,6 +93,26 @@ def test_marks_for_nbval_are_tags(notebook):
     assert not any("NBVAL_" in c.source for c in notebook.cells)
     tags = {tag for c in notebook.cells for tag in c.metadata.get("tags", []) if tag.startswith("nbval")}
     assert tags <= set(plugin.metadata_tags), "nbval takes no notice of a tag that it does not know"
+
+
+def test_figures_have_an_alternative_text(path, notebook):
+    for cell in code_cells(notebook):
+        for figure in (o for o in cell.outputs if "image/png" in o.get("data", {})):
+            alt = figure.metadata.get("image/png", {}).get("alt", "")
+            assert alt.strip() or path.name not in DESCRIBED, cell.source
+            assert not alt or figure.data["text/plain"] == alt
+
+
+def test_a_figure_is_shown_once_with_its_alternative_text(tmp_path):
+    source = "from common import style\nfig, ax = style.new()\nax.plot([1, 2])\nstyle.show(fig, alt='A line.')"
+    path = tmp_path / "a.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]), path)
+    assert notebooks.execute(path, store=True) is None
+    (output,) = nbformat.read(path, as_version=4).cells[0].outputs
+    assert output.data["image/png"]
+    assert output.data["text/plain"] == output.metadata["image/png"]["alt"] == "A line."
+    with pytest.raises(ValueError, match="alt"):
+        style.show(None, alt=" ")
 
 
 def calls_of(function, cell):
