@@ -1,4 +1,4 @@
-"""The phases of the course: folder, modules, kernels and notebook. Imports nothing, so that the command
+"""The phases of the course: folder, modules, kernels and chapters. Imports nothing, so that the command
 line starts at once.
 """
 
@@ -17,8 +17,7 @@ class Phase:
     title: str
     modules: tuple[str, ...]  # in reading order
     kernels: dict[str, tuple[str, str]]
-    notebook: str
-    chapters: tuple[str, ...] = ()  # notebooks that follow the first, in reading order
+    chapters: tuple[str, ...]  # its notebooks, in reading order
 
     @property
     def number(self) -> int:
@@ -28,13 +27,8 @@ class Phase:
         return ROOT / self.folder / f"{module}.py"
 
     @property
-    def notebook_path(self) -> Path:
-        return ROOT / self.folder / self.notebook
-
-    @property
     def notebook_paths(self) -> tuple[Path, ...]:
-        """All notebooks, in reading order."""
-        return tuple(ROOT / self.folder / name for name in (self.notebook, *self.chapters))
+        return tuple(ROOT / self.folder / chapter for chapter in self.chapters)
 
 
 # Phase 5's rungs: the kernels that each of them changed, as (module, name).
@@ -66,28 +60,28 @@ PHASES = (
         "One pass is enough",
         ("online_softmax",),
         dict(softmax=("online_softmax", "_softmax_online_kernel")),
-        "softmax.ipynb",
+        ("softmax.ipynb",),
     ),
     Phase(
         "phase2_tiling",
         "Attention in tiles",
         ("tiling",),
         dict(forward=("tiling", "_attention_tiled_kernel")),
-        "tiling.ipynb",
+        ("tiling.ipynb",),
     ),
     Phase(
         "phase3_forward",
         "A forward pass that models can call",
         ("forward",),
         dict(forward=("forward", "_attn_fwd_kernel")),
-        "forward.ipynb",
+        ("forward.ipynb",),
     ),
     Phase(
         "phase4_backward",
         "Recompute instead of remember",
         ("backward",),
         dict(dkdv=("backward", "_attn_bwd_dkdv_kernel"), dq=("backward", "_attn_bwd_dq_kernel")),
-        "backward.ipynb",
+        ("backward.ipynb",),
     ),
     Phase(
         "phase5_tuning",
@@ -104,8 +98,7 @@ PHASES = (
             "ladder",
         ),
         RUNGS["descriptors"],
-        "tuning.ipynb",
-        ("hopper.ipynb",),
+        ("tuning.ipynb", "hopper.ipynb"),
     ),
 )
 

@@ -79,8 +79,7 @@ def test_storing_writes_outputs_without_times(notebook):
     assert path.read_bytes() == first
 
 
-def test_find_takes_parts_of_paths(notebook):
-    path = notebook("1")
-    assert notebooks.find() == [path]
-    assert notebooks.find(["phase9"]) == [path]
-    assert notebooks.find(["phase1"]) == []
+def test_find_takes_parts_of_paths_and_keeps_the_reading_order():
+    assert [path.name for path in notebooks.find(["phase5"])] == ["tuning.ipynb", "hopper.ipynb"]
+    assert [path.name for path in notebooks.find(["hopper", "phase1"])] == ["softmax.ipynb", "hopper.ipynb"]
+    assert notebooks.find(["phase9"]) == []

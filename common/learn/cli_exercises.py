@@ -46,9 +46,8 @@ def overview() -> None:
         of_phase = [e for e in exercises.load() if e.phase == phase]
         solved = sum(map(progress.solved, of_phase))
         bar = ProgressBar(total=max(1, len(of_phase)), completed=solved, width=20)
-        title = (
-            f"[bold]{phase.number}  {phase.title}[/]\n   [dim]{phase.folder}/{phase.notebook}[/]"
-        )
+        chapters = "".join(f"\n   [dim]{phase.folder}/{name}[/]" for name in phase.chapters)
+        title = f"[bold]{phase.number}  {phase.title}[/]{chapters}"
         table.add_row(title, bar, f"{solved} of {len(of_phase)}")
     console.print(table)
     console.line()

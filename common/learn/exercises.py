@@ -41,8 +41,8 @@ BEGIN, SHOWN, END = "# your code", "#|", "# end of your code"
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise. `section` is the heading where it belongs in a notebook: the phase's own, unless
-    `chapter` names another one of its folder.
+    """One exercise. `section` is the heading where it belongs in a notebook: the phase's first, unless
+    `chapter` names another one.
     """
 
     phase: phases.Phase
@@ -69,7 +69,7 @@ class Exercise:
     @property
     def notebook(self) -> str:
         """The file name of the notebook that it belongs to."""
-        return self.chapter or self.phase.notebook
+        return self.chapter or self.phase.chapters[0]
 
     @property
     def solution(self) -> Path:

@@ -27,11 +27,7 @@ METADATA = {
 
 def find(names: list[str] | None = None) -> list[Path]:
     """The notebooks of the course in order; with names, those whose path contains one of them."""
-    order = [path for phase in PHASES for path in phase.notebook_paths]
-    paths = sorted(
-        ROOT.glob("phase*/*.ipynb"),
-        key=lambda p: (p.parent, order.index(p) if p in order else -1, p),
-    )
+    paths = [path for phase in PHASES for path in phase.notebook_paths]
     return [p for p in paths if not names or any(n in str(p.relative_to(ROOT)) for n in names)]
 
 

@@ -30,6 +30,7 @@ def test_without_a_command_it_shows_the_phases_and_what_is_next():
     done = course()
     assert done.returncode == 0
     assert all(phase.title in done.stdout for phase in PHASES)
+    assert all(f"{phase.folder}/{chapter}" in done.stdout for phase in PHASES for chapter in phase.chapters)
     assert "Next:" in done.stdout
 
 
@@ -186,6 +187,8 @@ def test_the_readme_names_only_commands_that_exist():
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (ROOT / link).is_file(), link  # JupyterLab opens no folder
+    for path in (path for phase in PHASES for path in phase.notebook_paths):
+        assert f"]({path.relative_to(ROOT)})" in text
     for exercise in exercises.load():
         assert f"[{exercise.number}]({exercise.file})" in text
 
@@ -194,13 +197,15 @@ def test_the_readme_names_only_commands_that_exist():
 def broken_course(tmp_path, monkeypatch):
     """A function that runs `course run` on a course whose only module is the given text."""
     monkeypatch.setattr(phases, "ROOT", tmp_path)
-    monkeypatch.setattr(phases, "PHASES", (phases.Phase("phase1_x", "t", ("__main__",), "kernel", "empty.ipynb"),))
+    chapters = "empty.ipynb", "second.ipynb"
+    monkeypatch.setattr(phases, "PHASES", (phases.Phase("phase1_x", "t", ("__main__",), "kernel", chapters),))
 
     def run(text):
         folder = tmp_path / "phase1_x"
         folder.mkdir()
         (folder / "__main__.py").write_text(text)
-        nbformat.write(nbformat.v4.new_notebook(), folder / "empty.ipynb")
+        for chapter in chapters:
+            nbformat.write(nbformat.v4.new_notebook(), folder / chapter)
         return CliRunner().invoke(cli.app, ["run"])
 
     return run
@@ -220,6 +225,7 @@ def test_a_module_may_print_what_it_likes(broken_course):
     )
     assert done.exit_code == 0, done.output
     assert "1/1" in done.output
+    assert done.output.index("empty.ipynb") < done.output.index("second.ipynb")
 
 
 def test_a_module_that_dies_fails_with_its_code(broken_course):
