@@ -129,7 +129,9 @@ def _name_pointer(where, b, name, got, packed, ends_q, ends_k, **options):
             else:
                 tensors[moved] = _of_rows(packed, ends_q[b], firsts[by], *lengths[b])[moved]
             moved_result = _attention(**tensors, **options)[name]
-            if _close(got[name][:, :1], moved_result[:, :1]):  # the last head reads past the end of lse
+            if _close(
+                got[name][:, :1], moved_result[:, :1]
+            ):  # the last head reads past the end of lse
                 why = f"{moved}_ptr is moved by {by}, where {own} is right"
                 reject(f"{where}: {name} is wrong: {why}, in the kernel that makes {name}")
 
