@@ -51,6 +51,7 @@ class Exercise:
     name: str
     title: str
     section: str
+    minutes: int  # estimated
     hints: tuple[str, ...]
     chapter: str = ""
     formerly: str = ""

@@ -74,6 +74,7 @@ def test_the_path_of_a_learner_through_phase_1(copy, terminal):
     assert code == 0
     assert first.title in shown
     assert f"course check {first.number}" in shown
+    assert f"about {first.minutes} minutes" in shown
     assert PHASE_1[2].title in terminal.run("course next 1.3")[0]
 
     shown, code = terminal.run(f"course check {first.name}")

@@ -97,15 +97,17 @@ def test_manifest_folders_checks_and_notebooks_name_the_same_exercises():
 
 def _check_notebook(notebook, of_it):
     """The notebook checks these exercises in this order, each in its section."""
-    sections, section = {}, ""
+    sections, headings, section, heading = {}, {}, "", ""
     for cell in notebook.cells:
-        for heading in re.findall(r"^## (.*)", cell.source, re.MULTILINE):
-            section = heading
+        for level, heading in re.findall(r"^(##+) (.*)", cell.source, re.MULTILINE):
+            section = heading if level == "##" else section
         for name in re.findall(r'^check\("(\w+)"\)', cell.source, re.MULTILINE):
-            sections[name] = section
+            sections[name], headings[name] = section, heading
     assert list(sections) == [e.name for e in of_it], "the notebook checks other exercises, or in another order"
     for e in of_it:
         assert sections[e.name].startswith(e.section)
+        assert headings[e.name].startswith(f"{e.number} ")
+        assert headings[e.name].endswith(f"(about {e.minutes} minutes)")
 
 
 def test_numbers_names_and_titles_are_unique():
