@@ -18,6 +18,7 @@ class Phase:
     modules: tuple[str, ...]  # in reading order
     kernels: dict[str, tuple[str, str]]
     chapters: tuple[str, ...]  # its notebooks, in reading order
+    hours: tuple[float, ...] = ()  # to read each of them, without the exercises: estimated
 
     @property
     def number(self) -> int:
@@ -61,6 +62,7 @@ PHASES = (
         ("online_softmax",),
         dict(softmax=("online_softmax", "_softmax_online_kernel")),
         ("softmax.ipynb",),
+        (2.5,),
     ),
     Phase(
         "phase2_tiling",
@@ -68,6 +70,7 @@ PHASES = (
         ("tiling",),
         dict(forward=("tiling", "_attention_tiled_kernel")),
         ("tiling.ipynb",),
+        (2.5,),
     ),
     Phase(
         "phase3_forward",
@@ -75,6 +78,7 @@ PHASES = (
         ("forward",),
         dict(forward=("forward", "_attn_fwd_kernel")),
         ("forward.ipynb",),
+        (3,),
     ),
     Phase(
         "phase4_backward",
@@ -82,6 +86,7 @@ PHASES = (
         ("backward",),
         dict(dkdv=("backward", "_attn_bwd_dkdv_kernel"), dq=("backward", "_attn_bwd_dq_kernel")),
         ("backward.ipynb",),
+        (3.5,),
     ),
     Phase(
         "phase5_tuning",
@@ -99,6 +104,7 @@ PHASES = (
         ),
         RUNGS["descriptors"],
         ("tuning.ipynb", "hopper.ipynb"),
+        (5, 4),
     ),
 )
 

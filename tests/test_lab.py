@@ -17,7 +17,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="needs chromium")]
 NOTEBOOK = PHASES[0].notebook_paths[0].relative_to(ROOT)
-EXERCISE = "phase1_softmax/exercises/ex1_masked_add.py"
+EXERCISE = "phase1_softmax/exercises/masked_add.py"
 CONFIG = dict(
     ServerApp=dict(open_browser=False, allow_root=True, port=0),
     IdentityProvider=dict(token="let-me-in"),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 from common import phases
-from common.learn import cli_exercises
+from common.learn import cli_exercises, exercises
 
 import typer
 from rich.console import Console
@@ -41,6 +41,8 @@ VERDICT = {True: "[green]PASS[/]", False: "[bold red]FAIL[/]"}
 @app.callback(invoke_without_command=True)
 def overview(context: typer.Context) -> None:
     """Without a command: how far you are, and what to type next."""
+    for sentence in exercises.take_over():
+        console.print(sentence, markup=False)
     if context.invoked_subcommand:
         return
     cli_exercises.overview()

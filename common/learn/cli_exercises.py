@@ -46,7 +46,10 @@ def overview() -> None:
         of_phase = [e for e in exercises.load() if e.phase == phase]
         solved = sum(map(progress.solved, of_phase))
         bar = ProgressBar(total=max(1, len(of_phase)), completed=solved, width=20)
-        chapters = "".join(f"\n   [dim]{phase.folder}/{name}[/]" for name in phase.chapters)
+        chapters = "".join(
+            f"\n   [dim]{phase.folder}/{name}, about {hours:g} h[/]"
+            for name, hours in zip(phase.chapters, phase.hours, strict=True)
+        )
         title = f"[bold]{phase.number}  {phase.title}[/]{chapters}"
         table.add_row(title, bar, f"{solved} of {len(of_phase)}")
     console.print(table)
@@ -59,7 +62,8 @@ def next_task(name: Name = "") -> None:
     explains it.
     """
     exercise = _chosen(name)
-    console.print(f"[bold]{exercise.number}  {exercise.title}[/]\n")
+    console.print(f"[bold]{exercise.number}  {exercise.title}[/]")
+    console.print(f"[dim]about {exercise.minutes} minutes, by estimate[/]\n")
     _print_task(exercise.task.split("\n", 1)[-1].strip())
     console.print(f"Your file:  [bold]{exercise.file}[/]")
     console.print(

@@ -1,6 +1,6 @@
 """The exercises: what there is, how far a learner has come, and the check of an answer.
 
-Each is a file phaseN_x/exercises/exK_name.py that a learner completes; phaseN_x/solutions/ mirrors
+Each is a file phaseN_x/exercises/name.py that a learner completes; phaseN_x/solutions/ mirrors
 it. The two are one text: in a solution, comments mark the learner's part, and `stub_of` cuts it
 out.
 
@@ -9,7 +9,7 @@ out.
     the solution
     # end of your code
 
-`check` runs phaseN_x/checks/exK_name.py on an answer in a child process (see common.learn.judge),
+`check` runs phaseN_x/checks/name.py on an answer in a child process (see common.learn.judge),
 interpreted first and then, where there is a GPU, compiled. This module imports neither torch nor a
 phase, so that the command line starts at once.
 """
@@ -42,20 +42,24 @@ BEGIN, SHOWN, END = "# your code", "#|", "# end of your code"
 @dataclass(frozen=True)
 class Exercise:
     """One exercise. `section` is the heading where it belongs in a notebook: the phase's first, unless
-    `chapter` names another one.
+    `chapter` names another one. `formerly` is the name that it had, with a number, in older copies
+    of the course.
     """
 
     phase: phases.Phase
+    place: int  # in the manifest, from 1
     name: str
     title: str
     section: str
+    minutes: int  # estimated
     hints: tuple[str, ...]
     chapter: str = ""
+    formerly: str = ""
 
     @property
     def number(self) -> str:
         """ "2.1": phase and place."""
-        return f"{self.phase.number}.{self.name.removeprefix('ex').split('_')[0]}"
+        return f"{self.phase.number}.{self.place}"
 
     @property
     def path(self) -> Path:
@@ -92,25 +96,26 @@ def load() -> tuple[Exercise, ...]:
     for phase in phases.PHASES:
         manifest = phases.ROOT / phase.folder / "exercises" / "manifest.toml"
         if manifest.exists():
-            for entry in tomllib.loads(manifest.read_text())["exercise"]:
+            entries = tomllib.loads(manifest.read_text())["exercise"]
+            for place, entry in enumerate(entries, start=1):
                 hints = tuple(" ".join(hint.split()) for hint in entry.pop("hints"))
-                loaded.append(Exercise(phase=phase, hints=hints, **entry))
+                loaded.append(Exercise(phase=phase, place=place, hints=hints, **entry))
     return tuple(loaded)
 
 
 def find(name: str) -> Exercise | None:
-    """The exercise called by its name, its name without the number ("online_step"), its number
-    ("1.3") or its file.
+    """The exercise called by its name ("online_step"), its former name, its number ("1.3") or its
+    file.
     """
     stem = Path(name).stem
     return next(
-        (e for e in load() if name == e.number or stem in (e.name, e.name.split("_", 1)[1])), None
+        (e for e in load() if name == e.number or (stem and stem in (e.name, e.formerly))), None
     )
 
 
 def similar(name: str) -> list[str]:
     """Names that may have been meant, the likeliest first."""
-    full = {e.name.split("_", 1)[1]: e.name for e in load()} | {e.name: e.name for e in load()}
+    full = {e.formerly: e.name for e in load()} | {e.name: e.name for e in load()}
     close = difflib.get_close_matches(Path(name).stem, full, n=3, cutoff=0.6)
     return list(dict.fromkeys(full[s] for s in close))
 
@@ -296,17 +301,57 @@ def _innermost_line(path: Path, report: Path) -> str:
         return ""
 
 
+def _set_aside(path: Path, exercise: Exercise) -> Path:
+    """Move a file to a free name beside the exercise's file, and return that."""
+    names = (exercise.path.with_suffix(f".py.old{n}") for n in itertools.count(1))
+    return path.replace(next(name for name in names if not name.exists()))
+
+
 def reset(exercise: Exercise) -> Path | None:
     """Restore the file as shipped. What was there is kept beside it, in the returned path; None
     if nothing was.
     """
     kept = None
     if exercise.path.exists() and exercise.path.read_text(errors="replace") != exercise.stub:
-        names = (exercise.path.with_suffix(f".py.old{n}") for n in itertools.count(1))
-        kept = next(name for name in names if not name.exists())
-        exercise.path.replace(kept)
+        kept = _set_aside(exercise.path, exercise)
     exercise.path.write_text(exercise.stub)
     progress = Progress.load()
     progress.passed.pop(exercise.name, None)
     progress.save()
     return kept
+
+
+# --- former names --------------------------------------------------------------------------------------------------
+
+
+def take_over() -> list[str]:
+    """Bring answers and progress that have former names under the names of now. Returns what was
+    done, in sentences.
+
+    An answer takes the place of a file that is as shipped. Where both have been edited, the one with
+    the former name is kept beside the other.
+    """
+    said, renamed = [], {e.formerly: e for e in load() if e.formerly}
+    progress = Progress.load()
+    for stored in (progress.passed, progress.hints):
+        for former in renamed.keys() & stored.keys():
+            stored.setdefault(renamed[former].name, stored[former])
+            del stored[former]
+    if progress != Progress.load():
+        progress.save()
+    for former, exercise in renamed.items():
+        path = exercise.path.with_stem(former)
+        if not path.exists():
+            continue
+        answer, now = path.read_bytes(), exercise.path
+        if answer == exercise.stub.encode() or (now.exists() and answer == now.read_bytes()):
+            path.unlink()
+        elif now.exists() and now.read_bytes() != exercise.stub.encode():
+            kept = _set_aside(path, exercise)
+            said.append(
+                f"{exercise.file} has been edited: {former}.py is kept beside it as {kept.name}."
+            )
+        else:
+            path.replace(now)
+            said.append(f"Your {former}.py is now {exercise.file}.")
+    return said

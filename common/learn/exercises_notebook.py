@@ -12,6 +12,8 @@ def check(name: str) -> None:
         raise KeyError(
             f"there is no exercise {name!r}; similar: {', '.join(exercises.similar(name)) or 'none'}"
         )
+    for sentence in exercises.take_over():
+        print(sentence)
     verdict = exercises.check(exercise)
     outcome = {"passed": "PASS", "unfinished": "not finished"}.get(verdict.kind, "not yet right")
     print(f"{exercise.number} {exercise.name}: {outcome}. {verdict.message}")

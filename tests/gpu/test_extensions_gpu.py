@@ -5,10 +5,10 @@ import functools
 from common import make_qkv, runtime, verify_results
 from common.verify.inputs import LAYOUTS
 from phase3_forward.checks import verify_masked
-from phase3_forward.solutions.ex2_epilogue import bottom_right_attention
-from phase3_forward.solutions.ex3_grouped_heads import grouped_attention
-from phase3_forward.solutions.ex4_sliding_window import sliding_window_attention
-from phase3_forward.solutions.ex5_split_kv import merge_parts, split_kv_attention, split_parts
+from phase3_forward.solutions.epilogue import bottom_right_attention
+from phase3_forward.solutions.grouped_heads import grouped_attention
+from phase3_forward.solutions.sliding_window import sliding_window_attention
+from phase3_forward.solutions.split_kv import merge_parts, split_kv_attention, split_parts
 
 import pytest
 import torch

@@ -1,9 +1,9 @@
 """Dropout and variable lengths compiled: what the interpreter cannot show."""
 
 from common import make_qkv, runtime
-from phase4_backward.checks.ex5_dropout import check_dropout
-from phase4_backward.checks.ex6_varlen import check_varlen
-from phase4_backward.solutions import ex5_dropout, ex6_varlen
+from phase4_backward.checks.dropout import check_dropout
+from phase4_backward.checks.varlen import check_varlen
+from phase4_backward.solutions import dropout, varlen
 
 import pytest
 import torch
@@ -20,11 +20,11 @@ MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 def test_dropout(head_dim, dtype, is_causal):
     sizes = 2, 3, 333, 300, head_dim, dtype
-    check_dropout(ex5_dropout, *sizes, p=0.1, seed=2**40 + 1, is_causal=is_causal)
+    check_dropout(dropout, *sizes, p=0.1, seed=2**40 + 1, is_causal=is_causal)
 
 
 def test_the_mask_is_the_interpreters():
-    first = ex5_dropout.dropout_mask(2, 8, 0.5, 7).int().tolist()
+    first = dropout.dropout_mask(2, 8, 0.5, 7).int().tolist()
     assert first == MASK, "Philox is exact integer arithmetic: the same bits everywhere"
 
 
@@ -33,7 +33,7 @@ def test_dropout_runs_repeat_bit_for_bit():
     do = torch.randn_like(q)
 
     def run():
-        o = ex5_dropout.dropout_attention(q, k, v, 0.2, 5, True)
+        o = dropout.dropout_attention(q, k, v, 0.2, 5, True)
         return o, *torch.autograd.grad(o, (q, k, v), do)
 
     first = run()
@@ -42,9 +42,9 @@ def test_dropout_runs_repeat_bit_for_bit():
 
 
 def test_the_share_of_kept_weights():
-    z = ex5_dropout.dropout_mask(4096, 4096, 0.1, 5)
+    z = dropout.dropout_mask(4096, 4096, 0.1, 5)
     assert abs(z.double().mean().item() - 0.9) < 5 * (0.09 / z.numel()) ** 0.5
-    assert not torch.equal(z, ex5_dropout.dropout_mask(4096, 4096, 0.1, 5, first_row=2**20))  # 2^32 weights later
+    assert not torch.equal(z, dropout.dropout_mask(4096, 4096, 0.1, 5, first_row=2**20))  # 2^32 weights later
 
 
 @DTYPES
@@ -52,15 +52,15 @@ def test_the_share_of_kept_weights():
 @pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
 def test_varlen(head_dim, dtype, is_causal):
     lengths = (333, 0, 1, 64, 200), (300, 65, 7, 0, 333)
-    check_varlen(ex6_varlen, *lengths, 3, head_dim, dtype, is_causal=is_causal)
+    check_varlen(varlen, *lengths, 3, head_dim, dtype, is_causal=is_causal)
 
 
 @DTYPES
 @pytest.mark.parametrize("neighbors", [float("nan"), float("inf")])
 def test_nothing_leaks_between_neighbors(dtype, neighbors):
-    check_varlen(ex6_varlen, (300, 333, 100), (200, 300, 100), 2, 80, dtype, neighbors=neighbors)
+    check_varlen(varlen, (300, 333, 100), (200, 300, 100), 2, 80, dtype, neighbors=neighbors)
 
 
 def test_many_short_sequences():
     lengths = tuple(n % 37 for n in range(300))
-    check_varlen(ex6_varlen, lengths, lengths[::-1], 2, 64, torch.float16, is_causal=True)
+    check_varlen(varlen, lengths, lengths[::-1], 2, 64, torch.float16, is_causal=True)

@@ -189,6 +189,10 @@ def test_the_readme_names_only_commands_that_exist():
         assert (ROOT / link).is_file(), link  # JupyterLab opens no folder
     for path in (path for phase in PHASES for path in phase.notebook_paths):
         assert f"]({path.relative_to(ROOT)})" in text
+    for phase in PHASES:
+        minutes = sum(e.minutes for e in exercises.load() if e.phase == phase)
+        hours = " + ".join(f"{h:g}" for h in phase.hours)
+        assert f"| {hours}, exercises {round(minutes / 30) / 2:g} |" in text
     for exercise in exercises.load():
         assert f"[{exercise.number}]({exercise.file})" in text
 

@@ -74,6 +74,7 @@ def test_the_path_of_a_learner_through_phase_1(copy, terminal):
     assert code == 0
     assert first.title in shown
     assert f"course check {first.number}" in shown
+    assert f"about {first.minutes} minutes" in shown
     assert PHASE_1[2].title in terminal.run("course next 1.3")[0]
 
     shown, code = terminal.run(f"course check {first.name}")
@@ -136,7 +137,7 @@ def test_names_that_do_not_exist(terminal):
     for command in ("check", "hint", "solution", "reset", "watch"):
         shown, code = terminal.run(f"course {command} masked_ad")
         assert code == 2
-        assert "Did you mean ex1_masked_add?" in " ".join(shown.split())
+        assert "Did you mean masked_add?" in " ".join(shown.split())
     assert "There are 1.1 to 1.5, 2.1 to" in " ".join(terminal.run("course check xyz")[0].split())
 
 
@@ -216,3 +217,71 @@ def test_all_solved(copy, terminal):
         shown, code = terminal.run(f"course {command}")
         assert code == 0
         assert "All exercises are solved" in shown
+
+
+def test_answers_and_progress_under_former_names_are_taken_over(copy):
+    def course(*arguments):
+        command = [sys.executable, "-m", "common.learn.cli", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=copy, env=os.environ | dict(COLUMNS="200"))
+
+    def former(exercise):
+        return (copy / exercise.file).with_stem(exercise.formerly)
+
+    def kept(exercise):
+        return (copy / exercise.file).with_suffix(".py.old1")
+
+    moved, alone, both, untouched, passed_anew = PHASE_1
+    answers = {e.name: e.solution.read_text() + "# mine\n" for e in PHASE_1}
+    former(moved).write_text(answers[moved.name])  # its file is as shipped
+    former(alone).write_text(answers[alone.name])
+    (copy / alone.file).unlink()
+    former(both).write_text(answers[both.name])
+    (copy / both.file).write_text("# another answer\n")
+    former(untouched).write_text(untouched.stub)
+    (copy / passed_anew.file).write_text(answers[passed_anew.name])
+    former(passed_anew).write_text(answers[passed_anew.name])
+
+    hashes = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in answers.items()}
+    passed = {e.formerly: hashes[e.name] for e in (moved, alone, both)} | {passed_anew.name: hashes[passed_anew.name]}
+    (copy / ".course").mkdir()
+    stored = copy / ".course" / "progress.json"
+    stored.write_text(json.dumps(dict(passed=passed, hints={moved.formerly: 2, both.formerly: 1})))
+
+    done = course()
+    assert done.returncode == 0, done.stderr
+    assert "3 of 5" in done.stdout
+    said = [line for line in done.stdout.splitlines() if "Your ex" in line or "kept" in line]
+    assert said == [
+        f"Your {moved.formerly}.py is now {moved.file}.",
+        f"Your {alone.formerly}.py is now {alone.file}.",
+        f"{both.file} has been edited: {both.formerly}.py is kept beside it as {kept(both).name}.",
+    ]
+    for exercise in (moved, alone, passed_anew):
+        assert (copy / exercise.file).read_text() == answers[exercise.name]
+    assert (copy / both.file).read_text() == "# another answer\n"
+    assert kept(both).read_text() == answers[both.name]
+    assert (copy / untouched.file).read_text() == untouched.stub
+    assert not any(former(e).exists() for e in PHASE_1)
+    now = json.loads(stored.read_text())
+    assert now["passed"] == {e.name: hashes[e.name] for e in (passed_anew, moved, alone, both)}
+    assert now["hints"] == {moved.name: 2, both.name: 1}
+
+    again = course("next", "ex1_masked_add")
+    assert again.returncode == 0
+    assert moved.title in again.stdout
+    assert "is now" not in again.stdout
+
+
+def test_no_former_name_is_lost():
+    """Every exercise of the layout with numbers is one of today's."""
+    old = {f"{e.phase.folder}/exercises/{e.formerly}.py" for e in exercises.load() if e.formerly}
+    layout = """
+        1 softmax: masked_add safe_softmax online_step merge erratum
+        2 tiling: ragged_grid inner_loop predict_traffic loop_order
+        3 forward: classify_tiles epilogue grouped_heads sliding_window split_kv
+        4 backward: delta dv dq_loop dkdv_loop dropout varlen
+        5 tuning: count_flops fold_log2e split_causal_loop pick_tiles cross_head_store fp8
+    """
+    for number, folder, names in re.findall(r"(\d) (\w+): (.*)", layout):
+        for place, name in enumerate(names.split(), start=1):
+            assert f"phase{number}_{folder}/exercises/ex{place}_{name}.py" in old

@@ -88,9 +88,8 @@ def test_manifest_folders_checks_and_notebooks_name_the_same_exercises():
         folder = phases.ROOT / phase.folder
         names = [e.name for e in EXERCISES if e.phase == phase]
         assert names, phase.folder
-        assert names == sorted(names, key=lambda n: int(re.match(r"ex(\d+)_", n)[1]))
         for kind in ("exercises", "solutions", "checks"):
-            assert {p.stem for p in (folder / kind).glob("ex*.py")} == set(names)
+            assert {p.stem for p in (folder / kind).glob("*.py")} - {"__init__"} == set(names)
         for notebook in dict.fromkeys(e.notebook for e in EXERCISES if e.phase == phase):
             stored = nbformat.read(folder / notebook, as_version=4)
             _check_notebook(stored, [e for e in EXERCISES if (e.phase, e.notebook) == (phase, notebook)])
@@ -98,18 +97,21 @@ def test_manifest_folders_checks_and_notebooks_name_the_same_exercises():
 
 def _check_notebook(notebook, of_it):
     """The notebook checks these exercises in this order, each in its section."""
-    sections, section = {}, ""
+    sections, headings, section, heading = {}, {}, "", ""
     for cell in notebook.cells:
-        for heading in re.findall(r"^## (.*)", cell.source, re.MULTILINE):
-            section = heading
+        for level, heading in re.findall(r"^(##+) (.*)", cell.source, re.MULTILINE):
+            section = heading if level == "##" else section
         for name in re.findall(r'^check\("(\w+)"\)', cell.source, re.MULTILINE):
-            sections[name] = section
+            sections[name], headings[name] = section, heading
     assert list(sections) == [e.name for e in of_it], "the notebook checks other exercises, or in another order"
     for e in of_it:
         assert sections[e.name].startswith(e.section)
+        assert headings[e.name].startswith(f"{e.number} ")
+        assert headings[e.name].endswith(f"(about {e.minutes} minutes)")
 
 
-def test_numbers_and_titles_are_unique():
+def test_numbers_names_and_titles_are_unique():
+    assert not {e.name for e in EXERCISES} & {e.formerly for e in EXERCISES}
     for of in ("name", "number", "title"):
         values = [getattr(e, of) for e in EXERCISES]
         assert len(values) == len(set(values))
@@ -128,9 +130,9 @@ def test_a_stub_is_the_solution_without_the_learners_part():
         stub_of(solution.replace(END, "#"))
 
 
-@pytest.mark.parametrize("name", ["ex1_masked_add", "masked_add", "1.1", "phase1_softmax/exercises/ex1_masked_add.py"])
+@pytest.mark.parametrize("name", ["masked_add", "ex1_masked_add", "1.1", "phase1_softmax/exercises/masked_add.py"])
 def test_an_exercise_goes_by_many_names(name):
-    assert exercises.find(name).name == "ex1_masked_add"
+    assert exercises.find(name).name == "masked_add"
 
 
 @interpreted_only
@@ -143,7 +145,7 @@ def test_an_error_in_a_kernel_names_the_line_of_the_kernel(tmp_path):
 
 def test_a_misspelled_name_is_recognized():
     assert exercises.find("masked_ad") is None
-    assert exercises.similar("maskd_ad") == ["ex1_masked_add"]
+    assert exercises.similar("maskd_ad") == ["masked_add"]
     assert exercises.similar("zzzzzz") == []
 
 
@@ -209,7 +211,7 @@ ADD = exercises.find("1.1").solution.read_text()
     ],
 )
 def test_whatever_an_answer_does_ends_in_a_verdict(line, kind, words, learner):
-    answer = learner("ex1_masked_add")
+    answer = learner("masked_add")
     limit = 6 if kind == "timeout" else 60
     verdict = answer(ADD.replace("    offsets =", f"    {line}\n    offsets =", 1), limit=limit)
     assert verdict.kind == kind, verdict
@@ -218,28 +220,28 @@ def test_whatever_an_answer_does_ends_in_a_verdict(line, kind, words, learner):
 
 
 def test_what_an_answer_prints_is_capped(learner, capfd):
-    assert learner("ex1_masked_add")(ADD + "\nfor _ in range(1000):\n    print('x' * 1000)\n").passed
+    assert learner("masked_add")(ADD + "\nfor _ in range(1000):\n    print('x' * 1000)\n").passed
     printed = capfd.readouterr().out
     assert printed.count("x") == 20_000 - 20_000 // 1001
     assert "the rest of what the answer prints is not shown" in printed
 
 
 def test_a_solved_exercise_that_is_broken_later_is_no_longer_solved(learner):
-    answer = learner("ex1_masked_add")
+    answer = learner("masked_add")
     assert answer(ADD).passed
     assert not answer(ADD.replace("2 * x", "x")).passed
     assert not Progress.load().passed
 
 
 def test_what_is_edited_during_a_check_is_not_what_was_checked(learner):
-    answer = learner("ex1_masked_add")
+    answer = learner("masked_add")
     verdict = answer(ADD + "\nwith open(__file__, 'a') as file:\n    file.write('#')\n")
     assert verdict.passed
     assert not Progress.load().solved(answer.exercise)
 
 
 def test_a_reset_overwrites_no_answer_that_was_kept(learner):
-    answer = learner("ex1_masked_add")
+    answer = learner("masked_add")
     kept = []
     for n in range(4):
         answer.exercise.path.write_text(f"# attempt {n}")
@@ -250,8 +252,8 @@ def test_a_reset_overwrites_no_answer_that_was_kept(learner):
 
 
 def test_progress_survives_a_damaged_file(learner, tmp_path):
-    learner("ex1_masked_add")
-    stored = Progress({"ex1_masked_add": "0"}, {"ex1_masked_add": 2})
+    learner("masked_add")
+    stored = Progress({"masked_add": "0"}, {"masked_add": 2})
     stored.save()
     assert Progress.load() == stored
     Progress.path().write_text("{")
@@ -259,7 +261,7 @@ def test_progress_survives_a_damaged_file(learner, tmp_path):
 
 
 def test_reset_keeps_what_was_there(learner):
-    answer = learner("ex1_masked_add")
+    answer = learner("masked_add")
     answer(ADD)
     kept = exercises.reset(answer.exercise)
     assert answer.exercise.path.read_text() == answer.exercise.stub
@@ -271,14 +273,14 @@ def test_reset_keeps_what_was_there(learner):
 
 
 def test_the_next_exercise_is_the_one_after(learner):
-    learner("ex1_masked_add")
+    learner("masked_add")
     assert Progress().next() is EXERCISES[0]
     assert Progress().next(after=EXERCISES[3]) is EXERCISES[4]
     assert Progress().next(after=EXERCISES[-1]) is EXERCISES[0]
 
 
 def test_a_missing_file_says_how_to_get_it_back(learner):
-    assert "course reset" in check(learner("ex1_masked_add").exercise).message
+    assert "course reset" in check(learner("masked_add").exercise).message
 
 
 @pytest.mark.parametrize("module", ["common.learn.exercises", "common.learn.cli"])

@@ -10,11 +10,11 @@ from common.measure import offline, traffic
 from common.verify.inputs import KINDS, LAYOUTS
 from phase3_forward import attention_forward
 from phase3_forward.checks import verify_masked
-from phase3_forward.solutions.ex1_classify_tiles import kind, loop_bounds
-from phase3_forward.solutions.ex2_epilogue import bottom_right_attention
-from phase3_forward.solutions.ex3_grouped_heads import grouped_attention
-from phase3_forward.solutions.ex4_sliding_window import sliding_window_attention
-from phase3_forward.solutions.ex5_split_kv import merge_parts, split_kv_attention, split_parts
+from phase3_forward.solutions.classify_tiles import kind, loop_bounds
+from phase3_forward.solutions.epilogue import bottom_right_attention
+from phase3_forward.solutions.grouped_heads import grouped_attention
+from phase3_forward.solutions.sliding_window import sliding_window_attention
+from phase3_forward.solutions.split_kv import merge_parts, split_kv_attention, split_parts
 
 import pytest
 import torch

@@ -7,11 +7,11 @@ from common.measure import offline
 from common.verify.inputs import KINDS
 from phase4_backward import checks
 from phase4_backward.backward import flash_attention
-from phase4_backward.checks.ex5_dropout import check_dropout
-from phase4_backward.checks.ex6_varlen import check_varlen, cumulative_lengths
-from phase4_backward.solutions import ex5_dropout, ex6_varlen
-from phase4_backward.solutions.ex5_dropout import dropout_attention, dropout_mask
-from phase4_backward.solutions.ex6_varlen import varlen_attention
+from phase4_backward.checks.dropout import check_dropout
+from phase4_backward.checks.varlen import check_varlen, cumulative_lengths
+from phase4_backward.solutions import dropout, varlen
+from phase4_backward.solutions.dropout import dropout_attention, dropout_mask
+from phase4_backward.solutions.varlen import varlen_attention
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def cumulative(lengths):
 @DTYPES
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_dropout_in_the_tiles_of_its_dtype(dtype, is_causal):
-    check_dropout(ex5_dropout, 1, 2, 70, 66, 40, dtype, p=0.25, seed=1, is_causal=is_causal)
+    check_dropout(dropout, 1, 2, 70, 66, 40, dtype, p=0.25, seed=1, is_causal=is_causal)
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_dropout_in_the_tiles_of_its_dtype(dtype, is_causal):
 )
 def test_dropout_of_any_input(batch, heads, seq_q, seq_k, head_dim, dtype, layout, p, seed, is_causal):
     sizes = batch, heads, seq_q, seq_k, head_dim, dtype
-    check_dropout(ex5_dropout, *sizes, p=p, seed=seed, is_causal=is_causal, layout=layout)
+    check_dropout(dropout, *sizes, p=p, seed=seed, is_causal=is_causal, layout=layout)
 
 
 def test_dropout_with_p_0_is_flash_attention():
@@ -138,13 +138,13 @@ LENGTHS = ((70, 0, 1, 130), (33, 7, 64, 90))
 @DTYPES
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_varlen_in_the_tiles_of_its_dtype(dtype, is_causal):
-    check_varlen(ex6_varlen, *LENGTHS, 2, 40, dtype, is_causal=is_causal)
+    check_varlen(varlen, *LENGTHS, 2, 40, dtype, is_causal=is_causal)
 
 
 @DTYPES
 @pytest.mark.parametrize("neighbors", [float("nan"), float("inf")])
 def test_nothing_leaks_between_neighbors(dtype, neighbors):
-    check_varlen(ex6_varlen, (30, 41, 30), (20, 50, 20), 2, 40, dtype, neighbors=neighbors)
+    check_varlen(varlen, (30, 41, 30), (20, 50, 20), 2, 40, dtype, neighbors=neighbors)
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_nothing_leaks_between_neighbors(dtype, neighbors):
 @example(lengths=[(2, 0), (1, 1)], heads=3, head_dim=17, dtype=torch.float16, is_causal=False, scale=None)
 def test_varlen_of_any_lengths(lengths, heads, head_dim, dtype, is_causal, scale):
     lengths_q, lengths_k = (tuple(pair[n] for pair in lengths) for n in (0, 1))
-    check_varlen(ex6_varlen, lengths_q, lengths_k, heads, head_dim, dtype, is_causal=is_causal, scale=scale)
+    check_varlen(varlen, lengths_q, lengths_k, heads, head_dim, dtype, is_causal=is_causal, scale=scale)
 
 
 @pytest.mark.slow

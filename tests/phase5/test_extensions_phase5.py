@@ -8,18 +8,18 @@ from common.measure import offline
 from common.verify.harness import Z_MAX
 from common.verify.reference import naive_attention
 from phase5_tuning.backward import attention_backward
-from phase5_tuning.checks.ex1_count_flops import executed as flops_of_the_check
-from phase5_tuning.checks.ex4_pick_tiles import BUDGET, COMPILED
-from phase5_tuning.checks.ex6_fp8 import check_quantized_attention, quantized, restored, rounding_z
+from phase5_tuning.checks.count_flops import executed as flops_of_the_check
+from phase5_tuning.checks.fp8 import check_quantized_attention, quantized, restored, rounding_z
+from phase5_tuning.checks.pick_tiles import BUDGET, COMPILED
 from phase5_tuning.configs import Config
 from phase5_tuning.forward import attention_forward
 from phase5_tuning.solutions import (
-    ex1_count_flops,
-    ex2_fold_log2e,
-    ex3_split_causal_loop,
-    ex4_pick_tiles,
-    ex5_cross_head_store,
-    ex6_fp8,
+    count_flops,
+    cross_head_store,
+    fold_log2e,
+    fp8,
+    pick_tiles,
+    split_causal_loop,
 )
 
 import pytest
@@ -48,7 +48,7 @@ MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal
 )
 def test_fp8_attention_of_any_shape(batch, heads, seq_q, seq_k, head_dim, is_causal, scale, stretch):
     options = dict(is_causal=is_causal, scale=scale, stretch=stretch)
-    check_quantized_attention(ex6_fp8, batch, heads, seq_q, seq_k, head_dim, **options)
+    check_quantized_attention(fp8, batch, heads, seq_q, seq_k, head_dim, **options)
 
 
 @settings(max_examples=30)
@@ -60,7 +60,7 @@ def test_fp8_attention_of_any_shape(batch, heads, seq_q, seq_k, head_dim, is_cau
 )
 def test_quantize_rounds_by_half_a_step(seq, head_dim, dtype, exponent):
     t = make_qkv(1, 2, seq, head_dim, dtype=dtype)[0] * 2.0**exponent
-    t8, scales = ex6_fp8.quantize(t)
+    t8, scales = fp8.quantize(t)
     of_rows = scales.double().repeat_interleave(64, dim=2)[:, :, :seq, None]
     error = (t8.double() * of_rows - t.double()).abs()
     # Half a step of FP8, 2^-4 of the number or 2^-10 of the scale, and fp32's rounding of scale and quotient.
@@ -73,30 +73,30 @@ def test_quantize_rounds_by_half_a_step(seq, head_dim, dtype, exponent):
 @pytest.mark.parametrize("layout", ["bshd", "transposed", "sliced", "expanded"])
 def test_fp8_attention_takes_any_layout(layout, dtype):
     q, k, v = make_qkv(1, 2, 70, 40, seq_k=100, dtype=dtype, layout=layout)
-    assert torch.equal(ex6_fp8.attention_fp8(q, k, v), ex6_fp8.attention_fp8(*(t.contiguous() for t in (q, k, v))))
-    assert rounding_z(ex6_fp8.attention_fp8(q, k, v), q, k, v) < Z_MAX
+    assert torch.equal(fp8.attention_fp8(q, k, v), fp8.attention_fp8(*(t.contiguous() for t in (q, k, v))))
+    assert rounding_z(fp8.attention_fp8(q, k, v), q, k, v) < Z_MAX
 
 
 def test_fp8_attention_without_keys_or_queries():
     q, k, v = make_qkv(1, 2, 5, 16, seq_k=0)
-    assert torch.equal(ex6_fp8.attention_fp8(q, k, v), torch.zeros(q.shape, device=q.device))
+    assert torch.equal(fp8.attention_fp8(q, k, v), torch.zeros(q.shape, device=q.device))
     q, k, v = make_qkv(1, 2, 0, 16, seq_k=5)
-    assert ex6_fp8.attention_fp8(q, k, v).shape == (1, 2, 0, 16)
+    assert fp8.attention_fp8(q, k, v).shape == (1, 2, 0, 16)
 
 
 def test_fp8_refuses_what_it_cannot():
     q, k, v = make_qkv(1, 2, 5, 16)
     with pytest.raises(ValueError, match="k: expected"):
-        ex6_fp8.attention_fp8(q, k[..., :8], v)
+        fp8.attention_fp8(q, k[..., :8], v)
     with pytest.raises(TypeError, match="q: expected"):
-        ex6_fp8.attention_fp8(q.to(torch.float8_e4m3fn), k, v)
+        fp8.attention_fp8(q.to(torch.float8_e4m3fn), k, v)
 
 
 def test_fp8_the_same_numbers_in_fp16_give_the_same_result():
     """What GPUs without FP8 are given."""
-    pairs = [ex6_fp8.quantize(t) for t in make_qkv(1, 2, 70, 32)]
-    o = ex6_fp8.attention_quantized(*itertools.chain(*pairs), True)
-    wide = ex6_fp8.attention_quantized(*itertools.chain(*((t8.half(), scales) for t8, scales in pairs)), True)
+    pairs = [fp8.quantize(t) for t in make_qkv(1, 2, 70, 32)]
+    o = fp8.attention_quantized(*itertools.chain(*pairs), True)
+    wide = fp8.attention_quantized(*itertools.chain(*((t8.half(), scales) for t8, scales in pairs)), True)
     off = 1e-5 if runtime.INTERPRETED else 2e-3  # Hopper's tensor cores add products of FP8 with fewer bits than fp32's
     torch.testing.assert_close(o, wide, rtol=off, atol=off)
 
@@ -132,7 +132,7 @@ def test_the_count_of_flops_is_what_the_kernels_execute(seq_q, seq_k, head_dim, 
     with mock.patch.object(builder, "create_dot", counting):
         attention_backward(q, k, v, o, lse, q, is_causal=is_causal, dkdv_config=dkdv, dq_config=dq)
     tiles = (32, 64), (64, 16)
-    assert ex1_count_flops.executed_flops(1, 2, seq_q, seq_k, head_dim, is_causal, *tiles) == executed
+    assert count_flops.executed_flops(1, 2, seq_q, seq_k, head_dim, is_causal, *tiles) == executed
     assert flops_of_the_check(1, 2, seq_q, seq_k, head_dim, is_causal, *tiles) == executed
 
 
@@ -153,7 +153,7 @@ def test_the_recorded_compiles_are_still_true():
 
 
 def test_within_the_budget_nothing_spills():
-    within = [row for row in COMPILED if ex4_pick_tiles.registers(Config(*row[1:5]), row[0]) <= BUDGET]
+    within = [row for row in COMPILED if pick_tiles.registers(Config(*row[1:5]), row[0]) <= BUDGET]
     assert 0 < len(within) < len(COMPILED)
     assert not any(spilled for *_, spilled in within)
 
@@ -163,10 +163,10 @@ def test_the_kernels_compile_for_every_gpu(target):
     q = torch.empty(1, 4, 128, 128, dtype=torch.float16, device=runtime.DEVICE)
     scales = torch.ones(1, 4, 2, device=runtime.DEVICE)
     launches = []
-    for module in (ex2_fold_log2e, ex3_split_causal_loop, ex5_cross_head_store):
+    for module in (fold_log2e, split_causal_loop, cross_head_store):
         launches += offline.record_launches(lambda module=module: module.attention(q, q, q, True))
-    launches += offline.record_launches(lambda: ex6_fp8.attention_quantized(*(q, scales) * 3, True))
-    in_fp8 = offline.record_launches(lambda: ex6_fp8.attention_fp8(q, q, q, True))
+    launches += offline.record_launches(lambda: fp8.attention_quantized(*(q, scales) * 3, True))
+    in_fp8 = offline.record_launches(lambda: fp8.attention_fp8(q, q, q, True))
     if target == "sm_89":
         launches = in_fp8
     elif target == "sm_90":

@@ -5,7 +5,7 @@ from wrong_answers import Wrong
 _NEW_L = "l * torch.exp(m - shift) + torch.exp(tile - shift[:, None]).sum(dim=1)"
 
 WRONG = {
-    "ex1_masked_add": [
+    "masked_add": [
         Wrong("the store is not masked", {"2 * x + y, mask=inside": "2 * x + y"}, "does the store have a mask?"),
         Wrong("a load is not masked", {"y_ptr + offsets, mask=inside": "y_ptr + offsets"}, "do both loads have the"),
         Wrong("every program takes the first block", {"tl.program_id(0) * BLOCK + ": ""}, "only the first block"),
@@ -17,7 +17,7 @@ WRONG = {
         ),
         Wrong("one element too many", {"offsets < n": "offsets <= n"}, "offsets < n, not <= n"),
     ],
-    "ex2_safe_softmax": [
+    "safe_softmax": [
         Wrong("no maximum is subtracted", {"s - torch.where(m == -math.inf, 0.0, m)": "s"}, "What may be subtracted"),
         Wrong("-inf minus -inf", {"torch.where(m == -math.inf, 0.0, m)": "m"}, "no logit is left, so the maximum"),
         Wrong("0 divided by 0", {"torch.where(l == 0, 1.0, l)": "l"}, "and so is 0/0"),
@@ -41,7 +41,7 @@ WRONG = {
         ),
         Wrong("PyTorch's softmax", {"(e / torch.where(l == 0, 1.0, l))": "torch.softmax(s, -1)"}, "write it out"),
     ],
-    "ex3_online_step": [
+    "online_step": [
         Wrong("PyTorch: no rescale", {"l * torch.exp(m - shift)": "l"}, "measured against the old maximum: is it resc"),
         Wrong("PyTorch: rescaled the wrong way around", {"torch.exp(m - shift)": "torch.exp(shift - m)"}, "never grow"),
         Wrong("PyTorch: the old maximum is lost", {"torch.maximum(m, tile.amax(dim=1))": "tile.amax(dim=1)"}, "alone"),
@@ -80,7 +80,7 @@ WRONG = {
             "logits near -10000",
         ),
     ],
-    "ex4_merge": [
+    "merge": [
         Wrong(
             "exp of the logits' size", {"torch.logaddexp(lse_a, lse_b)": "(lse_a.exp() + lse_b.exp()).log()"}, "range"
         ),
@@ -90,7 +90,7 @@ WRONG = {
         Wrong("swapped weights", {"w_a, w_b =": "w_b, w_a ="}, "swapped"),
         Wrong("the plain average", {"w_a[..., None] * o_a + w_b[..., None] * o_b": "(o_a + o_b) / 2"}, "plain average"),
     ],
-    "ex5_erratum": [
+    "erratum": [
         Wrong("as printed", {"return torch.exp(m1 - m2) * o1": "return o1 / torch.exp(m1 - m2)"}, "must it grow?"),
         Wrong("not rescaled", {"return torch.exp(m1 - m2) * o1": "return o1"}, "not rescaled"),
         Wrong(

@@ -12,7 +12,7 @@ _MEASURED = """\
 """
 
 WRONG = {
-    "ex1_ragged_grid": [
+    "ragged_grid": [
         Wrong("the grid is rounded down", {"(triton.cdiv(seq_q, BLOCK_M),)": "(seq_q // BLOCK_M,)"}, "rounded up?"),
         Wrong("one program more", {"(triton.cdiv(seq_q, BLOCK_M),)": "(seq_q // BLOCK_M + 1,)"}, "own a query?"),
         Wrong(
@@ -34,7 +34,7 @@ WRONG = {
         Wrong("a sentinel of -1e3", {'s, float("-inf"))\n        #': "s, -1e3)\n        #"}, "with the logit -1000"),
         Wrong("a sentinel of -1e6", {'s, float("-inf"))\n        #': "s, -1e6)\n        #"}, "with the logit -1e+06"),
     ],
-    "ex2_inner_loop": [
+    "inner_loop": [
         Wrong("acc is not rescaled", {"acc * alpha[:, None]": "acc"}, "the accumulator is not rescaled by alpha"),
         Wrong(
             "missing keys have the logit 0",
@@ -87,7 +87,7 @@ WRONG = {
         ),
         Wrong("start_n is missing", {"start_n + tl.arange": "tl.arange"}, "do the offsets contain start_n?"),
     ],
-    "ex3_predict_traffic": [
+    "predict_traffic": [
         Wrong(
             "measured",
             {"    programs = triton.cdiv(": _MEASURED + "    programs = triton.cdiv("},
@@ -103,7 +103,7 @@ WRONG = {
         Wrong("whole tiles", {'"o": q': '"o": -(-seq_q // 64) * 64 * head_dim * dtype.itemsize'}, "a mask hides"),
         Wrong("rounded down", {"triton.cdiv(seq_q, ": "int.__floordiv__(seq_q, "}, "it reads every key too"),
     ],
-    "ex4_loop_order": [
+    "loop_order": [
         Wrong("o is taken for acc", {"(alpha * l_i)[:, None]": "alpha[:, None]"}, "by alpha alone"),
         Wrong(
             "the new l is multiplied", {"(alpha * l_i)[:, None]": "(alpha * l_new)[:, None]"}, "multiplied by the new l"

@@ -3,7 +3,7 @@
 from wrong_answers import Wrong
 
 WRONG = {
-    "ex1_classify_tiles": [
+    "classify_tiles": [
         Wrong(
             "top-left alignment",
             {"    first = tile_m * block_m + seq_k - seq_q": "    first = tile_m * block_m"},
@@ -38,7 +38,7 @@ WRONG = {
             "loop_bounds: this is right for top-left",
         ),
     ],
-    "ex2_epilogue": [
+    "epilogue": [
         Wrong("an empty row divides 0 by 0", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i"}, "0 / 0"),
         Wrong("the LSE lacks the maximum", {"m_i + tl.log(l_safe)": "tl.log(l_safe)"}, "Is m_i part of it?"),
         Wrong("the LSE overflows", {"m_i + tl.log(l_safe)": "tl.log(tl.exp(m_i) * l_safe)"}, "exp(m_i) overflows"),
@@ -97,7 +97,7 @@ WRONG = {
         ),
         Wrong("sums along columns", {"o = acc / l_safe[:, None]": "o = acc / l_safe"}, "l_i[:, None] is a column"),
     ],
-    "ex3_grouped_heads": [
+    "grouped_heads": [
         Wrong("by modulo", {"h // group": "h % (heads_q // group)"}, "query head 1 reads k of key head 1; it should"),
         Wrong("within the group", {"h // group": "h % group"}, "reads k of key head 1; it should read 0 (h // group)"),
         Wrong("the query head's keys", {"h_kv = h // group": "h_kv = h"}, "it should read 0 (h // group)"),
@@ -149,7 +149,7 @@ WRONG = {
             "the number % tiles_m",
         ),
     ],
-    "ex4_sliding_window": [
+    "sliding_window": [
         Wrong("a key too many", {"(age < window)": "(age <= window)"}, "one key too many"),
         Wrong("no left edge", {" & (age < window)": ""}, "left edge of the band are not masked"),
         Wrong("no right edge", {" & (age >= 0)": ""}, "keys after the query's own are visible"),
@@ -245,7 +245,7 @@ WRONG = {
             "exp(-inf - -inf)",
         ),
     ],
-    "ex5_split_kv": [
+    "split_kv": [
         Wrong(
             "whole tiles only",
             {"tl.cdiv(tl.cdiv(seq_k, BLOCK_N), splits)": "seq_k // BLOCK_N // splits"},

@@ -3,7 +3,7 @@
 from wrong_answers import Wrong
 
 WRONG = {
-    "ex1_delta": [
+    "delta": [
         Wrong("P forgotten", {"(p * (do @ v.mT)).sum": "(do @ v.mT).sum"}, "P is missing"),
         Wrong("through P V", {"(p * (do @ v.mT)).sum": "((p @ v) * do).sum"}, "this goes through P V"),
         Wrong("axes from the front", {"(do * o).sum(dim=-1)": "(do * o).sum(dim=3)"}, "Count axes from the end"),
@@ -38,7 +38,7 @@ WRONG = {
         Wrong("dlse forgotten", {"delta -= tl.load": "tl.load"}, "dlse is not subtracted"),
         Wrong("dlse of head 0", {"dlse_ptr + pid_bh * seq_q": "dlse_ptr"}, "the dlse of head 0"),
     ],
-    "ex2_dv": [
+    "dv": [
         Wrong("LSE forgotten", {"tl.exp(s - lse[:, None])": "tl.exp(s)"}, "subtract the LSE"),
         Wrong("scale forgotten", {'input_precision="ieee") * scale': 'input_precision="ieee")'}, "by the scale"),
         Wrong("the last tile of queries alone", {"do, dv, input": "do, input"}, "do not overwrite"),
@@ -75,7 +75,7 @@ WRONG = {
             "the load needs the mask",
         ),
     ],
-    "ex3_dq_loop": [
+    "dq_loop": [
         Wrong(
             "v with k's strides",
             {
@@ -101,7 +101,7 @@ WRONG = {
         Wrong("scale twice", {"dq = tl.dot(ds.to": "dq = tl.dot((ds * scale).to"}, "the scale is in it twice"),
         Wrong("delta twice", {"dq = tl.dot(ds.to": "dq = tl.dot((ds - _ * delta[:, None]).to"}, "subtracted twice"),
     ],
-    "ex4_dkdv_loop": [
+    "dkdv_loop": [
         Wrong("last head of the group", {"range(0, group)": "range(group - 1, group)"}, "only the last query head"),
         Wrong("heads by modulo", {"h_kv * group + g\n": "g * heads_kv + h_kv\n"}, "a group is made of neighbors"),
         Wrong(
@@ -134,7 +134,7 @@ WRONG = {
         Wrong("dK with dO", {"tl.trans(ds.to(q.dtype)), q, dk": "tl.trans(ds.to(do.dtype)), do, dk"}, "dK takes Q"),
         Wrong("dK scaled twice", {"tl.trans(ds.to": "tl.trans((ds * scale).to"}, "the scale is in it twice"),
     ],
-    "ex5_dropout": [
+    "dropout": [
         Wrong("keeps what it should drop", {">= p_drop": "< p_drop"}, "this keeps what should be dropped"),
         Wrong("offsets overlap", {"row[:, None] * seq_k + offs": "row[:, None] + offs"}, "are always dropped together"),
         Wrong("32-bit offsets", {"row[:, None] * seq_k": "row[:, None].to(tl.int32) * seq_k"}, "the mask starts over"),
@@ -182,7 +182,7 @@ WRONG = {
             "delta is subtracted twice",
         ),
     ],
-    "ex6_varlen": [
+    "varlen": [
         Wrong("length is the end", {"b + 1) - first": "b + 1)"}, "how long is a sequence"),
         Wrong(
             "q of the first head",

@@ -3,7 +3,7 @@
 from wrong_answers import Wrong
 
 WRONG = {
-    "ex1_count_flops": [
+    "count_flops": [
         Wrong("not halved", {" // (2 if is_causal else 1)": ""}, "under a causal mask the count is half"),
         Wrong("backward as executed", {'"bwd": 5, "both": 7': '"bwd": 7, "both": 9'}, "whatever kernels recompute"),
         Wrong("floats", {"// (2 if": "/ (2 if"}, "expected an int, got float"),
@@ -54,7 +54,7 @@ WRONG = {
             "cut off here",
         ),
     ],
-    "ex2_fold_log2e": [
+    "fold_log2e": [
         Wrong("the LSE in base 2", {" / LOG2E\n": "\n"}, "it is in base 2"),
         Wrong("the LSE multiplied", {" / LOG2E\n": " * LOG2E\n"}, "where it should be divided"),
         Wrong("m not scaled", {"tl.max(s, axis=1) * scale": "tl.max(s, axis=1)"}, "is not scaled"),
@@ -97,7 +97,7 @@ WRONG = {
             "a NaN in k does not reach o",
         ),
     ],
-    "ex3_split_causal_loop": [
+    "split_causal_loop": [
         Wrong(
             "only the diagonal counts", {"full_n, end_n = seq_k // BLOCK_N * BLOCK_N": "full_n, end_n = seq_k"}, "exist"
         ),
@@ -144,7 +144,7 @@ WRONG = {
         Wrong("MASKED forgotten", {"IS_CAUSAL, True,\n": "IS_CAUSAL,\n"}, "missing a required argument: 'MASKED'"),
         Wrong("from 0 again", {"pid_m, full_n, end_n, seq_k": "pid_m, 0, end_n, seq_k"}, "belongs to the part without"),
     ],
-    "ex4_pick_tiles": [
+    "pick_tiles": [
         Wrong("q forgotten", {"return q + (k if": "return (k if"}, "q stays for the whole walk"),
         Wrong("k or v", {"config.num_stages * 2 * k": "config.num_stages * k"}, "a tile of k and one of v"),
         Wrong(
@@ -185,7 +185,7 @@ WRONG = {
         ),
         Wrong("nothing fits", {", default=None)": ", default=candidates[0])"}, "expected None"),
     ],
-    "ex5_cross_head_store": [
+    "cross_head_store": [
         Wrong("a block of two sides", {"[1, block, head_dim]": "[block, head_dim]"}, "the box has three axes"),
         Wrong("blocks of 32 rows", {"[1, block, head_dim]": "[1, 32, head_dim]"}, "tiles of 16 rows"),
         Wrong("no reshape in the load", {".reshape(BLOCK, HEAD_DIM)": ""}, "do tiles pass through `.reshape`?"),
@@ -239,7 +239,7 @@ WRONG = {
             "cross the border?",
         ),
     ],
-    "ex6_fp8": [
+    "fp8": [
         Wrong("a block of zeros", {"scales = torch.where(scales == 0, 1.0, scales)": "pass"}, "a block of zeros"),
         Wrong(
             "one scale",
@@ -356,7 +356,7 @@ WRONG = {
         ),
         Wrong("the first scale of q", {"q_scales_ptr + pid_m)": "q_scales_ptr)"}, "every tile of q has the scale"),
     ],
-    "ex7_barrier_phases": [
+    "barrier_phases": [
         Wrong("both the lap's", {"lap & 1 ^ 1, lap & 1\n": "lap & 1, lap & 1\n"}, "which parity passes?"),
         Wrong("exchanged", {"lap & 1 ^ 1, lap & 1\n": "lap & 1, lap & 1 ^ 1\n"}, "which parity passes?"),
         Wrong(
@@ -393,7 +393,7 @@ WRONG = {
             "First comes the wait",
         ),
     ],
-    "ex8_fit_hopper": [
+    "fit_hopper": [
         Wrong("queries of one turn", {"q = 2 * consumers": "q = consumers"}, "queries for two turns"),
         Wrong("the producer left out", {"128 * (consumers + 1)": "128 * consumers"}, "the producer's warpgroup"),
         Wrong("too many registers", {"CONSUMER_REGISTERS=240": "CONSUMER_REGISTERS=248"}, "multiples of 8 from 24 to"),
@@ -417,7 +417,7 @@ WRONG = {
             "where 550 are asked for",
         ),
     ],
-    "ex9_order_dq": [
+    "order_dq": [
         Wrong("low keys first", {"tiles_n - 1 - ticket if is_causal else ticket": "ticket"}, "took lower tickets"),
         Wrong("ascending", {"return last - n": "return n"}, "took lower tickets"),
         Wrong("all tiles of keys", {"return last - n": "return tiles_n - 1 - n"}, "not every tile of keys"),
