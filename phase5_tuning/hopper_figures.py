@@ -1,6 +1,7 @@
 """Pictures of the chapter on Hopper: what the models did when."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from common import style
 from common.style import COLORS, TINT
@@ -37,7 +38,7 @@ def timeline(
     end = max(run.total for run in runs.values()) if end is None else end
     heights = [2 + len(_consumers(run)) for run in runs.values()]
     style.use()
-    _, axes = plt.subplots(
+    fig, axes = plt.subplots(
         len(runs), 1, figsize=(9.2, 0.6 + 0.52 * sum(heights)), sharex=True, squeeze=False,
         layout="constrained", gridspec_kw=dict(height_ratios=heights),
     )  # fmt: skip
@@ -52,8 +53,23 @@ def timeline(
         for name, color in zip(consumers, ACTORS, strict=False)
     ]
     handles += [Patch(label=NAMES[kind], **look) for kind, look in LOOKS.items()]
-    axes[0, 0].figure.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8)
-    plt.show()
+    fig.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8)
+    said = "; ".join(_busy(*item, start, end) for item in runs.items())
+    style.show(fig, alt=f"Timelines of the model from {start:.3g} to {end:.3g} us. {said}.")
+
+
+def _busy(title, run, start, end):
+    """How long each unit works between start and end, in words."""
+    shares = []
+    for row in ("TMA", "tensor cores", *_consumers(run)):
+        inside = [
+            replace(i, start=max(i.start, start), end=min(i.end, end))
+            for i in run.of(row)
+            if i.kind != "wait" and i.start < end and i.end > start
+        ]
+        share = Timeline(inside).busy(row) / (end - start)
+        shares.append(f"{row} busy {share:.0%} of the time")
+    return f"{title}: {', '.join(shares)}"
 
 
 def _consumers(run):
@@ -122,7 +138,7 @@ def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
     runs = {"": runs} if isinstance(runs, DqSchedule) else runs
     most = max(len(run.programs) for run in runs.values())
     style.use()
-    _, axes = plt.subplots(
+    fig, axes = plt.subplots(
         1, len(runs), figsize=(4.6 * max(1.5, len(runs)), 0.9 + 0.3 * most), sharex=True,
         squeeze=False, layout="constrained",
     )  # fmt: skip
@@ -149,8 +165,13 @@ def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
         Patch(label="a part is ready and waits for its turn", **_WAITS),
         Patch(facecolor=TINT["s"], label="the program computes"),
     ]
-    axes[0, 0].figure.legend(handles=handles, loc="outside upper left", ncols=3, fontsize=8)
-    plt.show()
+    fig.legend(handles=handles, loc="outside upper left", ncols=3, fontsize=8)
+    said = "; ".join(f"{title} done at {run.total:.0f} steps" for title, run in runs.items())
+    style.show(
+        fig,
+        alt="A row for each program, by ticket: when it computes, when it adds to which query tile, and when a "
+        f"part of dQ waits for its turn. {said}.",
+    )
 
 
 _WAITS = dict(facecolor="white", hatch="//////", edgecolor=COLORS["state"], linewidth=0.6)

@@ -55,12 +55,22 @@ def turns(bodies: Mapping[str, Sequence[listing.Instruction]]) -> None:
         Patch(**PRODUCTS["PV"], edgecolor="white", label="left factor in registers"),
     ]
     fig.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
-    plt.show()
+    style.show(fig, alt=" ".join(_said(*item) for item in bodies.items()))
+
+
+def _said(title, body):
+    """A strip of `turns` in words."""
+    hidden, exponentials = listing.hidden(body)
+    spans = ", ".join(f"{name} from {a} to {b}" for name, a, b in listing.under_way(body))
+    return (
+        f"{title}: {len(body)} instructions; under way: {spans}; {hidden} of {exponentials} exponentials "
+        "stand between the start of a product and its wait."
+    )
 
 
 def busy(units: Mapping[str, Mapping[str, float]]) -> None:
     """Clocks of each unit of a multiprocessor for one turn. units: title -> unit -> clocks."""
-    _, ax = style.new(7.4, 0.55 * len(units) + 1.4)
+    fig, ax = style.new(7.4, 0.55 * len(units) + 1.4)
     looks = {
         "S": dict(color=COLORS["tiled"]),
         "softmax": dict(color=COLORS["state"], hatch="..", edgecolor="white"),
@@ -80,7 +90,11 @@ def busy(units: Mapping[str, Mapping[str, float]]) -> None:
     ax.invert_yaxis()
     ax.set_xlabel("clocks, if one follows the other")
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9)
-    plt.show()
+    said = "; ".join(
+        f"{title}: " + ", ".join(f"{name} {clocks:.0f}" for name, clocks in unit.items())
+        for title, unit in units.items()
+    )
+    style.show(fig, alt=f"Clocks of one turn, one unit after the other. {said}.")
 
 
 # --- 2. the ring --------------------------------------------------------------------------------------------------
@@ -88,7 +102,7 @@ def busy(units: Mapping[str, Mapping[str, float]]) -> None:
 
 def pairs(tiles: int, stages: int) -> None:
     """The pairs of one tile of queries: which keys and values each has, and in which slot it lands."""
-    _, ax = style.new(8.4, 2.7)
+    fig, ax = style.new(8.4, 2.7)
     style.blank(ax)
     for pair in range(tiles + 1):
         for row, (letter, j) in enumerate((("K", tiles - 1 - pair), ("V", tiles - pair))):
@@ -105,7 +119,12 @@ def pairs(tiles: int, stages: int) -> None:
     ax.set_xlim(-0.2, (tiles + 1) * 1.25)
     ax.set_ylim(-1.1, 2.6)
     ax.set_title(f"{tiles} tiles of keys, from right to left, in a ring of {stages} slots", pad=2)
-    plt.show()
+    style.show(
+        fig,
+        alt=f"{tiles + 1} pairs of places for {tiles} tiles: pair 0 has the last keys alone, each later pair the "
+        f"keys one tile to the left and the values of the tile before, the last pair values alone. Pair p lands in "
+        f"slot p mod {stages}, and its parity changes with every lap.",
+    )
 
 
 # --- 3. layouts ---------------------------------------------------------------------------------------------------
@@ -116,7 +135,7 @@ def quads(owner: np.ndarray, needs: np.ndarray) -> None:
     in P. owner, needs: (rows, columns) of thread numbers in the warp.
     """
     style.use()
-    _, axes = plt.subplots(1, 2, figsize=(9.2, 4.4), layout="constrained", sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(9.2, 4.4), layout="constrained", sharey=True)
     titles = "S: what the product leaves", "P: what the next product takes"
     for ax, threads, title in zip(axes, (owner, needs), titles, strict=True):
         for (row, column), thread in np.ndenumerate(threads):
@@ -129,7 +148,12 @@ def quads(owner: np.ndarray, needs: np.ndarray) -> None:
         ax.set_xlabel("key (column)")
         ax.set_title(title, fontsize=10)
     axes[0].set_ylabel("query (row)")
-    plt.show()
+    same = "the same" if np.array_equal(owner, needs) else "another"
+    style.show(
+        fig,
+        alt="Two grids of 16 queries and 16 keys with the thread that holds each element, in S and in P: "
+        f"{same} thread in both. Four threads hold a row, two neighboring columns of every eight each.",
+    )
 
 
 # --- 4. registers -------------------------------------------------------------------------------------------------
@@ -140,7 +164,7 @@ def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) ->
 
     parts: way -> (who, registers of a thread) of each four warps. limit: what there is.
     """
-    _, ax = style.new(8.4, 0.55 * len(parts) + 1.2)
+    fig, ax = style.new(8.4, 0.55 * len(parts) + 1.2)
     colors = {"consumer": TINT["q"], "producer": TINT["k"], "any": TINT["s"]}
     for y, (_, groups) in enumerate(parts.items()):
         left = 0
@@ -158,7 +182,10 @@ def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) ->
     most = max(sum(n for _, n in groups) for groups in parts.values())
     ax.set_xlim(0, 1.04 * max(limit, most))
     ax.set_xlabel("registers, in units of 128 (one for each thread of four warps)")
-    plt.show()
+    said = "; ".join(
+        f"{way}: " + " + ".join(str(n) for _, n in groups) for way, groups in parts.items()
+    )
+    style.show(fig, alt=f"Registers in units of 128, of which there are {limit}. {said}.")
 
 
 # --- 6. the order of tiles ----------------------------------------------------------------------------------------
@@ -169,7 +196,7 @@ def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
     style.use()
     widths = [grid.shape[1] for grid in grids.values()]
     height = max(grid.shape[0] for grid in grids.values())
-    _, axes = plt.subplots(
+    fig, axes = plt.subplots(
         1, len(grids), figsize=(min(9, 0.5 * sum(widths) + 1.2), 0.45 * height + 1.0),
         layout="constrained", squeeze=False, width_ratios=widths,
     )  # fmt: skip
@@ -194,7 +221,12 @@ def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
         ax.set_title(title, fontsize=10)
         ax.set_xlabel(xlabel)
     axes[0, 0].set_ylabel(ylabel)
-    plt.show()
+    said = "; ".join(
+        f"{title}: row by row "
+        + " / ".join(", ".join(f"{n:.0f}" for n in row if n == n) for row in grid)
+        for title, grid in grids.items()
+    )
+    style.show(fig, alt=f"Grids of numbers, {xlabel} across and {ylabel} down. {said}.")
 
 
 # --- 7. the backward pass -----------------------------------------------------------------------------------------
@@ -202,7 +234,7 @@ def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
 
 def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> None:
     """KiB of shared memory of a program, by tile. parts: title -> tile -> KiB."""
-    _, ax = style.new(8.6, 0.6 * len(parts) + 1.3)
+    fig, ax = style.new(8.6, 0.6 * len(parts) + 1.3)
     colors = {
         "K, V": TINT["k"],
         "Q": TINT["q"],
@@ -226,12 +258,16 @@ def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> Non
     ax.set_ylim(len(parts) - 0.5, -0.6)
     ax.set_xlim(0, 1.04 * limit)
     ax.set_xlabel("KiB of shared memory (the thin piece at the end: LSE and delta)")
-    plt.show()
+    said = "; ".join(
+        f"{title}: " + ", ".join(f"{name} {kib:.3g}" for name, kib in tiles.items())
+        for title, tiles in parts.items()
+    )
+    style.show(fig, alt=f"KiB of shared memory, up to {limit:.0f}. {said}.")
 
 
 def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None:
     """Relative error of P in fp16, against P; errors: way -> the error at each p."""
-    _, ax = style.new(7.6, 3.4)
+    fig, ax = style.new(7.6, 3.4)
     for (name, values), look in zip(
         errors.items(),
         (dict(color=COLORS["bad"], linestyle="--"), dict(color=COLORS["tiled"])),
@@ -245,7 +281,12 @@ def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None
     ax.axvline(2.0**-14, color=COLORS["limit"], linewidth=1, linestyle=":")
     ax.text(2.0**-13.8, ax.get_ylim()[1] / 2, "$2^{-14}$", fontsize=9, va="top")
     ax.legend(loc="upper right")
-    plt.show()
+    said = "; ".join(f"{name}: {max(values):.2g}" for name, values in errors.items())
+    style.show(
+        fig,
+        alt="Largest relative error of P in fp16 against P, both axes logarithmic. Below 2^-14 it grows as P "
+        f"shrinks. Largest in the picture, {said}.",
+    )
 
 
 # --- 8. what is reached -------------------------------------------------------------------------------------------
@@ -289,4 +330,11 @@ def reached(
     axes[1].set_xticks(
         range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases]
     )
-    plt.show()
+    said = "; ".join(
+        f"{name}, {mode}, head_dim {d}, {'causal' if c else 'full'}: {rates[p, d, c, seq, mode]:.0f}"
+        for p, name in providers.items()
+        for mode in ("fwd", "bwd")
+        for d, c in cases
+        if (p, d, c, seq, mode) in rates
+    )
+    style.show(fig, alt=f"TFLOP/s at seq {seq}. {said}.")
