@@ -9,6 +9,7 @@ from phase5_tuning import listing
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 # --- 1 and 5. turns of a loop -------------------------------------------------------------------------------------
@@ -291,50 +292,60 @@ def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None
 
 # --- 8. what is reached -------------------------------------------------------------------------------------------
 
-_LOOKS = (
-    dict(facecolor=COLORS["s"], hatch="..", edgecolor="white"),
-    dict(facecolor=COLORS["tiled"]),
-    dict(facecolor=COLORS["q"], hatch="//", edgecolor="white"),
-    dict(facecolor=COLORS["k"], hatch="xx", edgecolor="white"),
-    dict(facecolor=COLORS["o"]),
-    dict(facecolor=COLORS["o"], hatch="\\\\", edgecolor="white"),
-)
+_LOOKS = {
+    "sdpa-flash": dict(facecolor=COLORS["faint"]),
+    "flex": dict(facecolor=COLORS["s"]),
+    "sdpa-cudnn": dict(facecolor=COLORS["k"], hatch="xx", edgecolor="white"),
+    "flash-attn-4": dict(facecolor=COLORS["o"]),
+    "flash-attn-4-det": dict(facecolor=COLORS["o"], hatch="\\\\", edgecolor="white"),
+    "ours": dict(facecolor=COLORS["s"], hatch="..", edgecolor="white"),
+    "hopper": dict(facecolor=COLORS["tiled"]),
+    "hopper in any order": dict(facecolor=COLORS["q"], hatch="//", edgecolor="white"),
+}
 
 
 def reached(
     rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapping[str, str], seq: int
 ) -> None:
-    """TFLOP/s of both passes at one length, a bar a provider.
+    """Show TFLOP/s of both passes at one length, a bar a provider.
 
     rates: (provider, head_dim, is_causal, seq, mode) -> TFLOP/s. providers: in the record -> in the picture.
     """
+    said = "; ".join(
+        f"{name}, {mode}, head_dim {d}, {'causal' if c else 'full'}: {rates[p, d, c, seq, mode]:.0f}"
+        for p, name in providers.items()
+        for mode in ("fwd", "bwd")
+        for d, c in CASES
+        if (p, d, c, seq, mode) in rates
+    )
+    style.show(bars(rates, providers, seq), alt=f"TFLOP/s at seq {seq}. {said}.")
+
+
+CASES = [(d, c) for d in (64, 128) for c in (False, True)]
+
+
+def bars(
+    rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapping[str, str], seq: int
+) -> Figure:
+    """The figure of `reached`."""
     style.use()
     fig, axes = plt.subplots(2, 1, figsize=(8.8, 5.6), layout="constrained", sharex=True)
-    cases = [(d, c) for d in (64, 128) for c in (False, True)]
-    looks = dict(zip(providers, _LOOKS, strict=True))
     for ax, (mode, title) in zip(axes, (("fwd", "forward"), ("bwd", "backward")), strict=True):
-        there = [p for p in providers if any((p, *case, seq, mode) in rates for case in cases)]
+        there = [p for p in providers if any((p, *case, seq, mode) in rates for case in CASES)]
         width = 0.84 / max(1, len(there))
         for n, provider in enumerate(there):
-            x = np.arange(len(cases)) + (n - (len(there) - 1) / 2) * width
-            heights = [rates.get((provider, *case, seq, mode), 0) for case in cases]
-            ax.bar(x, heights, 0.92 * width, **looks[provider])
+            x = np.arange(len(CASES)) + (n - (len(there) - 1) / 2) * width
+            heights = [rates.get((provider, *case, seq, mode), 0) for case in CASES]
+            ax.bar(x, heights, 0.92 * width, **_LOOKS[provider])
             for at, height in zip(x, heights, strict=True):
                 if height:
                     ax.text(at, height + 6, f"{height:.0f}", ha="center", fontsize=7)
         ax.set_title(f"{title}, seq {seq}", fontsize=10)
         ax.set_ylabel("TFLOP/s")
         ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
-    handles = [Patch(label=name, **looks[provider]) for provider, name in providers.items()]
+    handles = [Patch(label=name, **_LOOKS[provider]) for provider, name in providers.items()]
     fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
     axes[1].set_xticks(
-        range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases]
+        range(len(CASES)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in CASES]
     )
-    said = "; ".join(
-        f"{name}, {mode}, head_dim {d}, {'causal' if c else 'full'}: {rates[p, d, c, seq, mode]:.0f}"
-        for p, name in providers.items()
-        for mode in ("fwd", "bwd")
-        for d, c in cases
-        if (p, d, c, seq, mode) in rates
-    )
-    style.show(fig, alt=f"TFLOP/s at seq {seq}. {said}.")
+    return fig
