@@ -1,0 +1,115 @@
+"""`make site` in a browser: every page, its links, its formulas and its pictures, and no request that leaves it."""
+
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from urllib.parse import unquote, urldefrag
+
+from common.learn import exercises
+from common.phases import PHASES, ROOT
+
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api")
+pytest.importorskip("myst_nb")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.slow
+CHAPTERS = [str(p.relative_to(ROOT).with_suffix(".html")) for phase in PHASES for p in phase.notebook_paths]
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The folder of the built site."""
+    subprocess.run([sys.executable, "-m", "common.site.build"], cwd=ROOT, check=True)
+    return ROOT / "build" / "site" / "html"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if not CHROMIUM:
+        pytest.skip("needs chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Page(HTMLParser):
+    """The links and anchors of a page."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.anchors = [], set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.links += [attributes[name] for name in ("href", "src") if attributes.get(name)]
+        self.anchors |= {attributes[name] for name in ("id", "name") if attributes.get(name)}
+
+
+def test_no_link_is_broken_and_none_fetches_from_elsewhere(site):
+    pages = {path: Page(path) for path in site.rglob("*.html") if "_static" not in path.parts}
+    for path, page in pages.items():
+        for link in page.links:
+            target, anchor = urldefrag(unquote(link).partition("?")[0] if "#" not in link else unquote(link))
+            if re.match(r"[a-z]+:", target):
+                continue
+            file = (path.parent / target).resolve() if target else path
+            assert file.exists(), f"{path.relative_to(site)}: {link}"
+            if anchor and file in pages:
+                assert anchor in pages[file].anchors, f"{path.relative_to(site)}: {link}"
+
+
+def test_every_exercise_and_chapter_has_its_place(site):
+    text = (site / "exercises.html").read_text()
+    for exercise in exercises.load():
+        assert f'id="{exercise.name.replace("_", "-")}"' in text or f'id="{exercise.name}"' in text
+    for chapter in CHAPTERS:
+        assert (site / chapter).exists()
+
+
+def opened(browser, address, **look):
+    """(page, its errors, addresses that it asked for elsewhere)"""
+    page = browser.new_context(**look).new_page()
+    errors, elsewhere = [], []
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else elsewhere.append(r.url))
+    page.goto(address)
+    page.wait_for_load_state("networkidle")
+    return page, errors, elsewhere
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_are_readable(site, browser, width, scheme):
+    for path in sorted(site.glob("*.html")) + [site / chapter for chapter in CHAPTERS]:
+        look = dict(viewport=dict(width=width, height=900), color_scheme=scheme)
+        page, errors, elsewhere = opened(browser, path.as_uri(), **look)
+        name = path.relative_to(site)
+        assert not errors, (name, errors)
+        assert not elsewhere, (name, elsewhere)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{name} scrolls sideways"
+        page.context.close()
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_formulas_are_typeset_and_figures_described(site, browser, chapter):
+    page, *_ = opened(browser, (site / chapter).as_uri())
+    page.wait_for_selector("mjx-container", timeout=60_000)
+    page.wait_for_function("document.querySelectorAll('.math:not(:has(mjx-container))').length === 0", timeout=60_000)
+    assert page.locator("mjx-merror").count() == 0
+    figures = page.locator("div.cell_output img")
+    assert figures.count() >= 4
+    assert all(len(alt) > 20 for alt in figures.evaluate_all("all => all.map(one => one.alt)"))
+    page.context.close()
+
+
+def test_search_finds_a_term(site, browser):
+    page, errors, _ = opened(browser, (site / "search.html").as_uri() + "?q=rescale")
+    page.wait_for_selector("ul.search li", timeout=60_000)
+    assert not errors
+    page.context.close()
