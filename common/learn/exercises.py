@@ -36,6 +36,7 @@ from common import phases
 # Seconds for an answer, of which starting Python takes two; checks of right ones end in under five,
 # or in twenty where the compiler is asked.
 TIME_LIMIT = 60
+COMPILER_LIMIT = 20  # seconds for the compiler, after an answer passed
 BEGIN, SHOWN, END = "# your code", "#|", "# end of your code"
 
 
@@ -202,6 +203,7 @@ class Verdict:
     kind: str
     message: str
     seconds: float = 0.0
+    launches: tuple[dict, ...] = ()  # of its kernels, where they were only interpreted
 
     @property
     def passed(self) -> bool:
@@ -228,7 +230,8 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
         else:
             message = f"right when interpreted, but compiled for the GPU: {compiled['message']}"
             outcome = compiled | dict(message=message)
-    verdict = Verdict(outcome["kind"], outcome["message"], time.perf_counter() - start)
+    launches = () if outcome.get("gpu") else tuple(outcome.get("launches", ()))
+    verdict = Verdict(outcome["kind"], outcome["message"], time.perf_counter() - start, launches)
     progress = Progress.load()
     if verdict.passed:
         # Of what was there before: it may have been edited meanwhile.
@@ -237,6 +240,32 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
         progress.passed.pop(exercise.name, None)
     progress.save()
     return verdict
+
+
+def objections(verdict: Verdict, *, limit: float = COMPILER_LIMIT) -> list[str]:
+    """What the compiler has against the kernels of an answer that passed interpreted, in two lines
+    each. It changes no verdict, and says nothing where it takes longer than `limit` seconds.
+    """
+    if not (verdict.passed and verdict.launches):
+        return []
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "common.learn.offline_answer"],
+        cwd=phases.ROOT,
+        env=os.environ | dict(TRITON_INTERPRET="0"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        return json.loads(child.communicate(json.dumps(verdict.launches), limit)[0])
+    except (subprocess.TimeoutExpired, ValueError):
+        return []
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
 def _hash(answer: bytes) -> str:

@@ -115,7 +115,7 @@ def record_launches(call: Callable[[], object]) -> list[Launch]:
     launches = []
 
     def record(kernel, *args, grid=None, warmup=False, **kwargs):
-        launches.append(_describe(kernel, args, kwargs))
+        launches.append(describe(kernel, args, kwargs))
 
     with contextlib.ExitStack() as stack:
         # Where Triton interprets, kernels in Gluon are still of the compiled kind.
@@ -159,7 +159,8 @@ def compile_launches(
     return [Compiled(**row) for row in json.loads(child.stdout)]
 
 
-def _describe(kernel, args, kwargs) -> Launch:
+def describe(kernel, args: tuple, kwargs: dict) -> Launch:
+    """One launch of a kernel, as the JIT would specialize it for these arguments."""
     names = kernel.arg_names
     values = dict(zip(names, args, strict=False)) | {n: v for n, v in kwargs.items() if n in names}
     parameters = inspect.signature(kernel.fn).parameters
@@ -212,7 +213,8 @@ def _source_with_imports(kernel) -> str:
 # --- in the child process ------------------------------------------------------------------------------------------
 
 
-def _compile(launch: dict, target: str, sass: bool) -> Compiled:
+def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
+    """Compile a Launch, as a dict, in this process, which must not interpret."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -294,5 +296,5 @@ def _cuobjdump(cubin: bytes, flag: str) -> str:
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):  # where Triton prints a program that ptxas refuses
-        results = [asdict(_compile(**job)) for job in json.load(sys.stdin)]
+        results = [asdict(compile_one(**job)) for job in json.load(sys.stdin)]
     json.dump(results, sys.stdout)
