@@ -5,6 +5,7 @@ import difflib
 import inspect
 import textwrap
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 
@@ -25,9 +26,12 @@ def _without_docstring(text: str) -> str:
     return "".join(lines)
 
 
-def show(*objs, docstring: bool = True) -> "Highlighted":
-    """Display the source of the objects, highlighted."""
-    return Highlighted("\n\n".join(source(obj, docstring=docstring).rstrip() for obj in objs))
+def show(*objs, docstring: bool = True, folded: str = "") -> "Highlighted":
+    """Display the source of the objects, highlighted; with `folded`, behind a line with that text,
+    which a click opens. Viewers that show no HTML show the source open.
+    """
+    text = "\n\n".join(source(obj, docstring=docstring).rstrip() for obj in objs)
+    return Highlighted(text, folded=folded)
 
 
 def function_in(path: Path, name: str) -> str:
@@ -65,6 +69,7 @@ class Highlighted:
 
     text: str
     language: str = "python"
+    folded: str = ""
 
     def _repr_mimebundle_(self, include=None, exclude=None):
         from pygments import highlight
@@ -78,4 +83,6 @@ class Highlighted:
         )
         look = HtmlFormatter(noclasses=True, style="default", cssstyles=block, prestyles=letters)
         html = highlight(self.text, get_lexer_by_name(self.language, stripnl=False), look)
+        if self.folded:
+            html = f"<details><summary>{escape(self.folded)}</summary>\n{html}</details>"
         return {"text/html": html, "text/plain": self.text}

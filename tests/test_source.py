@@ -83,3 +83,10 @@ def test_find_takes_parts_of_paths_and_keeps_the_reading_order():
     assert [path.name for path in notebooks.find(["phase5"])] == ["tuning.ipynb", "hopper.ipynb"]
     assert [path.name for path in notebooks.find(["hopper", "phase1"])] == ["softmax.ipynb", "hopper.ipynb"]
     assert notebooks.find(["phase9"]) == []
+
+
+def test_a_folded_source_is_behind_a_line_and_open_where_no_html_is_shown():
+    shown = source.show(_attn_fwd_kernel, folded="The kernel < 100 lines")._repr_mimebundle_()
+    assert shown["text/html"].startswith("<details><summary>The kernel &lt; 100 lines</summary>")
+    assert shown["text/html"].endswith("</details>")
+    assert shown["text/plain"] == source.source(_attn_fwd_kernel).rstrip()

@@ -75,10 +75,14 @@ def check_varlen(
         )
         named = dict(o=o, dq=dq, dk=dk, dv=dv)
         _reject_unwritten(where, named, lengths_q[b], lengths_k[b])
+        alone, options = dict(q=q, k=k, v=v, do=do), dict(is_causal=is_causal, scale=scale)
+        report = _report(named, alone, **options)
+        if report.passed:
+            continue
+        wrong = next(result.name for result in report.results if not result.passed)
         if neighbors is None:
-            _name_pointer(where, b, named, inputs, ends_q, ends_k, is_causal=is_causal, scale=scale)
-        alone = dict(q=q, k=k, v=v, do=do)
-        _reject_wrong(where, b, named, alone, neighbors, is_causal=is_causal, scale=scale)
+            _name_pointer(where, b, wrong, named, inputs, ends_q, ends_k, **options)
+        _reject_wrong(where, b, wrong, report, named, alone, neighbors, **options)
 
 
 def _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale):
@@ -96,8 +100,8 @@ def _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale):
     return o.detach(), *gradients
 
 
-def _name_pointer(where, b, got, packed, ends_q, ends_k, **options):
-    """Reject if a result of sequence b is the one with a pointer moved by another first token."""
+def _name_pointer(where, b, name, got, packed, ends_q, ends_k, **options):
+    """Reject if the result of sequence b, which is wrong, is the one with a pointer moved by another first token."""
     lengths = [
         (*(right - left for left, right in pair),)
         for pair in zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True)
@@ -107,9 +111,6 @@ def _name_pointer(where, b, got, packed, ends_q, ends_k, **options):
         return
     alone = _of_rows(packed, ends_q[b], ends_k[b], *lengths[b])
     right = _attention(**alone, **options)
-    name = next((n for n in ("o", "dq", "dk", "dv") if not _close(got[n], right[n])), None)
-    if not name:
-        return
     all_right = [
         _attention(**_of_rows(packed, *ends, *seqs), **options)
         for *ends, seqs in zip(ends_q[:-1], ends_k[:-1], lengths, strict=True)
@@ -127,8 +128,10 @@ def _name_pointer(where, b, got, packed, ends_q, ends_k, **options):
                 tensors[moved] = memory[at.clamp(max=len(memory) - 1)][None]
             else:
                 tensors[moved] = _of_rows(packed, ends_q[b], firsts[by], *lengths[b])[moved]
-            wrong = _attention(**tensors, **options)[name]
-            if _close(got[name][:, :1], wrong[:, :1]):  # the last head reads past the end of lse
+            moved_result = _attention(**tensors, **options)[name]
+            if _close(
+                got[name][:, :1], moved_result[:, :1]
+            ):  # the last head reads past the end of lse
                 why = f"{moved}_ptr is moved by {by}, where {own} is right"
                 reject(f"{where}: {name} is wrong: {why}, in the kernel that makes {name}")
 
@@ -138,7 +141,7 @@ def _of_rows(packed, first_q, first_k, seq_q, seq_k):
     rows = {}
     for name, t in packed.items():
         first, seq = (first_q, seq_q) if name in ("q", "do") else (first_k, seq_k)
-        longer = torch.cat([t, torch.zeros_like(t[:1]).expand(seq, -1, -1)])
+        longer = torch.cat([t, t.new_zeros(first + seq, *t.shape[1:])])
         rows[name] = longer[first : first + seq].transpose(0, 1)[None].double()
     return rows
 
@@ -164,23 +167,21 @@ def _close(actual, right):
     )
 
 
-def _reject_wrong(where, b, results, inputs, neighbors, **options):
-    """Hold the results of sequence b against those of the sequence alone, (1, heads, seq, head_dim)."""
+def _report(results, inputs, **options):
+    """The results of one sequence, (1, heads, seq, head_dim), held against the truth of its inputs."""
 
-    def verified(results, do, **qkv):
-        def stored(q, k, v, *, is_causal, scale, enable_gqa):
-            return _Stored.apply(q, k, v, *results.values())
+    def stored(q, k, v, *, is_causal, scale, enable_gqa):
+        return _Stored.apply(q, k, v, *results.values())
 
-        return verify_results(stored, **qkv, do=do, compare_sdpa=False, **options)
+    return verify_results(stored, **inputs, compare_sdpa=False, **options)
 
-    report = verified(results, **inputs)
-    if report.passed:
-        return
-    first = next(r.name for r in report.results if not r.passed)
+
+def _reject_wrong(where, b, first, report, results, inputs, neighbors, **options):
+    """Say where the first wrong result of sequence b leads."""
     head_0 = [{name: t[:, :1] for name, t in named.items()} for named in (results, inputs)]
     if neighbors is not None:
         where += ", all others filled with NaN (does it see its neighbors?)"
-    elif results["o"].shape[1] > 1 and verified(head_0[0], **head_0[1])[first].passed:
+    elif results["o"].shape[1] > 1 and _report(*head_0, **options)[first].passed:
         where += f" (its head 0 of {first} is right: does every pointer contain its head, h?)"
     elif b > 0:
         where += " (those before it are right: is every pointer moved to its first token, in every kernel?)"

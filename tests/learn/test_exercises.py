@@ -96,17 +96,18 @@ def test_manifest_folders_checks_and_notebooks_name_the_same_exercises():
 
 
 def _check_notebook(notebook, of_it):
-    """The notebook checks these exercises in this order, each in its section."""
-    sections, headings, section, heading = {}, {}, "", ""
+    """The notebook checks these exercises in this order, each in its section or subsection."""
+    sections, headings, section, subsection, heading = {}, {}, "", "", ""
     for cell in notebook.cells:
         for level, heading in re.findall(r"^(##+) (.*)", cell.source, re.MULTILINE):
             section = heading if level == "##" else section
+            subsection = heading if re.match(r"\d+\.\d+ ", heading) else "" if level == "##" else subsection
         for name in re.findall(r'^check\("(\w+)"\)', cell.source, re.MULTILINE):
-            sections[name], headings[name] = section, heading
+            sections[name], headings[name] = (section, subsection), heading
     assert list(sections) == [e.name for e in of_it], "the notebook checks other exercises, or in another order"
     for e in of_it:
-        assert sections[e.name].startswith(e.section)
-        assert headings[e.name].startswith(f"{e.number} ")
+        assert any(s.startswith(e.section) for s in sections[e.name]), (e.section, sections[e.name])
+        assert headings[e.name].removeprefix("Exercise ").startswith(f"{e.number}")
         assert headings[e.name].endswith(f"(about {e.minutes} minutes)")
 
 

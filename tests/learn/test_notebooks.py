@@ -23,7 +23,9 @@ SECTIONS = {  # of notebooks that are not built like the others
 MACHINE_PATH = re.compile(r"(/home/|/root/|/tmp/|/usr/|/work/|/Users/|site-packages|\.venv|[A-Z]:\\)")
 # Cells that may define a kernel.
 EXPERIMENTS = {"softmax": 1, "tiling": 2, "forward": 0, "backward": 1, "tuning": 1, "hopper": 0}
-# Notebooks in which every figure has an alternative text.
+# Chapters in the book's format: numbered headings, exercises where they belong, alternative texts, a recap.
+BOOK = set()
+# Other notebooks in which every figure has an alternative text.
 DESCRIBED = {"softmax.ipynb"}
 
 
@@ -73,11 +75,31 @@ def test_every_notebook_belongs_to_a_phase():
 
 
 def test_follows_the_skeleton(path, notebook):
+    if path.name in BOOK:
+        return
     sections = SECTIONS.get(path.name, SKELETON)
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     headings = re.findall(r"^## (.*)", text, re.MULTILINE)
     assert len(headings) == len(sections), headings
     assert all(f.startswith(s) for f, s in zip(headings, sections, strict=True)), headings
+
+
+def test_chapters_number_their_headings_and_end_with_a_recap(path, notebook):
+    """ "## 2. ...", "### 2.3 ..."; the heading of an exercise begins with that word."""
+    if path.name not in BOOK:
+        return
+    section = subsection = 0
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    for level, title in re.findall(r"^(##+) (.*)", text, re.MULTILINE):
+        if level == "##":
+            section, subsection = section + 1, 0
+            assert title.startswith(f"{section}. "), title
+        elif level == "###" and not title.startswith("Exercise "):
+            subsection += 1
+            assert title.startswith(f"{section}.{subsection} "), title
+    recap = text[text.rindex("\n## ") :]
+    assert recap.startswith(f"\n## {section}. You can now"), "a chapter ends with what its reader can do"
+    assert recap.count("<details>") == recap.count("</details>") == 5, "and with five questions, answers folded"
 
 
 def test_has_at_least_four_figures_and_some_checked_outputs(notebook):
@@ -99,7 +121,7 @@ def test_figures_have_an_alternative_text(path, notebook):
     for cell in code_cells(notebook):
         for figure in (o for o in cell.outputs if "image/png" in o.get("data", {})):
             alt = figure.metadata.get("image/png", {}).get("alt", "")
-            assert alt.strip() or path.name not in DESCRIBED, cell.source
+            assert alt.strip() or path.name not in BOOK | DESCRIBED, cell.source
             assert not alt or figure.data["text/plain"] == alt
 
 
