@@ -84,7 +84,7 @@ def check(name: NameOrAll = "", limit: Limit = TIME_LIMIT) -> None:
             verdict = exercises.check(exercise, limit=limit)
         _print_verdict(exercise, verdict, short=not one)
         if one:
-            _print_objections(verdict)
+            _print_objections(exercise, verdict)
         failed += not verdict.passed
     if not one:
         console.print(f"\n{len(chosen) - failed} of {len(chosen)} exercises passed")
@@ -211,7 +211,7 @@ def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
                 seen = now
                 verdict = exercises.check(exercise, limit=limit)
                 _print_verdict(exercise, verdict)
-                _print_objections(verdict)
+                _print_objections(exercise, verdict)
                 following = Progress.load().next(after=exercise)
                 if verdict.passed and (name or following is None):
                     console.print("Solved." if following else "All exercises are solved.")
@@ -252,10 +252,10 @@ def _print_verdict(exercise: Exercise, verdict: Verdict, *, short: bool = False)
         console.print(verdict.message, markup=False, style=None if verdict.passed else "red")
 
 
-def _print_objections(verdict: Verdict) -> None:
-    """What the compiler has against an answer that passed; asked after the verdict is shown."""
+def _print_objections(exercise: Exercise, verdict: Verdict) -> None:
+    """What the compiler has against an answer that passed, asked after the verdict is shown."""
     with console.status("compiling") if console.is_terminal else nullcontext():
-        found = exercises.objections(verdict)
+        found = exercises.objections(exercise, verdict)
     for objection in found:
         console.print(f"Warning: {objection}", markup=False, style="yellow")
 

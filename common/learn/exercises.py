@@ -36,7 +36,7 @@ from common import phases
 # Seconds for an answer, of which starting Python takes two; checks of right ones end in under five,
 # or in twenty where the compiler is asked.
 TIME_LIMIT = 60
-COMPILER_LIMIT = 20  # seconds for the compiler, after an answer passed
+COMPILER_LIMIT = 30  # seconds for the compiler, after an answer passed; a few are usual
 BEGIN, SHOWN, END = "# your code", "#|", "# end of your code"
 
 
@@ -203,7 +203,7 @@ class Verdict:
     kind: str
     message: str
     seconds: float = 0.0
-    launches: tuple[dict, ...] = ()  # of its kernels, where they were only interpreted
+    launches: tuple[dict, ...] = ()  # of its kernels, where there is no GPU to compile them for
 
     @property
     def passed(self) -> bool:
@@ -242,30 +242,26 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
     return verdict
 
 
-def objections(verdict: Verdict, *, limit: float = COMPILER_LIMIT) -> list[str]:
-    """What the compiler has against the kernels of an answer that passed interpreted, in two lines
-    each. It changes no verdict, and says nothing where it takes longer than `limit` seconds.
+def objections(exercise: Exercise, verdict: Verdict, *, limit: float = COMPILER_LIMIT) -> list[str]:
+    """What the compiler has against the kernels of an answer that passed interpreted; nothing where
+    it takes longer than `limit` seconds. It changes no verdict.
     """
     if not (verdict.passed and verdict.launches):
         return []
-    child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "common.learn.offline_answer"],
-        cwd=phases.ROOT,
-        env=os.environ | dict(TRITON_INTERPRET="0"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-W", "ignore", "-m", "common.learn.offline_answer"]
     try:
-        return json.loads(child.communicate(json.dumps(verdict.launches), limit)[0])
+        child = subprocess.run(
+            [*command, str(exercise.path)],
+            cwd=phases.ROOT,
+            env=os.environ | dict(TRITON_INTERPRET="0"),
+            input=json.dumps(verdict.launches),
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
+        return json.loads(child.stdout)
     except (subprocess.TimeoutExpired, ValueError):
         return []
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
 
 
 def _hash(answer: bytes) -> str:

@@ -19,14 +19,14 @@ import math
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 from common import runtime
-from common.measure import offline, traffic
+from common.learn import offline_answer
+from common.measure import traffic
 from common.verify import VerificationError, guard, verify_results
 
 import torch
@@ -228,38 +228,6 @@ def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
         return dict(kind=kind, message=_described(root, error, path))
 
 
-@contextlib.contextmanager
-def launches_of(path: Path) -> Iterator[list[dict]]:
-    """Yields a list that fills with the interpreted launches of the kernels in a file, as
-    common.measure.offline describes them: one for each kernel and choice of its flags, at most four.
-    """
-    launches, seen = [], set()
-    if not runtime.INTERPRETED:
-        yield launches
-        return
-    from triton.runtime.interpreter import InterpretedFunction
-
-    run = InterpretedFunction.run
-
-    def watched(kernel, *args, **kwargs):
-        if len(launches) < 4 and Path(kernel.fn.__code__.co_filename) == path:
-            with contextlib.suppress(
-                Exception
-            ):  # a launch that cannot be described is not compiled
-                launch = asdict(offline.describe(kernel, args, kwargs)) | dict(
-                    source=path.read_text()
-                )
-                flags = [value for _, value in launch["constexprs"] if isinstance(value, bool)]
-                json.dumps(launch)
-                if (kernel.fn.__name__, *flags) not in seen:
-                    seen.add((kernel.fn.__name__, *flags))
-                    launches.append(launch)
-        return run(kernel, *args, **kwargs)
-
-    with mock.patch.object(InterpretedFunction, "run", watched):
-        yield launches
-
-
 def root_of(error: BaseException) -> BaseException:
     """The error that all others in its chain came from."""
     while error.__cause__ or error.__context__:
@@ -346,9 +314,9 @@ def main(folder: str, name: str, path: str, verdict: str) -> int:
     sys.breakpointhook = _no_debugger
     torch.set_num_threads(1)  # tensors are small
     check = importlib.import_module(f"{folder}.checks.{name}").check
-    with launches_of(Path(path)) as launches:
+    with offline_answer.launches_of(Path(path)) as launches:
         outcome = judge(check, Path(path))
-    outcome |= dict(gpu=torch.cuda.is_available(), launches=launches)
+    outcome |= dict(gpu=torch.cuda.is_available(), launches=list(launches.values()))
     Path(verdict).write_text(json.dumps(outcome))
     return int(outcome["kind"] != "passed")
 

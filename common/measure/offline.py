@@ -69,7 +69,9 @@ class Launch:
     # For a kernel that lives in a notebook: its source, with what it needs imported.
     source: str | None
     signature: dict
-    constexprs: list  # [path, value]: path is the argument's index, and the index inside a tuple
+    # [path, value]: path is the argument's index, and the index inside a tuple; a jitted function is
+    # {"module": ..., "name": ...}.
+    constexprs: list
     divisible: list  # paths of the arguments that are multiples of 16
     options: dict
 
@@ -170,6 +172,8 @@ def describe(kernel, args: tuple, kwargs: dict) -> Launch:
 
     def typed(value, path, constexpr=False):
         if constexpr or value is None or (type(value) is int and value == 1):
+            if isinstance(value, triton.runtime.KernelInterface):
+                value = dict(module=value.fn.__module__, name=value.fn.__name__)
             constexprs.append([path, value])
             return "constexpr"
         if hasattr(value, "block_shape"):  # a tensor descriptor; Gluon's has a layout as well
@@ -221,7 +225,7 @@ def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
     name = launch["name"]
     with contextlib.ExitStack() as stack:
         if launch["source"] is None:
-            kernel = getattr(importlib.import_module(launch["module"]), name)
+            kernel = _imported(launch["module"], name)
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             path = Path(folder, "cell.py")
@@ -234,6 +238,9 @@ def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
         def as_tuples(x):
             return tuple(as_tuples(i) for i in x) if isinstance(x, list) else x
 
+        def loaded(value):
+            return _imported(**value) if isinstance(value, dict) else value
+
         kind = ASTSource
         if kernel.is_gluon():
             from triton.experimental.gluon._runtime import GluonASTSource as kind
@@ -241,7 +248,7 @@ def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
         source = kind(
             fn=kernel,
             signature={n: as_tuples(t) for n, t in launch["signature"].items()},
-            constexprs={tuple(path): value for path, value in launch["constexprs"]},
+            constexprs={tuple(path): loaded(value) for path, value in launch["constexprs"]},
             attrs={tuple(path): [["tt.divisibility", 16]] for path in launch["divisible"]},
         )
         nvidia = target.startswith("sm_")
@@ -282,6 +289,10 @@ def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
         text if sass else "",
         serialized,
     )
+
+
+def _imported(module: str, name: str):
+    return getattr(importlib.import_module(module), name)
 
 
 def _cuobjdump(cubin: bytes, flag: str) -> str:

@@ -7,8 +7,9 @@ import sys
 
 import wrong_answers
 from common import phases
-from common.learn import exercises, judge
+from common.learn import exercises, judge, offline_answer
 from common.learn.exercises import END, Progress, check, stub_of
+from phase4_backward.checks import varlen
 
 import pytest
 from helpers import interpreted_only, needs_interpreter
@@ -218,6 +219,52 @@ def test_whatever_an_answer_does_ends_in_a_verdict(line, kind, words, learner):
     assert verdict.kind == kind, verdict
     assert words in verdict.message
     assert not Progress.load().passed
+
+
+LOOP = "    for i in range(2):\n        if i == 1:\n            {}\n"
+
+
+@needs_interpreter
+@interpreted_only
+@pytest.mark.parametrize(
+    ("name", "before", "line", "kernel"),
+    [
+        ("masked_add", "    tl.store(", "break", "_masked_add_kernel"),
+        ("online_step", "    m_new = tl.maximum(", "continue", "_row_state_kernel"),  # which calls this function
+    ],
+)
+def test_what_compiles_for_no_gpu_passes_with_a_warning(name, before, line, kernel, learner):
+    answer = learner(name)
+    text = answer.exercise.solution.read_text().replace(before, LOOP.format(line) + before, 1)
+    number = text.splitlines().index(f"            {line}") + 1
+    verdict = answer(text)
+    assert verdict.passed
+    (objection,) = exercises.objections(answer.exercise, verdict, limit=300)
+    assert objection.startswith(f"no GPU can run {kernel}: line {number}, `{line}`: unsupported")
+
+
+@interpreted_only
+def test_a_kernel_of_a_check_is_compiled_with_the_answers_function(learner):
+    answer = learner("varlen")
+    solution = answer.exercise.solution.read_text()
+    body = "    first = tl.load(cu_seqlens_ptr + b)"
+    answer.exercise.path.write_text(solution.replace(body, LOOP.format("break") + body))
+    with offline_answer.launches_of(answer.exercise.path) as launches:
+        varlen._check_first_in_64_bits(judge.load(answer.exercise.path).sequence)
+    (launch,) = launches.values()
+    verdict = exercises.Verdict("passed", "", launches=(launch,))
+    (objection,) = exercises.objections(answer.exercise, verdict, limit=300)
+    assert objection.startswith("no GPU can run _first_kernel: line 41, `break`")
+
+
+@pytest.mark.slow
+@interpreted_only
+@each
+def test_a_solution_compiles(exercise, learner):
+    answer = learner(exercise.name)
+    verdict = answer(exercise.solution.read_text())
+    assert bool(verdict.launches) == ("@triton.jit" in exercise.solution.read_text())
+    assert exercises.objections(exercise, verdict, limit=300) == []
 
 
 def test_what_an_answer_prints_is_capped(learner, capfd):
