@@ -103,7 +103,7 @@ def hint(name: Name = "") -> None:
     the one before.
     """
     exercise, progress = _chosen(name), Progress.load()
-    console.print(f"[bold]{exercise.number}  {exercise.title}[/]\n{exercise.file}")
+    console.print(f"[bold]{exercise.number}  {exercise.title}[/]\nYour file: {exercise.file}\n")
     shown = min(progress.hints.get(exercise.name, 0) + 1, len(exercise.hints))
     for number, text in enumerate(exercise.hints[:shown], start=1):
         console.print(f"[bold]Hint {number} of {len(exercise.hints)}[/]  {escape(text)}")
@@ -127,8 +127,8 @@ def solution(
     ] = False,
     whole: Annotated[bool, typer.Option("--whole", help="show the solution itself")] = False,
 ) -> None:
-    """Show what the solution of an exercise that you have solved does differently from your answer;
-    of any other with --give-up.
+    """Show how the solution of an exercise that you have solved differs from your answer; of any
+    other with --give-up.
     """
     progress = Progress.load()
     solved = [e for e in exercises.load() if progress.solved(e)]
@@ -200,9 +200,9 @@ def reset(name: Annotated[str, typer.Argument(help="its name, number or file")])
     """Bring an exercise back as it was shipped. What you had is kept beside it."""
     exercise = _chosen(name)
     kept = exercises.reset(exercise)
-    console.print(
-        f"{exercise.file} is as shipped." + (f" What you had: {kept.name}" if kept else "")
-    )
+    console.print(f"{exercise.file} is as shipped.")
+    if kept:
+        console.print(f"What you had: {kept.relative_to(phases.ROOT)}")
 
 
 def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:

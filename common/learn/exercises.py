@@ -419,8 +419,8 @@ def _take_over_answer(path: Path, exercise: Exercise) -> str:
             shutil.move(path, exercise.path)
             said = f"Your answer in {file} is now in {exercise.file}: go on there."
         elif path.read_bytes() != exercise.path.read_bytes():
-            kept = _set_aside(path, exercise)
-            said = f"{file} and {exercise.file} hold different answers: the first is now {kept.name} beside the second."
+            kept = _set_aside(path, exercise).relative_to(phases.ROOT)
+            said = f"Your answer in {file} is now in {kept}: {exercise.file} holds another one, which stays."
     if path == exercise.shipped:
         path.write_text(exercise.stub)
     else:

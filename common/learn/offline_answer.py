@@ -67,7 +67,7 @@ def _reason(made: offline.Compiled, answer: str) -> str:
     """Why the target refuses a kernel, and the line of the answer where the compiler names one."""
     if not made.error:
         limit = offline.SHARED_LIMIT[made.target] / 1024
-        return f"it needs {made.shared / 1024:.0f} KiB of shared memory, of {limit:.0f} KiB"
+        return f"it needs {made.shared / 1024:.0f} KiB of shared memory, and there are {limit:.0f}"
     # Triton quotes a function up to the line that it refuses, with a caret below; a callee's comes
     # after its caller's.
     *quotes, message = re.split(r"\n *\^(?:\n|$)", made.error)

@@ -274,8 +274,8 @@ def test_answers_in_the_shipped_files_move_to_work(copy, course):
     assert said[:3] == [
         f"Your answer in {alone.phase.folder}/exercises/{alone.name}.py is now in {alone.file}: go on there.",
         f"Your answer in {begun.phase.folder}/exercises/{begun.name}.py is now in {begun.file}: go on there.",
-        f"{both.phase.folder}/exercises/{both.name}.py and {both.file} hold different answers: "
-        f"the first is now {both.name}.py.old1 beside the second.",
+        f"Your answer in {both.phase.folder}/exercises/{both.name}.py is now in {both.file}.old1: "
+        f"{both.file} holds another one, which stays.",
     ]
     assert any("3 of 5" in line for line in said)
     for exercise in (alone, begun, equal):
