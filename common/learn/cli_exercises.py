@@ -142,7 +142,8 @@ def solution(
     file, text = exercise.solution.relative_to(phases.ROOT), exercise.solution.read_text()
     if not whole:
         console.print(f"[bold]- {exercise.file}\n+ {file}[/]")
-        _print_diff(exercise.path.read_text(errors="replace"), exercises.without_marks(text))
+        answer = exercise.path.read_text(errors="replace")
+        _print_diff(exercises.without_marks(answer), exercises.without_marks(text))
         return
     console.print(f"[dim]{file}[/]")
     if console.is_terminal:
