@@ -12,6 +12,7 @@ from common.learn.exercises import END, Progress, check, stub_of
 from phase4_backward.checks import varlen
 
 import pytest
+import torch
 from helpers import interpreted_only, needs_interpreter
 
 EXERCISES = exercises.load()
@@ -218,11 +219,12 @@ def test_whatever_an_answer_does_ends_in_a_verdict(line, kind, words, learner):
     assert not Progress.load().passed
 
 
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="an answer is compiled for the GPU that is here")
 LOOP = "    for i in range(2):\n        if i == 1:\n            {}\n"
 
 
 @needs_interpreter
-@interpreted_only
+@without_gpu
 @pytest.mark.parametrize(
     ("name", "before", "line", "kernel"),
     [
@@ -255,7 +257,7 @@ def test_a_kernel_of_a_check_is_compiled_with_the_answers_function(learner):
 
 
 @pytest.mark.slow
-@interpreted_only
+@without_gpu
 @each
 def test_a_solution_compiles(exercise, learner):
     answer = learner(exercise.name)
@@ -357,8 +359,6 @@ def test_the_runner_does_not_load_torch(module):
 
 
 def test_require_names_the_first_wrong_element():
-    import torch
-
     with pytest.raises(judge.Rejected, match=r"x: 1 of 2 elements are wrong; the first: element \[1\] is nan"):
         judge.require("x", torch.tensor([1, float("nan")]), torch.tensor([1.0, 2.0]))
     with pytest.raises(judge.Rejected, match=r"is 1\.00000012 where 1 is right \(computed in torch.float32"):
