@@ -184,7 +184,7 @@ class Progress:
 
     def save(self) -> None:
         self.path().parent.mkdir(exist_ok=True)
-        new = self.path().with_suffix(".new")
+        new = self.path().with_suffix(f".{os.getpid()}")
         new.write_text(json.dumps(asdict(self), indent=1) + "\n")
         new.replace(self.path())  # at once: a reader never sees half a file
 
@@ -412,19 +412,21 @@ def _take_over_answer(path: Path, exercise: Exercise) -> str:
     """Move an answer to the learner's file, or beside it where that has been edited. Returns what was
     done, "" if nothing. A shipped file becomes the stub again.
     """
-    said, file = "", path.relative_to(phases.ROOT)
-    if path.read_text(errors="replace") != exercise.stub:
-        if not _edited(exercise):
-            exercise.path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(path, exercise.path)
-            said = f"Your answer in {file} is now in {exercise.file}: go on there."
-        elif path.read_bytes() != exercise.path.read_bytes():
-            kept = _set_aside(path, exercise).relative_to(phases.ROOT)
-            said = f"Your answer in {file} is now in {kept}: {exercise.file} holds another one, which stays."
-    if path == exercise.shipped:
-        path.write_text(exercise.stub)
+    said, file, shipped = "", path.relative_to(phases.ROOT), path == exercise.shipped
+    as_shipped = path.read_text(errors="replace") == exercise.stub
+    if shipped and as_shipped:
+        return ""
+    if as_shipped or (exercise.path.exists() and path.read_bytes() == exercise.path.read_bytes()):
+        path.unlink()
+    elif _edited(exercise):
+        kept = _set_aside(path, exercise).relative_to(phases.ROOT)
+        said = f"Your answer in {file} is now in {kept}: {exercise.file} holds another one, which stays."
     else:
-        path.unlink(missing_ok=True)
+        exercise.path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, exercise.path)
+        said = f"Your answer in {file} is now in {exercise.file}: go on there."
+    if shipped:
+        path.write_text(exercise.stub)
     return said
 
 
