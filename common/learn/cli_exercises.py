@@ -265,6 +265,8 @@ def _print_verdict(exercise: Exercise, verdict: Verdict, *, short: bool = False)
     console.print(f"{exercise.number}  {exercise.name}  {MARKS[verdict.kind]}{seconds}")
     if not short or verdict.kind not in ("passed", "unfinished"):
         console.print(verdict.message, markup=False, style=None if verdict.passed else "red")
+    if not short and verdict.kind == "wrong":
+        console.print(f"[dim]{exercise.explained} explains what it takes[/]", soft_wrap=True)
 
 
 def _print_objections(exercise: Exercise, verdict: Verdict) -> None:

@@ -84,6 +84,12 @@ class Exercise:
         return self.chapter or self.phase.chapters[0]
 
     @property
+    def explained(self) -> str:
+        """Where a learner reads what it takes: "phase1_softmax/softmax.ipynb, section 2.3"."""
+        number = self.section.split()[0].rstrip(".")
+        return f"{self.phase.folder}/{self.notebook}, section {number}"
+
+    @property
     def solution(self) -> Path:
         return phases.ROOT / self.phase.folder / "solutions" / f"{self.name}.py"
 

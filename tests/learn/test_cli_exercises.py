@@ -109,6 +109,7 @@ def test_the_path_of_a_learner_through_phase_1(copy, terminal):
     assert code == 1
     assert "not yet right" in shown
     assert wrong.says in " ".join(shown.split())
+    assert f"{first.explained} explains" in " ".join(shown.split())
 
     for done, exercise in enumerate(PHASE_1, start=1):
         write(copy, exercise, exercise.solution.read_text())
@@ -121,11 +122,12 @@ def test_the_path_of_a_learner_through_phase_1(copy, terminal):
     assert "2.1" in shown
 
     assert "They are the same." in terminal.run(f"course solution {second.name}")[0]
-    write(copy, first, first.solution.read_text().replace("inside", "exist"))
-    assert terminal.run(f"course check {first.name}")[1] == 0
-    shown, code = terminal.run(f"course solution {first.name}")
+    masked_add = exercises.find("masked_add")
+    write(copy, masked_add, masked_add.solution.read_text().replace("inside", "exist"))
+    assert terminal.run("course check masked_add")[1] == 0
+    shown, code = terminal.run("course solution masked_add")
     assert code == 0
-    assert f"- {first.file}" in shown
+    assert f"- {masked_add.file}" in shown
     assert "-    exist = offsets < n" in shown
     assert "+    inside = offsets < n" in shown
     assert "end of your code" not in shown
