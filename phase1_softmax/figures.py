@@ -89,7 +89,8 @@ def three_tokens(tokens, p, v, o) -> None:
         right.plot(*value, "s", color=color["v"], ms=9)
         right.plot(*output, "o", color=color["o"], ms=9, mec=INK)
         right.annotate(f"value of\n{token}", value, (0, 9), **below)
-        right.annotate(token, output, (9, -4), textcoords="offset points", size=9)
+        beside = ((9, -4), "left") if output[1] > 1 else ((-6, -16), "right")
+        right.annotate(token, output, beside[0], textcoords="offset points", size=9, ha=beside[1])
     right.set(xlabel="first entry", ylabel="second entry", xlim=(-0.8, 4.8), ylim=(-0.6, 4))
     right.set_title("Values (squares) and outputs (circles)")
     rows = "; ".join(f"{t}: {np.round(w, 2).tolist()}" for t, w in zip(tokens, p, strict=True))
@@ -179,7 +180,7 @@ def memory_hierarchy() -> None:
     _, ax = _canvas(8.2, 3.1, (0, 100), (0, 40))
     for shift in (4, 2, 0):
         _box(ax, 2 + shift, 4 + shift, 31, 29, color="white")
-    ax.text(17.5, 30.5, "SM: where programs run", ha="center", size=9, weight="bold")
+    ax.text(17.5, 30.5, "SM: where kernels run", ha="center", size=9, weight="bold")
     _box(ax, 5, 20, 25, 9, "registers\n256 KiB", color="#F6D7C8")
     _box(
         ax,
@@ -187,7 +188,7 @@ def memory_hierarchy() -> None:
         6,
         25,
         12,
-        "shared memory\nup to 227 KiB a program\n30 TB/s, all SMs",
+        "shared memory\nup to 227 KiB\n30 TB/s, all SMs",
         color="#FBE7BF",
     )
     ax.text(17.5, 1, "132 of them", ha="center", size=9)
@@ -203,7 +204,7 @@ def memory_hierarchy() -> None:
     style.show(
         ax.figure,
         "The memories of an H200 from near, small and fast to far, large and slow: registers (256 KiB) and shared "
-        "memory (up to 227 KiB a program, 30 TB/s in all SMs together) in each of 132 SMs, the L2 cache of 50 MB "
+        "memory (up to 227 KiB, 30 TB/s in all SMs together) in each of 132 SMs, the L2 cache of 50 MB "
         "shared by all SMs, and HBM with 141 GB, where every tensor lives, at 4.25 TB/s.",
     )
 

@@ -54,7 +54,8 @@ def softmax_times(record: dict) -> None:
         lengths, taken = [r["cols"] for r in rows], [r["ms"] for r in rows]
         ax.plot(lengths, taken, **look)
         place = dict(textcoords="offset points", va="center", fontsize=9, weight="bold")
-        ax.annotate(provider, (lengths[-1], taken[-1]), (9, 0), **place)
+        beside = (9, 0) if len(lengths) > 2 else (-60, -14)
+        ax.annotate(provider, (lengths[-1], taken[-1]), beside, **place)
         times = ", ".join(f"{ms:.2f} at {n}" for n, ms in zip(lengths, taken, strict=True))
         said.append(f"{provider}: {times}")
     for matrices, words in ((1, "one reading"), (2, "a copy"), (3, "three matrices")):
