@@ -39,35 +39,37 @@ def bytes_for_a_head(
     plt.show()
 
 
-def softmax_bandwidth(record: dict) -> None:
-    """Phase 1: bytes per second against row length, with the rate of a plain copy as the ceiling."""
-    fig, ax = new(8, 3.8)
+def softmax_times(record: dict) -> None:
+    """Phase 1: time against row length, beside what one to three matrices take at a copy's rate."""
+    fig, ax = new(8, 4)
     looks = {
         "softmax_fused": dict(color=COLORS["tiled"], marker="o"),
         "softmax_online": dict(color=COLORS["state"], marker="s"),
         "torch.softmax": dict(color=COLORS["s"], marker="^", linestyle="--"),
+        "logsumexp": dict(color=COLORS["v"], marker="D"),
     }
+    said = []
     for provider, look in looks.items():
         rows = [r for r in record["rows"] if r["provider"] == provider and "ms" in r]
-        ax.plot(
-            [r["cols"] for r in rows], [r["gb_per_s"] / 1000 for r in rows], label=provider, **look
-        )
-    ceiling = record["ceilings"]["copy_bytes_per_s"] / 1e12
-    ax.axhline(ceiling, color=COLORS["limit"], linewidth=1, linestyle=":")
-    ax.text(1024, ceiling * 1.02, "a plain copy", va="bottom", fontsize=9)
+        lengths, taken = [r["cols"] for r in rows], [r["ms"] for r in rows]
+        ax.plot(lengths, taken, **look)
+        place = dict(textcoords="offset points", va="center", fontsize=9, weight="bold")
+        beside = (9, 0) if len(lengths) > 2 else (-60, -14)
+        ax.annotate(provider, (lengths[-1], taken[-1]), beside, **place)
+        times = ", ".join(f"{ms:.2f} at {n}" for n, ms in zip(lengths, taken, strict=True))
+        said.append(f"{provider}: {times}")
+    for matrices, words in ((1, "one reading"), (2, "a copy"), (3, "three matrices")):
+        ms = matrices * 2**29 / record["ceilings"]["copy_bytes_per_s"] * 1e3
+        ax.axhline(ms, color=COLORS["limit"], linewidth=1, linestyle=":")
+        ax.text(2**19.9, ms + 0.01, words, fontsize=8, va="bottom", ha="right")
     ax.set_xscale("log", base=2)
-    ax.set_ylim(0, 1.15 * ceiling)
-    ax.set_xlabel("values in a row (2^28 in all)")
-    ax.set_ylabel("TB/s, one read and one write")
-    ax.set_title("How close to the speed of memory?")
-    ax.legend(loc="lower left")
-    ends = []
-    for provider in looks:
-        rows = [r for r in record["rows"] if r["provider"] == provider and "ms" in r]
-        rates = [f"{r['gb_per_s'] / 1000:.1f} TB/s at {r['cols']}" for r in (rows[0], rows[-1])]
-        ends.append(f"{provider}: " + " to ".join(rates))
-    alt = f"Rates against the values in a row. {'; '.join(ends)}; a plain copy: {ceiling:.2f} TB/s."
-    _signed(fig, record, alt=alt)
+    ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    ax.set_xlim(760, 2**20)
+    ax.set_ylim(0, 0.92)
+    ax.set_xlabel("values in a row (2^28 in all, fp16)")
+    ax.set_ylabel("time in ms")
+    ax.set_title("Time; dotted: what as many bytes take at the rate of a copy")
+    _signed(fig, record, alt=f"Time in ms against the values in a row. {'; '.join(said)}.")
 
 
 def one_head_times(record: dict) -> None:
