@@ -193,8 +193,14 @@ def _numbers(ax, x, y, rows, tint, *, width=1.35, edge=INK, size=9):
 def worked_steps(q, k, v, turns) -> None:
     """A small attention, one panel for each turn of the loop over tiles of keys.
 
-    q (rows, d), k and v (keys, d): lists; a turn: dict(start, s, p, alpha, m, l, acc) of lists, rounded.
+    q (rows, d), k and v (keys, d): tensors; a turn: dict(start, s, p, alpha, m, l, acc), tensors but for start.
     """
+
+    def listed(x):
+        return x.double().mul(1000).round().div(1000).tolist()
+
+    q, k, v = map(listed, (q, k, v))
+    turns = [{n: x if n == "start" else listed(x) for n, x in turn.items()} for turn in turns]
     keys, width, gap = len(k), 1.35, 1.9
     k_t, v_t = ([list(column) for column in zip(*x, strict=True)] for x in (k, v))
     fig, axes = _drawing(11.5, 4.6, len(turns))

@@ -90,7 +90,9 @@ def one_head_times(record: dict) -> None:
     ax.legend(loc="upper left")
     longest = max(r["seq"] for r in record["rows"])
     at_end = ", ".join(
-        f"{r['provider']} {r['ms']:.2f}" for r in record["rows"] if r["seq"] == longest and "ms" in r
+        f"{r['provider']} {r['ms']:.2f}"
+        for r in record["rows"]
+        if r["seq"] == longest and "ms" in r
     )
     alt = f"Milliseconds for one head against sequence length, both logarithmic. At {longest}: {at_end}."
     _signed(fig, record, alt=alt)
