@@ -90,7 +90,14 @@ def one_head_times(record: dict) -> None:
     ax.set_ylabel("milliseconds")
     ax.set_title("Not writing S and P, in time")
     ax.legend(loc="upper left")
-    _signed(fig, record)
+    longest = max(r["seq"] for r in record["rows"])
+    at_end = ", ".join(
+        f"{r['provider']} {r['ms']:.2f}"
+        for r in record["rows"]
+        if r["seq"] == longest and "ms" in r
+    )
+    alt = f"Milliseconds for one head against sequence length, both logarithmic. At {longest}: {at_end}."
+    _signed(fig, record, alt=alt)
 
 
 def forward_tflops(record: dict, seq: int = 4096) -> None:
