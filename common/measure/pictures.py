@@ -100,17 +100,19 @@ def one_head_times(record: dict) -> None:
     _signed(fig, record, alt=alt)
 
 
-def forward_tflops(record: dict, seq: int = 4096) -> None:
+def forward_tflops(record: dict, seq: int = 4096, alt: str | None = None) -> None:
     """Phase 3: TFLOP/s of the forward pass beside SDPA's backends, one group of bars a case."""
-    _tflops(record, seq, "phase 3", f"The forward pass at seq {seq}, fp16, before any tuning")
+    title = f"The forward pass at seq {seq}, fp16, before any tuning"
+    _tflops(record, seq, "phase 3", title, alt)
 
 
-def backward_tflops(record: dict, seq: int = 4096) -> None:
+def backward_tflops(record: dict, seq: int = 4096, alt: str | None = None) -> None:
     """Phase 4: the same for the backward pass."""
-    _tflops(record, seq, "phase 4", f"The backward pass at seq {seq}, fp16, before any tuning")
+    title = f"The backward pass at seq {seq}, fp16, before any tuning"
+    _tflops(record, seq, "phase 4", title, alt)
 
 
-def _tflops(record, seq, ours, title) -> None:
+def _tflops(record, seq, ours, title, alt=None) -> None:
     fig, ax = new(8, 3.8)
     looks = {
         ours: dict(color=COLORS["tiled"]),
@@ -144,7 +146,7 @@ def _tflops(record, seq, ours, title) -> None:
     ax.set_title(title)
     ax.legend(loc="upper left", ncols=3)
     ax.set_ylim(0, 1.2 * ax.get_ylim()[1])
-    _signed(fig, record)
+    _signed(fig, record, alt=alt)
 
 
 def training_record(record: dict) -> None:
