@@ -19,7 +19,9 @@ is equal from run to run: the weights, the batches, the optimizer.
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
+import math
 import platform
 import random
 import subprocess
@@ -264,6 +266,7 @@ LOGIC = (
     "causal_forgotten", "dq_unscaled", "dk_unscaled", "dk_scaled_twice", "dq_last_tile", "dv_from_ds",
 )  # fmt: skip
 PRECISION = ("delta_16_bits", "ds_through_bf16")
+REPEATED = ("delta_zero", "dk_scaled_twice", "p_without_lse", "dq_unscaled")
 
 
 def emulated(mutant: str = "") -> Callable:
@@ -279,17 +282,20 @@ def emulated(mutant: str = "") -> Callable:
 def wrong_gradients(steps: int = 400) -> list[dict]:
     """Training with each mistake beside the right gradient: one row a run, as in `record`.
 
-    Three seeds for the right gradient and for two mistakes; one for the others, and for SDPA.
+    Three seeds for the right gradient and for four mistakes; one for the others, and for SDPA.
+    losses ends early where the next one is no number.
     """
     sizes = dict(heads=1, context=64, batch=16)
     runs = [("SDPA", sdpa(), 0)]
     for name in ("", *LOGIC, *PRECISION):
-        seeds = range(3) if name in ("", "delta_zero", "dk_scaled_twice") else [0]
+        seeds = range(3) if name in ("", *REPEATED) else [0]
         runs += [(name or "right", emulated(name), seed) for seed in seeds]
     rows = []
     for name, attention, seed in runs:
         losses, _ = train(attention, steps, seed=seed, **sizes)
-        rows.append(dict(attention=name, seed=seed, **sizes, losses=[round(x, 6) for x in losses]))
+        # A loss that is no number ends the run.
+        finite = [round(x, 6) for x in itertools.takewhile(math.isfinite, losses)]
+        rows.append(dict(attention=name, seed=seed, steps=steps, **sizes, losses=finite))
         print(f"{name:<20} seed {seed}  loss {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
     return rows
 
