@@ -96,12 +96,13 @@ def forward_tflops(record: dict, seq: int = 4096) -> None:
     _tflops(record, seq, "phase 3", f"The forward pass at seq {seq}, fp16, before any tuning")
 
 
-def backward_tflops(record: dict, seq: int = 4096) -> None:
+def backward_tflops(record: dict, seq: int = 4096, alt: str | None = None) -> None:
     """Phase 4: the same for the backward pass."""
-    _tflops(record, seq, "phase 4", f"The backward pass at seq {seq}, fp16, before any tuning")
+    title = f"The backward pass at seq {seq}, fp16, before any tuning"
+    _tflops(record, seq, "phase 4", title, alt)
 
 
-def _tflops(record, seq, ours, title) -> None:
+def _tflops(record, seq, ours, title, alt=None) -> None:
     fig, ax = new(8, 3.8)
     looks = {
         ours: dict(color=COLORS["tiled"]),
@@ -135,10 +136,10 @@ def _tflops(record, seq, ours, title) -> None:
     ax.set_title(title)
     ax.legend(loc="upper left", ncols=3)
     ax.set_ylim(0, 1.2 * ax.get_ylim()[1])
-    _signed(fig, record)
+    _signed(fig, record, alt=alt)
 
 
-def training_record(record: dict) -> None:
+def training_record(record: dict, alt: str | None = None) -> None:
     """Phase 4: long training runs, a column for each dtype: the losses, and how far two right kernels drift apart."""
     dtypes = list(dict.fromkeys(row["dtype"] for row in record["rows"]))
     use()
@@ -177,7 +178,7 @@ def training_record(record: dict) -> None:
     axes[1, 0].set_ylabel("|difference of losses|,\nmean of 20 steps")
     axes[0, 0].legend(fontsize=9)
     axes[1, 0].legend(fontsize=9, loc="lower right")
-    _signed(fig, record)
+    _signed(fig, record, alt=alt)
 
 
 def standing(forward: dict, backward: dict, seq: int = 4096) -> None:
