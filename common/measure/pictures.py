@@ -149,7 +149,7 @@ def _tflops(record, seq, ours, title, alt=None) -> None:
     _signed(fig, record, alt=alt)
 
 
-def training_record(record: dict) -> None:
+def training_record(record: dict, alt: str | None = None) -> None:
     """Phase 4: long training runs, a column for each dtype: the losses, and how far two right kernels drift apart."""
     dtypes = list(dict.fromkeys(row["dtype"] for row in record["rows"]))
     use()
@@ -188,7 +188,7 @@ def training_record(record: dict) -> None:
     axes[1, 0].set_ylabel("|difference of losses|,\nmean of 20 steps")
     axes[0, 0].legend(fontsize=9)
     axes[1, 0].legend(fontsize=9, loc="lower right")
-    _signed(fig, record)
+    _signed(fig, record, alt=alt)
 
 
 def standing(forward: dict, backward: dict, seq: int = 4096) -> None:

@@ -18,7 +18,7 @@ the first row of this sequence and head. A head's rows lie heads * head_dim elem
 delta are (heads, total_q), contiguous: total_q, given to every kernel, is the distance of two heads
 in them.
 
-Notebook: phase4_backward/backward.ipynb, section 6, "Exercises, and what we still cannot do".
+Notebook: phase4_backward/backward.ipynb, section 7.2, "Sequences of different lengths".
 """
 
 import itertools
