@@ -55,7 +55,12 @@ def turns(bodies: Mapping[str, Sequence[listing.Instruction]]) -> None:
         Patch(**PRODUCTS["PV"], edgecolor="white", label="left factor in registers"),
     ]
     fig.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
-    plt.show()
+    said = []
+    for title, body in bodies.items():
+        spans = (f"{name} {first} to {last}" for name, first, last in listing.under_way(body))
+        at = [n for n, x in enumerate(body) if x.what == "exponential"]
+        said.append(f"{title}: under way {', '.join(spans)}; exponentials {at[0]} to {at[-1]}")
+    style.show(fig, alt=f"By instruction of a turn. {'. '.join(said)}.")
 
 
 def busy(units: Mapping[str, Mapping[str, float]]) -> None:
