@@ -134,6 +134,11 @@ WRONG = {
             {"range(0, n, BLOCK_N)": "range(0, BLOCK_N, BLOCK_N)"},
             "first 64 logits: does the loop go on?",
         ),
+        Wrong(
+            "bf16 is interpreted",
+            {"s, v = runtime.to_kernel_dtype(s, v)": "s, v = s, v"},
+            "by runtime.to_kernel_dtype?",
+        ),
         Wrong("lse is m", {"m + tl.log(norm)": "m"}, "log(l) is missing"),
         Wrong("lse is log(l)", {"m + tl.log(norm)": "tl.log(norm)"}, "add m to it"),
         Wrong("base 2", {"m + tl.log(norm)": "(m + tl.log(norm)) * 1.4426950408889634"}, "to base 2"),
