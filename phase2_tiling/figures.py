@@ -337,7 +337,8 @@ def stages_and_tests(passed: Mapping[str, Mapping[str, bool]]) -> None:
                  weight="normal" if good else "bold", lw=0.6)  # fmt: skip
     for column, test in enumerate(tests):
         ax.text(column + 0.5, len(passed) + 0.15, test, ha="center", va="bottom", size=9, color=INK)
-    ax.set(xlim=(-2.6, len(tests) + 0.03), ylim=(-0.03, len(passed) + 0.9))
+    ax.set(xlim=(-2.6, len(tests) + 0.03), ylim=(-0.03, len(passed) + 0.6))
+    ax.set_title("Each stage of the kernel, in five tests")
     style.show(
         fig,
         "Which test each stage of the kernel fails: "
