@@ -62,9 +62,9 @@ def diff(old, new) -> str:
     return diff_texts(source(old, docstring=False), source(new, docstring=False))
 
 
-def show_diff(old, new) -> "Highlighted":
-    """Display what changed from `old` to `new`, in color."""
-    return Highlighted(diff(old, new), "diff")
+def show_diff(old, new, *, folded: str = "") -> "Highlighted":
+    """Display what changed from `old` to `new`, in color; with `folded` as in `show`."""
+    return Highlighted(diff(old, new), "diff", folded)
 
 
 @dataclass(frozen=True)
