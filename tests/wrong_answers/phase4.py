@@ -231,6 +231,24 @@ WRONG = {
             },
             "delta is subtracted twice",
         ),
+        Wrong(
+            "two kernels to go",
+            {'dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision="ieee")': "raise NotImplementedError"},
+            "right so far: kept, _forward_kernel. Next: _dkdv_kernel",
+        ),
+        Wrong(
+            "one kernel to go",
+            {'dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")': "raise NotImplementedError"},
+            "right so far: kept, _forward_kernel, _dkdv_kernel. Next: _dq_kernel",
+        ),
+        Wrong(
+            "one kernel to go, another one wrong",
+            {
+                'dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")': "raise NotImplementedError",
+                "(z * p).to(do.dtype)": "p.to(do.dtype)",
+            },
+            "Z is missing: dV",
+        ),
     ],
     "varlen": [
         Wrong("length is the end", {"b + 1) - first": "b + 1)"}, "how long is a sequence"),
@@ -316,6 +334,16 @@ WRONG = {
                 )
             },
             "its head 0 of dq is right",
+        ),
+        Wrong(
+            "two kernels to go",
+            {'dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision="ieee")': "raise NotImplementedError"},
+            "right so far: sequence, _forward_kernel. Next: _dkdv_kernel",
+        ),
+        Wrong(
+            "one kernel to go",
+            {'dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")': "raise NotImplementedError"},
+            "right so far: sequence, _forward_kernel, _dkdv_kernel. Next: _dq_kernel",
         ),
     ],
 }
