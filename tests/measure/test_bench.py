@@ -53,10 +53,10 @@ def test_a_record_is_of_the_kernels_as_they_are(folder, name):
 def test_a_record_knows_its_tiles_and_its_clock(monkeypatch):
     before = records.settings_fingerprint([{"tile": 64}])
     assert before == records.settings_fingerprint([{"tile": 64}]) != records.settings_fingerprint([{"tile": 128}])
-    assert before != records.settings_fingerprint([{"tile": 64}, ratios])
+    assert before != records.settings_fingerprint([{"tile": 64}, speeds.rates])
     for name in ("time_ms", "measure"):
         with monkeypatch.context() as patch:
-            patch.setattr(records, name, ratios)
+            patch.setattr(records, name, speeds.rates)
             assert before != records.settings_fingerprint([{"tile": 64}])
 
 
