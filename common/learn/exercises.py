@@ -105,10 +105,10 @@ class Exercise:
 
 @cache
 def load() -> tuple[Exercise, ...]:
-    """All exercises in order, from phaseN_x/exercises/manifest.toml."""
+    """All exercises in order, from phaseN_x/checks/manifest.toml, where hints are out of sight."""
     loaded = []
     for phase in phases.PHASES:
-        manifest = phases.ROOT / phase.folder / "exercises" / "manifest.toml"
+        manifest = phases.ROOT / phase.folder / "checks" / "manifest.toml"
         if manifest.exists():
             entries = tomllib.loads(manifest.read_text())["exercise"]
             for place, entry in enumerate(entries, start=1):
