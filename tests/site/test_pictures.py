@@ -145,7 +145,7 @@ def test_softmax_steps_through_the_states(visit):
         )
     said = page.locator("#say").inner_text()
     o, direct = (number(x) for x in re.findall(r"(?:acc / l =|row gives) ([−\d.]+\d)", said))
-    m, l, acc = states[-1]
+    _, l, acc = states[-1]
     assert o == direct == pytest.approx(acc / l, abs=6e-4)
     page.get_by_role("button", name="Back").click()
     assert shown(page, "m", "l", "acc") == pytest.approx(states[3], abs=6e-4)
