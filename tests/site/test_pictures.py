@@ -5,8 +5,10 @@ import re
 import shutil
 from itertools import pairwise
 
+from common.measure.traffic import tiled_attention_bytes
 from common.phases import ROOT
 
+import numpy as np
 import pytest
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -96,7 +98,7 @@ def test_whatever_can_be_used_is_named_and_reached_by_keyboard(visit, name):
         named = "node => node.ariaLabel || node.labels?.[0]?.textContent || node.textContent"
         assert controls.nth(i).evaluate(named).strip()
     assert page.locator("#picture").get_attribute("aria-label")
-    assert page.locator("[role=status]").inner_text()
+    assert page.locator("#say").inner_text()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -175,3 +177,81 @@ def test_softmax_motion_ends_where_the_step_ends_and_can_be_turned_off(visit):
         page.get_by_role("button", name="Step").click()
         assert page.evaluate("progress < 1") == early
         page.wait_for_function("progress === 1")
+
+
+# --- tiles ---------------------------------------------------------------------------------------
+
+HEAD_DIM = 4
+
+
+def example(seq):
+    """The picture's Q, K and V."""
+    i, d = np.mgrid[:seq, :HEAD_DIM]
+    return [(a * i + b * d + i * d) % 5 - 2.0 for a, b in ((2, 1), (3, 2), (1, 3))]
+
+
+def bytes_so_far(page):
+    said = page.locator("#say").inner_text()
+    return [
+        int(x.replace(",", "")) for x in re.findall(r"So far ([\d,]+) bytes; with S and P stored, ([\d,]+):", said)[0]
+    ]
+
+
+def rows(page):
+    lines = page.locator("#rows tbody tr").all()
+    return np.array([[number(x) for x in line.locator("th, td").all_inner_texts()] for line in lines])
+
+
+@pytest.mark.parametrize(("seq", "block_m", "block_n"), [(8, 4, 4), (10, 4, 8), (6, 8, 2)])
+def test_tiles_keep_the_state_and_count_the_bytes(visit, seq, block_m, block_n):
+    page = visit("tiles")
+    for name, value in (("seq", seq), ("block_m", block_m), ("block_n", block_n)):
+        page.locator(f"#{name}").select_option(str(value))
+    q, k, v = example(seq)
+    s = q @ k.T / 2
+    programs, tiles = -(-seq // block_m), -(-seq // block_n)
+    step = page.get_by_role("button", name="Step")
+    for program in range(programs):
+        step.click()
+        for tile in range(tiles):
+            step.click()
+            query, m, factor, l, acc, o = rows(page).T
+            assert list(query) == list(range(program * block_m, min(seq, (program + 1) * block_m)))
+            mine = s[query.astype(int)]
+            seen, before = mine[:, : (tile + 1) * block_n], mine[:, : tile * block_n]
+            p = np.exp(seen - seen.max(1, keepdims=True))
+            np.testing.assert_allclose(m, seen.max(1))
+            np.testing.assert_allclose(l, p.sum(1), atol=6e-4)
+            np.testing.assert_allclose(acc, p @ v[: seen.shape[1], 0], atol=6e-4)
+            np.testing.assert_allclose(o, p @ v[: seen.shape[1], 0] / p.sum(1), atol=6e-4)
+            np.testing.assert_allclose(factor, np.exp(before.max(1, initial=-np.inf) - seen.max(1)), atol=6e-4)
+        step.click()
+    assert step.is_disabled()
+    naive = (4 * seq * HEAD_DIM + 4 * seq * seq) * 2  # each of Q, K, V, O once, S and P twice
+    assert bytes_so_far(page) == [tiled_attention_bytes(seq, seq, HEAD_DIM, block_m, block_n, 2), naive]
+
+
+def test_tiles_are_stepped_with_the_arrow_keys(visit):
+    page = visit("tiles")
+    page.locator("#at").focus()
+    seen = []
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+        seen.append(bytes_so_far(page))
+    tile, scores = 4 * HEAD_DIM * 2, 4 * 4 * 2
+    assert seen == [[n * tile, n * tile + pairs * 4 * scores] for n, pairs in ((1, 0), (3, 1), (5, 2))]
+    page.keyboard.press("ArrowLeft")
+    assert bytes_so_far(page) == seen[1]
+
+
+def test_tiles_of_real_sizes_fit_or_do_not(visit):
+    page = visit("tiles")
+    for d, m, n in ((128, 128, 128), (64, 256, 128), (128, 256, 256), (128, 256, 64)):
+        for name, value in (("real_d", d), ("real_m", m), ("real_n", n)):
+            page.locator(f"#{name}").select_option(str(value))
+        said = page.locator("#real-say").inner_text()
+        kib = (m + 2 * n) * d * 2 / 1024
+        assert said.startswith(f"Q, K and V tile: {kib:.0f} KiB.")
+        for limit in (163, 227):
+            assert (f"fits into the {limit} KiB" in said) == (kib <= limit)
+        assert f"moves {tiled_attention_bytes(4096, 4096, d, m, n, 2) / 2**20:.0f} MiB" in said
