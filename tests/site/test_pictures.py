@@ -1,5 +1,6 @@
 """The site's moving pictures in a browser: what they show after a click and a key is computed here again."""
 
+import heapq
 import math
 import re
 import shutil
@@ -255,3 +256,57 @@ def test_tiles_of_real_sizes_fit_or_do_not(visit):
         for limit in (163, 227):
             assert (f"fits into the {limit} KiB" in said) == (kib <= limit)
         assert f"moves {tiled_attention_bytes(4096, 4096, d, m, n, 2) / 2**20:.0f} MiB" in said
+
+
+# --- masks ---------------------------------------------------------------------------------------
+
+
+def tile_kinds(seq_q, seq_k, block_m, block_n, causal):
+    """Rows of kinds, from every pair of a query and a key; queries past the end follow the same rule."""
+    tiles_m, tiles_n = -(-seq_q // block_m), -(-seq_k // block_n)
+    i, j = np.mgrid[: tiles_m * block_m, : tiles_n * block_n]
+    visible = (j < seq_k) & ((i >= j) | (not causal))
+    pairs = visible.reshape(tiles_m, block_m, tiles_n, block_n).sum((1, 3))
+    return [["masked" if 0 < n < block_m * block_n else "full" if n else "skipped" for n in row] for row in pairs]
+
+
+def last_done(works, processors):
+    free = [0] * processors
+    for work in works:
+        heapq.heapreplace(free, free[0] + work)
+    return max(free)
+
+
+@pytest.mark.parametrize("sizes", [(1024, 1024, 128, 128), (1000, 700, 128, 64), (200, 1000, 64, 256)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_masks_skip_tiles_and_share_out_programs(visit, sizes, causal):
+    page = visit("masks")
+    for name, value in zip(("seq_q", "seq_k", "block_m", "block_n"), sizes, strict=True):
+        page.locator(f"#{name}").select_option(str(value))
+    page.locator("#causal").set_checked(causal)
+    kinds = tile_kinds(*sizes, causal)
+    flat = [kind for row in kinds for kind in row]
+    assert shown(page, "full", "masked", "skipped") == [flat.count(k) for k in ("full", "masked", "skipped")]
+    works = [len(row) - row.count("skipped") for row in kinds]
+    heavy = sorted(works, reverse=True)
+    for heads, processors in ((4, 6), (8, 16), (1, 2)):
+        page.locator("#heads").select_option(str(heads))
+        page.locator("#processors").select_option(str(processors))
+        queues = {"grid": works * heads, "head": heavy * heads, "all": sorted(works * heads, reverse=True)}
+        for order, queue in queues.items():
+            page.locator("#order").select_option(order)
+            end, ideal = shown(page, "end", "ideal")
+            assert end == last_done(queue, processors)
+            assert ideal == pytest.approx(sum(queue) / processors, abs=0.06)
+
+
+def test_masks_time_moves_by_click_key_and_pointer(visit):
+    page = visit("masks")
+    page.get_by_role("button", name="Step").click()
+    assert page.locator("#say").inner_text().startswith("Time 1 of 28: 6 of 6 multiprocessors compute, 25 of 32")
+    page.locator("#time").focus()
+    page.keyboard.press("End")
+    assert page.locator("#say").inner_text().startswith("Time 28 of 28: 0 of 6")
+    box = page.locator("#picture").bounding_box()
+    page.locator("#picture").click(position=dict(x=page.evaluate("x(6.5)"), y=box["height"] - 100))
+    assert page.locator("#say").inner_text().startswith("Time 6 of 28: 6 of 6")
