@@ -1,6 +1,7 @@
 """The site's moving pictures in a browser: what they show after a click and a key is computed here again."""
 
 import heapq
+import json
 import math
 import re
 import shutil
@@ -8,6 +9,8 @@ from itertools import pairwise
 
 from common.measure.traffic import tiled_attention_bytes
 from common.phases import ROOT
+from common.site.pictures import pipeline_data
+from phase5_tuning import hopper_model
 
 import numpy as np
 import pytest
@@ -86,7 +89,7 @@ def test_the_theme_is_the_readers_or_the_addresss(visit, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_can_be_used_is_named_and_reached_by_keyboard(visit, name):
     page = visit(name)
-    controls = page.locator("button:enabled, select:enabled, input:enabled, [role=slider]")
+    controls = page.locator("button:enabled, select:enabled, input:enabled, [role=slider]").filter(visible=True)
     left = set(range(controls.count()))
     assert left
     for _ in range(2 * len(left)):
@@ -310,3 +313,58 @@ def test_masks_time_moves_by_click_key_and_pointer(visit):
     box = page.locator("#picture").bounding_box()
     page.locator("#picture").click(position=dict(x=page.evaluate("x(6.5)"), y=box["height"] - 100))
     assert page.locator("#say").inner_text().startswith("Time 6 of 28: 6 of 6")
+
+
+# --- pipeline ------------------------------------------------------------------------------------
+
+
+def test_the_pipelines_timelines_are_what_the_model_computes():
+    assert json.loads(pipeline_data.write(pipeline_data.compute(hopper_model))) == pipeline_data.read(), (
+        "run python -m common.site.pictures.pipeline_data"
+    )
+
+
+def share(page, row):
+    return number(page.locator(f"[data-share='{row}']").text_content().split()[1]) / 100
+
+
+FORWARD = [(64, 3, 4, False), (128, 2, 2, True), (128, 1, 1, False)]
+
+
+def test_pipeline_shows_how_busy_the_units_are_and_the_speed(visit):
+    page = visit("pipeline")
+    page.locator("#zoom").focus()
+    page.keyboard.press("Home")  # the whole run
+    for d, consumers, stages, overlap in FORWARD:
+        for name, value in (("head_dim", d), ("consumers", consumers), ("stages", stages)):
+            page.locator(f"#{name}").select_option(str(value))
+        page.locator("#overlap").set_checked(overlap)
+        assert shown(page, "tflops") == [round(hopper_model.predicted_tflops(d, consumers, stages, overlap))]
+        run = hopper_model.simulate(hopper_model.forward(d, consumers, stages, overlap, pipeline_data.TILES_N))
+        exponentials = consumers * pipeline_data.TILES_N * hopper_model.ROWS * hopper_model.BLOCK_N / hopper_model.MUFU
+        expected = {"copy engine (TMA)": run.busy("TMA"), "tensor cores": run.busy("tensor cores")}
+        expected |= {"exponential unit": exponentials, "producer": run.busy("producer", "wait")}
+        for row, busy in expected.items():
+            assert share(page, row) == pytest.approx(busy / run.total, abs=0.012), row
+    page.locator("#kernel").select_option("plain")
+    page.locator("#programs").select_option("3")
+    assert shown(page, "tflops") == [round(hopper_model.predicted_plain_tflops(128, 3, stages=1))]
+    run = hopper_model.simulate(hopper_model.plain(128, 3, 1, pipeline_data.TILES_N))
+    assert share(page, "tensor cores") == pytest.approx(run.busy("tensor cores") / run.total, abs=0.012)
+
+
+def test_pipeline_time_moves_by_click_key_and_pointer(visit):
+    page = visit("pipeline")
+    run = hopper_model.simulate(hopper_model.forward(128, 2, 2, False, pipeline_data.TILES_N))
+    events = sorted({round(time * 100) for i in run.intervals for time in (i.start, i.end)})
+    for event in events[1:4]:
+        page.get_by_role("button", name="Next event").click()
+        assert page.locator("#say").inner_text().startswith(f"At {event / 100:.2f} of {run.total:.2f} µs:")
+    page.locator("#time").focus()
+    page.keyboard.press("End")
+    assert page.locator("#say").inner_text() == f"At {run.total:.2f} µs all is done."
+    page.keyboard.press("Home")
+    middle = page.evaluate("(shownWindow.from + shownWindow.to) / 2")
+    box = page.locator("#picture").bounding_box()
+    page.locator("#picture").click(position=dict(x=(14 + box["width"] - 4) / 2, y=60))
+    assert page.evaluate("shownWindow.time") == pytest.approx(middle, abs=4)
