@@ -3,7 +3,7 @@
 This kernel loads the next tile of keys and values while it works on the present one, as fast kernels do. Its results
 are wrong. Everything it calls is right: the mistake is in the loop, and one line mends it.
 
-Do not search by reading. Run this file: `python -m phase3_forward.exercises.find_bug` compares the kernel with its twin
+Do not search by reading. Run this file: `python work/phase3_forward/find_bug.py` compares the kernel with its twin
 in PyTorch, `tiled_attention`, after one tile of keys, after two and after three, as section 6.1 does. Extend the
 comparison until it leaves one explanation: the results against each other, causal calls, lengths that fit no tile,
 single rows. Say to yourself what the kernel computes instead of attention, then mend it.

@@ -7,7 +7,7 @@ decimals; `RIGHT` is what should have come out. No forward pass was wrong: o and
 For each patient write the line as it was, in `DIAGNOSIS`: the name of the line, and the expression that stood there.
 `report()` runs your lines and prints what they give beside the patient's numbers:
 
-    python -m phase4_backward.exercises.broken_gradient
+    python work/phase4_backward/broken_gradient.py
 
 First ask which of dq, dk and dv are wrong, and which lines all the wrong ones share. Then look at the numbers: is one
 of them a multiple of the right one? Does each row add up to something? (lse.flip(0), say, are the two numbers of lse

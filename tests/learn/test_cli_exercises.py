@@ -70,6 +70,7 @@ def terminal(copy):
     opened.shell.close(force=True)
 
 
+@pytest.mark.slow
 def test_the_path_of_a_learner_through_phase_1(copy, terminal):
     first, second = PHASE_1[:2]
     wrong = wrong_answers.load()[first.name][0]
@@ -162,7 +163,7 @@ def test_names_that_do_not_exist(terminal):
 def test_check_of_a_phase_and_what_is_piped_is_not_wrapped(copy, terminal):
     shown, code = terminal.run("course check 2")
     assert code == 1
-    assert "0 of 4 exercises passed" in shown
+    assert f"0 of {len(PHASE_2)} exercises passed" in shown
     terminal.run("course solution 2.1 --give-up --whole > out.py")
     assert PHASE_2[0].solution.read_text() in (copy / "out.py").read_text()
     assert "They are the same" in terminal.run("course diff 2 2")[0]
