@@ -33,7 +33,8 @@ def main() -> int:
     shutil.rmtree(SOURCE.parent, ignore_errors=True)
     (SOURCE / "_static").mkdir(parents=True)
     shutil.copy(HERE / "conf.py", SOURCE)
-    shutil.copy(HERE / "course.css", SOURCE / "_static")
+    for name in ("course.css", "course.js"):
+        shutil.copy(HERE / name, SOURCE / "_static")
     pages = dict(
         index=index(), glossary=linked((ROOT / "GLOSSARY.md").read_text()), exercises=exercise_page(),
         code=code_page(), api=api_page(), records=records_page(), pictures=pictures_page(),

@@ -11,6 +11,7 @@ extensions = ["myst_nb", "sphinx.ext.mathjax", "sphinx-mathjax-offline", "sphinx
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["course.css"]
+html_js_files = ["course.js"]
 html_show_sphinx = False
 html_copy_source = False
 nb_execution_mode = "off"  # the stored outputs are what the tests hold the cells against

@@ -113,3 +113,15 @@ def test_search_finds_a_term(site, browser):
     page.wait_for_selector("ul.search li", timeout=60_000)
     assert not errors
     page.context.close()
+
+
+def test_pictures_are_shown_whole_and_follow_the_theme(site, browser):
+    page, errors, _ = opened(browser, (site / "pictures.html").as_uri(), color_scheme="light")
+    frames = page.frames[1:]
+    assert len(frames) == 4
+    for frame in frames:
+        frame.wait_for_function("document.documentElement.scrollHeight <= innerHeight + 2")
+    page.evaluate("document.body.dataset.theme = 'dark'")
+    page.wait_for_function("[...document.querySelectorAll('iframe')].every(f => f.src.endsWith('?theme=dark'))")
+    assert not errors
+    page.context.close()
