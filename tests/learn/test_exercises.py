@@ -265,7 +265,7 @@ def test_a_solution_compiles(exercise, learner):
     answer = learner(exercise.name)
     verdict = answer(exercise.solution.read_text())
     assert bool(verdict.launches) == ("@triton.jit" in exercise.solution.read_text())
-    assert exercises.objections(exercise, verdict, limit=300) == []
+    assert exercises.objections(answer.exercise, verdict, limit=300) == []
 
 
 def test_what_an_answer_prints_is_capped(learner, capfd):

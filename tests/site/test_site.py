@@ -1,10 +1,13 @@
 """`make site` in a browser: every page, its links, its formulas and its pictures, and no request that leaves it."""
 
+import functools
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urldefrag
 
 from common.learn import exercises
@@ -108,10 +111,21 @@ def test_formulas_are_typeset_and_figures_described(site, browser, chapter):
     page.context.close()
 
 
-def test_search_finds_a_term(site, browser):
-    page, errors, _ = opened(browser, (site / "search.html").as_uri() + "?q=rescale")
+@pytest.fixture
+def address(site):
+    """The site on a server: browsers read no search index from a file."""
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=site)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_search_finds_a_term(address, browser):
+    page, errors, elsewhere = opened(browser, f"{address}/search.html?q=rescale")
     page.wait_for_selector("ul.search li", timeout=60_000)
     assert not errors
+    assert all(request.startswith(address) for request in elsewhere)
     page.context.close()
 
 
