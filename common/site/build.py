@@ -33,7 +33,7 @@ def main() -> int:
     shutil.rmtree(SOURCE.parent, ignore_errors=True)
     (SOURCE / "_static").mkdir(parents=True)
     shutil.copy(HERE / "conf.py", SOURCE)
-    for name in ("course.css", "course.js"):
+    for name in ("course.css", "course.js", "favicon.svg"):
         shutil.copy(HERE / name, SOURCE / "_static")
     pages = dict(
         index=index(), glossary=linked((ROOT / "GLOSSARY.md").read_text()), exercises=exercise_page(),

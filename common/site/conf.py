@@ -10,6 +10,7 @@ html_title = "FlashAttention, from the online softmax to tuned kernels"
 extensions = ["myst_nb", "sphinx.ext.mathjax", "sphinx-mathjax-offline", "sphinx_copybutton"]
 html_theme = "furo"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["course.css"]
 html_js_files = ["course.js"]
 html_show_sphinx = False
