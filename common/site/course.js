@@ -17,5 +17,6 @@ function follow() {
 
 addEventListener("DOMContentLoaded", () => {
   follow();
+  for (const frame of pictures()) frame.contentWindow.postMessage("height", "*"); // it may have told it before
   new MutationObserver(follow).observe(document.body, { attributeFilter: ["data-theme"] });
 });

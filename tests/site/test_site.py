@@ -129,12 +129,28 @@ def test_search_finds_a_term(address, browser):
     page.context.close()
 
 
+def shown_whole(page):
+    """Wait until no picture of the page is cut off."""
+    frames = page.locator("iframe.picture")
+    assert frames.count() == 4
+    for k in range(4):
+        frames.nth(k).scroll_into_view_if_needed()  # a browser may not lay out what is out of sight
+        frame = frames.nth(k).element_handle().content_frame()
+        frame.wait_for_function("document.documentElement.scrollHeight <= innerHeight + 2", polling=100)
+
+
+def test_pictures_are_whole_when_they_are_loaded_before_the_script_of_the_page(address, browser):
+    page = browser.new_page()
+    with page.expect_response("**/course.js*"):
+        page.route("**/course.js*", lambda route: (page.wait_for_timeout(1500), route.continue_()))
+        page.goto(f"{address}/pictures.html")
+    shown_whole(page)
+    page.close()
+
+
 def test_pictures_are_shown_whole_and_follow_the_theme(site, browser):
     page, errors, _ = opened(browser, (site / "pictures.html").as_uri(), color_scheme="light")
-    frames = page.frames[1:]
-    assert len(frames) == 4
-    for frame in frames:
-        frame.wait_for_function("document.documentElement.scrollHeight <= innerHeight + 2")
+    shown_whole(page)
     page.evaluate("document.body.dataset.theme = 'dark'")
     page.wait_for_function("[...document.querySelectorAll('iframe')].every(f => f.src.endsWith('?theme=dark'))")
     assert not errors
