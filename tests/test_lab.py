@@ -10,6 +10,7 @@ import sys
 
 from common.learn import exercises
 from common.phases import PHASES, ROOT
+from common.site import moving
 
 import nbformat
 import pytest
@@ -44,7 +45,8 @@ def page(course, tmp_path_factory):
     config = tmp_path_factory.mktemp("jupyter")
     (config / "jupyter_server_config.json").write_text(json.dumps(CONFIG))
     environ = {name: value for name, value in os.environ.items() if "MAKE" not in name}
-    environ |= dict(JUPYTER_CONFIG_DIR=str(config), PYTHONPATH=str(course))
+    # Its own data: whoever saved a notebook on this machine has signed, and so trusts, its outputs.
+    environ |= dict(JUPYTER_CONFIG_DIR=str(config), JUPYTER_DATA_DIR=str(config), PYTHONPATH=str(course))
     command = ["make", "-o", ".venv/ready", f"PY={sys.executable}", "lab"]
     lab = subprocess.Popen(
         command, cwd=course, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -88,6 +90,17 @@ def test_an_exercise_is_one_click_away(page, readme):
     page.locator(".cm-content", has_text=EXERCISE.task.splitlines()[0]).wait_for()
 
 
+def shown_picture(page):
+    """The cell that shows a moving picture, brought into sight: JupyterLab leaves out what is not."""
+    number = page.evaluate("""async () => {
+        const cells = window.jupyterapp.shell.currentWidget.content;
+        const number = cells.widgets.findIndex(cell => cell.model.sharedModel.source.includes("show_moving("));
+        await cells.scrollToItem(number, "start");
+        return number;
+    }""")
+    return page.locator(f'.jp-NotebookPanel:visible .jp-Cell[data-windowed-list-index="{number}"]')
+
+
 def test_a_chapter_opens_with_its_formulas_and_runs(page, readme, course):
     stored = nbformat.read(course / NOTEBOOK, as_version=4)
     for cell in stored.cells:
@@ -104,9 +117,21 @@ def test_a_chapter_opens_with_its_formulas_and_runs(page, readme, course):
         await window.jupyterapp.commands.execute('notebook:run-all-cells');
         await window.jupyterapp.commands.execute('docmanager:save');
     }""")
-    page.screenshot(path=course / "chapter.png")
     cells = [c for c in nbformat.read(course / NOTEBOOK, as_version=4).cells if c.cell_type == "code" and c.source]
     assert [c.execution_count for c in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
     assert len([o for o in outputs if "image/png" in o.get("data", {})]) >= 4
+    picture = shown_picture(page).frame_locator("iframe")
+    picture.get_by_role("button", name="Step").click()
+    picture.get_by_text("Step 1 of 4").wait_for()
+    page.screenshot(path=course / "chapter.png")
+
+
+def test_a_chapter_that_nobody_trusts_shows_a_picture_and_says_how_to_see_it_move(page, readme):
+    readme.get_by_role("link", name="tiling", exact=True).click()
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
+    cell = shown_picture(page)
+    cell.get_by_text(moving.INSTEAD).wait_for()
+    assert cell.locator("img").count() == 1
+    assert page.locator(".jp-NotebookPanel:visible iframe").count() == 0

@@ -6,27 +6,25 @@ or written into build/site/source, from which Sphinx makes build/site/html. No p
 anything on another server.
 """
 
+import ast
 import html
 import importlib
 import inspect
+import json
 import re
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 from common.learn import exercises
 from common.measure import records
 from common.phases import PHASES, ROOT
+from common.site import moving
 
 HERE = Path(__file__).parent
 SOURCE, PAGES = (ROOT / "build" / "site" / name for name in ("source", "html"))
-PICTURES = {
-    "softmax": "The online softmax",
-    "tiles": "Tiles and bytes",
-    "masks": "Masks and the grid",
-    "pipeline": "The pipeline of a multiprocessor",
-}
 
 
 def main() -> int:
@@ -44,15 +42,31 @@ def main() -> int:
     for path in (path for phase in PHASES for path in phase.notebook_paths):
         target = SOURCE / path.relative_to(ROOT)
         target.parent.mkdir(exist_ok=True)
-        shutil.copy(path, target)
+        target.write_text(with_pictures(path.read_text()))
     for path in ("common/learn/overview.png", "phase5_tuning/speeds.png"):
         (SOURCE / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, SOURCE / path)
     shutil.copy(ROOT / "LICENSE", SOURCE)
-    for name in PICTURES:
-        shutil.copy(HERE / "pictures" / f"{name}.html", SOURCE / "_static")
+    for name in moving.TITLES:
+        shutil.copy(moving.FOLDER / f"{name}.html", SOURCE / "_static")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", SOURCE, PAGES]
     return subprocess.run(command).returncode
+
+
+def with_pictures(notebook: str) -> str:
+    """A stored notebook whose moving pictures are the site's own, without their images."""
+    stored = json.loads(notebook)
+    for outputs in (cell["outputs"] for cell in stored["cells"] if "outputs" in cell):
+        for image, frame in list(pairwise(outputs)):
+            if name := image.get("metadata", {}).get("image/png", {}).get("still"):
+                frame["data"] = {"text/html": picture(name, "../_static/")}
+                outputs.remove(image)
+    return json.dumps(stored)
+
+
+def picture(name: str, folder: str = "_static/") -> str:
+    title = moving.TITLES[name]
+    return f'<iframe class="picture" src="{folder}{name}.html" title="{title}"></iframe>'
 
 
 def linked(text: str) -> str:
@@ -96,10 +110,25 @@ def exercise_page() -> str:
             parts.append(
                 f"About {e.minutes} minutes; it belongs to [section {e.section}]({chapter}).\n"
             )
-            parts.append(f"```python\n{e.stub.rstrip()}\n```\n")
+            parts.append(_task(e.task))
+            parts.append(f"```python\n{_without_docstring(e.stub)}\n```\n")
             for n, hint in enumerate(e.hints, start=1):
                 parts.append(f"<details><summary>Hint {n}</summary>\n\n{hint}\n\n</details>\n")
     return "\n".join(parts)
+
+
+def _task(text: str) -> str:
+    """An exercise's task in Markdown, without its last paragraph, which says where it belongs."""
+    paragraphs = text.rpartition("\n\nNotebook:")[0].split("\n\n")
+    as_text = [
+        p if p.startswith("    ") else re.sub(r"([*_$\\])", r"\\\1", html.escape(p, quote=False))
+        for p in paragraphs
+    ]
+    return "\n\n".join(as_text) + "\n"
+
+
+def _without_docstring(stub: str) -> str:
+    return "\n".join(stub.splitlines()[ast.parse(stub).body[0].end_lineno :]).strip()
 
 
 def code_page() -> str:
@@ -159,12 +188,8 @@ def _cell(value: object) -> str:
 
 def pictures_page() -> str:
     parts = ["# Pictures that move\n"]
-    for name, title in PICTURES.items():
-        address = f"_static/{name}.html"
-        parts.append(
-            f'## {title}\n\n<iframe class="picture" src="{address}" title="{title}"></iframe>\n'
-        )
-        parts.append(f"[Open it alone]({address})\n")
+    for name, title in moving.TITLES.items():
+        parts.append(f"## {title}\n\n{picture(name)}\n\n[Open it alone](_static/{name}.html)\n")
     return "\n".join(parts)
 
 

@@ -15,6 +15,7 @@ html_css_files = ["course.css"]
 html_js_files = ["course.js"]
 html_show_sphinx = False
 html_copy_source = False
+smartquotes = False  # a quote in code that stands in a sentence stays as it is typed
 nb_execution_mode = "off"  # the stored outputs are what the tests hold the cells against
 nb_merge_streams = True
 myst_enable_extensions = ["dollarmath", "amsmath"]

@@ -5,13 +5,16 @@ import contextlib
 import io
 import re
 import warnings
+from itertools import pairwise
 
 from common import style
 from common.learn import notebooks
 from common.phases import PHASES, ROOT
+from common.site import moving
 
 import nbformat
 import pytest
+from PIL import Image
 
 MACHINE_PATH = re.compile(r"(/home/|/root/|/tmp/|/usr/|/work/|/Users/|site-packages|\.venv|[A-Z]:\\)")
 # Cells that may define a kernel.
@@ -199,3 +202,21 @@ def test_the_glossary_says_where_each_term_is_defined():
         assert re.search(rf"^##+ {re.escape(section)}[. ]", text, re.MULTILINE), (term, chapter, section)
         assert meaning.strip()
     assert len({term.lower() for term, *_ in rows}) == len(rows)
+
+
+def test_a_moving_picture_is_stored_as_it_is_today(notebook):
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    for image, frame in pairwise(outputs):
+        if name := image.get("metadata", {}).get("image/png", {}).get("still"):
+            assert frame.data["text/html"] == moving.framed(name), f"{name}: execute the notebook again"
+
+
+@pytest.mark.parametrize("name", moving.TITLES)
+def test_the_image_of_a_moving_picture_shows_it_as_it_is_today(name):
+    with Image.open(moving.still(name)) as image:
+        assert image.info["source"] == moving.digest(name), "python -m common.site.stills"
+
+
+def test_a_picture_that_does_not_exist_is_named():
+    with pytest.raises(ValueError, match=r"name: expected one of softmax, tiles, .*, got 'waves'"):
+        moving.show_moving("waves")

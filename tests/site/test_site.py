@@ -1,6 +1,7 @@
 """`make site` in a browser: every page, its links, its formulas and its pictures, and no request that leaves it."""
 
 import functools
+import html
 import re
 import shutil
 import subprocess
@@ -68,8 +69,11 @@ def test_no_link_is_broken_and_none_fetches_from_elsewhere(site):
 
 def test_every_exercise_and_chapter_has_its_place(site):
     text = (site / "exercises.html").read_text()
+    shown = " ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split())
     for exercise in exercises.load():
         assert f'id="{exercise.name.replace("_", "-")}"' in text or f'id="{exercise.name}"' in text
+        first = " ".join(exercise.task.replace("`", "").partition("\n\n")[0].split())
+        assert first in shown, exercise.name
     for chapter in CHAPTERS:
         assert (site / chapter).exists()
 
@@ -129,11 +133,11 @@ def test_search_finds_a_term(address, browser):
     page.context.close()
 
 
-def shown_whole(page):
+def shown_whole(page, count=4):
     """Wait until no picture of the page is cut off."""
     frames = page.locator("iframe.picture")
-    assert frames.count() == 4
-    for k in range(4):
+    assert frames.count() == count
+    for k in range(count):
         frames.nth(k).scroll_into_view_if_needed()  # a browser may not lay out what is out of sight
         frame = frames.nth(k).element_handle().content_frame()
         frame.wait_for_function("document.documentElement.scrollHeight <= innerHeight + 2", polling=100)
@@ -154,4 +158,16 @@ def test_pictures_are_shown_whole_and_follow_the_theme(site, browser):
     page.evaluate("document.body.dataset.theme = 'dark'")
     page.wait_for_function("[...document.querySelectorAll('iframe')].every(f => f.src.endsWith('?theme=dark'))")
     assert not errors
+    page.context.close()
+
+
+@pytest.mark.parametrize("chapter", [str(PHASES[k].folder) for k in (0, 1)])
+def test_a_picture_moves_inside_its_chapter(site, browser, chapter):
+    path = next(site / one for one in CHAPTERS if one.startswith(chapter))
+    page, errors, elsewhere = opened(browser, path.as_uri(), viewport=dict(width=390, height=900))
+    shown_whole(page, 1)
+    page.frame_locator("iframe.picture").get_by_role("button", name="Step").click()
+    assert page.frame_locator("iframe.picture").get_by_role("button", name="Back").is_enabled()
+    assert not errors
+    assert not elsewhere
     page.context.close()
