@@ -21,7 +21,7 @@ except ImportError:
 endef
 export CHECK
 
-.PHONY: course test test-slow test-gpu compile-all site site-test lab style clean
+.PHONY: course test test-slow test-gpu fuzz compile-all site site-test lab style clean
 
 course: $(READY)
 	$(PY) -m common.learn.cli run
@@ -34,6 +34,12 @@ test: $(READY) style
 # The rest: a browser, compilations for other GPUs than Hopper, the exercises' solutions and mistakes at length.
 test-slow: $(READY)
 	$(PY) -m pytest -n 2 --dist loadfile -m slow tests
+
+# 2,000 inputs that nobody has tried; a failure prints how to repeat it.
+fuzz: export FUZZ_EXAMPLES = 800
+fuzz: export TRITON_INTERPRET = 1
+fuzz: $(READY)
+	$(PY) -m pytest -n 2 tests/test_fuzz.py
 
 # The same phases compiled, and what only a GPU can show.
 test-gpu: $(READY)

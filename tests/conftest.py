@@ -1,5 +1,7 @@
 """Set-up that every test file relies on."""
 
+import os
+
 from common import runtime  # before anything imports triton
 
 import pytest
@@ -8,13 +10,16 @@ from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)  # tensors are small, and pytest-xdist already uses every core
 
-# The same examples on every run and every machine. Compiled, each new shape costs a compilation, hence fewer.
+# The same examples on every run and every machine, but for `make fuzz`. Compiled, each new shape costs a compilation,
+# hence fewer.
+FUZZ = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 settings.register_profile(
     "course",
-    derandomize=True,
+    derandomize=not FUZZ,
+    print_blob=True,
     deadline=None,
     database=None,
-    max_examples=80 if runtime.INTERPRETED else 25,
+    max_examples=FUZZ or (80 if runtime.INTERPRETED else 25),
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("course")

@@ -37,23 +37,6 @@ def verify(fn, q, k, v, scale=None):
 # --- attention: shapes, layouts, dtypes ----------------------------------------------------------------------------
 
 
-@given(
-    seq_q=st.integers(0, 100),
-    seq_k=st.integers(0, 100),
-    head_dim=st.sampled_from([16, 32, 64, 128, 256]),
-    dtype=st.sampled_from(runtime.DTYPES),
-    kind=st.sampled_from(KINDS),
-    memory=st.tuples(*[st.sampled_from(sorted(MEMORY))] * 3),
-    scale=st.none() | st.floats(-1, 1, width=32),
-    fn=st.sampled_from(FNS),
-)
-def test_any_shape_any_memory(seq_q, seq_k, head_dim, dtype, kind, memory, scale, fn):
-    if fn is attention_resident and not runtime.INTERPRETED:
-        seq_k %= 65  # all keys on chip: this is the wall
-    tensors = one_head(seq_q, seq_k, head_dim, dtype=dtype, kind=kind)
-    verify(fn, *(MEMORY[m](t) for m, t in zip(memory, tensors, strict=True)), scale=scale)
-
-
 @pytest.mark.parametrize("fn", FNS)
 @pytest.mark.parametrize("seq", [1, 2, 7, 8, 17, 63, 64, 65, 127])
 def test_trap09_short_and_ragged(seq, fn):

@@ -1,0 +1,84 @@
+"""Inputs at random against the truth, in memory with guards, for every attention of the course.
+
+`make test` tries the same 200 each time, `make fuzz` 2,000 others.
+"""
+
+from common import runtime, verify_results
+from common.verify import guard
+from phase2_tiling import attention, attention_resident, attention_unfused
+from phase3_forward import attention_forward
+from phase4_backward import FlashAttention as Phase4
+from phase5_tuning.attention import FlashAttention as Phase5
+from phase5_tuning.ladder import LADDER
+
+import pytest
+from anything import anything
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of numbers that are masked later
+# Compiled, each new head_dim costs a compilation.
+HEAD_DIMS = range(1, 131) if runtime.INTERPRETED else [16, 24, 40, 64, 80, 128]
+
+
+def share(part: float) -> settings:
+    """So large a part of the examples that a test gets by default."""
+    return settings(max_examples=max(1, round(part * settings.default.max_examples)))
+
+
+def verify(fn, tensors, **options):
+    q, k, v, do = tensors
+    with guard.watched() as results:
+        verify_results(fn, q, k, v, do=do, compare_sdpa=False, **options).check()
+    assert not any(result.stored_outside for result in results)
+
+
+@share(0.55)
+@given(
+    inputs=anything(100, 130, [16, 32, 64, 128]),
+    fn=st.sampled_from([attention, attention_resident, attention_unfused]),
+)
+def test_phase2(inputs, fn):
+    assume(inputs.batch)
+    if fn is attention_resident and not runtime.INTERPRETED:
+        assume(inputs.seq_k <= 64)  # all keys on chip: this is the wall
+
+    def one_head(q, k, v, *, scale, is_causal, enable_gqa):
+        return fn(q[0, 0], k[0, 0], v[0, 0], scale)[None, None]
+
+    q, k, v, _ = (t[:1, :1] for t in inputs.tensors())
+    verify(one_head, (q, k, v, None), scale=inputs.scale)
+
+
+@share(0.85)
+@given(inputs=anything(100, 140, [*HEAD_DIMS, 200, 256]))
+def test_phase3(inputs):
+    *qkv, _ = inputs.tensors()
+    verify(attention_forward, (*qkv, None), **inputs.options)
+
+
+def operator(function):
+    """An autograd.Function as verify_results calls it."""
+
+    def attention(q, k, v, *, is_causal, scale, enable_gqa):
+        return function.apply(q, k, v, is_causal, scale)
+
+    return attention
+
+
+@share(0.35)
+@given(inputs=anything(70, 80, HEAD_DIMS))
+def test_phase4(inputs):
+    verify(operator(Phase4), inputs.tensors(), **inputs.options)
+
+
+@share(0.6)
+@given(inputs=anything(150, 150, HEAD_DIMS))
+def test_phase5(inputs):
+    verify(operator(Phase5), inputs.tensors(), **inputs.options)
+
+
+@share(0.15)
+@given(inputs=anything(100, 100, [16, 24, 40, 64]), rung=st.sampled_from(LADDER))
+def test_every_rung(inputs, rung):
+    verify(rung.attention, inputs.tensors(), **inputs.options)
