@@ -1,9 +1,8 @@
 """Compute delta in two ways, and write the kernel for the cheaper one.
 
-dS = P * (dP - delta) needs one number a row. Two formulas give it:
-
-    delta_i = sum_j P_ij dP_ij, dP = dO V^T      (over keys)
-    delta_i = sum_d dO_id O_id                   (over head_dim)
+dS = P * (dP - delta) needs one number a row, and there are two ways to it. One is a sum over keys: the Jacobian of the
+softmax says which (section 2.4). The other is a sum over head_dim: put dP = dO V^T into the first, and exchange the
+sums.
 
 Write both in PyTorch, for any leading axes, in the dtype of the inputs:
 
@@ -21,7 +20,7 @@ do comes from autograd as it pleases: the gradient of a sum has stride 0 everywh
 something larger. The kernel multiplies and adds in fp32. Phase 2's `head_base` and `load_tile` take
 the strides of a tensor as they are.
 
-Notebook: phase4_backward/backward.ipynb, section 2.7, "When the loss uses the LSE too".
+Notebook: phase4_backward/backward.ipynb, section 2.5, "The number that every row subtracts".
 """
 
 from common import runtime
@@ -33,13 +32,13 @@ import triton.language as tl
 
 
 def delta_over_keys(p: torch.Tensor, do: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """rowsum(P * dP), (..., seq_q)."""
+    """delta as a sum over keys, (..., seq_q)."""
     # your code: dP, and the sum over keys
     raise NotImplementedError
 
 
 def delta_over_head_dim(o: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
-    """rowsum(dO * O), (..., seq_q)."""
+    """delta as a sum over head_dim, (..., seq_q)."""
     # your code: the sum over head_dim
     raise NotImplementedError
 
@@ -61,7 +60,7 @@ def _delta_kernel(
 
 
 def delta(o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None = None) -> torch.Tensor:
-    """The kernel's result: rowsum(dO * O), less dlse if there is one. (batch, heads, seq_q), fp32."""
+    """The kernel's result: delta, less dlse if there is one. (batch, heads, seq_q), fp32."""
     batch, heads, seq_q, head_dim = o.shape
     delta = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
     o, do = runtime.to_kernel_dtype(o, do)

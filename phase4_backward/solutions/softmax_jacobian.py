@@ -1,10 +1,8 @@
 """Differentiate the softmax, and prove it with finite differences.
 
 Take one row of logits s and its weights p = softmax(s). Entry (j, k) of the Jacobian J says how p_j answers to s_k:
-
-    J_jk = dp_j / ds_k = p_j ([j = k] - p_k)
-
-A loss that has the gradient dp with respect to p has, with respect to s,
+J_jk = dp_j / ds_k. Section 2.4 has the two facts from which its formula follows. A loss that has the gradient dp with
+respect to p has, with respect to s,
 
     ds_k = sum_j dp_j J_jk.
 
@@ -27,7 +25,7 @@ import torch
 
 def softmax_jacobian(p: torch.Tensor) -> torch.Tensor:
     """dp_j / ds_k of every row, (..., n, n)."""
-    # your code: p on the diagonal, less all products
+    # your code: one term on the diagonal, and one everywhere
     return torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
     # end of your code
 
