@@ -75,30 +75,41 @@ def three_tokens(tokens, p, v, o) -> None:
     """The weights of a few tokens, and where they place each output among the values."""
     _, (left, right) = style.new(8.4, 3.4, columns=2)
     p, v, o = (np.asarray(t) for t in (p, v, o))
-    left.imshow(p, cmap="Greys", vmin=0, vmax=1.8)
-    for i, j in np.ndindex(p.shape):
-        left.text(j, i, f"{p[i, j]:.2f}", ha="center", va="center", size=11, color=INK)
-    left.set_xticks(range(len(tokens)), tokens)
-    left.set_yticks(range(len(tokens)), tokens)
-    left.set(xlabel="key (column j)", ylabel="query (row i)")
-    left.set_title("The weights")
-    right.fill(*v.T, color=FAINT, alpha=0.6, lw=0)
-    color, below = style.COLORS, dict(textcoords="offset points", size=9, ha="center")
-    for token, value, output in zip(tokens, v, o, strict=True):
-        right.annotate("", output, value, arrowprops=dict(arrowstyle="->", color=INK, lw=0.8))
-        right.plot(*value, "s", color=color["v"], ms=9)
-        right.plot(*output, "o", color=color["o"], ms=9, mec=INK)
-        right.annotate(f"value of\n{token}", value, (0, 9), **below)
-        beside = ((9, -4), "left") if output[1] > 1 else ((-6, -16), "right")
-        right.annotate(token, output, beside[0], textcoords="offset points", size=9, ha=beside[1])
-    right.set(xlabel="first entry", ylabel="second entry", xlim=(-0.8, 4.8), ylim=(-0.6, 4))
-    right.set_title("Values (squares) and outputs (circles)")
-    rows = "; ".join(f"{t}: {np.round(w, 2).tolist()}" for t, w in zip(tokens, p, strict=True))
+    _weights(left, tokens, p)
+    _outputs(right, tokens, v, o)
+    rows = "; ".join(
+        f"{token} {', '.join(f'{w:.2f}' for w in weights)}"
+        for token, weights in zip(tokens, p, strict=True)
+    )
     style.show(
         left.figure,
         f"Left: the weights, a row for each query. {rows}. Right: the three values are the corners of a triangle, and "
         "each output lies inside it, nearest to the value with the largest weight.",
     )
+
+
+def _weights(ax, tokens, p):
+    ax.imshow(p, cmap="Greys", vmin=0, vmax=1.8)
+    for i, j in np.ndindex(p.shape):
+        ax.text(j, i, f"{p[i, j]:.2f}", ha="center", va="center", size=11, color=INK)
+    ax.set_xticks(range(len(tokens)), tokens)
+    ax.set_yticks(range(len(tokens)), tokens)
+    ax.set(xlabel="key (column j)", ylabel="query (row i)")
+    ax.set_title("The weights")
+
+
+def _outputs(ax, tokens, v, o):
+    ax.fill(*v.T, color=FAINT, alpha=0.6, lw=0)
+    color, below = style.COLORS, dict(textcoords="offset points", size=9, ha="center")
+    for token, value, output in zip(tokens, v, o, strict=True):
+        ax.annotate("", output, value, arrowprops=dict(arrowstyle="->", color=INK, lw=0.8))
+        ax.plot(*value, "s", color=color["v"], ms=9)
+        ax.plot(*output, "o", color=color["o"], ms=9, mec=INK)
+        ax.annotate(f"value of\n{token}", value, (0, 9), **below)
+        beside = ((9, -4), "left") if output[1] > 1 else ((-6, -16), "right")
+        ax.annotate(token, output, beside[0], textcoords="offset points", size=9, ha=beside[1])
+    ax.set(xlabel="first entry", ylabel="second entry", xlim=(-0.8, 4.8), ylim=(-0.6, 4))
+    ax.set_title("Values (squares) and outputs (circles)")
 
 
 def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int = 2) -> None:
@@ -213,35 +224,18 @@ def programs_and_mask(n: int = 10, block: int = 4) -> None:
     """Which program owns which element of a vector whose length is no multiple of the block."""
     programs = math.ceil(n / block)
     _, ax = _canvas(7.6, 2.5, (-2.6, programs * block + 0.2), (-3.1, 2.3))
+    middle = dict(ha="center", va="center")
     for i in range(programs * block):
         inside = i < n
         color = TINTS[i // block] if inside else "white"
         _box(ax, i, 0, 1, 1, str(i), color=color, dashed=not inside, edge=INK if inside else GREY)
-        ax.text(
-            i + 0.5,
-            -0.5,
-            "True" if inside else "False",
-            ha="center",
-            va="center",
-            size=8,
-            color=INK,
-        )
+        ax.text(i + 0.5, -0.5, str(inside), size=8, color=INK, **middle)
     for p in range(programs):
         left, right = p * block + 0.08, (p + 1) * block - 0.08
         ax.plot([left, left, right, right], [-1.0, -1.25, -1.25, -1.0], color=INK, lw=1)
-        ax.text(
-            (left + right) / 2,
-            -1.75,
-            f"program {p}",
-            ha="center",
-            va="center",
-            size=9,
-            weight="bold",
-        )
-        offsets = f"{p} * {block} + arange(0, {block})"
-        ax.text(
-            (left + right) / 2, -2.45, offsets, ha="center", va="center", size=8, family="monospace"
-        )
+        center, offsets = (left + right) / 2, f"{p} * {block} + arange(0, {block})"
+        ax.text(center, -1.75, f"program {p}", size=9, weight="bold", **middle)
+        ax.text(center, -2.45, offsets, size=8, family="monospace", **middle)
     ax.text(-0.2, 0.5, "offset", ha="right", va="center", size=9)
     ax.text(-0.2, -0.5, "is ours", ha="right", va="center", size=9)
     ax.text(n + (programs * block - n) / 2, 1.35, "not ours", ha="center", size=9, color=INK)
@@ -258,23 +252,16 @@ def memory_order() -> None:
     its memory.
     """
     x = np.arange(12).reshape(3, 4)
+    straight, jumping = list(range(12)), [int(value) for value in x.T.ravel()]
+    walk = "its elements in order: a walk straight through"
+    jump = "same memory; in order means jumping: 0, 4, 8, 1, ..."
     cases = (
-        (
-            "x: shape (3, 4), strides (4, 1)",
-            x,
-            list(range(12)),
-            "its elements in order: a walk straight through",
-        ),
-        (
-            "x.t(): shape (4, 3), strides (1, 4)",
-            x.T,
-            list(range(12)),
-            "same memory; in order means jumping: 0, 4, 8, 1, ...",
-        ),
+        ("x: shape (3, 4), strides (4, 1)", x, straight, walk),
+        ("x.t(): shape (4, 3), strides (1, 4)", x.T, straight, jump),
         (
             "x.t().contiguous(): strides (3, 1)",
             x.T,
-            list(x.T.ravel()),
+            jumping,
             "new memory, written in the new order",
         ),
     )
@@ -283,43 +270,36 @@ def memory_order() -> None:
     for ax, (title, matrix, memory, note) in zip(axes, cases, strict=True):
         style.blank(ax)
         ax.set(xlim=(-0.2, 21.4), ylim=(-0.8, 3.6), aspect="equal")
-        rows, cols = matrix.shape
-        for i in range(rows):
-            for j in range(cols):
-                value = matrix[i, j]
-                _box(
-                    ax,
-                    j,
-                    (rows - 1 - i) * 1.0 - 0.6 * (rows == 4),
-                    1,
-                    1,
-                    str(value),
-                    color=TINTS[value // 4],
-                )
-        order = {int(v): k for k, v in enumerate(matrix.ravel())}
-        for address, value in enumerate(memory):
-            _box(ax, 8 + address * 1.1, 1.2, 1.1, 1, str(value), color=TINTS[value // 4])
-            ax.text(
-                8.55 + address * 1.1,
-                0.75,
-                f"{order[int(value)]}",
-                ha="center",
-                va="center",
-                size=8,
-                color=INK,
-            )
-        ax.text(7.8, 1.7, "memory", ha="right", va="center", size=8)
-        ax.text(7.8, 0.75, "visited as", ha="right", va="center", size=8)
+        _matrix(ax, matrix)
+        _memory(ax, matrix, memory)
         ax.text(8, -0.35, note, size=9, color=INK)
         ax.set_title(title, size=10, pad=2)
     style.show(
         axes[0].figure,
         "A matrix in memory. "
         + " ".join(
-            f"{title}: laid out as {list(map(int, memory))}; {note.rstrip('. ,')}."
+            f"{title}: laid out as {memory}; {note.rstrip('. ,')}."
             for title, _, memory, note in cases
         ),
     )
+
+
+def _matrix(ax, matrix):
+    rows, cols = matrix.shape
+    for i, j in np.ndindex(rows, cols):
+        value, y = matrix[i, j], rows - 1 - i - 0.6 * (rows == 4)
+        _box(ax, j, y, 1, 1, str(value), color=TINTS[value // 4])
+
+
+def _memory(ax, matrix, memory):
+    """The memory as a line, and under each element its place in the matrix's own order."""
+    order = {int(v): k for k, v in enumerate(matrix.ravel())}
+    below = dict(ha="center", va="center", size=8, color=INK)
+    for address, value in enumerate(memory):
+        _box(ax, 8 + address * 1.1, 1.2, 1.1, 1, str(value), color=TINTS[value // 4])
+        ax.text(8.55 + address * 1.1, 0.75, f"{order[value]}", **below)
+    ax.text(7.8, 1.7, "memory", ha="right", va="center", size=8)
+    ax.text(7.8, 0.75, "visited as", ha="right", va="center", size=8)
 
 
 # --- 2. the mathematics -------------------------------------------------------------------------------------------
@@ -328,56 +308,12 @@ def memory_order() -> None:
 def streaming_state(row: Sequence[float]) -> None:
     """m and l after every element of a row; l taken apart into what each element contributes."""
     _, (left, right) = style.new(8.4, 3.2, columns=2)
-    steps = np.arange(1, len(row) + 1)
-    m = np.maximum.accumulate(row)
-    left.step(steps, m, where="post", color=STATE)
-    left.plot(steps, m, "o", color=STATE, ms=5)
-    left.plot(steps, row, "D", color=GREY, ms=8, mec=INK, mew=0.6)
-    for k, x in zip(steps, row, strict=True):
-        left.annotate(
-            f"x = {x:g}", (k, x), (0, -16), textcoords="offset points", ha="center", size=9
-        )
-    left.annotate(
-        "m",
-        (steps[-1], m[-1]),
-        (8, 0),
-        textcoords="offset points",
-        color=STATE,
-        weight="bold",
-        va="center",
-    )
-    left.set(
-        xlabel="elements seen",
-        ylabel="logit",
-        ylim=(-0.4, max(row) + 0.9),
-        xlim=(0.6, len(row) + 0.6),
-    )
-    left.set_xticks(steps)
-    left.set_title("The running maximum m")
-
-    sums = []
-    for k in steps:
-        bottom = 0.0
-        for j in range(k):
-            part = math.exp(row[j] - m[k - 1])
-            right.bar(k, part, bottom=bottom, color=TINTS[j % 4], edgecolor=INK, lw=0.6, width=0.6)
-            if part > 0.09:
-                right.text(
-                    k, bottom + part / 2, f"x = {row[j]:g}", ha="center", va="center", size=8
-                )
-            bottom += part
-        sums.append(round(bottom, 3))
-        right.text(k, bottom + 0.03, f"l = {bottom:.3f}", ha="center", size=9)
-    right.annotate("a new maximum:\nthe old sum shrinks by $e^{-2}$", (2.75, 0.1), (1.62, 1.56), size=8, ha="left",
-                   arrowprops=dict(arrowstyle="->", lw=0.8))  # fmt: skip
-    right.set(
-        xlabel="elements seen",
-        ylabel="l, in units of $e^m$",
-        ylim=(0, 1.85),
-        xlim=(0.5, len(row) + 0.5),
-    )
-    right.set_xticks(steps)
-    right.set_title("The sum l, and whose share it holds")
+    steps, m = np.arange(1, len(row) + 1), np.maximum.accumulate(row)
+    _running_maximum(left, row, m)
+    sums = _running_sum(right, row, m)
+    for ax in (left, right):
+        ax.set_xticks(steps)
+        ax.set(xlabel="elements seen", xlim=(0.5, len(row) + 0.6))
     style.show(
         left.figure,
         f"Left: the running maximum m over the logits {list(row)} is {m.tolist()}. Right: the sum l after each of "
@@ -385,112 +321,91 @@ def streaming_state(row: Sequence[float]) -> None:
     )
 
 
+def _running_maximum(ax, row, m):
+    steps = np.arange(1, len(row) + 1)
+    ax.step(steps, m, where="post", color=STATE)
+    ax.plot(steps, m, "o", color=STATE, ms=5)
+    ax.plot(steps, row, "D", color=GREY, ms=8, mec=INK, mew=0.6)
+    offset = dict(textcoords="offset points")
+    for k, x in zip(steps, row, strict=True):
+        ax.annotate(f"x = {x:g}", (k, x), (0, -16), ha="center", size=9, **offset)
+    end = dict(color=STATE, weight="bold", va="center")
+    ax.annotate("m", (steps[-1], m[-1]), (8, 0), **end, **offset)
+    ax.set(ylabel="logit", ylim=(-0.4, max(row) + 0.9))
+    ax.set_title("The running maximum m")
+
+
+def _running_sum(ax, row, m) -> list[float]:
+    """Draws l after each element, in the shares of the elements, and returns it."""
+    sums, middle = [], dict(ha="center", va="center", size=8)
+    for k, maximum in enumerate(m, start=1):
+        bottom = 0.0
+        for j in range(k):
+            part = math.exp(row[j] - maximum)
+            ax.bar(k, part, bottom=bottom, color=TINTS[j % 4], edgecolor=INK, lw=0.6, width=0.6)
+            if part > 0.09:
+                ax.text(k, bottom + part / 2, f"x = {row[j]:g}", **middle)
+            bottom += part
+        sums.append(round(bottom, 3))
+        ax.text(k, bottom + 0.03, f"l = {bottom:.3f}", ha="center", size=9)
+    ax.annotate("a new maximum:\nthe old sum shrinks by $e^{-2}$", (2.75, 0.1), (1.62, 1.56), size=8, ha="left",
+                arrowprops=dict(arrowstyle="->", lw=0.8))  # fmt: skip
+    ax.set(ylabel="l, in units of $e^m$", ylim=(0, 1.85))
+    ax.set_title("The sum l, and whose share it holds")
+    return sums
+
+
 def merge_tree(row: Sequence[float]) -> None:
     """The states of four elements merged one by one, and in pairs: the same root."""
     _, (left, right) = style.new(8.6, 3.4, columns=2)
-
-    def state(part):
-        m = max(part)
-        return f"({m:g}, {sum(math.exp(x - m) for x in part):.3f})"
-
-    def node(ax, x, y, part, *, leaf=False):
-        color = "#F6D7C8" if not leaf else "white"
-        _box(ax, x - 0.62, y - 0.19, 1.24, 0.38, state(part), color=color, size=9)
-        if leaf:
-            ax.text(x, y - 0.38, f"x = {part[0]:g}", ha="center", va="center", size=8)
-
-    def join(ax, parent, *children):
-        for x, y in children:
-            ax.plot([parent[0], x], [parent[1] - 0.19, y + 0.19], color=INK, lw=1, zorder=0)
-
-    a, b, c, d = row
-    for ax, title in ((left, "One after another"), (right, "In pairs")):
-        style.blank(ax)
-        ax.set(xlim=(-0.8, 5.3), ylim=(-0.6, 3.4))
-        ax.set_title(title)
-    leaves = [(0, 0), (1.5, 0), (3.0, 0), (4.5, 0)]
-    for ax in (left, right):
-        for (x, y), value in zip(leaves, row, strict=True):
-            node(ax, x, y, [value], leaf=True)
-    join(left, (0.75, 1), leaves[0], leaves[1])
-    join(left, (1.9, 2), (0.75, 1), leaves[2])
-    join(left, (3.1, 3), (1.9, 2), leaves[3])
-    node(left, 0.75, 1, [a, b])
-    node(left, 1.9, 2, [a, b, c])
-    node(left, 3.1, 3, [a, b, c, d])
-    join(right, (0.75, 1.5), leaves[0], leaves[1])
-    join(right, (3.75, 1.5), leaves[2], leaves[3])
-    join(right, (2.25, 3), (0.75, 1.5), (3.75, 1.5))
-    node(right, 0.75, 1.5, [a, b])
-    node(right, 3.75, 1.5, [c, d])
-    node(right, 2.25, 3, [a, b, c, d])
+    a, b, c, d = ((1.5 * i, 0, [x]) for i, x in enumerate(row))  # x, y and the part of the row
+    two, three, four = (0.75, 1, row[:2]), (1.9, 2, row[:3]), (3.1, 3, row)
+    first, second, root = (0.75, 1.5, row[:2]), (3.75, 1.5, row[2:]), (2.25, 3, row)
+    _tree(left, "One after another", [(two, a, b), (three, two, c), (four, three, d)])
+    _tree(right, "In pairs", [(first, a, b), (second, c, d), (root, first, second)])
     style.show(
         left.figure,
         f"The states of {list(row)} are merged one after another on the left, in pairs on the right. Both end in the "
-        f"state {state(row)}.",
+        f"state {_state(row)}.",
     )
+
+
+def _state(part):
+    m = max(part)
+    return f"({m:g}, {sum(math.exp(x - m) for x in part):.3f})"
+
+
+def _tree(ax, title, merges):
+    """merges: (parent, child, child), each a node (x, y, part of the row)."""
+    style.blank(ax)
+    ax.set(xlim=(-0.8, 5.3), ylim=(-0.6, 3.4))
+    ax.set_title(title)
+    for parent, *children in merges:
+        for x, y, part in children:
+            ax.plot([parent[0], x], [parent[1] - 0.19, y + 0.19], color=INK, lw=1, zorder=0)
+            if y == 0:
+                _node(ax, x, y, part, color="white")
+                ax.text(x, y - 0.38, f"x = {part[0]:g}", ha="center", va="center", size=8)
+        _node(ax, *parent, color="#F6D7C8")
+
+
+def _node(ax, x, y, part, *, color):
+    _box(ax, x - 0.62, y - 0.19, 1.24, 0.38, _state(part), color=color, size=9)
 
 
 # --- 4. proof, 5. measurement -------------------------------------------------------------------------------------
 
 
-def z_histogram(single: np.ndarray, summed: np.ndarray, limit: float = 6.0) -> None:
-    """(actual - truth) / sigma of many elements, signed, beside the standard normal curve."""
-    _, axes = style.new(8.6, 3.2, columns=2, sharey=True)
-    x = np.linspace(-limit - 1, limit + 1, 400)
-    normal = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
-    titles = ("One rounding: softmax, fp16", "Many roundings added up: P V")
-    for ax, z, title in zip(axes, (single, summed), titles, strict=True):
-        ax.hist(
-            z,
-            bins=np.arange(-7, 7.01, 0.1),
-            density=True,
-            color=style.COLORS["peer"],
-            label=f"{z.size:,} elements",
-        )
-        ax.plot(x, normal, color=INK, lw=1.5, label="standard normal")
-        for side in (-limit, limit):
-            ax.axvline(side, color=style.COLORS["bad"], lw=1.5, ls="--")
-        ax.text(limit - 0.15, 0.62, f"limit {limit:g}", ha="right", size=8, color=INK)
-        ax.set(xlabel="(actual - truth) / sigma", xlim=(-limit - 0.8, limit + 0.8))
-        ax.set_title(title)
-        ax.legend(loc="upper left", bbox_to_anchor=(0.06, 1), fontsize=8)
-    axes[0].set_ylabel("density")
-    style.show(
-        axes[0].figure,
-        f"Two histograms of (actual - truth) / sigma beside the standard normal curve. One rounding: largest "
-        f"{abs(single).max():.1f}; many roundings added up: largest {abs(summed).max():.1f}. The limit is {limit:g}.",
-    )
-
-
-def softmax_traffic(
-    sweeps: Mapping[str, tuple[float, float]], matrix_bytes: float, copy: float
-) -> None:
-    """`sweeps`: variant -> (reads, writes) in units of the matrix. Time predicted for a matrix
-    of `matrix_bytes`.
-    """
-    _, ax = style.new(7.6, 2.6)
-    for y, (name, (reads, writes)) in enumerate(reversed(sweeps.items())):
-        ax.barh(y, reads, color=GREY, height=0.55, label="read" if y == 0 else None)
-        ax.barh(y, writes, left=reads, color=INK, height=0.55, label="written" if y == 0 else None)
-        total = reads + writes
-        ax.text(
-            total + 0.12,
-            y,
-            f"{total:.1f}   {total * matrix_bytes / copy * 1e3:.0f} ms",
-            va="center",
-            size=9,
-        )
-        ax.text(-0.12, y, name, ha="right", va="center", size=9)
-    ax.set_yticks([])
-    ax.spines["left"].set_visible(False)
-    ax.set(xlabel="bytes moved, in units of the matrix", xlim=(0, 10))
-    ax.legend(loc="lower right", fontsize=8)
-    ax.set_title(
-        f"Softmax of {matrix_bytes / 2**30:.0f} GiB: traffic, and the time it predicts at {copy / 1e12:.2f} TB/s"
-    )
+def z_histogram(z: np.ndarray, limit: float = 6.0) -> None:
+    """(actual - truth) / sigma of many elements, signed, and the limit."""
+    _, ax = style.new(7.6, 2.8)
+    ax.hist(z, bins=np.arange(-7, 7.01, 0.1), density=True, color=style.COLORS["peer"])
+    for side in (-limit, limit):
+        ax.axvline(side, color=style.COLORS["bad"], lw=1.5, ls="--")
+    ax.text(limit - 0.15, 0.62, f"limit {limit:g}", ha="right", size=8, color=INK)
+    ax.set(xlabel="(actual - truth) / sigma", xlim=(-limit - 0.8, limit + 0.8), ylabel="density")
+    ax.set_title(f"{z.size:,} weights of a softmax in fp16")
     style.show(
         ax.figure,
-        "Bytes moved, in units of the matrix: "
-        + "; ".join(f"{name}: {r:.1f} read, {w:.1f} written" for name, (r, w) in sweeps.items()),
+        f"A histogram of (actual - truth) / sigma: the largest is {abs(z).max():.1f}, the limit is {limit:g}.",
     )

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 
 from common import style
 
-import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 COLORS, TINT = style.COLORS, style.TINT
@@ -352,49 +350,6 @@ def stages_and_tests(passed: Mapping[str, Mapping[str, bool]]) -> None:
 # --- 4. proof -----------------------------------------------------------------------------------------------------
 
 
-def missing_rescale(alpha: np.ndarray, error: np.ndarray, block_n: int) -> None:
-    """alpha of every (query, tile of keys), rows sorted by how often m grew; and each row's error
-    without the rescale.
-
-    alpha (tiles, rows); error (rows,), largest |o - truth| of the row.
-    """
-    grew = alpha[1:] < 1
-    order = np.lexsort((error, grew.sum(axis=0)))
-    fig, (left, right) = style.new(9.0, 3.5, 2, sharey=True, width_ratios=(1.5, 1))
-    # Unmasked: from black to a grey that is not yet white.
-    moved = np.ma.masked_equal(alpha[1:, order].T, 1)
-    greys = LinearSegmentedColormap.from_list("greys", ["black", "#D0D0D0"])
-    image = left.imshow(moved, aspect="auto", cmap=greys, vmin=0, vmax=1, interpolation="nearest")
-    tiles = np.arange(1, len(alpha))
-    left.set_xticks(tiles - 1, [f"{j * block_n}.." for j in tiles])
-    left.set(
-        xlabel="tile of keys, by its first key",
-        ylabel="query rows, sorted by how\noften their maximum moved",
-    )
-    left.set_title("alpha (white: the maximum did not move)")
-    bar = plt.colorbar(image, ax=left)
-    bar.ax.set_title("alpha", size=9, loc="left", weight="normal")
-    rows = np.arange(len(order))
-    wrong = grew.any(axis=0)[order]
-    right.plot(error[order][~wrong], rows[~wrong], "o", ms=4, color=COLORS["good"])
-    right.plot(error[order][wrong], rows[wrong], "x", ms=5, color=COLORS["bad"])
-    right.set_xscale("symlog", linthresh=1e-3)
-    right.set_xlim(-2e-4, 3)
-    right.text(
-        2e-4, rows[~wrong].mean(), "rows whose maximum\nlies in the first tile", va="center", size=8
-    )
-    right.text(2e-2, rows[wrong].mean(), "all others", ha="right", va="center", size=8)
-    right.set(xlabel="largest |error| in o, of the row")
-    right.set_title("No rescale: the error")
-    style.show(
-        fig,
-        f"{len(order)} query rows, sorted by how often their maximum moved. Left: alpha of each row at each tile "
-        "of keys, white where the maximum did not move. Right: the error of each row without the rescale. It is zero, "
-        f"or as small as rounding, in the {int((~wrong).sum())} rows whose maximum lies in the first tile, and "
-        "large in all others.",
-    )
-
-
 # --- 5. measurement -----------------------------------------------------------------------------------------------
 
 
@@ -449,37 +404,6 @@ def bytes_against_seq(
         f"{curves[unfused][-1] / 2**20:.0f} MiB, {tiled} {curves[tiled][-1] / 2**20:.0f} MiB, q, k, v and o once "
         f"{once(last) / 2**20:.0f} MiB. The ratio rises from {curves[unfused][0] / curves[tiled][0]:.1f} "
         f"to {curves[unfused][-1] / curves[tiled][-1]:.1f}.",
-    )
-
-
-def on_chip_and_traffic(head_dim: int) -> None:
-    """Elements moved for each pair of query and key against the memory on chip, for square tiles
-    and for narrow ones.
-    """
-    fig, ax = style.new(7.6, 3.5)
-    block = 2.0 ** np.linspace(4, 10, 60)
-    shapes = {
-        "square tiles, $B_N = B_M$": (block, COLORS["unfused"], "--"),
-        "narrow tiles, $B_N = 16$": (np.full_like(block, 16), COLORS["tiled"], "-"),
-    }
-    ends = {}
-    for name, (block_n, color, line) in shapes.items():
-        on_chip = 2 * block * head_dim + 2 * block_n * head_dim + block * block_n
-        ax.loglog(on_chip, 2 * head_dim / block, line, color=color, label=name)
-        ends[name] = np.interp(2.0**17, on_chip, 2 * head_dim / block)
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log", base=2)
-    ax.set(
-        xlabel="M, elements on chip: tiles of Q, K, V, acc and S",
-        ylabel="elements moved\nper pair (query, key)",
-    )
-    ax.legend()
-    ax.set_title(f"Memory on chip buys traffic (head_dim {head_dim})")
-    style.show(
-        fig,
-        "Elements moved for each pair of query and key against M, the elements on chip, both logarithmic. Both curves "
-        "fall; at M = 131072 they stand at "
-        + ", ".join(f"{y:.2f} ({name.replace('$', '')})" for name, y in ends.items()),
     )
 
 

@@ -2,12 +2,10 @@
 
 Two programs have attended with the same queries to two different sets of keys. Each returns its normalized output o
 and lse, the logarithm of the sum of exp(s) over its keys. Combine them into what one program would have returned for
-all the keys: with l_a = exp(lse_a) and l_b = exp(lse_b),
+all the keys. Section 2.5 merges outputs by m and l; here you have only lse = m + log(l).
 
-    lse = log(l_a + l_b)        o = (l_a o_a + l_b o_b) / (l_a + l_b)
-
-but logits go into the hundreds, so neither l_a nor l_b can be computed as it stands. A set in which a query saw no key
-has o = 0 and lse = -inf there; merging it changes nothing, and two such sets give o = 0 and lse = -inf again.
+Logits go into the hundreds, so exp(lse_a) and exp(lse_b) may overflow. A set in which a query saw no key has o = 0 and
+lse = -inf there; merging it changes nothing, and two such sets give o = 0 and lse = -inf again.
 
     o_a, o_b       (..., head_dim), fp32 or fp64; left as they are
     lse_a, lse_b   (...), the same dtype

@@ -1,12 +1,10 @@
 """Write the online step, in PyTorch and in Triton.
 
 A row of logits streams by in tiles. Its state is m, the largest logit so far, and l, the sum of exp(s - m) over the
-logits s so far; before the first tile, m = -inf and l = 0. Write the step that takes in one tile:
+logits s so far; before the first tile, m = -inf and l = 0. Section 2.3 takes in one logit. Write the step that takes in
+a tile: many rows, each by itself, and many columns at once.
 
-    m' = max(m, largest of the tile)        l' = l exp(m - m') + sum of exp(tile - m')
-
-Both formulas must hold for every row by itself, and for rows that have seen nothing but -inf so far: their state is
-still (-inf, 0). A NaN in a tile must show as NaN in l.
+A row that has seen nothing but -inf so far is still in the state (-inf, 0). A NaN in a tile must show as NaN in l.
 
     m, l      (rows,); left as they are
     tile      (rows, cols); a logit of -inf is masked

@@ -5,8 +5,8 @@ logit in every row. With it a model makes keys fade with their age, or hides the
 
 Write all of it: the kernel, its grid and the launcher. The rules are those of the tiled kernel. A program owns a tile
 of queries; keys, values and the bias stream past it in tiles whose size does not depend on seq_k; one kernel is
-launched, and it writes nothing but o. Of phase 2's module only `load_tile`, `store_tile` and `tile_pointers` are at
-hand, of phase 1's `m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)`. `runtime.tile_sizes(head_dim, dtype)` is a
+launched, and it writes nothing but o. Of phase 2's module only `load_tile` and `store_tile` are at hand, of
+phase 1's `m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)`. `runtime.tile_sizes(head_dim, dtype)` is a
 dict of BLOCK_M, BLOCK_N, num_warps and num_stages that suits every GPU. On a GPU, launch `with
 runtime.on_device_of(q):`.
 
