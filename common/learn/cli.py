@@ -44,11 +44,11 @@ VERDICT = {True: "[green]PASS[/]", False: "[bold red]FAIL[/]"}
 @app.callback(invoke_without_command=True)
 def overview(context: typer.Context) -> None:
     """Without a command: how far you are, and what to type next."""
-    for sentence in exercises.take_over():
-        console.print(sentence, markup=False)
-    if context.invoked_subcommand:
-        return
-    cli_exercises.overview()
+    if context.invoked_subcommand in (None, *cli_exercises.COMMANDS):
+        for sentence in exercises.take_over():
+            console.print(sentence, markup=False)
+    if context.invoked_subcommand is None:
+        cli_exercises.overview()
 
 
 for _name, _command in cli_exercises.COMMANDS.items():
@@ -268,7 +268,14 @@ class _Child:
 
 
 def main() -> None:
-    app()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # where a terminal cannot show what an answer says
+    try:
+        app()
+    except exercises.Damaged as damaged:
+        sys.exit(str(damaged))
+    except OSError as error:
+        sys.exit(f"{error}. Is there room on the disk, and may you read and write there?")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
 """Every exercise fails as shipped, its solution passes, and wrong answers are rejected with a word on the mistake."""
 
 import importlib
+import json
 import re
 import subprocess
 import sys
 
 import wrong_answers
 from common import phases
-from common.learn import exercises, judge, offline_answer
+from common.learn import cli, exercises, exercises_notebook, judge, offline_answer
 from common.learn.exercises import END, Progress, check, stub_of
 from phase4_backward.checks import varlen
 
 import pytest
 import torch
 from helpers import interpreted_only, needs_interpreter
+from typer.testing import CliRunner
 
 EXERCISES = exercises.load()
 WRONG = wrong_answers.load()
@@ -309,6 +311,39 @@ def test_progress_survives_a_damaged_file(learner, tmp_path):
     assert Progress.load() == Progress(hints={"masked_add": 1})
     Progress.path().write_text("{")
     assert Progress.load() == Progress()
+
+
+def test_a_verdict_is_said_although_it_cannot_be_noted(learner, tmp_path, monkeypatch, capsys):
+    answer = learner("masked_add")
+    (tmp_path / ".course").write_text("a file")
+    monkeypatch.setattr(exercises, "_in_child", lambda *_, **__: dict(kind="passed", message="all right"))
+    answer.exercise.path.write_text(ADD)
+    monkeypatch.setattr(exercises, "find", lambda name: answer.exercise)
+    monkeypatch.setattr(exercises, "take_over", list)
+    exercises_notebook.check("masked_add")
+    verdict, note = capsys.readouterr().out.splitlines()
+    assert verdict == "1.3 masked_add: PASS. all right"
+    assert note.startswith("    This verdict is not noted, so check again later: ")
+    done = CliRunner().invoke(cli.app, ["check", "1.3"])
+    assert done.output.index("all right") < done.output.index("This verdict is not noted")
+    assert (tmp_path / ".course").read_text() == "a file"
+
+
+def test_two_checks_at_once_forget_no_verdict(tmp_path):
+    """Each process notes names of its own, one after the other."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from common.learn.exercises import Progress\n"
+        f"Progress.path = staticmethod(lambda: Path({str(tmp_path)!r}, '.course', 'progress.json'))\n"
+        "for n in range(40):\n"
+        "    with Progress.changed() as progress:\n"
+        "        progress.hints[f'{sys.argv[1]} {n}'] = n\n"
+    )
+    at_once = [subprocess.Popen([sys.executable, "-c", code, str(i)], cwd=phases.ROOT) for i in range(4)]
+    assert [process.wait() for process in at_once] == [0] * 4
+    stored = json.loads((tmp_path / ".course" / "progress.json").read_text())
+    assert len(stored["hints"]) == 160
+    assert sorted(p.name for p in (tmp_path / ".course").iterdir()) == ["progress.json", "progress.lock"]
 
 
 def test_reset_keeps_what_was_there(learner):
