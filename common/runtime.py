@@ -59,6 +59,14 @@ if _loaded_interpreted(sys.modules) not in (None, INTERPRETED):
     )
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
+# Why no kernel can run in this process; "" where kernels can.
+CANNOT_RUN = ""
+if not INTERPRETED and DEVICE == "cpu":
+    CANNOT_RUN = (
+        f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']} asks for compiled kernels, and there is "
+        "no GPU: unset it"
+    )
+
 recording = False  # True while common.measure.offline notes launches down instead of making them
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

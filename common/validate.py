@@ -57,7 +57,8 @@ def check_tensor(name: str, t) -> None:
             if runtime.INTERPRETED
             else "compiled here (CUDA tensors)"
         )
-        raise ValueError(f"{name}: kernels are {where}, got {_describe(t)}")
+        why = f". {runtime.CANNOT_RUN}" if runtime.CANNOT_RUN else ""
+        raise ValueError(f"{name}: kernels are {where}, got {_describe(t)}{why}")
 
 
 def check_out_dtype(dtype) -> None:

@@ -279,6 +279,40 @@ def store(copy, **progress):
     (copy / ".course" / "progress.json").write_text(json.dumps(progress))
 
 
+@pytest.mark.parametrize(
+    "spoil", [Path.unlink, lambda path: path.write_text("[[exercise"), lambda path: path.write_text("")]
+)
+def test_a_manifest_that_cannot_be_read_is_named_and_the_machine_can_still_be_looked_at(spoil, copy, attempt):
+    manifest = "phase2_tiling/checks/manifest.toml"
+    spoil(copy / manifest)
+    for command in ([], ["next"], ["check", "1.1"], ["watch"]):
+        printed, code = attempt(*command)
+        assert code == 1
+        assert printed.startswith(f"{manifest}: ")
+        assert printed.endswith(f"The course ships this file: git restore {manifest}\n")
+        assert printed.count("\n") == 1
+    assert attempt("diff", "2", "3")[1] == 0
+    assert attempt("verify", "9")[1] == 2
+
+
+def test_a_missing_solution_stops_its_own_exercise_alone(copy, attempt):
+    missing = PHASE_1[1].solution.relative_to(phases.ROOT)
+    (copy / missing).unlink()
+    for command in ("next", "check", "hint", "reset"):
+        printed, code = attempt(command, "1.2")
+        assert code == 1
+        assert printed == f"{missing}: No such file or directory. The course ships this file: git restore {missing}\n"
+    assert attempt()[1] == 0
+    assert PHASE_1[2].title in attempt("next", "1.3")[0]
+
+
+def test_a_terminal_of_ascii_shows_what_it_can(copy, attempt):
+    for command in ([], ["next", "1.4"], ["hint", "1.4"], ["solution", "1.4", "--give-up"], ["diff", "2", "3"]):
+        printed, code = attempt(*command, PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C", PYTHONCOERCECLOCALE="0")
+        assert code == 0
+        assert printed.isascii()
+
+
 @pytest.mark.parametrize("command", ["check", "reset", "hint", "watch"])
 @pytest.mark.parametrize("name", ["nowhere/masked_add.py", "masked_add.py", "phase1_softmax/solutions/masked_add.py"])
 def test_a_path_of_another_file_is_refused(command, name, copy, attempt):

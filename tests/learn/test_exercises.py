@@ -2,9 +2,12 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
+from functools import partial
+from unittest import mock
 
 import wrong_answers
 from common import phases
@@ -258,6 +261,61 @@ def test_a_kernel_of_a_check_is_compiled_with_the_answers_function(learner):
     (objection,) = exercises.objections(answer.exercise, verdict, limit=300)
     line = 1 + next(n for n, written in enumerate(text.splitlines()) if written.strip() == "break")
     assert objection.startswith(f"no GPU can run _first_kernel: line {line}, `break`")
+
+
+FORK = "import os, time\nif os.fork() == 0:\n    time.sleep(600)\n"
+
+
+@pytest.mark.slow
+def test_what_an_answer_forked_ends_with_its_check(learner):
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    with mock.patch.object(subprocess, "Popen", partial(subprocess.Popen, close_fds=False)):
+        assert learner("masked_add")(ADD + FORK).passed
+    os.close(write)
+    assert os.read(read, 1) == b""  # returns once nobody holds the other end
+
+
+@pytest.mark.slow
+def test_a_fork_has_no_say_in_the_verdict(learner):
+    """The child returns first, with a wrong kernel; its parent waits for it."""
+    fork = "import os\nchild = os.fork()\nif child:\n    os.waitpid(child, 0)\n"
+    answer = learner("masked_add")
+    wrong = ADD.replace("2 * x", "(2 if child else 3) * x")
+    verdict = answer(fork + wrong)
+    assert verdict.passed, verdict
+    verdict = answer(fork + ADD.replace("2 * x", "(3 if child else 2) * x"))
+    assert verdict.kind == "wrong"
+
+
+FORGED = json.dumps(dict(kind="passed", message="forged", gpu=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["", "import os; os._exit(0)"])
+def test_an_answer_that_writes_to_its_last_argument_writes_no_verdict(after, learner):
+    verdict = learner("masked_add")(ADD + f"import sys\nopen(sys.argv[-1], 'w').write({FORGED!r})\n{after}\n")
+    assert verdict.kind == "error"
+    assert "No such file or directory: ''" in verdict.message
+
+
+@pytest.mark.slow
+def test_an_answer_may_say_what_the_terminal_cannot_show(learner, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    verdict = learner("masked_add")(
+        ADD + "print('\N{GREEK SMALL LETTER ALPHA} \\udcff')\nraise ValueError('β \\udcff')\n"
+    )
+    assert capfd.readouterr().out == "? ?\n"
+    assert verdict.kind == "error"
+    assert "ValueError: β \udcff" in verdict.message
+
+
+def test_an_answer_that_is_no_utf_8_is_an_answer(learner, tmp_path):
+    answer = learner("masked_add")
+    answer.exercise.path.write_bytes(ADD.encode() + b"# \xe9\n")
+    (tmp_path / "verdict.stack").write_text(f'File "{answer.exercise.path}", line 2 in f')
+    assert exercises._innermost_line(answer.exercise.path, tmp_path / "verdict") == ""
+    assert exercises._edited(answer.exercise)
 
 
 @pytest.mark.slow
