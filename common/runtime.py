@@ -15,6 +15,8 @@ import sys
 import threading
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 OLDEST = 8, 0  # the compute capability from which on Triton supports a GPU
 
@@ -59,6 +61,14 @@ if _loaded_interpreted(sys.modules) not in (None, INTERPRETED):
     )
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
+# Why no kernel can run in this process; "" where kernels can.
+CANNOT_RUN = ""
+if not INTERPRETED and DEVICE == "cpu":
+    CANNOT_RUN = (
+        f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']} asks for compiled kernels, and there is "
+        "no GPU: unset it"
+    )
+
 recording = False  # True while common.measure.offline notes launches down instead of making them
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -76,8 +86,24 @@ def to_kernel_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
     A lazily negated view (such as `z.conj().imag`) is written out, as a kernel reads the memory and
     not the sign.
     """
+    _need_memory(tensors)
     written = [t.resolve_neg() for t in tensors]
     return [t.to(KERNEL_DTYPE[t.dtype]) if t.dtype in KERNEL_DTYPE else t for t in written]
+
+
+def _need_memory(tensors) -> None:
+    """Raise TypeError for tensors without memory, which is what a kernel reads."""
+    if torch.compiler.is_compiling():
+        return
+    if torch.jit.is_tracing():
+        kind = "torch.jit.trace's"
+    elif any(map(is_functorch_wrapped_tensor, tensors)):
+        kind = "those of vmap or torch.func"
+    elif any(isinstance(t, FakeTensor) for t in tensors):
+        kind = "a FakeTensor"
+    else:
+        return
+    raise TypeError(f"inputs: expected tensors with memory, which a kernel reads, got {kind}")
 
 
 _NO_SWITCH = contextlib.nullcontext()

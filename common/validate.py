@@ -3,6 +3,7 @@ expected; nothing has been allocated or launched when it is raised."""
 
 import math
 import numbers
+import warnings
 
 from common import runtime
 
@@ -11,6 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 MAX_HEAD_DIM = 256
+HOURS = 2_000_000  # steps on tiles that the interpreter makes in about an hour
 MAX_SCALE = torch.finfo(torch.float32).max  # kernels take it in fp32
 
 
@@ -35,7 +37,7 @@ def cast_like_sdpa(q, k, v) -> list:
                 and torch.is_autocast_enabled(device)
             ):
                 t = t.to(torch.get_autocast_dtype(device))
-            if t.layout == torch.strided and any(t is other for other in made):
+            if t.layout == torch.strided and not t.is_nested and any(t is other for other in made):
                 t = t.view_as(t)
         made.append(t)
     return made
@@ -57,7 +59,8 @@ def check_tensor(name: str, t) -> None:
             if runtime.INTERPRETED
             else "compiled here (CUDA tensors)"
         )
-        raise ValueError(f"{name}: kernels are {where}, got {_describe(t)}")
+        why = f". {runtime.CANNOT_RUN}" if runtime.CANNOT_RUN else ""
+        raise ValueError(f"{name}: kernels are {where}, got {_describe(t)}{why}")
 
 
 def check_out_dtype(dtype) -> None:
@@ -81,42 +84,75 @@ def check_scale(scale, head_dim: int) -> float:
     return float(scale)
 
 
-def check_qkv(q, k, v, scale=None, is_causal=False, enable_gqa=False, *, rank=4) -> float:
+def check_qkv(
+    q, k, v, scale=None, is_causal=False, enable_gqa=False, *, rank=4, names=("q", "k", "v")
+) -> float:
     """Raise unless q, k, v are inputs that attention accepts, and return the scale to use.
 
     rank 4: q (batch, heads_q, seq_q, head_dim), k and v (batch, heads_kv, seq_k, head_dim); heads_q
     must equal heads_kv, or with enable_gqa be a multiple of it. rank 2: one head, (seq_q, head_dim)
-    and (seq_k, head_dim).
+    and (seq_k, head_dim). names: what messages call them.
 
     Raises TypeError (not a tensor, dtype, flag) or ValueError (shape, device, scale).
     """
     axes = ("batch", "heads", "seq", "head_dim")[4 - rank :]
-    for name, t in (("q", q), ("k", k), ("v", v)):
+    for name, t in zip(names, (q, k, v), strict=True):
         check_tensor(name, t)
         if t.dim() != rank:
             raise ValueError(
                 f"{name}: expected {rank} dimensions ({', '.join(axes)}), got {_describe(t)}"
             )
         if t.dtype != q.dtype:
-            raise TypeError(f"{name}: expected {q.dtype} like q, got {_describe(t)}")
+            raise TypeError(f"{name}: expected {q.dtype} like {names[0]}, got {_describe(t)}")
         if t.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device} like q, got {_describe(t)}")
+            raise ValueError(
+                f"{name}: expected device {q.device} like {names[0]}, got {_describe(t)}"
+            )
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: expected a bool, got {type(flag)}")
+    _check_shapes(q, k, v, names)
+    if rank == 4:
+        check_heads(q, k, enable_gqa, names)
+    scale = check_scale(scale, q.shape[-1])
+    _warn_of_hours(q, k)
+    return scale
+
+
+def _check_shapes(q, k, v, names) -> None:
+    name_q, name_k, name_v = names
     head_dim = q.shape[-1]
     if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"q: expected head_dim from 1 to {MAX_HEAD_DIM}, got {_describe(q)}")
-    for name, t in (("k", k), ("v", v)):
+        raise ValueError(
+            f"{name_q}: expected head_dim from 1 to {MAX_HEAD_DIM}, got {_describe(q)}"
+        )
+    for name, t in ((name_k, k), (name_v, v)):
         if t.shape[-1] != head_dim:
-            raise ValueError(f"{name}: expected head_dim {head_dim} like q, got {_describe(t)}")
-        if rank == 4 and t.shape[0] != q.shape[0]:
-            raise ValueError(f"{name}: expected batch {q.shape[0]} like q, got {_describe(t)}")
+            raise ValueError(
+                f"{name}: expected head_dim {head_dim} like {name_q}, got {_describe(t)}"
+            )
+        if q.dim() == 4 and t.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"{name}: expected batch {q.shape[0]} like {name_q}, got {_describe(t)}"
+            )
     if v.shape != k.shape:
-        raise ValueError(f"v: expected shape {tuple(k.shape)} like k, got {_describe(v)}")
-    if rank == 4:
-        check_heads(q, k, enable_gqa)
-    return check_scale(scale, head_dim)
+        raise ValueError(
+            f"{name_v}: expected shape {tuple(k.shape)} like {name_k}, got {_describe(v)}"
+        )
+
+
+def _warn_of_hours(q, k) -> None:
+    if not runtime.INTERPRETED or runtime.recording or torch.compiler.is_compiling():
+        return
+    tiles = runtime.tile_sizes(q.shape[-1], q.dtype)
+    of_q, of_k = -(-q.shape[-2] // tiles["BLOCK_M"]), -(-k.shape[-2] // tiles["BLOCK_N"])
+    steps = q.shape[:-2].numel() * of_q * of_k
+    if steps > HOURS:
+        warnings.warn(
+            f"kernels are interpreted on the CPU, and q of shape {tuple(q.shape)} on {k.shape[-2]} keys is "
+            f"up to {steps:,} steps, a tile of queries on a tile of keys each: that takes hours",
+            stacklevel=3,
+        )
 
 
 def check_saved(q, k, v, o, lse, do, dlse, scale, is_causal) -> float:
@@ -170,18 +206,19 @@ def refuse_forward_mode(*tensors) -> None:
         raise RuntimeError(NO_FORWARD_MODE)
 
 
-def check_heads(q, k, enable_gqa: bool) -> None:
+def check_heads(q, k, enable_gqa: bool, names=("q", "k", "v")) -> None:
     """Every query head has a key head: one each, or with enable_gqa a whole number of query
     heads per key head.
     """
     heads_q, heads_kv = q.shape[1], k.shape[1]
+    name_q, name_k, _ = names
     if heads_q == heads_kv:
         return
     if not enable_gqa:
         raise ValueError(
-            f"k: expected {heads_q} heads like q (or enable_gqa=True), got {_describe(k)}"
+            f"{name_k}: expected {heads_q} heads like {name_q} (or enable_gqa=True), got {_describe(k)}"
         )
     if heads_kv == 0 or heads_q % heads_kv:
         raise ValueError(
-            f"k: expected a number of heads that divides q's {heads_q}, got {_describe(k)}"
+            f"{name_k}: expected a number of heads that divides {name_q}'s {heads_q}, got {_describe(k)}"
         )

@@ -172,8 +172,9 @@ def softmax_online(
     sum, one to normalize.
     """
     _check(x, out_dtype)
-    if not isinstance(block_n, int) or block_n < 1 or block_n & (block_n - 1):
-        raise ValueError(f"block_n: expected a power of two, got {block_n!r}")
+    largest = triton.language.TRITON_MAX_TENSOR_NUMEL
+    if not isinstance(block_n, int) or not 1 <= block_n <= largest or block_n & (block_n - 1):
+        raise ValueError(f"block_n: expected a power of two up to {largest}, got {block_n!r}")
     return _launch_softmax(_softmax_online_kernel, x, block_n, out_dtype)
 
 

@@ -12,6 +12,8 @@ from phase5_tuning.forward import attention_forward
 
 import torch
 
+NAMES = "query", "key", "value"
+
 # --- autograd ------------------------------------------------------------------------------------------------------
 
 
@@ -144,15 +146,21 @@ def flash_attention(
         raise NotImplementedError(
             "attn_mask: expected None; of masks only is_causal=True is supported"
         )
-    if dropout_p:
+    if dropout_p != 0:
         raise NotImplementedError(
-            f"dropout_p: expected 0, got {dropout_p}; phase 4's exercise 5 has a kernel for it"
+            f"dropout_p: expected 0, got {dropout_p!r}; exercise 4.7 has a kernel for it"
         )
     query, key, value = validate.cast_like_sdpa(query, key, value)
     validate.refuse_forward_mode(query, key, value)
+    options = scale, is_causal, enable_gqa
     if _traced(query, key, value):  # torch.export loses the Function and keeps the operator
-        validate.check_qkv(query, key, value, scale, is_causal, enable_gqa)
+        validate.check_qkv(query, key, value, *options, names=NAMES)
         return _forward_op(query, key, value, is_causal, scale)[0]
-    if torch.is_grad_enabled():
-        return FlashAttention.apply(query, key, value, is_causal, scale, enable_gqa)[0]
-    return attention_forward(query, key, value, is_causal, scale, enable_gqa)[0]
+    try:
+        if torch.is_grad_enabled():
+            return FlashAttention.apply(query, key, value, is_causal, scale, enable_gqa)[0]
+        return attention_forward(query, key, value, is_causal, scale, enable_gqa)[0]
+    except (TypeError, ValueError) as error:
+        wrong = error
+    validate.check_qkv(query, key, value, *options, names=NAMES)  # the same, in SDPA's names
+    raise wrong

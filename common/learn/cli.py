@@ -4,6 +4,7 @@ a phase.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,11 +45,11 @@ VERDICT = {True: "[green]PASS[/]", False: "[bold red]FAIL[/]"}
 @app.callback(invoke_without_command=True)
 def overview(context: typer.Context) -> None:
     """Without a command: how far you are, and what to type next."""
-    for sentence in exercises.take_over():
-        console.print(sentence, markup=False)
-    if context.invoked_subcommand:
-        return
-    cli_exercises.overview()
+    if context.invoked_subcommand in (None, *cli_exercises.COMMANDS):
+        for sentence in exercises.take_over():
+            console.print(sentence, markup=False)
+    if context.invoked_subcommand is None:
+        cli_exercises.overview()
 
 
 for _name, _command in cli_exercises.COMMANDS.items():
@@ -84,7 +85,7 @@ def verify(
     """Verify phases against SDPA on this machine and print every case."""
     code = 0
     for phase in _chosen(name):
-        code |= subprocess.run([sys.executable, "-m", phase.folder], cwd=phases.ROOT).returncode
+        code |= _module(phase.folder)
     raise typer.Exit(code)
 
 
@@ -97,6 +98,7 @@ def run(
     """The whole course on this machine: verify every phase, execute every notebook, print one
     summary.
     """
+    _need_gpu_or_interpreter()
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -146,8 +148,22 @@ def bench(context: typer.Context) -> None:
     """Time phase 5's kernels beside their peers on this GPU; `course bench --help` lists what
     can be chosen.
     """
-    command = [sys.executable, "-m", "phase5_tuning.bench", *context.args]
-    raise typer.Exit(subprocess.run(command, cwd=phases.ROOT).returncode)
+    raise typer.Exit(_module("phase5_tuning.bench", *context.args))
+
+
+def _module(*arguments: str) -> int:
+    """Run a Python module on this terminal. Its exit code. Ctrl-C reaches this process alone, and
+    the module, which would print where it was, is ended.
+    """
+    command = [sys.executable, "-m", *arguments]
+    with subprocess.Popen(command, cwd=phases.ROOT, process_group=0) as child:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            child.kill()
+            console.show_cursor()  # which the module may have hidden
+            console.print("Stopped.")
+            raise typer.Exit(130) from None
 
 
 def _at_once() -> ThreadPoolExecutor:
@@ -155,6 +171,14 @@ def _at_once() -> ThreadPoolExecutor:
     from common import runtime  # imports torch, which the other commands need not wait for
 
     return ThreadPoolExecutor(2 if runtime.INTERPRETED else 1)
+
+
+def _need_gpu_or_interpreter() -> None:
+    from common import runtime
+
+    if runtime.CANNOT_RUN:
+        console.print(f"{runtime.CANNOT_RUN}.", style="red", markup=False)
+        raise typer.Exit(2)
 
 
 @dataclass
@@ -268,7 +292,15 @@ class _Child:
 
 
 def main() -> None:
-    app()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # where a terminal cannot show what an answer says
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left running
+    try:
+        app()
+    except exercises.Damaged as damaged:
+        sys.exit(str(damaged))
+    except OSError as error:
+        sys.exit(f"{error}. Is there room on the disk, and may you read and write there?")
 
 
 if __name__ == "__main__":

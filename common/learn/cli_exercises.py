@@ -111,8 +111,8 @@ def hint(name: Name = "") -> None:
         console.print(
             f"[dim]These are all hints. The solution: course solution {exercise.number} --give-up[/]"
         )
-    progress.hints[exercise.name] = shown
-    progress.save()
+    with Progress.changed() as progress:
+        progress.hints[exercise.name] = shown
 
 
 def solution(
@@ -139,10 +139,10 @@ def solution(
         )
         console.print("To see the solution all the same, add [bold]--give-up[/].")
         raise typer.Exit(1)
-    file, text = exercise.solution.relative_to(phases.ROOT), exercise.solution.read_text()
+    file, text = exercise.solution.relative_to(phases.ROOT), exercise.solution_text
     if not whole:
         console.print(f"[bold]- {exercise.file}\n+ {file}[/]")
-        answer = exercise.path.read_text(errors="replace")
+        answer = exercise.path.read_text("utf-8", errors="replace")
         _print_diff(exercises.without_marks(answer), exercises.without_marks(text))
         return
     console.print(f"[dim]{file}[/]")
@@ -267,6 +267,8 @@ def _print_verdict(exercise: Exercise, verdict: Verdict, *, short: bool = False)
         console.print(verdict.message, markup=False, style=None if verdict.passed else "red")
     if not short and verdict.kind == "wrong":
         console.print(f"[dim]{exercise.explained} explains what it takes[/]", soft_wrap=True)
+    if verdict.not_noted:
+        console.print(verdict.not_noted, markup=False, style="yellow", soft_wrap=True)
 
 
 def _print_objections(exercise: Exercise, verdict: Verdict) -> None:

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -209,6 +210,29 @@ def check_compiler() -> Finding:
     )
 
 
+def check_folders() -> Finding:
+    """Where kernels are cached, and where answers and progress go."""
+    from common import runtime  # noqa: F401 - before triton
+    from common.phases import ROOT
+
+    from triton import knobs
+
+    todo = "make this folder yours to write in, or free disk space"
+    other = "; the variable TRITON_CACHE_DIR names another one"
+    for folder, advice in (
+        (ROOT / "work", ""),
+        (ROOT / ".course", ""),
+        (Path(knobs.cache.dir), other),
+    ):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"a byte")
+        except OSError as error:
+            return Finding("folders", PROBLEM, f"{folder}: {error.strerror}", todo + advice)
+    return Finding("folders", OK, "answers, progress and compiled kernels can be stored")
+
+
 def check_cpp() -> Finding:
     compiler = next((c for c in ("g++", "clang++") if shutil.which(c)), None)
     if compiler:
@@ -240,8 +264,8 @@ def check_jupyter() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_python, check_versions, check_device, check_driver, check_canary, check_bf16, check_compiler, check_cpp,
-    check_jupyter,
+    check_python, check_versions, check_device, check_driver, check_canary, check_bf16, check_folders, check_compiler,
+    check_cpp, check_jupyter,
 )  # fmt: skip
 
 
@@ -265,8 +289,11 @@ def main() -> int:
             )
         if finding.level == PROBLEM:
             worst = 1
-            if check is check_device:  # nothing to run them on
-                left_out = check_canary, check_bf16
+            # What could only fail for the same reason.
+            left_out += {
+                check_device: (check_canary, check_bf16),
+                check_folders: (check_compiler,),
+            }.get(check, ())
         print(json.dumps(finding.__dict__), flush=True)
     return worst
 

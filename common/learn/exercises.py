@@ -17,6 +17,7 @@ files from the solutions anew.
 """
 
 import ast
+import contextlib
 import difflib
 import hashlib
 import itertools
@@ -30,7 +31,8 @@ import sys
 import tempfile
 import time
 import tomllib
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -41,6 +43,15 @@ from common import phases
 TIME_LIMIT = 60
 COMPILER_LIMIT = 30  # seconds for the compiler, after an answer passed; a few are usual
 BEGIN, SHOWN, END = "# your code", "#|", "# end of your code"
+
+
+class Damaged(Exception):
+    """A file of the course itself is missing or broken; the message says how to get it back."""
+
+    def __init__(self, path: Path, error: Exception):
+        file = path.relative_to(phases.ROOT)
+        what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        super().__init__(f"{file}: {what}. The course ships this file: git restore {file}")
 
 
 @dataclass(frozen=True)
@@ -94,9 +105,24 @@ class Exercise:
         return phases.ROOT / self.phase.folder / "solutions" / f"{self.name}.py"
 
     @property
+    def places(self) -> list[Path]:
+        """Where older copies of the course had the learner's file."""
+        return [self.shipped, *([self.shipped.with_stem(self.formerly)] if self.formerly else [])]
+
+    @property
     def stub(self) -> str:
         """The text of the file before anybody has edited it."""
-        return stub_of(self.solution.read_text())
+        try:
+            return stub_of(self.solution_text)
+        except ValueError as error:
+            raise Damaged(self.solution, error) from error
+
+    @property
+    def solution_text(self) -> str:
+        try:
+            return _read(self.solution)
+        except (OSError, ValueError) as error:
+            raise Damaged(self.solution, error) from error
 
     @property
     def task(self) -> str:
@@ -106,24 +132,33 @@ class Exercise:
 @cache
 def load() -> tuple[Exercise, ...]:
     """All exercises in order, from phaseN_x/checks/manifest.toml, where hints are out of sight."""
-    loaded = []
-    for phase in phases.PHASES:
-        manifest = phases.ROOT / phase.folder / "checks" / "manifest.toml"
-        if manifest.exists():
-            entries = tomllib.loads(manifest.read_text())["exercise"]
-            for place, entry in enumerate(entries, start=1):
-                hints = tuple(" ".join(hint.split()) for hint in entry.pop("hints"))
-                loaded.append(Exercise(phase=phase, place=place, hints=hints, **entry))
-    return tuple(loaded)
+    return tuple(exercise for phase in phases.PHASES for exercise in _load_phase(phase))
+
+
+def _load_phase(phase: phases.Phase) -> list[Exercise]:
+    manifest, loaded = phases.ROOT / phase.folder / "checks" / "manifest.toml", []
+    try:
+        for place, entry in enumerate(tomllib.loads(_read(manifest))["exercise"], start=1):
+            hints = tuple(" ".join(hint.split()) for hint in entry.pop("hints"))
+            loaded.append(Exercise(phase=phase, place=place, hints=hints, **entry))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(manifest, error) from error
+    return loaded
 
 
 def find(name: str) -> Exercise | None:
     """The exercise called by its name ("online_step"), its former name, its number ("1.3") or its
-    file.
+    file: the learner's, or the shipped one, from here or from the root of the course.
     """
-    stem = Path(name).stem
+    files = {Path(name).resolve(), (phases.ROOT / name).resolve()}
     return next(
-        (e for e in load() if name == e.number or (stem and stem in (e.name, e.formerly))), None
+        (
+            e
+            for e in load()
+            if name in (e.number, e.name, e.formerly or e.name)
+            or not files.isdisjoint((e.path.resolve(), *(p.resolve() for p in e.places)))
+        ),
+        None,
     )
 
 
@@ -183,16 +218,41 @@ class Progress:
     def load(cls) -> "Progress":
         """The stored progress; none at all where the file is missing or cannot be read."""
         try:
-            stored = json.loads(cls.path().read_text())
-            return cls(dict(stored["passed"]), dict(stored["hints"]), dict(stored.get("begun", {})))
-        except (OSError, ValueError, KeyError, TypeError):
+            return cls._parsed(_read(cls.path()))
+        except (OSError, ValueError):
             return cls()
 
+    @classmethod
+    def _parsed(cls, text: str) -> "Progress":
+        """Raises ValueError where the text is not that of a progress file."""
+        try:
+            stored = json.loads(text)
+            passed, hints, begun = stored["passed"], stored["hints"], stored.get("begun", {})
+            right = all(isinstance(value, str) for value in [*passed.values(), *begun.values()])
+            right &= all(isinstance(count, int) and count >= 0 for count in hints.values())
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError("not a progress file") from error
+        if not right:
+            raise ValueError("a value of the wrong kind")
+        return cls(passed, hints, begun)
+
+    @classmethod
+    @contextlib.contextmanager
+    def changed(cls) -> Iterator["Progress"]:
+        """The stored progress, to change; stored at the end. It belongs to one process at a time, so
+        that of two checks at once neither forgets the other's verdict.
+        """
+        import fcntl  # not on Windows, where the doctor must start
+
+        cls.path().parent.mkdir(exist_ok=True)
+        with cls.path().with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            progress = cls.load()
+            yield progress
+            progress.save()
+
     def save(self) -> None:
-        self.path().parent.mkdir(exist_ok=True)
-        new = self.path().with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        new.replace(self.path())  # at once: a reader never sees half a file
+        _write(self.path(), (json.dumps(asdict(self), indent=1) + "\n").encode())
 
     def solved(self, exercise: Exercise) -> bool:
         """True if the file is still the answer that passed."""
@@ -211,6 +271,33 @@ class Progress:
         )
 
 
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> str:
+    """In UTF-8, whatever the terminal's encoding is."""
+    return path.read_text(encoding="utf-8")
+
+
+def _write(path: Path, content: bytes) -> None:
+    """The whole file at once: a reader never sees half of it, and a full disk leaves what was there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path = path.resolve()  # a link stays one
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_bytes(content)
+        new.replace(path)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _free(path: Path, ending: str) -> Path:
+    """A name beside a file that nothing has yet: "name.py.old1"."""
+    names = (path.with_name(f"{path.name}.{ending}{n}") for n in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
 # --- the learner's file --------------------------------------------------------------------------------------------
 
 
@@ -227,32 +314,30 @@ def begin(exercise: Exercise) -> None:
     """Create the learner's file from the stub. One that has been edited is left alone; one that has
     not follows the stub when the course is updated.
     """
+    as_shipped = exercise.path.exists() and exercise.path.read_bytes() == exercise.stub.encode()
+    if not (as_shipped or _edited(exercise)):
+        _write_stub(exercise)
+
+
+def _write_stub(exercise: Exercise) -> None:
     stub = exercise.stub.encode()
-    if _edited(exercise) or (exercise.path.exists() and exercise.path.read_bytes() == stub):
-        return
-    exercise.path.parent.mkdir(parents=True, exist_ok=True)
-    exercise.path.write_bytes(stub)
-    progress = Progress.load()
-    progress.begun[exercise.name] = _hash(stub)
-    progress.save()
+    _write(exercise.path, stub)
+    with Progress.changed() as progress:
+        progress.begun[exercise.name] = _hash(stub)
 
 
 def reset(exercise: Exercise) -> Path | None:
     """Restore the file as shipped. What was there is kept beside it, in the returned path; None
     if nothing was.
     """
-    kept = _set_aside(exercise.path, exercise) if _edited(exercise) else None
-    begin(exercise)
-    progress = Progress.load()
-    progress.passed.pop(exercise.name, None)
-    progress.save()
+    kept = None
+    with Progress.changed() as progress:
+        progress.passed.pop(exercise.name, None)
+    if _edited(exercise):
+        kept = _free(exercise.path, "old")
+        _write(kept, exercise.path.read_bytes())
+    _write_stub(exercise)
     return kept
-
-
-def _set_aside(path: Path, exercise: Exercise) -> Path:
-    """Move a file to a free name beside the learner's file, and return that."""
-    names = (exercise.path.with_suffix(f".py.old{n}") for n in itertools.count(1))
-    return Path(shutil.move(path, next(name for name in names if not name.exists())))
 
 
 # --- check ---------------------------------------------------------------------------------------------------------
@@ -268,6 +353,7 @@ class Verdict:
     message: str
     seconds: float = 0.0
     launches: tuple[dict, ...] = ()  # of its kernels, where there is no GPU to compile them for
+    not_noted: str = ""  # why the progress file could not be written
 
     @property
     def passed(self) -> bool:
@@ -293,13 +379,15 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
             outcome = compiled | dict(message=message)
     launches = () if outcome.get("gpu") else tuple(outcome.get("launches", ()))
     verdict = Verdict(outcome["kind"], outcome["message"], time.perf_counter() - start, launches)
-    progress = Progress.load()
-    if verdict.passed:
-        # Of what was there before: it may have been edited meanwhile.
-        progress.passed[exercise.name] = _hash(answer)
-    else:
-        progress.passed.pop(exercise.name, None)
-    progress.save()
+    try:
+        with Progress.changed() as progress:
+            progress.passed.pop(exercise.name, None)
+            if verdict.passed:  # what was there before: it may have been edited meanwhile
+                progress.passed[exercise.name] = _hash(answer)
+    except OSError as error:
+        return replace(
+            verdict, not_noted=f"This verdict is not noted, so check again later: {error}"
+        )
     return verdict
 
 
@@ -354,11 +442,11 @@ def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
                 kind="timeout", message=f"{message} It was at {where}" if where else message
             )
         finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # what the answer started, too
+            child.wait()
         try:
-            return json.loads(report.read_text())
+            return json.loads(_read(report))
         except (OSError, ValueError):
             return dict(kind="crashed", message=_crash(exercise.path, report, child.returncode))
 
@@ -378,12 +466,12 @@ def _innermost_line(path: Path, report: Path) -> str:
     it was elsewhere.
     """
     try:
-        stack = report.with_name(f"{report.name}.stack").read_text()
+        stack = _read(report.with_name(f"{report.name}.stack"))
         line, function = re.search(
             rf'File "{re.escape(str(path))}", line (\d+) in (\w+)', stack
         ).groups()
-        return f"line {line}, in {function}: {path.read_text().splitlines()[int(line) - 1].strip()}"
-    except (OSError, AttributeError, IndexError):
+        return f"line {line}, in {function}: {_read(path).splitlines()[int(line) - 1].strip()}"
+    except (OSError, ValueError, AttributeError, IndexError):
         return ""
 
 
@@ -392,26 +480,40 @@ def _innermost_line(path: Path, report: Path) -> str:
 
 def take_over() -> list[str]:
     """Bring answers that are where older copies of the course had them to work/, and progress under
-    former names under the names of now. Returns what was done, in sentences.
+    former names under the names of now; set a damaged progress file aside. Returns what was done,
+    in sentences.
     """
+    said = [_set_bad_progress_aside()]
     _rename_progress()
-    said = []
-    for exercise in load():
-        places = [exercise.shipped]
-        if exercise.formerly:
-            places.append(exercise.shipped.with_stem(exercise.formerly))
-        said += [_take_over_answer(path, exercise) for path in places if path.exists()]
+    for exercise in (e for e in load() if e.solution.exists()):
+        said += [_take_over_answer(path, exercise) for path in exercise.places if path.exists()]
     return list(filter(None, said))
 
 
+def _set_bad_progress_aside() -> str:
+    path = Progress.path()
+    try:
+        Progress._parsed(_read(path))
+    except OSError:  # most likely there is none; if there is more to it, writing says so
+        return ""
+    except ValueError:
+        kept = path.rename(_free(path, "bad"))
+        return (
+            f"The progress file could not be read and is now .course/{kept.name}. Your answers are "
+            "as they were: course check notes anew which are right."
+        )
+    return ""
+
+
 def _rename_progress() -> None:
-    progress, renamed = Progress.load(), {e.formerly: e for e in load() if e.formerly}
-    for stored in (progress.passed, progress.hints):
-        for former in renamed.keys() & stored.keys():
-            stored.setdefault(renamed[former].name, stored[former])
-            del stored[former]
-    if progress != Progress.load():
-        progress.save()
+    stored, renamed = Progress.load(), {e.formerly: e for e in load() if e.formerly}
+    if renamed.keys().isdisjoint(stored.passed | stored.hints):
+        return
+    with Progress.changed() as progress:
+        for names in (progress.passed, progress.hints):
+            for former in renamed.keys() & names.keys():
+                names.setdefault(renamed[former].name, names[former])
+                del names[former]
 
 
 def _take_over_answer(path: Path, exercise: Exercise) -> str:
@@ -419,23 +521,23 @@ def _take_over_answer(path: Path, exercise: Exercise) -> str:
     done, "" if nothing. A shipped file becomes the stub again.
     """
     said, file, shipped = "", path.relative_to(phases.ROOT), path == exercise.shipped
-    as_shipped = path.read_text(errors="replace") == exercise.stub
+    as_shipped = path.read_bytes() == exercise.stub.encode()
     if shipped and as_shipped:
         return ""
     if as_shipped or (exercise.path.exists() and path.read_bytes() == exercise.path.read_bytes()):
         path.unlink()
     elif _edited(exercise):
-        kept = _set_aside(path, exercise).relative_to(phases.ROOT)
+        kept = shutil.move(path, _free(exercise.path, "old")).relative_to(phases.ROOT)
         said = f"Your answer in {file} is now in {kept}: {exercise.file} holds another one, which stays."
     else:
         exercise.path.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(path, exercise.path)
         said = f"Your answer in {file} is now in {exercise.file}: go on there."
     if shipped:
-        path.write_text(exercise.stub)
+        _write(path, exercise.stub.encode())
     return said
 
 
 if __name__ == "__main__":
     for exercise in load():
-        exercise.shipped.write_text(exercise.stub)
+        _write(exercise.shipped, exercise.stub.encode())

@@ -17,6 +17,8 @@ def check(name: str) -> None:
     verdict = exercises.check(exercise)
     outcome = {"passed": "PASS", "unfinished": "not finished"}.get(verdict.kind, "not yet right")
     print(f"{exercise.number} {exercise.name}: {outcome}. {verdict.message}")
+    if verdict.not_noted:
+        print(f"    {verdict.not_noted}")
     for objection in exercises.objections(exercise, verdict):
         print(f"    Warning: {objection}")
     if not verdict.passed:

@@ -9,15 +9,17 @@ Stored outputs come from the interpreter on a CPU, whatever machine stores them.
 import argparse
 import os
 import re
+import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common.phases import PHASES, ROOT
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbclient.exceptions import CellExecutionError
 
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -34,13 +36,28 @@ def find(names: list[str] | None = None) -> list[Path]:
 def execute(
     path: Path, *, store: bool = False, on_cell: Callable[[int, int], None] | None = None
 ) -> str | None:
-    """Run a notebook top to bottom in its own folder. Returns None, or the error of the cell that
-    failed.
+    """Run a notebook top to bottom in its own folder. Returns None, or what went wrong: the error of
+    a cell, or why the notebook could not be read or run.
 
     on_cell(done, total) is called after each code cell. With store the outputs are written back,
     cleaned of timestamps; otherwise the file is left alone.
     """
-    notebook = nbformat.read(path, as_version=4)
+    try:
+        notebook = nbformat.read(path, as_version=4)
+        _client(notebook, path, on_cell).execute()
+    except CellExecutionError as error:
+        return re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # without terminal colors
+    except Exception as error:  # it is no notebook, or its kernel dies or cannot start
+        return f"{type(error).__name__}: {error}"
+    if store:
+        notebook.metadata = nbformat.from_dict(METADATA)
+        for number, cell in enumerate(notebook.cells):
+            cell["id"] = f"cell-{number:03d}"
+        nbformat.write(notebook, path)
+    return None
+
+
+def _client(notebook, path: Path, on_cell: Callable[[int, int], None] | None) -> NotebookClient:
     total = sum(cell.cell_type == "code" for cell in notebook.cells)
     done = 0
 
@@ -50,7 +67,7 @@ def execute(
         if on_cell:
             on_cell(done, total)
 
-    client = NotebookClient(
+    return NotebookClient(
         notebook,
         timeout=300,
         kernel_name="python3",
@@ -60,18 +77,6 @@ def execute(
         coalesce_streams=True,  # one output a cell, however often it flushes
         on_cell_complete=count,
     )
-    try:
-        client.execute()
-    except CellExecutionError as error:
-        return re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # without terminal colors
-    except (CellTimeoutError, DeadKernelError) as error:
-        return f"{type(error).__name__}: {error}"
-    if store:
-        notebook.metadata = nbformat.from_dict(METADATA)
-        for number, cell in enumerate(notebook.cells):
-            cell["id"] = f"cell-{number:03d}"
-        nbformat.write(notebook, path)
-    return None
 
 
 def main() -> int:
@@ -88,14 +93,19 @@ def main() -> int:
             f"names: no notebook's path contains {' or '.join(args.names)}; there are {known}"
         )
     failed = 0
-    for path in chosen:
-        start = time.perf_counter()
-        error = execute(path, store=args.store)
-        failed += error is not None
-        print(
-            f"{path.relative_to(ROOT)}: {error or 'ok'}, {time.perf_counter() - start:.0f} s",
-            flush=True,
-        )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # In a thread, since nbclient would take signals over in the main one, and fails at them.
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            for path in chosen:
+                start = time.perf_counter()
+                error = pool.submit(execute, path, store=args.store).result()
+                failed += error is not None
+                seconds = time.perf_counter() - start
+                print(f"{path.relative_to(ROOT)}: {error or 'ok'}, {seconds:.0f} s", flush=True)
+        except KeyboardInterrupt:
+            print("Stopped.", flush=True)
+            os._exit(130)  # the thread would wait for its kernel, which ends when this process has
     return int(bool(failed))
 
 

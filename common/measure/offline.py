@@ -157,7 +157,7 @@ def compile_launches(
         env=env,
     )
     if child.returncode:
-        raise RuntimeError(f"offline compilation failed:\n{child.stderr}")
+        raise RuntimeError(f"offline compilation failed:\n{child.stderr.strip()}")
     return [Compiled(**row) for row in json.loads(child.stdout)]
 
 
@@ -255,6 +255,10 @@ def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
         gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
         try:
             made = triton.compile(source, target=gpu, options=launch["options"])
+        except OSError as error:  # the compiler was not asked
+            raise OSError(
+                f"{error}. Is Triton's cache yours to write in? TRITON_CACHE_DIR names another folder"
+            ) from error
         except Exception as error:  # the compiler raises many types; its message is the result
             reason = error
             # An error inside a jitted function is wrapped in that of its caller.
@@ -307,5 +311,8 @@ def _cuobjdump(cubin: bytes, flag: str) -> str:
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):  # where Triton prints a program that ptxas refuses
-        results = [asdict(compile_one(**job)) for job in json.load(sys.stdin)]
+        try:
+            results = [asdict(compile_one(**job)) for job in json.load(sys.stdin)]
+        except OSError as error:
+            sys.exit(str(error))
     json.dump(results, sys.stdout)

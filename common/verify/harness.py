@@ -157,10 +157,7 @@ def verify_results(
     between), gradients always on all. An input that fn wrote into is a failure of its own, and the
     truth is that of the inputs as they were.
     """
-    if q.dtype not in UNIT_ROUNDOFF or not 2 <= q.dim() <= 4:
-        raise ValueError(
-            f"q: expected 2 to 4 dimensions in fp16, bf16 or fp32, got {tuple(q.shape)}, {q.dtype}"
-        )
+    _check_arguments(fn, q, k, v, do)
     if do is not None and torch.is_inference_mode_enabled():
         raise RuntimeError(
             "do: there are no gradients inside torch.inference_mode(); call outside of it, or without do"
@@ -403,6 +400,29 @@ def _softmax_by_sdpa(s):
     eye = torch.eye(s.shape[-1], dtype=torch.float64, device=s.device)
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(s[None], eye[None], eye[None], scale=1.0)[0]
+
+
+def _check_arguments(fn, q, k, v, do) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"fn: expected a function of q, k, v, is_causal, scale, enable_gqa, got {type(fn).__name__}"
+        )
+    for name, t in dict(q=q, k=k, v=v, do=q if do is None else do).items():
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+    if q.dtype not in UNIT_ROUNDOFF or not 2 <= q.dim() <= 4:
+        raise ValueError(
+            f"q: expected 2 to 4 dimensions in fp16, bf16 or fp32, got {tuple(q.shape)}, {q.dtype}"
+        )
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype or t.dim() != q.dim():
+            raise ValueError(
+                f"{name}: expected {q.dim()} dimensions in {q.dtype} like q, got {tuple(t.shape)}, {t.dtype}"
+            )
+    if do is not None and (do.shape != q.shape or do.dtype != q.dtype):
+        raise ValueError(
+            f"do: expected {tuple(q.shape)}, {q.dtype} like q, got {tuple(do.shape)}, {do.dtype}"
+        )
 
 
 def _sample_rows(seq_q: int, device) -> torch.Tensor:

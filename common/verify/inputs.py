@@ -38,6 +38,8 @@ def make_tensor(
     """
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {KINDS}, got {kind!r}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype: expected a dtype such as torch.float16, got {dtype!r}")
     batch, heads, seq, head_dim = shape
     device = device or runtime.DEVICE
     x = torch.randn(batch, heads, seq, head_dim, generator=generator, dtype=torch.float32)
@@ -98,6 +100,12 @@ def make_qkv(
     """
     heads_kv = heads_q if heads_kv is None else heads_kv
     seq_k = seq_q if seq_k is None else seq_k
+    sizes = dict(
+        batch=batch, heads_q=heads_q, seq_q=seq_q, head_dim=head_dim, heads_kv=heads_kv, seq_k=seq_k
+    )
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 0:
+            raise ValueError(f"{name}: expected a whole number from 0 upwards, got {size!r}")
     generator = torch.Generator().manual_seed(seed)
 
     def make(heads, seq, this_kind, layout=layout):

@@ -31,6 +31,8 @@ def main(title: str, cases: Iterable[Case], argv=None) -> int:
         "--json", action="store_true", help="one line of JSON a case instead of the table"
     )
     args = parser.parse_args(argv)
+    if runtime.CANNOT_RUN:
+        parser.error(runtime.CANNOT_RUN)
     cases = list(cases)
     if args.json:
         return _as_json(cases)

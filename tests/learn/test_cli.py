@@ -1,12 +1,15 @@
 """The commands, typed as the README says."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 from common import phases, runtime
-from common.learn import cli, doctor, exercises
+from common.learn import cli, doctor, exercises, notebooks
 from common.phases import PHASES, ROOT, find
 
 import nbformat
@@ -204,12 +207,13 @@ def broken_course(tmp_path, monkeypatch):
     chapters = "empty.ipynb", "second.ipynb"
     monkeypatch.setattr(phases, "PHASES", (phases.Phase("phase1_x", "t", ("__main__",), "kernel", chapters),))
 
-    def run(text):
+    def run(text, spoil=lambda folder: None):
         folder = tmp_path / "phase1_x"
         folder.mkdir()
         (folder / "__main__.py").write_text(text)
         for chapter in chapters:
             nbformat.write(nbformat.v4.new_notebook(), folder / chapter)
+        spoil(folder)
         return CliRunner().invoke(cli.app, ["run"])
 
     return run
@@ -230,6 +234,129 @@ def test_a_module_may_print_what_it_likes(broken_course):
     assert done.exit_code == 0, done.output
     assert "1/1" in done.output
     assert done.output.index("empty.ipynb") < done.output.index("second.ipynb")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: (folder / "empty.ipynb").unlink(), "No such file or directory"),
+        (lambda folder: (folder / "empty.ipynb").write_text("{"), "does not appear to be JSON"),
+        (lambda folder: (folder / "empty.ipynb").write_bytes(b"\xff\xfe\xff"), "Error: "),
+        (lambda folder: (folder / "empty.ipynb").write_text("[]"), "Error: "),
+        (lambda folder: (folder / "empty.ipynb").write_text("{}"), "Error: "),
+    ],
+    ids=["missing", "cut off", "not text", "a list", "an empty object"],
+)
+def test_a_notebook_that_cannot_be_read_is_a_failed_step(spoil, words, broken_course):
+    done = broken_course(f"print({ROW!r})", spoil)
+    assert done.exit_code == 1
+    assert "1/1" in done.output  # the summary, with what the other steps found
+    assert "second.ipynb" in done.output
+    assert "1, empty.ipynb:" in done.output
+    assert words in done.output
+
+
+def test_a_notebook_whose_kernel_cannot_start_is_a_failed_step(broken_course, monkeypatch):
+    def execute(self):
+        raise RuntimeError("Kernel died before replying to kernel_info")
+
+    monkeypatch.setattr(notebooks.NotebookClient, "execute", execute)
+    done = broken_course(f"print({ROW!r})")
+    assert done.exit_code == 1
+    assert "1/1" in done.output
+    assert done.output.count("RuntimeError: Kernel died before replying") == 2
+
+
+PHASE = """
+import sys
+from pathlib import Path
+from common import phases
+phases.ROOT = Path({folder!r})
+phases.PHASES = (phases.Phase("phase1_x", "t", ("__main__",), "kernel", ("a.ipynb",)),)
+"""
+STOPPED = {
+    "run": PHASE + "from common.learn import cli; sys.argv = ['course', 'run']; cli.main()",
+    "verify": PHASE + "from common.learn import cli; sys.argv = ['course', 'verify']; cli.main()",
+    "notebooks": PHASE + "from common.learn import notebooks; sys.argv = ['notebooks']; sys.exit(notebooks.main())",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize("what", STOPPED)
+def test_what_is_stopped_says_so_and_nothing_else(what, how, tmp_path):
+    folder = tmp_path / "phase1_x"
+    folder.mkdir()
+    wait = f"import time\nopen({str(tmp_path / 'started')!r}, 'w').close()\nwhile True: time.sleep(1)"
+    (folder / "__main__.py").write_text(wait if what == "verify" else "")
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(wait)]), folder / "a.ipynb")
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED[what].format(folder=str(tmp_path))], text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored under nohup
+    )  # fmt: skip
+    while not (tmp_path / "started").exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    if how == "Ctrl-C":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.terminate()
+    printed, _ = process.communicate()  # ends once all that it started has ended
+    assert process.returncode == 130
+    assert printed.endswith("Stopped.\n")
+    assert "Traceback" not in printed
+
+
+def without_gpu_and_asked_to_compile(value):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    return os.environ | dict(TRITON_INTERPRET=value, COLUMNS="200")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["0", "2", "false", ""])
+def test_a_variable_that_asks_for_a_missing_gpu_is_named(value):
+    done = course("run", "1", env=without_gpu_and_asked_to_compile(value))
+    assert done.returncode == 2
+    assert done.stdout == (f"TRITON_INTERPRET={value} asks for compiled kernels, and there is no GPU: unset it.\n")
+    assert not done.stderr
+
+
+@pytest.mark.slow
+def test_kernels_and_verification_name_the_variable_that_asks_for_a_missing_gpu():
+    environment = without_gpu_and_asked_to_compile("0")
+    done = course("verify", "1", env=environment)
+    assert done.returncode == 2
+    assert "TRITON_INTERPRET=0 asks for compiled kernels" in done.stderr
+    assert "Traceback" not in done.stderr
+    code = "import torch; from phase1_softmax import softmax; softmax(torch.ones(3))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.stderr.endswith("TRITON_INTERPRET=0 asks for compiled kernels, and there is no GPU: unset it\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "HOME"])
+def test_doctor_names_a_cache_that_cannot_be_written(variable):
+    environment = os.environ | {"COLUMNS": "200", variable: "/dev/null/x"}
+    if variable == "HOME":
+        environment.pop("TRITON_CACHE_DIR", None)
+    done = course("doctor", env=environment)
+    assert done.returncode == 1
+    assert re.search(r"folders +problem +/dev/null/x.*: Not a directory", done.stdout)
+    assert "TRITON_CACHE_DIR names another" in done.stdout
+    assert done.stdout.count("problem") == 1
+    assert "reinstall" not in done.stdout
+
+
+def test_doctor_names_a_folder_of_the_learner_that_cannot_be_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(phases, "ROOT", tmp_path)
+    (tmp_path / "work").write_text("a file")
+    finding = doctor.check_folders()
+    assert finding.level == "problem"
+    assert finding.found == f"{tmp_path / 'work'}: File exists"
 
 
 def test_a_module_that_dies_fails_with_its_code(broken_course):

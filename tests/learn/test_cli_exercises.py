@@ -4,10 +4,12 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import wrong_answers
 from common import phases
@@ -245,22 +247,174 @@ def hash_of(answer):
 
 
 @pytest.fixture
-def course(copy):
+def attempt(copy):
+    """A function that runs a command in the copy; it returns what was printed, all of it, and the exit code."""
+
+    def run(*arguments, before="", **environment):
+        command = shlex.join([sys.executable, "-m", "common.learn.cli", *arguments])
+        done = subprocess.run(
+            f"{before} {command}", shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=copy,
+            env=os.environ | dict(COLUMNS="300", PYTHONPATH=str(copy)) | environment,
+        )  # fmt: skip
+        assert "Traceback" not in done.stdout, done.stdout
+        return done.stdout, done.returncode
+
+    return run
+
+
+@pytest.fixture
+def course(attempt):
     """A function that runs a command in the copy and returns the lines that it printed."""
 
     def run(*arguments):
-        command = [sys.executable, "-m", "common.learn.cli", *arguments]
-        environment = os.environ | dict(COLUMNS="200")
-        done = subprocess.run(command, capture_output=True, text=True, cwd=copy, env=environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        printed, code = attempt(*arguments)
+        assert code == 0, printed
+        return printed.splitlines()
 
     return run
 
 
 def store(copy, **progress):
-    (copy / ".course").mkdir()
+    (copy / ".course").mkdir(exist_ok=True)
     (copy / ".course" / "progress.json").write_text(json.dumps(progress))
+
+
+@pytest.mark.parametrize(
+    "spoil", [Path.unlink, lambda path: path.write_text("[[exercise"), lambda path: path.write_text("")]
+)
+def test_a_manifest_that_cannot_be_read_is_named_and_the_machine_can_still_be_looked_at(spoil, copy, attempt):
+    manifest = "phase2_tiling/checks/manifest.toml"
+    spoil(copy / manifest)
+    for command in ([], ["next"], ["check", "1.1"], ["watch"]):
+        printed, code = attempt(*command)
+        assert code == 1
+        assert printed.startswith(f"{manifest}: ")
+        assert printed.endswith(f"The course ships this file: git restore {manifest}\n")
+        assert printed.count("\n") == 1
+    assert attempt("verify", "9")[1] == 2
+
+
+def test_a_missing_solution_stops_its_own_exercise_alone(copy, attempt):
+    missing = PHASE_1[1].solution.relative_to(phases.ROOT)
+    (copy / missing).unlink()
+    for command in ("next", "check", "hint", "reset"):
+        printed, code = attempt(command, "1.2")
+        assert code == 1
+        assert printed == f"{missing}: No such file or directory. The course ships this file: git restore {missing}\n"
+    assert attempt()[1] == 0
+    assert PHASE_1[2].title in attempt("next", "1.3")[0]
+
+
+def test_a_terminal_of_ascii_shows_what_it_can(copy, attempt):
+    for command in ([], ["next", "1.4"], ["hint", "1.4"], ["solution", "1.4", "--give-up"], ["diff", "2", "3"]):
+        printed, code = attempt(*command, PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C", PYTHONCOERCECLOCALE="0")
+        assert code == 0
+        assert printed.isascii()
+
+
+@pytest.mark.parametrize("command", ["check", "reset", "hint", "watch"])
+@pytest.mark.parametrize("name", ["nowhere/masked_add.py", "masked_add.py", "phase1_softmax/solutions/masked_add.py"])
+def test_a_path_of_another_file_is_refused(command, name, copy, attempt):
+    write(copy, exercises.find("masked_add"), "# mine\n")
+    (copy / "masked_add.py").write_text("# somebody else's\n")
+    printed, code = attempt(command, name)
+    assert code == 2
+    assert printed == f"There is no exercise '{name}'. Did you mean masked_add?\n"
+    assert (copy / exercises.find("masked_add").file).read_text() == "# mine\n"
+
+
+def test_the_paths_of_an_exercise_are_taken_from_any_folder(copy, monkeypatch):
+    monkeypatch.setattr(phases, "ROOT", copy)
+    exercise = exercises.find("masked_add")
+    write(copy, exercise, exercise.stub)
+    monkeypatch.chdir(copy / "work/phase1_softmax")
+    absolute = str(copy / exercise.file), str(shipped(copy, exercise))
+    for name in ("masked_add.py", "./masked_add.py", "../phase1_softmax/masked_add.py", exercise.file, *absolute):
+        assert exercises.find(name) is exercise
+    assert exercises.find("../masked_add.py") is None
+
+
+def test_a_reset_on_a_full_disk_leaves_the_answer(copy, attempt):
+    store(copy, passed={}, hints={})
+    write(copy, PHASE_1[0], "# mine\n")
+    printed, code = attempt("reset", "1.1", before="ulimit -f 0;")
+    assert code == 1
+    assert printed.endswith("Is there room on the disk, and may you read and write there?\n")
+    assert printed.count("\n") == 1
+    assert (copy / PHASE_1[0].file).read_text() == "# mine\n"
+    assert [path.name for path in (copy / PHASE_1[0].file).parent.iterdir()] == [f"{PHASE_1[0].name}.py"]
+    assert json.loads((copy / ".course" / "progress.json").read_text()) == dict(passed={}, hints={})
+
+
+def test_a_reset_that_cannot_keep_the_answer_beside_it_leaves_it(copy, monkeypatch):
+    monkeypatch.setattr(phases, "ROOT", copy)
+    write(copy, PHASE_1[0], "# mine\n")
+
+    def no_room(self, content):
+        raise OSError(28, "No space left on device")
+
+    exercises.Progress().save()
+    monkeypatch.setattr(Path, "write_bytes", no_room)
+    with pytest.raises(OSError, match="No space left on device"):
+        exercises.reset(PHASE_1[0])
+    assert (copy / PHASE_1[0].file).read_text() == "# mine\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"passed": [], "hints": {}}',
+        '{"passed": {}, "hints": {"masked_add": "2"}}',
+        '{"passed": {}, "hints": {"masked_add": null}}',
+        '{"passed": {}, "hints": {"masked_add": -3}}',
+        '{"passed": {"masked_add": 3}, "hints": {}}',
+        '{"passed": {}, "hints": {}, "begun": {"masked_add": []}}',
+        b"\xff\xfe",
+    ],
+)
+def test_damaged_progress_is_set_aside_and_said(text, copy, monkeypatch):
+    monkeypatch.setattr(phases, "ROOT", copy)
+    text = text if isinstance(text, bytes) else text.encode()
+    store(copy)
+    for n in (1, 2):
+        (copy / ".course" / "progress.json").write_bytes(text)
+        (said,) = exercises.take_over()
+        assert f"is now .course/progress.json.bad{n}." in said
+        assert "course check notes anew" in said
+        assert (copy / ".course" / f"progress.json.bad{n}").read_bytes() == text
+    assert exercises.take_over() == []
+
+
+def test_hint_counts_anew_after_damaged_progress(copy, attempt):
+    store(copy, passed={}, hints={PHASE_1[0].name: "x"})
+    printed, code = attempt("hint", "1.1")
+    assert code == 0
+    assert "progress.json.bad1" in printed
+    assert "Hint 1 of 3" in printed
+
+
+def test_where_progress_cannot_be_kept_a_hint_is_shown_all_the_same(copy, attempt):
+    (copy / ".course").write_text("a file")
+    write(copy, PHASE_1[0], "# mine\n")
+    printed, code = attempt("hint", "1.1")
+    assert code == 1
+    *_, hint, question, error = printed.splitlines()
+    assert hint.startswith("Hint 1 of 3") or question.startswith("Hint 1 of 3")
+    assert "File exists" in error
+    assert (copy / ".course").read_text() == "a file"
+
+
+def test_an_unwritable_work_folder_is_named_in_a_line(copy, attempt):
+    (copy / "work").write_text("a file")
+    printed, code = attempt("next")
+    assert code == 1
+    assert printed.count("\n") == 1
+    assert str(copy / "work") in printed
+    printed, code = attempt()
+    assert "0 of" in printed  # how far one is
 
 
 def test_answers_in_the_shipped_files_move_to_work(copy, course):

@@ -1,19 +1,24 @@
 """Every exercise fails as shipped, its solution passes, and wrong answers are rejected with a word on the mistake."""
 
 import importlib
+import json
+import os
 import re
 import subprocess
 import sys
+from functools import partial
+from unittest import mock
 
 import wrong_answers
 from common import phases
-from common.learn import exercises, judge, offline_answer
+from common.learn import cli, exercises, exercises_notebook, judge, offline_answer
 from common.learn.exercises import END, Progress, check, stub_of
 from phase4_backward.checks import varlen
 
 import pytest
 import torch
 from helpers import interpreted_only, needs_interpreter
+from typer.testing import CliRunner
 
 EXERCISES = exercises.load()
 WRONG = wrong_answers.load()
@@ -258,6 +263,61 @@ def test_a_kernel_of_a_check_is_compiled_with_the_answers_function(learner):
     assert objection.startswith(f"no GPU can run _first_kernel: line {line}, `break`")
 
 
+FORK = "import os, time\nif os.fork() == 0:\n    time.sleep(600)\n"
+
+
+@pytest.mark.slow
+def test_what_an_answer_forked_ends_with_its_check(learner):
+    read, write = os.pipe()
+    os.set_inheritable(write, True)
+    with mock.patch.object(subprocess, "Popen", partial(subprocess.Popen, close_fds=False)):
+        assert learner("masked_add")(ADD + FORK).passed
+    os.close(write)
+    assert os.read(read, 1) == b""  # returns once nobody holds the other end
+
+
+@pytest.mark.slow
+def test_a_fork_has_no_say_in_the_verdict(learner):
+    """The child returns first, with a wrong kernel; its parent waits for it."""
+    fork = "import os\nchild = os.fork()\nif child:\n    os.waitpid(child, 0)\n"
+    answer = learner("masked_add")
+    wrong = ADD.replace("2 * x", "(2 if child else 3) * x")
+    verdict = answer(fork + wrong)
+    assert verdict.passed, verdict
+    verdict = answer(fork + ADD.replace("2 * x", "(3 if child else 2) * x"))
+    assert verdict.kind == "wrong"
+
+
+FORGED = json.dumps(dict(kind="passed", message="forged", gpu=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["", "import os; os._exit(0)"])
+def test_an_answer_that_writes_to_its_last_argument_writes_no_verdict(after, learner):
+    verdict = learner("masked_add")(ADD + f"import sys\nopen(sys.argv[-1], 'w').write({FORGED!r})\n{after}\n")
+    assert verdict.kind == "error"
+    assert "No such file or directory: ''" in verdict.message
+
+
+@pytest.mark.slow
+def test_an_answer_may_say_what_the_terminal_cannot_show(learner, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    verdict = learner("masked_add")(
+        ADD + "print('\N{GREEK SMALL LETTER ALPHA} \\udcff')\nraise ValueError('β \\udcff')\n"
+    )
+    assert capfd.readouterr().out == "? ?\n"
+    assert verdict.kind == "error"
+    assert "ValueError: β \udcff" in verdict.message
+
+
+def test_an_answer_that_is_no_utf_8_is_an_answer(learner, tmp_path):
+    answer = learner("masked_add")
+    answer.exercise.path.write_bytes(ADD.encode() + b"# \xe9\n")
+    (tmp_path / "verdict.stack").write_text(f'File "{answer.exercise.path}", line 2 in f')
+    assert exercises._innermost_line(answer.exercise.path, tmp_path / "verdict") == ""
+    assert exercises._edited(answer.exercise)
+
+
 @pytest.mark.slow
 @without_gpu
 @each
@@ -309,6 +369,39 @@ def test_progress_survives_a_damaged_file(learner, tmp_path):
     assert Progress.load() == Progress(hints={"masked_add": 1})
     Progress.path().write_text("{")
     assert Progress.load() == Progress()
+
+
+def test_a_verdict_is_said_although_it_cannot_be_noted(learner, tmp_path, monkeypatch, capsys):
+    answer = learner("masked_add")
+    (tmp_path / ".course").write_text("a file")
+    monkeypatch.setattr(exercises, "_in_child", lambda *_, **__: dict(kind="passed", message="all right"))
+    answer.exercise.path.write_text(ADD)
+    monkeypatch.setattr(exercises, "find", lambda name: answer.exercise)
+    monkeypatch.setattr(exercises, "take_over", list)
+    exercises_notebook.check("masked_add")
+    verdict, note = capsys.readouterr().out.splitlines()
+    assert verdict == "1.3 masked_add: PASS. all right"
+    assert note.startswith("    This verdict is not noted, so check again later: ")
+    done = CliRunner().invoke(cli.app, ["check", "1.3"])
+    assert done.output.index("all right") < done.output.index("This verdict is not noted")
+    assert (tmp_path / ".course").read_text() == "a file"
+
+
+def test_two_checks_at_once_forget_no_verdict(tmp_path):
+    """Each process notes names of its own, one after the other."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from common.learn.exercises import Progress\n"
+        f"Progress.path = staticmethod(lambda: Path({str(tmp_path)!r}, '.course', 'progress.json'))\n"
+        "for n in range(40):\n"
+        "    with Progress.changed() as progress:\n"
+        "        progress.hints[f'{sys.argv[1]} {n}'] = n\n"
+    )
+    at_once = [subprocess.Popen([sys.executable, "-c", code, str(i)], cwd=phases.ROOT) for i in range(4)]
+    assert [process.wait() for process in at_once] == [0] * 4
+    stored = json.loads((tmp_path / ".course" / "progress.json").read_text())
+    assert len(stored["hints"]) == 160
+    assert sorted(p.name for p in (tmp_path / ".course").iterdir()) == ["progress.json", "progress.lock"]
 
 
 def test_reset_keeps_what_was_there(learner):

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from common import make_qkv, make_tensor, runtime
+from common.learn.canary import double
 from common.measure.offline import SHARED_LIMIT, Compiled, compile_launches, record_launches
 from phase1_softmax import logsumexp, online_softmax_step, softmax_fused, softmax_online
 from phase2_tiling import attention, attention_resident, matmul
@@ -218,3 +219,13 @@ def test_a_child_that_fails_is_an_error():
     (launch,) = record_launches(lambda: softmax_fused(x))
     with pytest.raises(RuntimeError, match="No module named 'no_such_module'"):
         compile_launches([dataclasses.replace(launch, module="no_such_module")])
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written_is_named_and_no_fault_of_the_kernel(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/dev/null/x")
+    launches = record_launches(lambda: double(torch.empty(1000)))
+    with pytest.raises(RuntimeError, match=r"'/dev/null/x'\. Is Triton's cache yours to write in\?") as raised:
+        compile_launches(launches, ["sm_90"])
+    assert "TRITON_CACHE_DIR names another folder" in str(raised.value)
+    assert "Traceback" not in str(raised.value)

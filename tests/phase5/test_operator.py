@@ -1,5 +1,6 @@
 """`flash_attention` in SDPA's place, and PyTorch around it: autograd, compile, export, autocast."""
 
+import contextlib
 import functools
 from unittest import mock
 
@@ -33,13 +34,37 @@ def test_it_takes_sdpas_place():
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.no_grad, FakeTensorMode], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    ("name", "shapes", "words"),
+    [
+        (
+            "query",
+            [(4, 8, 16), (1, 2, 8, 16)],
+            r"expected 4 dimensions \(batch, heads, seq, head_dim\), got .*\(4, 8,",
+        ),
+        ("query", [(1, 2, 8, 257), (1, 2, 8, 257)], "expected head_dim from 1 to 256"),
+        ("key", [(1, 2, 8, 16), (1, 2, 8, 32)], "expected head_dim 16 like query"),
+        ("key", [(1, 2, 8, 16), (2, 2, 8, 16)], "expected batch 1 like query"),
+        ("key", [(1, 3, 8, 16), (1, 2, 8, 16)], r"expected 3 heads like query \(or enable_gqa=True\)"),
+        ("value", [(1, 2, 8, 16), (1, 2, 8, 16), (1, 2, 9, 16)], r"expected shape \(1, 2, 8, 16\) like key"),
+    ],
+)
+def test_messages_name_sdpas_arguments(name, shapes, words, around):
+    q, k, *v = shapes
+    with around(), pytest.raises(ValueError, match=f"^{name}: {words}"):
+        flash_attention(*(torch.zeros(s, device=runtime.DEVICE) for s in (q, k, *(v or [k]))))
+
+
 def test_what_is_not_supported_says_so():
     q, k, v = make_qkv(1, 1, 20, 16)
     with pytest.raises(NotImplementedError, match="attn_mask: expected None"):
         flash_attention(q, k, v, torch.ones(20, 20, dtype=torch.bool))
     with pytest.raises(NotImplementedError, match=r"dropout_p: expected 0, got 0\.1"):
         flash_attention(q, k, v, dropout_p=0.1)
-    with pytest.raises(ValueError, match="k: expected head_dim 16 like q"):
+    with pytest.raises(NotImplementedError, match="dropout_p: expected 0, got '0'"):
+        flash_attention(q, k, v, dropout_p="0")
+    with pytest.raises(ValueError, match=r"^key: expected head_dim 16 like query"):
         flash_attention(q, k[..., :8], v)
     with pytest.raises(ValueError, match="do: expected shape"):
         attention_backward(q, k, v, q, torch.zeros(1, 1, 20), q[:, :, :5])
@@ -292,14 +317,14 @@ def test_trap47_neither_autocast_nor_one_tensor_given_twice_hides_a_wrong_type(f
     q, k, v = make_qkv(1, 2, 20, 16)
     with torch.autocast(runtime.DEVICE, dtype=torch.bfloat16):
         for wrong in (q.double(), q.long()):
-            with pytest.raises(TypeError, match="q: expected one of"):
+            with pytest.raises(TypeError, match=r"^(q|query): expected one of"):
                 fn(wrong, k, v)
-        with pytest.raises(TypeError, match=r"q: expected a torch.Tensor, got list"):
+        with pytest.raises(TypeError, match=r"^(q|query): expected a torch.Tensor, got list"):
             fn([1], k, v)
-    with pytest.raises(TypeError, match=r"k: expected a torch.Tensor, got NoneType"):
+    with pytest.raises(TypeError, match=r"^(k|key): expected a torch.Tensor, got NoneType"):
         fn(q, None, None)
     sparse = k.to_sparse()
-    with pytest.raises(TypeError, match=r"k: expected a dense \(strided\) tensor"):
+    with pytest.raises(TypeError, match=r"^(k|key): expected a dense \(strided\) tensor"):
         fn(q, sparse, sparse)
 
 

@@ -1,6 +1,8 @@
 """Inputs: the tensors that make_qkv promises, and every kind of input that the course refuses."""
 
 import re
+import warnings
+from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, validate
 from common.measure.offline import record_launches
@@ -8,10 +10,14 @@ from common.verify.inputs import KINDS, LAYOUTS
 from phase1_softmax import logsumexp, softmax, softmax_fused, softmax_online
 from phase2_tiling import attention, attention_resident, attention_unfused, matmul
 from phase3_forward import attention_forward
+from phase4_backward import flash_attention as phase4
+from phase5_tuning import flash_attention as phase5
 
 import numpy as np
 import pytest
 import torch
+from helpers import interpreted_only
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # --- make_tensor and make_qkv --------------------------------------------------------------------------------------
@@ -239,7 +245,7 @@ def test_an_out_dtype_that_kernels_cannot_write(dtype):
         refused(lambda fn=fn: fn(x, out_dtype=dtype), TypeError, "out_dtype", "torch.bfloat16", str(dtype))
 
 
-@pytest.mark.parametrize("block_n", [0, -16, 1000, 64.0, "64"])
+@pytest.mark.parametrize("block_n", [0, -16, 1000, 64.0, "64", 2**21])
 def test_a_block_that_is_no_power_of_two(block_n):
     x = tensor(3, 17)
     refused(lambda: softmax_online(x, block_n), ValueError, "block_n", "power of two", repr(block_n))
@@ -280,3 +286,77 @@ def test_the_scale_defaults_to_the_true_head_dim():
     assert validate.check_qkv(q[..., :40], k[..., :40], k[..., :40]) == 40**-0.5
     for scale in (0, -2, 0.5):
         assert validate.check_qkv(q, k, k, scale) == scale
+
+
+# --- tensors without memory, and calls that take hours -------------------------------------------------------------
+
+
+def fake(fn, *inputs):
+    with FakeTensorMode():
+        made = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+    return fn(*made)
+
+
+def first(made):
+    return made[0] if isinstance(made, tuple) else made
+
+
+WITHOUT_MEMORY = {
+    "vmap": lambda fn, *inputs: torch.vmap(fn)(*(torch.stack([x, x]) for x in inputs)),
+    "torch.func": lambda fn, x, *others: torch.func.grad(lambda x: first(fn(x, *others)).sum())(x),
+    "FakeTensor": fake,
+    "jit.trace": lambda fn, *inputs: torch.jit.trace(fn, inputs),
+}
+LAUNCHERS = {
+    softmax: [(3, 8)],
+    softmax_online: [(3, 8)],
+    logsumexp: [(3, 8)],
+    matmul: [(3, 8), (8, 5)],
+    attention: [(3, 16)] * 3,
+    attention_forward: [(1, 1, 3, 16)] * 3,
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("how", WITHOUT_MEMORY)
+@pytest.mark.parametrize("fn", LAUNCHERS, ids=lambda fn: fn.__name__)
+def test_a_launcher_says_that_it_needs_memory(fn, how):
+    inputs = [tensor(*shape, dtype=torch.float32) for shape in LAUNCHERS[fn]]
+    with pytest.raises(TypeError, match=rf"^inputs: expected tensors with memory, .*{how}"):
+        WITHOUT_MEMORY[how](fn, *inputs)
+
+
+@pytest.mark.parametrize("fn", [phase4, phase5])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_by_name(fn, layout):
+    nested = torch.nested.nested_tensor([torch.zeros(3, 16), torch.zeros(4, 16)], layout=layout, device=runtime.DEVICE)
+    with pytest.raises(
+        TypeError, match=rf"^{'query' if fn is phase5 else 'q'}: expected a dense .*, got a nested tensor"
+    ):
+        fn(nested, nested, nested)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("batch", "2"), ("heads_q", 2.0), ("seq_q", -1), ("seq_k", "9"), ("head_dim", [64])]
+)
+def test_make_qkv_names_a_size_that_is_none(name, size):
+    refused(lambda: make_qkv(**{name: size}), ValueError, name, "a whole number from 0 upwards", repr(size))
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.int32, torch.bool, None])
+def test_make_qkv_names_a_dtype_that_is_none(dtype):
+    refused(lambda: make_qkv(dtype=dtype), TypeError, "dtype", "such as torch.float16", repr(dtype))
+
+
+@interpreted_only
+@pytest.mark.parametrize("rank", [2, 4])
+def test_a_call_that_takes_hours_says_so_in_steps(rank):
+    long = tensor(1, 1, 1, 16).expand(1, 1, 200_000, 16)
+    q = long if rank == 4 else long[0, 0]
+    with pytest.warns(UserWarning, match=r"200000 keys is up to 9,765,625 steps, .*: that takes hours"):
+        validate.check_qkv(q, q, q, rank=rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        validate.check_qkv(q[..., :64, :], q, q, rank=rank)
+        with mock.patch.object(runtime, "recording", True):  # nothing runs
+            validate.check_qkv(q, q, q, rank=rank)

@@ -778,3 +778,23 @@ def test_hypotheses_are_skipped_where_they_would_cost_too_much(monkeypatch):
     report = MUTANTS["causal_ignored"].case.verify(MUTANTS["causal_ignored"].attention)
     assert report.hint
     assert "causal" not in report.hint
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        (dict(fn=None), TypeError, "fn: expected a function of q, k, v.*, got NoneType"),
+        (dict(q=[1]), TypeError, "q: expected a torch.Tensor, got list"),
+        (dict(k=None), TypeError, "k: expected a torch.Tensor, got NoneType"),
+        (dict(do=[1]), TypeError, "do: expected a torch.Tensor, got list"),
+        (dict(q=torch.ones(2, 2, dtype=torch.int32)), ValueError, "q: expected 2 to 4 dimensions in fp16, .*int32"),
+        (dict(v=torch.ones(4, 16)), ValueError, "v: expected 4 dimensions in torch.float16 like q, got .4, 16"),
+        (dict(do=torch.ones(2, 2)), ValueError, "do: expected .1, 1, 4, 16., torch.float16 like q, got .2, 2"),
+        (dict(do=torch.ones(1, 1, 4, 16)), ValueError, "do: expected .*torch.float16 like q, got .*torch.float32"),
+    ],
+)  # fmt: skip
+def test_an_argument_of_a_wrong_kind_is_named(wrong, error, words):
+    q, k, v = make_qkv(1, 1, 4, 16)
+    given = dict(fn=lambda q, k, v, **_: q, q=q, k=k, v=v) | wrong
+    with pytest.raises(error, match=f"^{words}"):
+        verify_results(given.pop("fn"), given.pop("q"), given.pop("k"), given.pop("v"), **given)
