@@ -123,7 +123,7 @@ class Module:
                 for alias in node.names:
                     source = getattr(node, "module", None) or alias.name
                     attribute = alias.name if isinstance(node, ast.ImportFrom) else ""
-                    bound = alias.asname or alias.name
+                    bound = alias.asname or alias.name.split(".")[0]
                     self.imports[bound] = Target(source, attribute, bound)
             elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
                 self.parts.append(Part(self, node, first, list(_stored([node]))))
@@ -344,7 +344,7 @@ def import_lines(names: dict[Target, str], triton: bool) -> str:
         if package in HOUSE or (package == "triton") != triton:
             continue
         if not target.name:
-            lines.append(f"import {target.module}" + f" as {name}" * (name != target.module))
+            lines.append(f"import {target.module}" + f" as {name}" * (name != package))
         else:
             alias = target.name + f" as {name}" * (name != target.name)
             by_module.setdefault(target.module, []).append(alias)
@@ -367,7 +367,6 @@ def export(stem: str) -> str:
             text.append(import_lines(names, triton=True))
     body = "\n\n".join(text)
     for old, new in INSTEAD.items():
-        assert old in body, f"{old!r} is not there any more"
         body = body.replace(old, new)
     public = sorted(name for _, name in ROOTS)
     return f"{header(stem)}\n{body}\n\n__all__ = {public}\n"
@@ -401,7 +400,10 @@ def main(argv=None) -> int:
     if file.is_dir() or (file.exists() and not options.force):
         sys.exit(f"{file} is there already; --force replaces a file")
     text = export(file.stem)
-    file.write_text(text)
+    try:
+        file.write_text(text)
+    except OSError as error:
+        sys.exit(f"{file} cannot be written: {error.strerror}")
     print(f"{file}: {len(text.splitlines())} lines. from {file.stem} import flash_attention")
     return 0
 

@@ -1,15 +1,25 @@
 """`course export`: the file works where there is no course, as the operator that it was made from."""
 
+import itertools
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from importlib.util import module_from_spec, spec_from_file_location
 from unittest import mock
 
 from common import runtime
 from common.measure import offline
 from common.phases import ROOT
-from phase5_tuning import configs, export, flash_attention
+from phase5_tuning import (
+    attention_backward,
+    attention_forward,
+    configs,
+    export,
+    flash_attention,
+    hopper_backward,
+    hopper_forward,
+)
 from phase5_tuning.ladder import LADDER
 
 import pytest
@@ -99,32 +109,47 @@ def test_the_file_and_the_course_live_in_one_process(beside):
     assert torch.equal(o, operator)
 
 
+def launches(forward, backward, plan_forward, plan_backward, head_dim):
+    """Of the plain kernels and of Hopper's, forward and backward."""
+    q, k = (torch.empty(1, heads, 512, head_dim, dtype=torch.float16) for heads in (4, 2))
+    saved = q, k, k, q, torch.empty(1, 4, 512), q, None
+
+    def calls():
+        forward(q, k, k, True, 0.1, True)
+        backward(*saved, True, 0.1)
+        plan_forward(q, k, k, True, 0.1, 1)(q, k, k)
+        plan_backward(*saved, True, 0.1)(*saved)
+
+    return offline.record_launches(calls)
+
+
 @interpreted_only
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
-def test_the_hopper_kernels_are_in_the_file_and_compile(beside, head_dim):
-    q, k = (torch.empty(1, heads, 512, head_dim, dtype=torch.float16) for heads in (4, 2))
-    lse, given = torch.empty(1, 4, 512), (True, 0.1)
-    saved = q, k, k, q, lse, q, None
-
-    def both():
-        beside.hopper_forward_plan(q, k, k, *given, 1)(q, k, k)
-        beside.hopper_backward_plan(*saved, *given)(*saved)
-
-    with mock.patch.object(beside, "multiprocessors", return_value=132), mock.patch.object(beside, "recording", True):
-        launches = offline.record_launches(both)
+def test_the_file_compiles_to_the_same_machine_code(beside, head_dim):
+    passes = beside.attention_forward, beside.attention_backward
+    alone = *passes, beside.hopper_forward_plan, beside.hopper_backward_plan
+    shipped = attention_forward, attention_backward, hopper_forward.plan, hopper_backward.plan
+    with ExitStack() as stack:
+        for owner in (beside, configs):
+            stack.enter_context(mock.patch.object(owner, "multiprocessors", return_value=132))
+        stack.enter_context(mock.patch.object(beside, "recording", True))
+        both = [launches(*functions, head_dim) for functions in (alone, shipped)]
     with mock.patch.dict(os.environ, PYTHONPATH=f"{ROOT}:{os.path.dirname(beside.__file__)}"):
-        compiled = offline.compile_launches(launches, ["sm_90"])
-    assert [c.kernel for c in compiled if c.instructions["wgmma"]] == [
-        "_attn_fwd_hopper_kernel",
-        "_attn_bwd_hopper_kernel",
-    ]
-    assert all(c.error is None and c.fits for c in compiled), compiled
+        made = offline.compile_launches(itertools.chain(*both), ["sm_90"], sass=True)
+    half = len(made) // 2
+    assert [launch.module for launch in both[0]] == half * ["attention_alone"]
+    assert sum(c.instructions["setmaxnreg"] > 0 for c in made) == 4  # Hopper's, forward and backward
+    for ours, wanted in zip(made[:half], made[half:], strict=True):
+        assert ours.error is None
+        assert ours.kernel == wanted.kernel
+        assert ours.sass == wanted.sass, ours.kernel
 
 
 def test_the_file_holds_what_ships_and_nothing_else(exported, beside):
     text = exported.read_text()
     for word in ("import phase", "from phase", "import common", "from common", "flash_attention_course::", "typer"):
         assert word not in text
+    assert not [old for old in export.INSTEAD if old in text]
     shipped = {f"_attn_{name}_kernel" for name in ("fwd_descriptors", "fwd_heavy_first", "bwd_rows")}
     shipped |= {f"_attn_bwd_{name}_kernel" for name in ("dkdv_descriptors", "dkdv_transposed", "dq_descriptors")}
     rungs = {kernel.fn.__name__ for rung in LADDER for kernel in (rung.forward, rung.dkdv, rung.dq)}
@@ -138,6 +163,15 @@ def test_the_file_holds_what_ships_and_nothing_else(exported, beside):
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,E9,B006,B023", exported]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_folder_that_nobody_may_write_is_one_line(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(export.Path, "write_text", refuse)
+    with pytest.raises(SystemExit, match=r"a\.py cannot be written: Permission denied$"):
+        export.main([str(tmp_path / "a.py")])
 
 
 def test_a_file_that_is_there_is_left_alone(exported, tmp_path):
