@@ -124,7 +124,8 @@ def launches(forward, backward, plan_forward, plan_backward, head_dim):
 
 
 @interpreted_only
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_file_compiles_to_the_same_machine_code(beside, head_dim):
     passes = beside.attention_forward, beside.attention_backward
     alone = *passes, beside.hopper_forward_plan, beside.hopper_backward_plan
