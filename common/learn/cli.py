@@ -166,6 +166,19 @@ def _module(*arguments: str) -> int:
             raise typer.Exit(130) from None
 
 
+@app.command()
+def export(
+    file: Annotated[
+        Path,
+        typer.Argument(help="the file to write, such as fast_attention.py", show_default=False),
+    ],
+    force: Annotated[bool, typer.Option("--force", help="replace the file if it is there")] = False,
+) -> None:
+    """Write phase 5's operator as one file that can be imported without the course."""
+    command = [sys.executable, "-m", "phase5_tuning.export", str(file.absolute())]
+    raise typer.Exit(subprocess.run(command + ["--force"] * force, cwd=phases.ROOT).returncode)
+
+
 def _at_once() -> ThreadPoolExecutor:
     """Two steps at a time where kernels are interpreted; one where a GPU is there: notebooks time it."""
     from common import runtime  # imports torch, which the other commands need not wait for

@@ -24,6 +24,7 @@ from common.phases import PHASES, ROOT
 from common.site import moving
 
 HERE = Path(__file__).parent
+BESIDE = "GLOSSARY", "WHY_SLOW", "CONTRIBUTING"  # pages that lie beside the README
 SOURCE, PAGES = (ROOT / "build" / "site" / name for name in ("source", "html"))
 
 
@@ -34,9 +35,10 @@ def main() -> int:
     for name in ("course.css", "course.js", "favicon.svg"):
         shutil.copy(HERE / name, SOURCE / "_static")
     pages = dict(
-        index=index(), glossary=linked((ROOT / "GLOSSARY.md").read_text()), exercises=exercise_page(),
-        code=code_page(), api=api_page(), records=records_page(), pictures=pictures_page(),
+        index=index(), exercises=exercise_page(), code=code_page(), api=api_page(),
+        records=records_page(), pictures=pictures_page(),
     )  # fmt: skip
+    pages |= {name.lower(): linked((ROOT / f"{name}.md").read_text()) for name in BESIDE}
     for name, text in pages.items():
         (SOURCE / f"{name}.md").write_text(text)
     for path in (path for phase in PHASES for path in phase.notebook_paths):
@@ -78,7 +80,7 @@ def linked(text: str) -> str:
     text = re.sub(
         r"\]\((phase\w+/results/\w+)\.json\)", lambda m: f"](records.md#{_anchor(m[1])})", text
     )
-    return text.replace("](GLOSSARY.md)", "](glossary.md)")
+    return re.sub(rf"\]\(({'|'.join(BESIDE)})\.md\)", lambda m: f"]({m[1].lower()}.md)", text)
 
 
 def _anchor(path: str) -> str:
@@ -89,7 +91,16 @@ def index() -> str:
     chapters = [
         str(p.relative_to(ROOT).with_suffix("")) for phase in PHASES for p in phase.notebook_paths
     ]
-    rest = ["exercises", "pictures", "glossary", "records", "code", "api"]
+    rest = [
+        "exercises",
+        "pictures",
+        "glossary",
+        "why_slow",
+        "records",
+        "code",
+        "api",
+        "contributing",
+    ]
     trees = "".join(
         f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```\n"
         for caption, names in (("Chapters", chapters), ("Beside them", rest))

@@ -1,0 +1,412 @@
+"""`course export FILE`: the shipped operator as one file, without the course around it.
+
+    python -m phase5_tuning.export FILE [--force]
+
+From the public functions on, every name is followed to the statement that defines it, through all
+modules of the course. What was reached is written down, module by module, in the order in which they
+build on each other; imports are merged. A name that two modules use for different things gets its
+module's name in front. The text is the modules' own, comments included.
+"""
+
+import argparse
+import ast
+import builtins
+import keyword
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from common.phases import PHASES, ROOT
+
+ROOTS = (
+    ("phase5_tuning.attention", "flash_attention"),
+    ("phase5_tuning.attention", "FlashAttention"),
+    ("phase5_tuning.forward", "attention_forward"),
+    ("phase5_tuning.backward", "attention_backward"),
+)
+HOUSE = "common", *(phase.folder for phase in PHASES)
+FIRST = "common.runtime"  # chooses how Triton runs, so it stands before Triton is imported
+
+# What is said otherwise where there is no course.
+INSTEAD = {
+    "flash_attention_course::tuned_": "flash_attention_export::",
+    "the course could choose": "this file could choose",
+    "common.runtime (or a phase)": "this file",
+    "; phase 4's exercise 5 has a kernel for it": "",
+    "  # True while common.measure.offline notes launches down instead of making them": "",
+}
+HEADER = '''"""FlashAttention in one file: forward and backward pass in Triton, and in Gluon for Hopper GPUs.
+
+Made by `course export` of flash-attention-course {version}, commit {commit}.
+The course derives this code, proves it and measures it; comments that name a phase mean its chapters.
+
+    from {stem} import flash_attention
+    o = flash_attention(q, k, v, is_causal=True)  # differentiable once
+
+    {signature}
+        takes the place of torch.nn.functional.scaled_dot_product_attention.
+    FlashAttention.apply(q, k, v, is_causal=False, scale=None, enable_gqa=True) -> (o, lse)
+        the same with the rows' logsumexp, both differentiable.
+    attention_forward, attention_backward
+        the two passes, without autograd.
+
+q is (batch, heads_q, seq_q, head_dim), k and v are (batch, heads_kv, seq_k, head_dim): fp16, bf16 or
+fp32, any strides, head_dim up to 256. heads_q is heads_kv, or with enable_gqa a multiple of it.
+is_causal is the only mask; there is no dropout.
+
+It needs PyTorch and Triton, on Linux. On an NVIDIA GPU of compute capability 8.0 or later kernels are
+compiled; without one they are interpreted on the CPU, which is slow. On an H100 or H200 the Gluon
+kernels run where they take the call. FLASH_ATTENTION_HOPPER=0 turns them off;
+FLASH_ATTENTION_ANY_ORDER=1 lets their backward pass add in any order.
+
+{license}
+"""
+
+# ruff: noqa: E402
+'''
+
+
+class Target(NamedTuple):
+    """What a name stands for: a name of a module. Of another package: name "" is the module itself,
+    and bound is what it is called here."""
+
+    module: str
+    name: str
+    bound: str = ""
+
+
+@dataclass
+class Use:
+    """A place in a module's text that names something. hidden: names that mean something local there."""
+
+    node: ast.AST
+    target: Target
+    hidden: frozenset
+
+
+@dataclass(eq=False)
+class Part:
+    """A statement of a module, with the lines before it that belong to no other."""
+
+    module: "Module"
+    node: ast.stmt
+    first: int
+    names: list[str]
+
+    @cached_property
+    def uses(self) -> list[Use]:
+        return list(self.module.uses(self.node))
+
+    @property
+    def works(self) -> bool:
+        """True if it does something instead of naming something."""
+        return self.names in ([], ["_"])
+
+
+class Module:
+    """A module's statements, and what its imports bring."""
+
+    def __init__(self, name: str):
+        self.name, self.parts, self.imports = name, [], {}
+        text = path_of(name).read_text()
+        self.lines = text.encode().splitlines(keepends=True)
+        end = 0
+        for node in ast.parse(text).body:
+            first, end = end, node.end_lineno
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for alias in node.names:
+                    source = getattr(node, "module", None) or alias.name
+                    attribute = alias.name if isinstance(node, ast.ImportFrom) else ""
+                    bound = alias.asname or alias.name.split(".")[0]
+                    self.imports[bound] = Target(source, attribute, bound)
+            elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+                self.parts.append(Part(self, node, first, list(_stored([node]))))
+
+    def defines(self, name: str) -> Part | None:
+        return next((part for part in self.parts if name in part.names), None)
+
+    def resolve(self, name: str) -> Target | None:
+        """What a global name of this module stands for; None for Python's own."""
+        if self.defines(name):
+            return Target(self.name, name)
+        if name not in self.imports:
+            assert hasattr(builtins, name), f"{self.name}: {name} is not defined"
+            return None
+        target = self.imports[name]
+        if target.module.split(".")[0] not in HOUSE:
+            return target
+        inner = f"{target.module}.{target.name}"
+        return Target(inner, "") if path_of(inner) else loaded(target.module).resolve(target.name)
+
+    def uses(self, statement: ast.stmt) -> Iterator[Use]:
+        """What a statement uses."""
+        names = _Names()
+        names.visit(statement)
+        for node, hidden in names.found:
+            whole = isinstance(node, ast.Attribute)
+            target = self.resolve(node.value.id if whole else node.id)
+            if target and target.module.split(".")[0] in HOUSE and not target.name:
+                assert whole, f"{self.name}, line {node.lineno}: a module of the course as a value"
+                target = loaded(target.module).resolve(node.attr)
+            elif whole:
+                node = node.value
+            if target:
+                yield Use(node, target, hidden)
+
+
+@cache
+def loaded(name: str) -> Module:
+    return Module(name)
+
+
+def path_of(module: str) -> Path | None:
+    path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
+    return path if path.exists() else None
+
+
+SCOPES = ast.FunctionDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+def _stored(nodes):
+    """The names that statements give a meaning to, those of scopes inside them left out."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
+        elif not isinstance(node, SCOPES):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                yield node.id
+            if isinstance(node, ast.ExceptHandler) and node.name:
+                yield node.name
+            yield from _stored(ast.iter_child_nodes(node))
+
+
+class _Names(ast.NodeVisitor):
+    """Every mention of a module's global names: names, and attributes of names."""
+
+    def __init__(self):
+        self.found, self.scopes = [], []  # a scope: (its names, it is a class)
+
+    def mention(self, node, name):
+        hidden = frozenset().union(*(names for names, _ in self.scopes))
+        if name not in hidden:
+            self.found.append((node, hidden))
+
+    def visit_Name(self, node):
+        self.mention(node, node.id)
+
+    def visit_Attribute(self, node):
+        if isinstance(node.value, ast.Name):
+            self.mention(node, node.value.id)
+        else:
+            self.visit(node.value)
+
+    def visit_FunctionDef(self, node):
+        a, outside = node.args, self.scopes
+        arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
+        around = [*getattr(node, "decorator_list", []), *a.defaults, *a.kw_defaults]
+        around += [getattr(node, "returns", None), *(argument.annotation for argument in arguments)]
+        for part in filter(None, around):
+            self.visit(part)
+        body = node.body if isinstance(node.body, list) else [node.body]
+        inside = {argument.arg for argument in arguments} | set(_stored(body))
+        inside -= {n for s in ast.walk(node) if isinstance(s, ast.Global) for n in s.names}
+        self.scopes = [scope for scope in outside if not scope[1]] + [(inside, False)]
+        for part in body:
+            self.visit(part)
+        self.scopes = outside
+
+    visit_Lambda = visit_FunctionDef
+
+    def visit_ClassDef(self, node):
+        for part in (*node.decorator_list, *node.bases, *node.keywords):
+            self.visit(part)
+        self.scopes = [*self.scopes, (set(_stored(node.body)), True)]
+        for part in node.body:
+            self.visit(part)
+        self.scopes = self.scopes[:-1]
+
+    def visit_ListComp(self, node):
+        self.scopes = [
+            *self.scopes,
+            (set(_stored(generator.target for generator in node.generators)), False),
+        ]
+        self.generic_visit(node)
+        self.scopes = self.scopes[:-1]
+
+    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
+
+
+def reached() -> tuple[dict[str, list[Part]], list[Target]]:
+    """(statements by module, everything that they name, the public functions first)."""
+    parts, targets, todo = {}, [], [Target(*root) for root in ROOTS]
+
+    def take(module, part):
+        parts.setdefault(module.name, []).append(part)
+        todo.extend(use.target for use in part.uses)
+
+    while todo:
+        target = todo.pop(0)
+        if target not in targets:
+            targets.append(target)
+            if target.module.split(".")[0] in HOUSE:
+                module = loaded(target.module)
+                part = module.defines(target.name)
+                if part not in parts.get(module.name, []):
+                    take(module, part)
+        if not todo:  # what is done, and not named, belongs to what it is done to
+            for module in map(loaded, list(parts)):
+                for part in (p for p in module.parts if p.works and p not in parts[module.name]):
+                    if module.name == FIRST or any(
+                        use.target in targets and use.target.module == module.name
+                        for use in part.uses
+                    ):
+                        take(module, part)
+    return parts, targets
+
+
+def called(targets: list[Target]) -> dict[Target, str]:
+    """What each target is called in the file: as in its module, unless two are called the same."""
+    names, same = {}, {}
+    for target in targets:
+        same.setdefault(target.bound or target.name, []).append(target)
+    for name, group in same.items():
+        keeps = group[0][:2] in ROOTS or group[0].bound
+        for target in group:
+            keep = len(group) == 1 or (keeps and target == group[0])
+            names[target] = name if keep else _qualified(target.module, name)
+    assert len(set(names.values())) == len(names), "two names are still the same"
+    return names
+
+
+def _qualified(module: str, name: str) -> str:
+    """A name with its module's before it, or its phase's, in the name's own style."""
+    room, stem = module.split(".")[0], module.split(".")[-1]
+    prefix = room.split("_")[0] if room in HOUSE[1:-1] else stem
+    if name.isupper():
+        return f"{prefix}_{name}".upper()
+    if name.lstrip("_")[0].isupper():
+        return prefix.title().replace("_", "") + name
+    return f"_{prefix}{name}" if name.startswith("_") else f"{prefix}_{name}"
+
+
+def written(module: Module, part: Part, names: dict[Target, str]) -> str:
+    """A statement's text with what it uses called as in the file."""
+    lines = module.lines[part.first : part.node.end_lineno]
+    edits = []
+    for use in part.uses:
+        old, new = ast.unparse(use.node), names[use.target]
+        if old != new:
+            where = f"{module.name}, line {use.node.lineno}"
+            assert new not in use.hidden, f"{where}: {new} means something else here"
+            edits.append((use.node.lineno, use.node.col_offset, old, new))
+    if isinstance(part.node, ast.FunctionDef | ast.ClassDef) and part.names != ["_"]:
+        old, new = part.node.name, names[Target(module.name, part.node.name)]
+        before = "def " if isinstance(part.node, ast.FunctionDef) else "class "
+        edits.append((part.node.lineno, len(before), old, new))
+    for number, column, old, new in sorted(edits, reverse=True):
+        line, end = lines[number - part.first - 1], column + len(old.encode())
+        assert line[column:end] == old.encode(), f"{module.name}, line {number}: {old}"
+        lines[number - part.first - 1] = line[:column] + new.encode() + line[end:]
+    return b"".join(lines).decode()
+
+
+def in_order(parts: dict) -> list[str]:
+    """The modules that were reached, each after those that it builds on."""
+    made = []
+
+    def add(name):
+        if name in made:
+            return
+        inner = (f"{t.module}.{t.name}" for t in loaded(name).imports.values())
+        wanted = [*inner, *(t.module for t in loaded(name).imports.values())]
+        for other in (w for w in wanted if w in parts):
+            add(other)
+        made.append(name)
+
+    for name in (FIRST, *parts):
+        add(name)
+    return made
+
+
+def import_lines(names: dict[Target, str], triton: bool) -> str:
+    """The imports from other packages: Triton's, or the rest."""
+    lines, by_module = [], {}
+    for target, name in names.items():
+        package = target.module.split(".")[0]
+        if package in HOUSE or (package == "triton") != triton:
+            continue
+        if not target.name:
+            lines.append(f"import {target.module}" + f" as {name}" * (name != package))
+        else:
+            alias = target.name + f" as {name}" * (name != target.name)
+            by_module.setdefault(target.module, []).append(alias)
+    lines += [f"from {module} import {', '.join(sorted(of))}" for module, of in by_module.items()]
+    own = sys.stdlib_module_names
+    return "\n".join(sorted(lines, key=lambda x: (x.split()[1].split(".")[0] not in own, x))) + "\n"
+
+
+def export(stem: str) -> str:
+    """The file's text; stem: the name that it is imported by."""
+    parts, targets = reached()
+    names = called(targets)
+    text = [import_lines(names, triton=False)]
+    for name in in_order(parts):
+        module = loaded(name)
+        of_module = sorted(parts[name], key=lambda part: part.first)
+        body = "".join(written(module, part, names) for part in of_module).strip("\n")
+        text.append(f"# ===== {path_of(name).relative_to(ROOT)} =====\n\n{body}\n")
+        if name == FIRST:
+            text.append(import_lines(names, triton=True))
+    body = "\n\n".join(text)
+    for old, new in INSTEAD.items():
+        body = body.replace(old, new)
+    public = sorted(name for _, name in ROOTS)
+    return f"{header(stem)}\n{body}\n\n__all__ = {public}\n"
+
+
+def header(stem: str) -> str:
+    """What the file says first: where it is from, how it is called, its licence."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    commit = subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    function = loaded(ROOTS[0][0]).defines(ROOTS[0][1]).node
+    arguments = re.sub(r": [\w.| ]+?(?==|,|$)", "", ast.unparse(function.args))
+    return HEADER.format(
+        version=tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"],
+        commit=commit or "unknown",
+        stem=stem,
+        signature=f"{function.name}({arguments}) -> o",
+        license=(ROOT / "LICENSE").read_text().strip(),
+    )
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(prog="course export", description=__doc__.split("\n\n")[0])
+    parser.add_argument("file", type=Path, help="the file to write, such as fast_attention.py")
+    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+    options = parser.parse_args(argv)
+    file = options.file
+    if not file.parent.is_dir():
+        sys.exit(f"{file.parent} is no folder")
+    if not file.stem.isidentifier() or keyword.iskeyword(file.stem) or file.suffix != ".py":
+        sys.exit(f"{file.name} cannot be imported: call it name.py, of letters, digits and _")
+    if file.is_dir() or (file.exists() and not options.force):
+        sys.exit(f"{file} is there already; --force replaces a file")
+    text = export(file.stem)
+    try:
+        file.write_text(text)
+    except OSError as error:
+        sys.exit(f"{file} cannot be written: {error.strerror}")
+    print(f"{file}: {len(text.splitlines())} lines. from {file.stem} import flash_attention")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
