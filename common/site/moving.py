@@ -67,8 +67,9 @@ def framed(name: str) -> str:
     """The picture's whole page inside a frame, as high as its still at the still's width."""
     with Image.open(still(name)) as image:
         height = image.height * WIDTH // image.width
-    page = html.escape((FOLDER / f"{name}.html").read_text(), quote=True)
+    page = html.escape((FOLDER / f"{name}.html").read_text(), quote=False).replace("'", "&#39;")
     return (
-        f'<iframe title="{TITLES[name]}" sandbox="allow-scripts" srcdoc="{page}" '
-        f'style="width: 100%; height: {height}px; border: 0">{INSTEAD}</iframe>'
+        f'<iframe title="{TITLES[name]}" sandbox="allow-scripts" '
+        f'style="width: 100%; height: {height}px; border: 0" '
+        f"srcdoc='{page}'>{INSTEAD}</iframe>"
     )

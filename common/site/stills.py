@@ -13,7 +13,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import sync_playwright
 
-SHARPNESS = 2  # an image's pixels for each of the page
+SHARPNESS = 1.5  # an image's pixels for each of the page
 STEPS = {"softmax": 3, "tiles": 6, "masks": 4, "pipeline": 6}
 
 
@@ -33,7 +33,7 @@ def main() -> None:
             image = Image.open(io.BytesIO(page.screenshot(full_page=True)))
             info = PngInfo()
             info.add_text("source", moving.digest(name))
-            image.quantize(64).save(moving.still(name), pnginfo=info, optimize=True)
+            image.quantize(32).save(moving.still(name), pnginfo=info, optimize=True)
             print(f"{moving.still(name)}: {moving.still(name).stat().st_size} bytes")
         browser.close()
 

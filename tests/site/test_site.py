@@ -161,13 +161,15 @@ def test_pictures_are_shown_whole_and_follow_the_theme(site, browser):
     page.context.close()
 
 
-@pytest.mark.parametrize("chapter", [str(PHASES[k].folder) for k in (0, 1)])
-def test_a_picture_moves_inside_its_chapter(site, browser, chapter):
-    path = next(site / one for one in CHAPTERS if one.startswith(chapter))
+@pytest.mark.parametrize(("chapter", "count"), [("softmax", 1), ("tiling", 1), ("hopper", 2)])
+def test_pictures_move_inside_their_chapters(site, browser, chapter, count):
+    path = next(site / one for one in CHAPTERS if one.endswith(f"/{chapter}.html"))
     page, errors, elsewhere = opened(browser, path.as_uri(), viewport=dict(width=390, height=900))
-    shown_whole(page, 1)
-    page.frame_locator("iframe.picture").get_by_role("button", name="Step").click()
-    assert page.frame_locator("iframe.picture").get_by_role("button", name="Back").is_enabled()
+    shown_whole(page, count)
+    for k in range(count):
+        picture = page.locator("iframe.picture").nth(k).content_frame
+        picture.get_by_role("button", name=re.compile("^(Step|Next event)$")).click()
+        assert picture.get_by_role("button", name=re.compile("^(Back|Event before)$")).is_enabled()
     assert not errors
     assert not elsewhere
     page.context.close()
