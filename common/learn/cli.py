@@ -117,19 +117,7 @@ def run(
             progress.stop()
             console.print("Stopped.")
             os._exit(130)  # threads would wait for their kernels; these end when this process has
-    table = Table(title="Summary (z: the worst of all cases, limit 6)", title_justify="left")
-    for column in ("phase", "checked", "passed", "z", "time", "verdict"):
-        table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")
-    for step in steps:
-        z = "" if step.z is None else f"{step.z:.2f}"
-        table.add_row(
-            step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed]
-        )
-    console.print(table)
-    for step in steps:
-        if not step.passed:
-            console.print(f"{step.phase}, {step.checked}:", style="bold red")
-            console.print(step.error, markup=False)
+    _print_summary(steps)
     if all(step.passed for step in steps):
         console.print(
             "All of it holds on this machine. Next: [bold]make lab[/] opens the course in JupyterLab."
@@ -203,6 +191,22 @@ class _Step:
     seconds: float
     passed: bool
     error: str = ""
+
+
+def _print_summary(steps: list[_Step]) -> None:
+    table = Table(title="Summary (z: the worst of all cases, limit 6)", title_justify="left")
+    for column in ("phase", "checked", "passed", "z", "time", "verdict"):
+        table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")
+    for step in steps:
+        z = "" if step.z is None else f"{step.z:.2f}"
+        table.add_row(
+            step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed]
+        )
+    console.print(table)
+    for step in steps:
+        if not step.passed:
+            console.print(f"{step.phase}, {step.checked}:", style="bold red")
+            console.print(step.error, markup=False)
 
 
 def _chosen(name: str) -> list[phases.Phase]:
