@@ -1,6 +1,7 @@
 # make course     set up if needed, verify every phase, execute every notebook
 # make test       set up if needed, run the tests that a change is tried with
 # make test-slow  the tests that take long
+# make site       build the site from the stored notebooks, into build/site/html
 # make lab        open JupyterLab at the README
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -20,7 +21,7 @@ except ImportError:
 endef
 export CHECK
 
-.PHONY: course test test-slow test-gpu compile-all lab style clean
+.PHONY: course test test-slow test-gpu compile-all site site-test lab style clean
 
 course: $(READY)
 	$(PY) -m common.learn.cli run
@@ -42,6 +43,14 @@ test-gpu: $(READY)
 compile-all: export TRITON_INTERPRET = 1
 compile-all: $(READY)
 	$(PY) -m phase5_tuning.compile_all
+
+site: export TRITON_INTERPRET = 1
+site: $(READY)
+	$(PY) -m common.site.build
+
+# The site in a browser; part of make test-slow.
+site-test: $(READY)
+	$(PY) -m pytest -n 2 --dist loadfile tests/site
 
 style: $(READY)
 	$(PY) -m ruff check .

@@ -58,7 +58,7 @@ RUNGS = {
 PHASES = (
     Phase(
         "phase1_softmax",
-        "One pass is enough",
+        "Softmax while the row streams by",
         ("online_softmax",),
         dict(softmax=("online_softmax", "_softmax_online_kernel")),
         ("softmax.ipynb",),

@@ -31,7 +31,13 @@ def show(*objs, docstring: bool = True, folded: str = "") -> "Highlighted":
     which a click opens. Viewers that show no HTML show the source open.
     """
     text = "\n\n".join(source(obj, docstring=docstring).rstrip() for obj in objs)
-    return Highlighted(text, folded=folded)
+    return Highlighted(_without_marks(text), folded=folded)
+
+
+def _without_marks(text: str) -> str:
+    """Without the comments that mark the learner's part in the solution of an exercise."""
+    marks = ("# your code", "#|", "# end of your code")
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(marks))
 
 
 def function_in(path: Path, name: str) -> str:
@@ -56,9 +62,9 @@ def diff(old, new) -> str:
     return diff_texts(source(old, docstring=False), source(new, docstring=False))
 
 
-def show_diff(old, new) -> "Highlighted":
-    """Display what changed from `old` to `new`, in color."""
-    return Highlighted(diff(old, new), "diff")
+def show_diff(old, new, *, folded: str = "") -> "Highlighted":
+    """Display what changed from `old` to `new`, in color; with `folded` as in `show`."""
+    return Highlighted(diff(old, new), "diff", folded)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Phase 1: softmax in one pass."""
+"""Phase 1: softmax while the row streams by."""
 
 from phase1_softmax.online_softmax import (
     logsumexp,

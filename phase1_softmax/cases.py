@@ -1,8 +1,10 @@
-"""What phase 1 must get right, small enough for the interpreter."""
+"""What phase 1 must get right, small enough for the interpreter; and a mistake to find."""
 
 from common import runtime
+from common.learn.stages import Stage
 from common.verify import verify_softmax
 from common.verify.suite import Case
+from phase1_softmax import online_softmax
 from phase1_softmax.online_softmax import logsumexp, softmax, softmax_fused, softmax_online
 
 import torch
@@ -27,3 +29,8 @@ def cases():
     yield case("logits in the hundreds", logsumexp, (9, 1111), factor=200.0, kind="logsumexp")
     yield case("all masked, (2, 3) rows", softmax, (2, 3, 64), shift=float("-inf"))
     yield case("no rows", softmax, (0, 17))
+
+
+def broken() -> Stage:
+    """The kernels with a mistake that the chapter lets its reader find."""
+    return Stage(online_softmax, ("online_softmax_step", "alpha * l_i +", "l_i +"))

@@ -71,6 +71,36 @@ def _canvas(width, height, xlim, ylim):
 # --- 1. the question ----------------------------------------------------------------------------------------------
 
 
+def three_tokens(tokens, p, v, o) -> None:
+    """The weights of a few tokens, and where they place each output among the values."""
+    _, (left, right) = style.new(8.4, 3.4, columns=2)
+    p, v, o = (np.asarray(t) for t in (p, v, o))
+    left.imshow(p, cmap="Greys", vmin=0, vmax=1.8)
+    for i, j in np.ndindex(p.shape):
+        left.text(j, i, f"{p[i, j]:.2f}", ha="center", va="center", size=11, color=INK)
+    left.set_xticks(range(len(tokens)), tokens)
+    left.set_yticks(range(len(tokens)), tokens)
+    left.set(xlabel="key (column j)", ylabel="query (row i)")
+    left.set_title("The weights")
+    right.fill(*v.T, color=FAINT, alpha=0.6, lw=0)
+    color, below = style.COLORS, dict(textcoords="offset points", size=9, ha="center")
+    for token, value, output in zip(tokens, v, o, strict=True):
+        right.annotate("", output, value, arrowprops=dict(arrowstyle="->", color=INK, lw=0.8))
+        right.plot(*value, "s", color=color["v"], ms=9)
+        right.plot(*output, "o", color=color["o"], ms=9, mec=INK)
+        right.annotate(f"value of\n{token}", value, (0, 9), **below)
+        beside = ((9, -4), "left") if output[1] > 1 else ((-6, -16), "right")
+        right.annotate(token, output, beside[0], textcoords="offset points", size=9, ha=beside[1])
+    right.set(xlabel="first entry", ylabel="second entry", xlim=(-0.8, 4.8), ylim=(-0.6, 4))
+    right.set_title("Values (squares) and outputs (circles)")
+    rows = "; ".join(f"{t}: {np.round(w, 2).tolist()}" for t, w in zip(tokens, p, strict=True))
+    style.show(
+        left.figure,
+        f"Left: the weights, a row for each query. {rows}. Right: the three values are the corners of a triangle, and "
+        "each output lies inside it, nearest to the value with the largest weight.",
+    )
+
+
 def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int = 2) -> None:
     """Memory of S, and of Q, K, V, O together, against the sequence length; beside what GPUs
     have.
@@ -82,16 +112,9 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
     ax.loglog(seq, s, color=GREY, marker="o", ms=4, base=2)
     ax.loglog(seq, qkvo, color=style.COLORS["q"], marker="s", ms=4, base=2)
     ax.set_yscale("log", base=10)
-    capacities = (
-        (24, "RTX 4090, 24 GB", "top"),
-        (80, "A100 or H100, 80 GB", "top"),
-        (141, "H200, 141 GB", "bottom"),
-    )
-    for capacity, name, side in capacities:
+    for capacity, name in ((24, "RTX 4090: 24 GB"), (141, "H200: 141 GB")):
         ax.axhline(capacity, color=INK, lw=1, ls=":")
-        ax.text(
-            500, capacity * (1.06 if side == "bottom" else 0.94), name, size=8, va=side, color=INK
-        )
+        ax.text(500, capacity * 1.1, name, size=8, va="bottom", color=INK)
     here = batch * heads * 8192**2 * size / 1e9
     ax.annotate(
         f"seq 8192: {here:.1f} GB = {here * 1e9 / 2**30:.0f} GiB",
@@ -112,7 +135,8 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
     style.show(
         ax.figure,
         f"Memory against sequence length, both axes logarithmic. S grows with the square, from "
-        f"{s[0]:.2f} GB at {seq[0]:.0f} to {s[-1]:.0f} GB at {seq[-1]:.0f}, and passes 24, 80 and 141 GB on the way. "
+        f"{s[0]:.2f} GB at {seq[0]:.0f} to {s[-1]:.0f} GB at {seq[-1]:.0f}. It passes the 24 GB of an RTX 4090 and "
+        f"the 141 GB of an H200. "
         f"Q, K, V and O together grow in proportion, from {qkvo[0]:.2f} to {qkvo[-1]:.1f} GB.",
     )
 
@@ -126,7 +150,7 @@ def roofline(points: Mapping[str, tuple[float, float]], copy: float, gemm: float
     ax.axvline(ridge, color=INK, lw=1, ls=":")
     ax.text(ridge * 1.1, 1.25, f"ridge: {ridge:.0f} FLOP/byte", size=8)
     ax.text(4.2, 15, f"HBM: {copy / 1e12:.2f} TB/s", rotation=34, size=8, ha="left", va="top")
-    ax.text(ridge * 1.1, gemm / 1e12 * 1.15, f"matrix units: {gemm / 1e12:.0f} TFLOP/s", size=8)
+    ax.text(ridge * 1.1, gemm / 1e12 * 1.15, f"tensor cores: {gemm / 1e12:.0f} TFLOP/s", size=8)
     for name, (flops, moved) in points.items():
         intensity = flops / moved
         bound = intensity < ridge
@@ -139,7 +163,7 @@ def roofline(points: Mapping[str, tuple[float, float]], copy: float, gemm: float
         xlabel="arithmetic intensity in FLOP per byte of HBM traffic", ylabel="attainable TFLOP/s"
     )
     ax.set(xlim=(0.4, 3e4), ylim=(1, 1700))
-    ax.set_title("A roofline: what the memory allows, and what the matrix units allow")
+    ax.set_title("A roofline: what the memory allows, and what the tensor cores allow")
     style.show(
         ax.figure,
         f"A roofline. Attainable speed rises with arithmetic intensity at {copy / 1e12:.2f} TB/s up to "
@@ -156,30 +180,32 @@ def memory_hierarchy() -> None:
     _, ax = _canvas(8.2, 3.1, (0, 100), (0, 40))
     for shift in (4, 2, 0):
         _box(ax, 2 + shift, 4 + shift, 31, 29, color="white")
-    ax.text(17.5, 30.5, "SM: where programs run", ha="center", size=9, weight="bold")
-    _box(ax, 5, 19.5, 25, 8.5, "registers\n256 KiB", color="#F6D7C8")
-    _box(ax, 5, 7, 25, 9.5, "shared memory\nup to 227 KiB a program", color="#FBE7BF")
+    ax.text(17.5, 30.5, "SM: where kernels run", ha="center", size=9, weight="bold")
+    _box(ax, 5, 20, 25, 9, "registers\n256 KiB", color="#F6D7C8")
+    _box(
+        ax,
+        5,
+        6,
+        25,
+        12,
+        "shared memory\nup to 227 KiB\n30 TB/s, all SMs",
+        color="#FBE7BF",
+    )
     ax.text(17.5, 1, "132 of them", ha="center", size=9)
-    _box(ax, 48, 10, 15, 22, "L2 cache\n\nshared by\nall SMs", color="#DCEBF5")
+    _box(ax, 48, 10, 15, 22, "L2 cache\n\n50 MB\n\nof all SMs", color="#DCEBF5")
     _box(ax, 76, 4, 22, 33, "HBM\n\n141 GB\n\nevery tensor\nlives here", color="#E8E8E8")
     _arrow(ax, (37.5, 21), (47.5, 21), both=True)
     _arrow(ax, (63.5, 21), (75.5, 21), both=True)
     ax.text(69.5, 23.5, "4.25 TB/s", ha="center", size=9, weight="bold")
     ax.text(69.5, 17, "measured", ha="center", size=8)
-    ax.text(
-        55.5,
-        1,
-        "near, small, fast   $\\longleftrightarrow$   far, large, slow",
-        ha="center",
-        size=9,
-        color=INK,
-    )
+    ends = "near, small, fast   $\\longleftrightarrow$   far, large, slow"
+    ax.text(55.5, 1, ends, ha="center", size=9, color=INK)
     ax.set_title("The memories of an H200")
     style.show(
         ax.figure,
         "The memories of an H200 from near, small and fast to far, large and slow: registers (256 KiB) and shared "
-        "memory (up to 227 KiB a program) in each of 132 SMs, the L2 cache shared by all SMs, and HBM with 141 GB, "
-        "where every tensor lives, at 4.25 TB/s.",
+        "memory (up to 227 KiB, 30 TB/s in all SMs together) in each of 132 SMs, the L2 cache of 50 MB "
+        "shared by all SMs, and HBM with 141 GB, where every tensor lives, at 4.25 TB/s.",
     )
 
 
@@ -217,7 +243,7 @@ def programs_and_mask(n: int = 10, block: int = 4) -> None:
             (left + right) / 2, -2.45, offsets, ha="center", va="center", size=8, family="monospace"
         )
     ax.text(-0.2, 0.5, "offset", ha="right", va="center", size=9)
-    ax.text(-0.2, -0.5, f"offset < {n}", ha="right", va="center", size=9)
+    ax.text(-0.2, -0.5, "is ours", ha="right", va="center", size=9)
     ax.text(n + (programs * block - n) / 2, 1.35, "not ours", ha="center", size=9, color=INK)
     ax.set_title(f"A vector of {n} elements, blocks of {block}: the mask guards the last program")
     style.show(
@@ -297,49 +323,6 @@ def memory_order() -> None:
 
 
 # --- 2. the mathematics -------------------------------------------------------------------------------------------
-
-
-def exp_range() -> None:
-    """Where e^x leaves fp16 and fp32, above and below."""
-    _, ax = style.new(7.6, 3.4)
-    x = np.linspace(-115, 100, 300)
-    ax.plot(x, x / math.log(10), color=STATE)
-    limits = (
-        ("fp16", 65504.0, -25, INK),
-        ("fp32", 3.4028234663852886e38, -150, GREY),
-    )
-    for name, largest, vanish, color in limits:
-        high, low = math.log(largest), vanish * math.log(2)
-        top, bottom = high / math.log(10), low / math.log(10)
-        ax.plot(
-            [low, high, high, low, low], [bottom, bottom, top, top, bottom], color=color, lw=1.5
-        )
-        ax.plot([high, low], [top, bottom], "o", color=color, ms=5)
-        ax.annotate(
-            f"{name}: inf above {high:.2f}",
-            (high, top),
-            (-6, 4),
-            textcoords="offset points",
-            ha="right",
-            size=9,
-        )
-        ax.annotate(
-            f"0 below {low:.1f}",
-            (low, bottom),
-            (8, -3),
-            textcoords="offset points",
-            va="top",
-            size=9,
-        )
-    ax.axvspan(-115, 0, color=FAINT, alpha=0.5, lw=0)
-    ax.text(-113, 41, "after subtracting the maximum, x lives here", size=9, color=INK)
-    ax.set(xlabel="x", ylabel="$\\log_{10}\\, e^x$", xlim=(-115, 100), ylim=(-58, 47))
-    ax.set_title("The exponential leaves fp16 at 11.09 and fp32 at 88.72")
-    style.show(
-        ax.figure,
-        "The logarithm of e to the x is a straight line. It leaves the range of fp16 above x = 11.09 (inf) and "
-        "below -17.3 (0), that of fp32 above 88.72 and below -104.0. Once the maximum is subtracted, x is at most 0.",
-    )
 
 
 def streaming_state(row: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""Softmax in one pass over the row: the recurrence that everything later is built from.
+"""Softmax whose row streams by: the recurrence that everything later is built from.
 
 Math. A softmax needs the row's maximum m and the sum l = sum_j exp(x_j - m) before it can emit a
 single value. Both can be kept up to date while the row streams by:

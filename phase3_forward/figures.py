@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from common import style
-from common.measure import pictures
 from common.style import COLORS
 
 import matplotlib.pyplot as plt
@@ -27,35 +26,37 @@ def _matrix(ax, rows: int, cols: int, title: str = "") -> None:
     ax.set_title(title, fontsize=10)
 
 
-def calls(answered: Mapping[str, Sequence[bool]], kernels: Sequence[str]) -> None:
-    """Which calls each kernel answers correctly: a row for each call, a column for each kernel."""
-    _, ax = style.new(6.4, 0.34 * len(answered) + 0.7)
+LOOK_OF = {
+    "right": dict(color=COLORS["tiled"], ink="white"),
+    "wrong": dict(color=COLORS["bad"], ink="white"),
+    "refuses": dict(color=COLORS["faint"]),
+}
+
+
+def calls(answered: Mapping[str, Mapping[str, str]]) -> None:
+    """Which calls each kernel answers: answered[kernel][call] is "right", "wrong" or "refuses"."""
+    names = list(next(iter(answered.values())))
+    fig, ax = style.new(2.7 + 1.15 * len(answered), 0.34 * len(names) + 0.7)
     style.blank(ax)
-    for y, (call, verdicts) in enumerate(answered.items()):
-        ax.text(-0.15, y + 0.5, call, ha="right", va="center")
-        for x, good in enumerate(verdicts):
-            color = COLORS["tiled"] if good else COLORS["faint"]
-            style.box(
-                ax,
-                x,
-                y,
-                "right" if good else "no answer",
-                color=color,
-                ink="white" if good else None,
-                line=2,
-            )
-    for x, kernel in enumerate(kernels):
-        ax.text(x + 0.5, -0.15, kernel, ha="center", va="bottom", fontweight="bold")
-    ax.set_xlim(-2.6, len(kernels))
-    ax.set_ylim(len(answered), -0.8)
-    plt.show()
+    for x, (kernel, outcomes) in enumerate(answered.items()):
+        ax.text(x + 0.5, -0.15, kernel, ha="center", va="bottom", fontweight="bold", fontsize=9)
+        for y, outcome in enumerate(outcomes.values()):
+            style.box(ax, x, y, outcome, line=2, **LOOK_OF[outcome])
+    for y, call in enumerate(names):
+        ax.text(-0.1, y + 0.5, call, ha="right", va="center")
+    ax.set_xlim(-2.6, len(answered))
+    ax.set_ylim(len(names), -0.8)
+    right = [f"{k} {list(o.values()).count('right')}" for k, o in answered.items()]
+    style.show(
+        fig, f"A table of {len(names)} calls. Answered right, of {len(names)}: {', '.join(right)}."
+    )
 
 
 def programs(batch: int, heads: int, tiles_m: int, chosen: int) -> None:
     """The grid: which program id computes which tile of query rows of which head; one of them
     picked out.
     """
-    _, ax = style.new(6.6, 0.42 * batch * heads + 1.0)
+    fig, ax = style.new(6.6, 0.42 * batch * heads + 1.0)
     _matrix(ax, batch * heads, tiles_m)
     ax.set_aspect("auto")
     for program in range(tiles_m * batch * heads):
@@ -80,7 +81,11 @@ def programs(batch: int, heads: int, tiles_m: int, chosen: int) -> None:
     )
     ax.set_xlim(-1.1, tiles_m + 2.4)
     ax.set_ylim(batch * heads, -0.55)
-    plt.show()
+    style.show(
+        fig,
+        f"A grid of programs, a row for each of {batch * heads} heads, a column for each of {tiles_m} tiles of "
+        f"queries. Program {chosen} is marked: tile {x} of batch {b}, head {h}.",
+    )
 
 
 def layouts(heads: int = 2, seq: int = 3, head_dim: int = 2) -> None:
@@ -99,7 +104,7 @@ def layouts(heads: int = 2, seq: int = 3, head_dim: int = 2) -> None:
         ),
     )
     style.use()
-    _, axes = plt.subplots(3, 1, figsize=(8, 3.9), layout="constrained")
+    fig, axes = plt.subplots(3, 1, figsize=(8, 3.9), layout="constrained")
     for ax, (name, cells, (per_head, per_row, per_d)) in zip(axes, strips, strict=True):
         style.blank(ax)
         for x, (h, i, d) in enumerate(cells):
@@ -116,19 +121,21 @@ def layouts(heads: int = 2, seq: int = 3, head_dim: int = 2) -> None:
     handles = [Patch(color=TINTS[h], label=f"head {h}") for h in range(heads)]
     handles.append(Patch(color=COLORS["s"], label="both heads"))
     axes[-1].legend(handles=handles, loc="center right", fontsize=9)
-    plt.show()
+    style.show(
+        fig,
+        "Three strips of memory for the same two heads of three tokens. BHSD: all of head 0, then all of head 1. "
+        "BSHD: token after token, the heads alternate. Expanded: one head alone, which both read.",
+    )
 
 
 def head_mapping(heads_q: int, heads_kv: int) -> None:
-    """Which key head a query head reads: neighbors share one (right), or every heads_kv-th does
-    (wrong).
-    """
+    """Which key head a query head reads, in two ways: neighbors share one, or every heads_kv-th does."""
     group = heads_q // heads_kv
     maps = {
-        f"right: h // {group}": [h // group for h in range(heads_q)],
-        f"wrong: h % {heads_kv}": [h % heads_kv for h in range(heads_q)],
+        f"A: h // {group}": [h // group for h in range(heads_q)],
+        f"B: h % {heads_kv}": [h % heads_kv for h in range(heads_q)],
     }
-    _, axes = style.new(8, 2.3, columns=2)
+    fig, axes = style.new(8, 2.3, columns=2)
     for ax, (title, mapping) in zip(axes, maps.items(), strict=True):
         style.blank(ax)
         ax.set_title(title, fontsize=10)
@@ -146,7 +153,11 @@ def head_mapping(heads_q: int, heads_kv: int) -> None:
             )
         ax.set_xlim(-0.2, heads_q)
         ax.set_ylim(3.1, -0.1)
-    plt.show()
+    style.show(
+        fig,
+        f"{heads_q} query heads above, {heads_kv} key heads below. A: neighbors share a key head, h // {group}. "
+        f"B: every {heads_kv}nd query head reads the same key head, h % {heads_kv}.",
+    )
 
 
 def causal_tiles(
@@ -197,7 +208,11 @@ def causal_tiles(
         plt.Line2D([], [], color=COLORS["ink"], linewidth=1.5, label="keys to the left are visible")
     )
     fig.legend(handles=handles, loc="outside lower center", ncols=4)
-    plt.show()
+    style.show(
+        fig,
+        "S cut into tiles, for three pairs of lengths. Tiles below the diagonal are full, those on it partial, those "
+        "above it skipped; with more queries than keys whole rows of tiles are full.",
+    )
 
 
 def alignments(sizes: Sequence[tuple[int, int]]) -> None:
@@ -226,7 +241,11 @@ def alignments(sizes: Sequence[tuple[int, int]]) -> None:
         Patch(color=COLORS["faint"], label="hidden"),
     ]
     fig.legend(handles=handles, loc="outside lower center", ncols=2)
-    plt.show()
+    style.show(
+        fig,
+        "Two causal masks for 4 queries and 7 keys, and for 7 queries and 4 keys. Top-left: query 0 sees key 0. "
+        "Bottom-right: the last query sees the last key, and with 7 queries the first three see nothing.",
+    )
 
 
 def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
@@ -234,7 +253,7 @@ def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
     weight all the same.
     """
     style.use()
-    _, axes = plt.subplots(1, len(matrices), figsize=(8.6, 2.7), layout="constrained")
+    fig, axes = plt.subplots(1, len(matrices), figsize=(8.6, 2.7), layout="constrained")
     for ax, (title, p) in zip(axes, matrices.items(), strict=True):
         rows, cols = p.shape
         _matrix(ax, rows, cols, title)
@@ -252,43 +271,55 @@ def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
                     ax.add_patch(hatching)
         ax.set_xlabel("key")
     axes[0].set_ylabel("query")
-    plt.show()
+    given = {name: int(((p > 0) & ~visible).sum()) for name, p in matrices.items()}
+    cells = ", ".join(f"{n} with {name}" for name, n in given.items())
+    style.show(
+        fig,
+        f"Weights of six queries and four keys as numbers. Hidden cells that have weight: {cells}.",
+    )
 
 
-def error_budget(budget: Mapping[str, Mapping[str, float]]) -> None:
-    """Size of each term of sigma, root mean square over all elements, for every dtype."""
-    _, ax = style.new(8, 3.2)
-    terms = list(next(iter(budget.values())))
-    colors = (COLORS["ink"], COLORS["state"], COLORS["peer"])
-    for n, (dtype, sizes) in enumerate(budget.items()):
-        y = np.arange(len(terms)) + (n - 1) * 0.26
-        values = [sizes[t] for t in terms]
-        ax.barh(y, values, height=0.24, color=colors[n], label=dtype)
-    ax.set_yticks(range(len(terms)), terms)
-    ax.invert_yaxis()
-    ax.set_xscale("log")
-    ax.set_xlim(1e-9, 1e-2)
-    ax.set_xlabel("expected error of an element of O (root mean square)")
-    ax.legend(loc="lower right")
-    plt.show()
+def error_budget(budget: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
+    """For every dtype and rounding: its predicted size, and the error when it alone is made."""
+    fig, axes = style.new(8.6, 2.6, columns=len(budget), sharey=True)
+    names = list(next(iter(budget.values())))
+    for ax, (dtype, sizes) in zip(axes, budget.items(), strict=True):
+        for y, (predicted, measured) in enumerate(sizes.values()):
+            ax.plot([predicted, measured], [y, y], color=COLORS["faint"], zorder=0)
+            ax.plot(predicted, y, "o", color=COLORS["ink"], markersize=7)
+            ax.plot(measured, y, "s", color=COLORS["state"], markersize=6)
+        ax.set_xscale("log")
+        ax.set_xlim(1e-9, 1e-2)
+        ax.set_title(dtype)
+        ax.set_xlabel("error of an element of O, rms")
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].set_ylim(len(names) - 0.5, -0.5)
+    handles = [
+        plt.Line2D([], [], color=COLORS["ink"], marker="o", linestyle="", label="predicted"),
+        plt.Line2D(
+            [], [], color=COLORS["state"], marker="s", linestyle="", label="measured, made alone"
+        ),
+    ]
+    fig.legend(handles=handles, loc="outside lower center", ncols=2)
+    largest = {d: max(s, key=lambda name, s=s: s[name][0]) for d, s in budget.items()}
+    style.show(
+        fig,
+        "Root mean square errors of O by rounding, predicted and measured, on logarithmic axes. Largest: "
+        + "; ".join(
+            f"{d}, {name} ({budget[d][name][0]:.0e} predicted)" for d, name in largest.items()
+        ),
+    )
 
 
 def z_histogram(z: Mapping[str, np.ndarray], limit: float) -> None:
     """How the errors of a right and a wrong kernel are distributed, in units of sigma."""
-    _, ax = style.new(8, 3)
+    fig, ax = style.new(8, 2.8)
     largest = max(float(np.abs(values).max()) for values in z.values())
     bins = np.linspace(-1.05 * largest, 1.05 * largest, 121)
-    for (name, values), color, filled in zip(
-        z.items(), (COLORS["tiled"], COLORS["bad"]), (True, False), strict=True
-    ):
-        ax.hist(
-            values,
-            bins=bins,
-            color=color,
-            histtype="stepfilled" if filled else "step",
-            linewidth=1.5,
-            label=name,
-        )
+    looks = (COLORS["tiled"], True), (COLORS["bad"], False)
+    for (name, values), (color, filled) in zip(z.items(), looks, strict=True):
+        kind = "stepfilled" if filled else "step"
+        ax.hist(values, bins=bins, color=color, histtype=kind, linewidth=1.5, label=name)
     for side in (-limit, limit):
         ax.axvline(side, color=COLORS["limit"], linestyle="--", linewidth=1)
     ax.text(limit, ax.get_ylim()[1] * 0.95, "  limit", va="top")
@@ -296,7 +327,34 @@ def z_histogram(z: Mapping[str, np.ndarray], limit: float) -> None:
     ax.set_xlabel("error of an element of O, in units of its sigma")
     ax.set_ylabel("elements")
     ax.legend(loc="upper left", fontsize=9)
-    plt.show()
+    widest = "; ".join(f"{name}: largest {np.abs(values).max():.1f}" for name, values in z.items())
+    style.show(
+        fig, f"Histograms of errors in units of sigma, the limit at {limit:g} marked. {widest}."
+    )
+
+
+def two_numbers(z: Mapping[str, Sequence[tuple[float, float]]], limit: float) -> None:
+    """(largest z, rms z) of many results of each kernel: what either number tells apart."""
+    fig, ax = style.new(7, 3.2)
+    colors = (COLORS["tiled"], COLORS["peer"], COLORS["k"], COLORS["bad"])
+    for (name, points), color, marker in zip(z.items(), colors, "os^X", strict=True):
+        largest, rms = zip(*points, strict=True)
+        ax.plot(largest, rms, marker, color=color, label=name, markersize=6, markeredgecolor=COLORS["ink"],
+                markeredgewidth=0.4)  # fmt: skip
+    ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1)
+    ax.text(limit, 0.05, "  limit of z", va="bottom")
+    ax.set_xlabel("largest z of 8192 elements")
+    ax.set_ylabel("rms z")
+    ax.set_xlim(0)
+    ax.set_ylim(0)
+    ax.legend(loc="upper left", fontsize=9)
+    ranges = []
+    for name, points in z.items():
+        largest, rms = zip(*points, strict=True)
+        ranges.append(
+            f"{name}: largest z {min(largest):.1f} to {max(largest):.1f}, rms {min(rms):.2f} to {max(rms):.2f}"
+        )
+    style.show(fig, f"Largest z against rms z, a dot for each seed. {'; '.join(ranges)}.")
 
 
 def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> None:
@@ -312,10 +370,9 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
         "wrong kernels accepted": ("let_through", "mutants"),
         "right results rejected": ("correct_rejected", "correct"),
     }
-    _, ax = style.new(8, 0.29 * (len(slipping) + 3) + 0.7)
-    ax.imshow(
-        table, cmap=ListedColormap([COLORS["faint"], COLORS["bad"]]), vmin=0, vmax=1, aspect="auto"
-    )
+    fig, ax = style.new(8.6, 0.29 * (len(slipping) + 3) + 0.7)
+    colors = ListedColormap([COLORS["faint"], COLORS["bad"]])
+    ax.imshow(table, cmap=colors, vmin=0, vmax=1, aspect="auto")
     for i, j in zip(*np.nonzero(table), strict=True):
         ax.text(j, i, "accepted", ha="center", va="center", color="white", fontsize=8)
     below = [len(slipping) + 0.5, len(slipping) + 1.5]
@@ -323,13 +380,11 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
         for x, rule in enumerate(names):
             count, total = counts[rule][some], counts[rule][of_all]
             weight = "bold" if count == 0 else "normal"
-            ax.text(
-                x, y, f"{count} of {total}", ha="center", va="center", fontsize=9, fontweight=weight
-            )
+            text = f"{count} of {total}"
+            ax.text(x, y, text, ha="center", va="center", fontsize=9, fontweight=weight)
     ax.set_xticks(range(len(names)), [textwrap.fill(name, 15) for name in names], fontsize=9)
-    ax.set_yticks(
-        [*range(len(slipping)), *below], [*(row["what"] for row in slipping), *totals], fontsize=9
-    )
+    labels = [*(row["what"] for row in slipping), *totals]
+    ax.set_yticks([*range(len(slipping)), *below], labels, fontsize=9)
     ax.set_ylim(len(slipping) + 2, -0.5)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
@@ -337,17 +392,40 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
     ax.vlines(np.arange(0.5, len(names) - 1), -0.5, len(slipping) - 0.5, color="white", linewidth=2)
     for side in ax.spines.values():
         side.set_visible(False)
-    plt.show()
+    said = [
+        f"{rule} accepts {c['let_through']} of {c['mutants']} and rejects {c['correct_rejected']} of {c['correct']}"
+        for rule, c in counts.items()
+    ]
+    style.show(
+        fig,
+        f"Wrong kernels and the rules that accept them. Right results rejected as well: {'; '.join(said)}.",
+    )
 
 
 def causal_bytes(
     seqs: Sequence[int],
     formula: Mapping[str, Sequence[int]],
-    counted_seqs: Sequence[int],
-    counted: Mapping[str, Sequence[int]],
+    counted: Mapping[str, Mapping[int, int]],
 ) -> None:
-    """Bytes moved by the forward kernel for one head, full and causal: lines are the formula,
-    dots were counted.
+    """Bytes moved by the forward kernel for one head, full and causal: lines are the formula at
+    every length, dots were counted.
     """
-    labels = dict(xlabel="seq_q = seq_k", ylabel="megabytes for one head")
-    pictures.bytes_for_a_head(seqs, formula, counted_seqs, counted, size=(7, 3.2), **labels)
+    fig, ax = style.new(7.4, 3.2)
+    for name, color, marker in (("full", COLORS["unfused"], "o"), ("causal", COLORS["tiled"], "s")):
+        line = np.array(formula[name]) / 1e6
+        ax.plot(seqs, line, color=color, linewidth=1.3, label=f"{name}, formula")
+        at, dots = list(counted.get(name, {})), np.array(list(counted.get(name, {}).values())) / 1e6
+        ax.plot(
+            at, dots, marker, color=color, label=f"{name}, counted", markeredgecolor=COLORS["ink"]
+        )
+    ax.set_xlabel("seq_q = seq_k")
+    ax.set_ylabel("megabytes for one head")
+    ax.set_xlim(0)
+    ax.set_ylim(0)
+    ax.legend()
+    ends = ", ".join(f"{name} {values[-1] / 1e6:.2f} MB" for name, values in formula.items())
+    style.show(
+        fig,
+        f"Bytes against the length. Both lines grow like a parabola, with a step wherever a tile of queries is "
+        f"added; at {seqs[-1]}: {ends}. The counted dots lie on the lines.",
+    )

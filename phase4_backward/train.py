@@ -11,15 +11,29 @@ is equal from run to run: the weights, the batches, the optimizer.
     python -m phase4_backward.train          40 steps with SDPA and with ours, on this machine
     python -m phase4_backward.train --record NAME [--commit HASH]
                                              the long curves, on a GPU, as phase4_backward/results/NAME.json
+    python -m phase4_backward.train --mutants NAME
+                                             wrong gradients beside the right one, in PyTorch on the CPU, as
+                                             phase4_backward/results/cpu/NAME.json
 """
 
 import argparse
 import contextlib
+import hashlib
+import itertools
+import json
+import math
+import platform
 import random
+import subprocess
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 from common import runtime
 from common.measure import records
+from common.phases import ROOT
+from common.source import source
+from common.verify import emulator
+from common.verify.mutants import MUTANTS
 from phase3_forward.forward import _attn_fwd_kernel
 from phase4_backward.backward import (
     _attn_bwd_dkdv_kernel,
@@ -31,6 +45,7 @@ from phase4_backward.backward import (
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 KERNELS = (_attn_fwd_kernel, _delta_kernel, _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel)
@@ -245,16 +260,94 @@ def record(steps: int = 2000) -> list[dict]:
     return rows
 
 
+# Mistakes of a backward pass, by their names in common.verify.mutants: of logic, and of precision.
+LOGIC = (
+    "delta_zero", "delta_unnormalized", "delta_shifted", "delta_outside", "p_without_lse", "p_shifted",
+    "causal_forgotten", "dq_unscaled", "dk_unscaled", "dk_scaled_twice", "dq_last_tile", "dv_from_ds",
+)  # fmt: skip
+PRECISION = ("delta_16_bits", "ds_through_bf16")
+REPEATED = ("delta_zero", "dk_scaled_twice", "p_without_lse", "dq_unscaled")
+
+
+def emulated(mutant: str = "") -> Callable:
+    """The kernels' emulation in PyTorch, right or with the mistake of that name."""
+    steps = MUTANTS[mutant].steps if mutant else emulator.Steps()
+
+    def attention(q, k, v, is_causal=False):
+        return emulator.emulate(q, k, v, is_causal=is_causal, steps=steps)[0]
+
+    return attention
+
+
+def wrong_gradients(steps: int = 400) -> list[dict]:
+    """Training with each mistake beside the right gradient: one row a run, as in `record`.
+
+    Three seeds for the right gradient and for four mistakes; one for the others, and for SDPA.
+    losses ends early where the next one is no number.
+    """
+    sizes = dict(heads=1, context=64, batch=16)
+    runs = [("SDPA", sdpa(), 0)]
+    for name in ("", *LOGIC, *PRECISION):
+        seeds = range(3) if name in ("", *REPEATED) else [0]
+        runs += [(name or "right", emulated(name), seed) for seed in seeds]
+    rows = []
+    for name, attention, seed in runs:
+        losses, _ = train(attention, steps, seed=seed, **sizes)
+        # A loss that is no number ends the run.
+        finite = [round(x, 6) for x in itertools.takewhile(math.isfinite, losses)]
+        rows.append(dict(attention=name, seed=seed, steps=steps, **sizes, losses=finite))
+        print(f"{name:<20} seed {seed}  loss {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
+    return rows
+
+
+def emulation() -> str:
+    """Hash of the emulation's source: a record of another one is out of date."""
+    texts = map(source, (emulator.Steps, emulator.forward, emulator.backward))
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def record_on_cpu(name: str) -> int:
+    """Train with wrong gradients and write the losses, with what they were computed by."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    provenance = dict(
+        gpu="none: computed on a CPU",
+        driver="none",
+        cpu=f"{platform.machine()}, {torch.get_num_threads()} thread",
+        torch=torch.__version__,
+        triton=triton.__version__,
+        commit=git.stdout.strip() or "unknown",
+        command=f"python -m phase4_backward.train --mutants {name}",
+        kernels={"common.verify.emulator": emulation()},
+        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+    rows = ",\n  ".join(json.dumps(row) for row in wrong_gradients())
+    head = json.dumps(dict(provenance=provenance), indent=1).removesuffix("\n}")
+    path = ROOT / "phase4_backward" / "results" / "cpu" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
+    print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description="Train a small GPT with SDPA and with our attention."
     )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--record", metavar="NAME", help="record the long curves on this GPU")
+    parser.add_argument(
+        "--mutants",
+        type=records.record_name,
+        metavar="NAME",
+        help="record wrong gradients, on the CPU",
+    )
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"argument --steps: expected a positive number of steps, got {args.steps}")
+    if args.mutants:
+        torch.set_num_threads(1)
+        return record_on_cpu(args.mutants)
     if args.record:
         commit = [f"--commit={args.commit}"] if args.commit else []
         return records.main("phase4_backward", KERNELS, record, [f"--name={args.record}", *commit])

@@ -27,12 +27,12 @@ KIND_LOOKS = {
 def roofline(
     points: Mapping[str, tuple[float, float, float]], copy_bytes: float, gemm_flops: float
 ) -> None:
-    """Measured ceilings, and kernels as bars from the bytes that programs ask for to the bytes that must move.
+    """Measured ceilings, and kernels as lines from the bytes that programs ask for to the bytes that must move.
 
     points: name -> (FLOP for a byte asked for, FLOP for a byte that must move, FLOP/s reached)
     copy_bytes, gemm_flops: bytes/s of a large copy, FLOP/s of a large product
     """
-    _, ax = style.new(8, 4.2)
+    fig, ax = style.new(8, 4.2)
     x = np.geomspace(30, 2e4, 200)
     ax.plot(x, np.minimum(x * copy_bytes, gemm_flops) / 1e12, color=COLORS["limit"], linewidth=1.5)
     ridge, low = gemm_flops / copy_bytes, 0.4 * min(flops for *_, flops in points.values()) / 1e12
@@ -69,37 +69,20 @@ def roofline(
         "FLOP for a byte (square: bytes that programs ask for; circle: bytes that must move)"
     )
     ax.set_ylabel("TFLOP/s")
-    plt.show()
-
-
-def exponentials(
-    head_dims: Sequence[int], products: Sequence[float], exponential: Sequence[float]
-) -> None:
-    """Clocks of one multiprocessor for a tile of S: the products, and the exponentials."""
-    _, ax = style.new(6.6, 3)
-    x = np.arange(len(head_dims))
-    ax.bar(x - 0.2, products, 0.38, color=COLORS["tiled"], label="both products, tensor cores")
-    ax.bar(
-        x + 0.2,
-        exponential,
-        0.38,
-        color=COLORS["state"],
-        hatch="//",
-        edgecolor="white",
-        label="exponentials, MUFU",
+    reached = ", ".join(f"{name} {flops / 1e12:.0f}" for name, (*_, flops) in points.items())
+    style.show(
+        fig,
+        alt=f"Two ceilings: a slope, {copy_bytes / 1e12:.2f} TB/s of a copy, and a flat roof, "
+        f"{gemm_flops / 1e12:.0f} TFLOP/s of a large product; they meet at {ridge:.0f} FLOP a byte. "
+        f"Reached in TFLOP/s: {reached}. The squares lie above the slope, the circles far right of it.",
     )
-    ax.set_xticks(x, head_dims)
-    ax.set_xlabel("head_dim")
-    ax.set_ylabel("clocks for a tile\nof 128 x 64 logits")
-    ax.legend(loc="upper left", fontsize=9)
-    plt.show()
 
 
 def pipeline(steps: int = 4, load: float = 4.8, product: float = 1.2, softmax: float = 1.6) -> None:
     """One program with 1, 2 and 3 stages: when tiles are fetched, and when they are used. Drawn, not measured."""
     style.use()
-    _, axes = plt.subplots(3, 1, figsize=(8.6, 4.6), layout="constrained", sharex=True)
-    last = 0.0
+    fig, axes = plt.subplots(3, 1, figsize=(8.6, 4.6), layout="constrained", sharex=True)
+    ends = []
     for stages, ax in zip((1, 2, 3), axes, strict=True):
         style.blank(ax)
         used = []  # when the buffer of tile j is free again
@@ -107,17 +90,15 @@ def pipeline(steps: int = 4, load: float = 4.8, product: float = 1.2, softmax: f
         for j in range(steps):
             start = max(free, used[j - stages] if j >= stages else 0.0)
             if stages == 1:  # K and V take turns in the one buffer
+                ready = start + load / 2
+                in_place = ready + product + load / 2  # V is asked for once K has been multiplied
                 _bar(ax, start, load / 2, 2.22, "load K, V", f"K{j}", height=0.32)
-                ready, in_place = start + load / 2, start + load + product + softmax
-                _bar(
-                    ax, ready + product + softmax, load / 2, 1.86, "load K, V", f"V{j}", height=0.32
-                )
+                _bar(ax, ready + product, load / 2, 1.86, "load K, V", f"V{j}", height=0.32)
             else:  # asynchronous: several loads may be under way, a little apart
                 free = start + 0.5
                 ready = in_place = start + load
-                _bar(
-                    ax, start, load, 2.22 - 0.36 * (j % 3), "load K, V", f"K{j}, V{j}", height=0.32
-                )
+                y = 2.22 - 0.36 * (j % 3)
+                _bar(ax, start, load, y, "load K, V", f"K{j}, V{j}", height=0.32)
             begin = max(now, ready)
             multiply = max(begin + product + softmax, in_place)
             _bar(ax, begin, product, 0.6, "products", f"S{j}")
@@ -127,18 +108,22 @@ def pipeline(steps: int = 4, load: float = 4.8, product: float = 1.2, softmax: f
             used.append(now)
             if stages == 1:
                 free = now
-        last = max(last, now)
+        ends.append(now)
         ax.set_ylim(0.45, 2.6)
-        ax.set_title(
-            f"num_stages = {stages}: {stages} buffer{'s' * (stages > 1)} for K and V", fontsize=10
-        )
-    axes[-1].set_xlim(0, last * 1.02)
+        buffers = f"{stages} buffer{'s' * (stages > 1)} for K and V"
+        ax.set_title(f"num_stages = {stages}: {buffers}", fontsize=10)
+    axes[-1].set_xlim(0, max(ends) * 1.02)
     axes[-1].set_xlabel("time (drawn to explain, not measured)")
     handles = [Patch(color=color, label=what) for what, color in STEP_COLORS.items()]
     axes[0].legend(
         handles=handles, loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.35)
     )
-    plt.show()
+    style.show(
+        fig,
+        alt="Four tiles with one, two and three buffers. With one buffer each turn waits for the whole of K, and "
+        "for the part of V that the softmax does not cover. With two, the next pair is fetched meanwhile; with "
+        f"three, two pairs are. Done at {ends[0]:.0f}, {ends[1]:.0f} and {ends[2]:.0f}.",
+    )
 
 
 def _bar(ax, x, width, y, kind, text, height=0.7):
@@ -151,32 +136,67 @@ def _bar(ax, x, width, y, kind, text, height=0.7):
     ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8, color=ink)
 
 
-# --- 3. the kernel ------------------------------------------------------------------------------------------------
+# --- the ladder ---------------------------------------------------------------------------------------------------
 
 
-def loop_instructions(counts: Mapping[str, Mapping[str, int]], title: str) -> None:
-    """Instructions of a warp for 64 logits of each thread, by kind, one bar a rung."""
-    _, ax = style.new(8.4, 0.42 * len(counts) + 1.3)
-    names = list(counts)
+def clocks(turns: Mapping[str, Mapping[str, float]], title: str) -> None:
+    """Clocks for a tile of logits by what takes them, one bar a rung, as if one followed the other."""
+    fig, ax = style.new(8.4, 0.42 * len(turns) + 1.3)
+    names = list(turns)
     left = np.zeros(len(names))
     for kind, look in KIND_LOOKS.items():
-        widths = np.array([counts[name].get(kind, 0) for name in names])
+        widths = np.array([turns[name].get(kind, 0) for name in names])
         ax.barh(names, widths, 0.7, left=left, label=kind, **look)
         left += widths
     for y, total in enumerate(left):
         ax.text(total, y, f"  {total:.0f}", va="center", fontsize=9)
     ax.invert_yaxis()
     ax.set_xlim(0, left.max() * 1.1)
-    ax.set_xlabel("machine instructions of a warp for 64 logits of each of its threads")
+    ax.set_xlabel("clocks of a multiprocessor for 64 x 128 logits, one thing after the other")
     ax.set_title(title, fontsize=10)
     ax.legend(loc="lower center", bbox_to_anchor=(0.45, 1.12), ncols=4, fontsize=8)
-    plt.show()
+    said = "; ".join(
+        f"{name}: {total:.0f}, of which products {turns[name]['products']:.0f}, "
+        f"exponentials {turns[name]['exponentials']:.0f}"
+        for name, total in zip(names, left, strict=True)
+    )
+    style.show(fig, alt=f"{title}. Clocks for 64 x 128 logits: {said}.")
+
+
+def between(cases: Mapping[str, tuple[float, float, float]]) -> None:
+    """Where the record lies between a model in which nothing overlaps and one in which everything does.
+
+    cases: name -> (TFLOP/s if nothing overlaps, recorded, if everything overlaps)
+    """
+    fig, ax = style.new(8, 0.5 * len(cases) + 1.3)
+    for y, (serial, recorded, overlapped) in enumerate(cases.values()):
+        ax.barh(y, overlapped - serial, 0.45, left=serial, color=COLORS["faint"])
+        ax.plot([serial] * 2, [y - 0.3, y + 0.3], color=COLORS["state"], linewidth=2.5)
+        ax.plot([overlapped] * 2, [y - 0.3, y + 0.3], color=COLORS["limit"], linewidth=2.5)
+        ax.plot(recorded, y, "o", color=COLORS["tiled"], markersize=8)
+        above = serial <= recorded
+        for x, side in ((serial, "right" if above else "left"), (overlapped, "left")):
+            gap = -12 if side == "right" else 12
+            ax.text(x + gap, y, f"{x:.0f}", va="center", ha=side, fontsize=9)
+        ax.annotate(f"{recorded:.0f}", (recorded, y), (0, 9), textcoords="offset points", ha="center",
+                    fontsize=9)  # fmt: skip
+    ax.set_yticks(range(len(cases)), list(cases))
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.1 * max(top for *_, top in cases.values()))
+    ax.set_xlabel(
+        "TFLOP/s (left mark: nothing overlaps; dot: recorded; right mark: everything overlaps)"
+    )
+    said = (
+        f"{name}: {serial:.0f} if nothing overlaps, {recorded:.0f} recorded, {top:.0f} if everything does"
+        for name, (serial, recorded, top) in cases.items()
+    )
+    style.show(fig, alt=f"TFLOP/s. {'; '.join(said)}.")
 
 
 def schedules(runs: Mapping[str, Sequence[tuple[int, float, float, int]]], tiles: int) -> None:
     """Programs of causal tiles on a few slots: who runs when. runs: title -> (slot, start, end, tile)."""
     style.use()
-    _, axes = plt.subplots(
+    fig, axes = plt.subplots(
         1, len(runs), figsize=(8.8, 2.6), layout="constrained", sharex=True, sharey=True
     )
     for ax, (title, bars) in zip(axes, runs.items(), strict=True):
@@ -209,4 +229,8 @@ def schedules(runs: Mapping[str, Sequence[tuple[int, float, float, int]]], tiles
         ax.set_xlabel("time, in tiles of keys")
     axes[0].set_xlim(0, 1.04 * max(b[2] for bars in runs.values() for b in bars))
     axes[0].set_ylabel("slots for programs")
-    plt.show()
+    ends = (f"{title}: {max(end for _, _, end, _ in bars):.0f}" for title, bars in runs.items())
+    style.show(
+        fig,
+        alt=f"Programs as boxes, a row for each slot. Done, in tiles of keys: {', '.join(ends)}.",
+    )

@@ -2,6 +2,7 @@
 picture anew and prints the table.
 """
 
+import hashlib
 from pathlib import Path
 
 from common.measure import records
@@ -47,6 +48,12 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def fingerprint() -> str:
+    """A hash of what the picture shows; it is stored in the picture."""
+    return hashlib.sha256(table().encode()).hexdigest()[:16]
+
+
 if __name__ == "__main__":
-    sketches.bars(rates(), PROVIDERS, SEQ).savefig(PATH, dpi=110)
+    figure = sketches.bars(rates(), PROVIDERS, SEQ)
+    figure.savefig(PATH, dpi=110, metadata=dict(records=fingerprint()))
     print(table())

@@ -29,6 +29,15 @@ def test_source_without_a_docstring_is_left_alone():
     assert 'print("one")' in source.source(call_first, docstring=False)
 
 
+def test_a_solution_is_shown_without_the_marks_of_the_learners_part():
+    from phase1_softmax.solutions.safe_softmax import safe_softmax
+
+    assert "# your code" in source.source(safe_softmax)
+    shown = source.show(safe_softmax).text
+    assert "e = torch.exp(s" in shown
+    assert not any(mark in shown for mark in ("# your code", "#|", "# end of"))
+
+
 def test_diff_says_what_phase_3_adds():
     lines = source.diff(_attention_tiled_kernel, _attn_fwd_kernel).splitlines()
     assert any(line.startswith("+") and "IS_CAUSAL" in line for line in lines)

@@ -3,12 +3,15 @@ a phase.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -94,7 +97,6 @@ def run(
     """The whole course on this machine: verify every phase, execute every notebook, print one
     summary.
     """
-    steps = []
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -102,10 +104,17 @@ def run(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress:
-        for phase in _chosen(name):
-            steps.append(_verify_phase(phase, progress))
-            steps += [_run_notebook(phase, path, progress) for path in phase.notebook_paths]
+    jobs = []
+    for phase in _chosen(name):
+        jobs.append(partial(_verify_phase, phase))
+        jobs += [partial(_run_notebook, phase, path) for path in phase.notebook_paths]
+    with Progress(*columns, console=console) as progress, _at_once() as pool:
+        try:
+            steps = list(pool.map(lambda job: job(progress), jobs))
+        except KeyboardInterrupt:
+            progress.stop()
+            console.print("Stopped.")
+            os._exit(130)  # threads would wait for their kernels; these end when this process has
     table = Table(title="Summary (z: the worst of all cases, limit 6)", title_justify="left")
     for column in ("phase", "checked", "passed", "z", "time", "verdict"):
         table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")
@@ -139,6 +148,13 @@ def bench(context: typer.Context) -> None:
     """
     command = [sys.executable, "-m", "phase5_tuning.bench", *context.args]
     raise typer.Exit(subprocess.run(command, cwd=phases.ROOT).returncode)
+
+
+def _at_once() -> ThreadPoolExecutor:
+    """Two steps at a time where kernels are interpreted; one where a GPU is there: notebooks time it."""
+    from common import runtime  # imports torch, which the other commands need not wait for
+
+    return ThreadPoolExecutor(2 if runtime.INTERPRETED else 1)
 
 
 @dataclass

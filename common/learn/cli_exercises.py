@@ -9,6 +9,7 @@ from typing import Annotated
 from common import phases
 from common.learn import exercises
 from common.learn.exercises import TIME_LIMIT, Exercise, Progress, Verdict
+from common.source import diff_texts, function_in
 
 import typer
 from rich.console import Console
@@ -83,6 +84,8 @@ def check(name: NameOrAll = "", limit: Limit = TIME_LIMIT) -> None:
         with console.status(f"checking {exercise.name}") if console.is_terminal else nullcontext():
             verdict = exercises.check(exercise, limit=limit)
         _print_verdict(exercise, verdict, short=not one)
+        if one:
+            _print_objections(exercise, verdict)
         failed += not verdict.passed
     if not one:
         console.print(f"\n{len(chosen) - failed} of {len(chosen)} exercises passed")
@@ -100,7 +103,7 @@ def hint(name: Name = "") -> None:
     the one before.
     """
     exercise, progress = _chosen(name), Progress.load()
-    console.print(f"[bold]{exercise.number}  {exercise.title}[/]")
+    console.print(f"[bold]{exercise.number}  {exercise.title}[/]\nYour file: {exercise.file}\n")
     shown = min(progress.hints.get(exercise.name, 0) + 1, len(exercise.hints))
     for number, text in enumerate(exercise.hints[:shown], start=1):
         console.print(f"[bold]Hint {number} of {len(exercise.hints)}[/]  {escape(text)}")
@@ -122,9 +125,10 @@ def solution(
     give_up: Annotated[
         bool, typer.Option("--give-up", help="show it although the exercise is not solved")
     ] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="show the solution itself")] = False,
 ) -> None:
-    """Show the solution of an exercise that you have solved, to compare; of any other with
-    --give-up.
+    """Show how the solution of an exercise that you have solved differs from your answer; of any
+    other with --give-up.
     """
     progress = Progress.load()
     solved = [e for e in exercises.load() if progress.solved(e)]
@@ -135,9 +139,13 @@ def solution(
         )
         console.print("To see the solution all the same, add [bold]--give-up[/].")
         raise typer.Exit(1)
-    path = exercise.solution.relative_to(phases.ROOT)
-    console.print(f"[dim]{path}[/]")
-    text = exercise.solution.read_text()
+    file, text = exercise.solution.relative_to(phases.ROOT), exercise.solution.read_text()
+    if not whole:
+        console.print(f"[bold]- {exercise.file}\n+ {file}[/]")
+        answer = exercise.path.read_text(errors="replace")
+        _print_diff(exercises.without_marks(answer), exercises.without_marks(text))
+        return
+    console.print(f"[dim]{file}[/]")
     if console.is_terminal:
         console.print(Syntax(text, "python", background_color="default"))
     else:
@@ -153,8 +161,6 @@ def diff(
     ] = "",
 ) -> None:
     """Show what one phase's or rung's kernel changed against another's, in the source as it is."""
-    from common.source import diff_texts, function_in
-
     chosen = [phases.kernels(name) for name in (old, new)]
     for name, known in zip((old, new), chosen, strict=True):
         if known is None:
@@ -175,9 +181,13 @@ def diff(
     ]
     for sign, phase, (module, name) in zip("-+", owners, kernels, strict=True):
         console.print(f"[bold]{sign} {phase.folder}/{module}.py: {name}[/]")
-    if texts[0] == texts[1]:
+    _print_diff(*texts)
+
+
+def _print_diff(old: str, new: str) -> None:
+    if old == new:
         console.print("They are the same.")
-    for line in diff_texts(*texts).splitlines():
+    for line in diff_texts(old, new).splitlines():
         style = {"-": "red", "+": "green", "@": "cyan"}.get(line[:1])
         console.print(line, style=style, markup=False, soft_wrap=True)
 
@@ -191,9 +201,9 @@ def reset(name: Annotated[str, typer.Argument(help="its name, number or file")])
     """Bring an exercise back as it was shipped. What you had is kept beside it."""
     exercise = _chosen(name)
     kept = exercises.reset(exercise)
-    console.print(
-        f"{exercise.file} is as shipped." + (f" What you had: {kept.name}" if kept else "")
-    )
+    console.print(f"{exercise.file} is as shipped.")
+    if kept:
+        console.print(f"What you had: {kept.relative_to(phases.ROOT)}")
 
 
 def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
@@ -205,16 +215,18 @@ def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
     try:
         while True:
             now = exercise.path.stat().st_mtime_ns if exercise.path.exists() else None
-            if now != seen:
+            if now not in (None, seen):  # some editors take the file away for a moment
                 seen = now
                 verdict = exercises.check(exercise, limit=limit)
                 _print_verdict(exercise, verdict)
+                _print_objections(exercise, verdict)
                 following = Progress.load().next(after=exercise)
                 if verdict.passed and (name or following is None):
                     console.print("Solved." if following else "All exercises are solved.")
                     return
                 if verdict.passed:
                     exercise, seen = following, None
+                    exercises.begin(exercise)
                     console.print(
                         f"\nNext: [bold]{exercise.number} {exercise.title}[/], {exercise.file}"
                     )
@@ -224,9 +236,15 @@ def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
 
 
 def _chosen(name: str) -> Exercise:
-    """The exercise that is meant; the next one without a name. Ends the command where there is
-    none.
+    """The exercise that is meant, with its file created; the next one without a name. Ends the
+    command where there is none.
     """
+    exercise = _found(name)
+    exercises.begin(exercise)
+    return exercise
+
+
+def _found(name: str) -> Exercise:
     if not name:
         exercise = Progress.load().next()
         if exercise is None:
@@ -247,6 +265,16 @@ def _print_verdict(exercise: Exercise, verdict: Verdict, *, short: bool = False)
     console.print(f"{exercise.number}  {exercise.name}  {MARKS[verdict.kind]}{seconds}")
     if not short or verdict.kind not in ("passed", "unfinished"):
         console.print(verdict.message, markup=False, style=None if verdict.passed else "red")
+    if not short and verdict.kind == "wrong":
+        console.print(f"[dim]{exercise.explained} explains what it takes[/]", soft_wrap=True)
+
+
+def _print_objections(exercise: Exercise, verdict: Verdict) -> None:
+    """What the compiler has against an answer that passed, asked after the verdict is shown."""
+    with console.status("compiling") if console.is_terminal else nullcontext():
+        found = exercises.objections(exercise, verdict)
+    for objection in found:
+        console.print(f"Warning: {objection}", markup=False, style="yellow")
 
 
 def _known() -> str:
@@ -272,6 +300,7 @@ def _say_next(progress: Progress, after: Exercise | None = None) -> None:
     if exercise is None:
         console.print("All exercises are solved.")
         return
+    exercises.begin(exercise)
     console.print(f"Next: [bold]{exercise.number}  {exercise.title}[/]\n      {exercise.file}")
     if not progress.passed:
         console.print(

@@ -1,8 +1,9 @@
 """The exercises: what there is, how far a learner has come, and the check of an answer.
 
-Each is a file phaseN_x/exercises/name.py that a learner completes; phaseN_x/solutions/ mirrors
-it. The two are one text: in a solution, comments mark the learner's part, and `stub_of` cuts it
-out.
+Each is a file to complete. The course ships it as phaseN_x/exercises/name.py; the learner's is
+work/phaseN_x/name.py, which git ignores, so that an update of the course never meets an answer.
+phaseN_x/solutions/ mirrors the shipped files. The two are one text: in a solution, comments mark the
+learner's part, and `stub_of` cuts it out.
 
     # your code: the task in a few words
     #| a line that the exercise shows instead (to repair it); without any, it raises NotImplementedError
@@ -11,7 +12,8 @@ out.
 
 `check` runs phaseN_x/checks/name.py on an answer in a child process (see common.learn.judge),
 interpreted first and then, where there is a GPU, compiled. This module imports neither torch nor a
-phase, so that the command line starts at once.
+phase, so that the command line starts at once. `python -m common.learn.exercises` cuts the shipped
+files from the solutions anew.
 """
 
 import ast
@@ -21,13 +23,14 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +39,7 @@ from common import phases
 # Seconds for an answer, of which starting Python takes two; checks of right ones end in under five,
 # or in twenty where the compiler is asked.
 TIME_LIMIT = 60
+COMPILER_LIMIT = 30  # seconds for the compiler, after an answer passed; a few are usual
 BEGIN, SHOWN, END = "# your code", "#|", "# end of your code"
 
 
@@ -62,13 +66,17 @@ class Exercise:
         return f"{self.phase.number}.{self.place}"
 
     @property
-    def path(self) -> Path:
-        return phases.ROOT / self.phase.folder / "exercises" / f"{self.name}.py"
+    def file(self) -> str:
+        """The learner's file, as one types it in the root of the course."""
+        return f"work/{self.phase.folder}/{self.name}.py"
 
     @property
-    def file(self) -> str:
-        """The path as one types it in the root of the course."""
-        return f"{self.phase.folder}/exercises/{self.name}.py"
+    def path(self) -> Path:
+        return phases.ROOT / self.file
+
+    @property
+    def shipped(self) -> Path:
+        return phases.ROOT / self.phase.folder / "exercises" / f"{self.name}.py"
 
     @property
     def notebook(self) -> str:
@@ -76,12 +84,18 @@ class Exercise:
         return self.chapter or self.phase.chapters[0]
 
     @property
+    def explained(self) -> str:
+        """Where a learner reads what it takes: "phase1_softmax/softmax.ipynb, section 2.3"."""
+        number = self.section.split()[0].rstrip(".")
+        return f"{self.phase.folder}/{self.notebook}, section {number}"
+
+    @property
     def solution(self) -> Path:
         return phases.ROOT / self.phase.folder / "solutions" / f"{self.name}.py"
 
     @property
     def stub(self) -> str:
-        """The file as it is before anybody has touched it."""
+        """The text of the file before anybody has edited it."""
         return stub_of(self.solution.read_text())
 
     @property
@@ -91,10 +105,10 @@ class Exercise:
 
 @cache
 def load() -> tuple[Exercise, ...]:
-    """All exercises in order, from phaseN_x/exercises/manifest.toml."""
+    """All exercises in order, from phaseN_x/checks/manifest.toml, where hints are out of sight."""
     loaded = []
     for phase in phases.PHASES:
-        manifest = phases.ROOT / phase.folder / "exercises" / "manifest.toml"
+        manifest = phases.ROOT / phase.folder / "checks" / "manifest.toml"
         if manifest.exists():
             entries = tomllib.loads(manifest.read_text())["exercise"]
             for place, entry in enumerate(entries, start=1):
@@ -142,6 +156,12 @@ def stub_of(solution: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def without_marks(solution: str) -> str:
+    """The text of a solution without the comments that only `stub_of` needs."""
+    lines = solution.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.strip().startswith((SHOWN, END)))
+
+
 # --- progress ------------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +173,7 @@ class Progress:
 
     passed: dict[str, str] = field(default_factory=dict)  # name: hash of the answer
     hints: dict[str, int] = field(default_factory=dict)
+    begun: dict[str, str] = field(default_factory=dict)  # name: hash of the file as it was created
 
     @staticmethod
     def path() -> Path:
@@ -163,14 +184,14 @@ class Progress:
         """The stored progress; none at all where the file is missing or cannot be read."""
         try:
             stored = json.loads(cls.path().read_text())
-            return cls(dict(stored["passed"]), dict(stored["hints"]))
+            return cls(dict(stored["passed"]), dict(stored["hints"]), dict(stored.get("begun", {})))
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
 
     def save(self) -> None:
         self.path().parent.mkdir(exist_ok=True)
-        new = self.path().with_suffix(".new")
-        new.write_text(json.dumps(dict(passed=self.passed, hints=self.hints), indent=1) + "\n")
+        new = self.path().with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps(asdict(self), indent=1) + "\n")
         new.replace(self.path())  # at once: a reader never sees half a file
 
     def solved(self, exercise: Exercise) -> bool:
@@ -190,6 +211,50 @@ class Progress:
         )
 
 
+# --- the learner's file --------------------------------------------------------------------------------------------
+
+
+def _edited(exercise: Exercise) -> bool:
+    """True if the learner's file holds more than a stub, today's or an older one."""
+    if not exercise.path.exists():
+        return False
+    answer = exercise.path.read_bytes()
+    untouched = _hash(answer) == Progress.load().begun.get(exercise.name)
+    return not untouched and answer.decode(errors="replace") != exercise.stub
+
+
+def begin(exercise: Exercise) -> None:
+    """Create the learner's file from the stub. One that has been edited is left alone; one that has
+    not follows the stub when the course is updated.
+    """
+    stub = exercise.stub.encode()
+    if _edited(exercise) or (exercise.path.exists() and exercise.path.read_bytes() == stub):
+        return
+    exercise.path.parent.mkdir(parents=True, exist_ok=True)
+    exercise.path.write_bytes(stub)
+    progress = Progress.load()
+    progress.begun[exercise.name] = _hash(stub)
+    progress.save()
+
+
+def reset(exercise: Exercise) -> Path | None:
+    """Restore the file as shipped. What was there is kept beside it, in the returned path; None
+    if nothing was.
+    """
+    kept = _set_aside(exercise.path, exercise) if _edited(exercise) else None
+    begin(exercise)
+    progress = Progress.load()
+    progress.passed.pop(exercise.name, None)
+    progress.save()
+    return kept
+
+
+def _set_aside(path: Path, exercise: Exercise) -> Path:
+    """Move a file to a free name beside the learner's file, and return that."""
+    names = (exercise.path.with_suffix(f".py.old{n}") for n in itertools.count(1))
+    return Path(shutil.move(path, next(name for name in names if not name.exists())))
+
+
 # --- check ---------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +267,7 @@ class Verdict:
     kind: str
     message: str
     seconds: float = 0.0
+    launches: tuple[dict, ...] = ()  # of its kernels, where there is no GPU to compile them for
 
     @property
     def passed(self) -> bool:
@@ -212,10 +278,7 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
     """Check the learner's file and note in the progress file if it is right. Never raises for
     what the answer does.
     """
-    if not exercise.path.exists():
-        return Verdict(
-            "error", f"{exercise.file} is missing: `course reset {exercise.name}` brings it back"
-        )
+    begin(exercise)
     answer = exercise.path.read_bytes()
     if answer.decode(errors="replace") == exercise.stub:
         return Verdict("unfinished", "the file is as shipped: nothing has been changed yet")
@@ -228,7 +291,8 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
         else:
             message = f"right when interpreted, but compiled for the GPU: {compiled['message']}"
             outcome = compiled | dict(message=message)
-    verdict = Verdict(outcome["kind"], outcome["message"], time.perf_counter() - start)
+    launches = () if outcome.get("gpu") else tuple(outcome.get("launches", ()))
+    verdict = Verdict(outcome["kind"], outcome["message"], time.perf_counter() - start, launches)
     progress = Progress.load()
     if verdict.passed:
         # Of what was there before: it may have been edited meanwhile.
@@ -237,6 +301,28 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
         progress.passed.pop(exercise.name, None)
     progress.save()
     return verdict
+
+
+def objections(exercise: Exercise, verdict: Verdict, *, limit: float = COMPILER_LIMIT) -> list[str]:
+    """What the compiler has against the kernels of an answer that passed interpreted; nothing where
+    it takes longer than `limit` seconds. It changes no verdict.
+    """
+    if not (verdict.passed and verdict.launches):
+        return []
+    command = [sys.executable, "-W", "ignore", "-m", "common.learn.offline_answer"]
+    try:
+        child = subprocess.run(
+            [*command, str(exercise.path)],
+            cwd=phases.ROOT,
+            env=os.environ | dict(TRITON_INTERPRET="0"),
+            input=json.dumps(verdict.launches),
+            capture_output=True,
+            text=True,
+            timeout=limit,
+        )
+        return json.loads(child.stdout)
+    except (subprocess.TimeoutExpired, ValueError):
+        return []
 
 
 def _hash(answer: bytes) -> str:
@@ -301,57 +387,55 @@ def _innermost_line(path: Path, report: Path) -> str:
         return ""
 
 
-def _set_aside(path: Path, exercise: Exercise) -> Path:
-    """Move a file to a free name beside the exercise's file, and return that."""
-    names = (exercise.path.with_suffix(f".py.old{n}") for n in itertools.count(1))
-    return path.replace(next(name for name in names if not name.exists()))
-
-
-def reset(exercise: Exercise) -> Path | None:
-    """Restore the file as shipped. What was there is kept beside it, in the returned path; None
-    if nothing was.
-    """
-    kept = None
-    if exercise.path.exists() and exercise.path.read_text(errors="replace") != exercise.stub:
-        kept = _set_aside(exercise.path, exercise)
-    exercise.path.write_text(exercise.stub)
-    progress = Progress.load()
-    progress.passed.pop(exercise.name, None)
-    progress.save()
-    return kept
-
-
-# --- former names --------------------------------------------------------------------------------------------------
+# --- former layouts ------------------------------------------------------------------------------------------------
 
 
 def take_over() -> list[str]:
-    """Bring answers and progress that have former names under the names of now. Returns what was
-    done, in sentences.
-
-    An answer takes the place of a file that is as shipped. Where both have been edited, the one with
-    the former name is kept beside the other.
+    """Bring answers that are where older copies of the course had them to work/, and progress under
+    former names under the names of now. Returns what was done, in sentences.
     """
-    said, renamed = [], {e.formerly: e for e in load() if e.formerly}
-    progress = Progress.load()
+    _rename_progress()
+    said = []
+    for exercise in load():
+        places = [exercise.shipped]
+        if exercise.formerly:
+            places.append(exercise.shipped.with_stem(exercise.formerly))
+        said += [_take_over_answer(path, exercise) for path in places if path.exists()]
+    return list(filter(None, said))
+
+
+def _rename_progress() -> None:
+    progress, renamed = Progress.load(), {e.formerly: e for e in load() if e.formerly}
     for stored in (progress.passed, progress.hints):
         for former in renamed.keys() & stored.keys():
             stored.setdefault(renamed[former].name, stored[former])
             del stored[former]
     if progress != Progress.load():
         progress.save()
-    for former, exercise in renamed.items():
-        path = exercise.path.with_stem(former)
-        if not path.exists():
-            continue
-        answer, now = path.read_bytes(), exercise.path
-        if answer == exercise.stub.encode() or (now.exists() and answer == now.read_bytes()):
-            path.unlink()
-        elif now.exists() and now.read_bytes() != exercise.stub.encode():
-            kept = _set_aside(path, exercise)
-            said.append(
-                f"{exercise.file} has been edited: {former}.py is kept beside it as {kept.name}."
-            )
-        else:
-            path.replace(now)
-            said.append(f"Your {former}.py is now {exercise.file}.")
+
+
+def _take_over_answer(path: Path, exercise: Exercise) -> str:
+    """Move an answer to the learner's file, or beside it where that has been edited. Returns what was
+    done, "" if nothing. A shipped file becomes the stub again.
+    """
+    said, file, shipped = "", path.relative_to(phases.ROOT), path == exercise.shipped
+    as_shipped = path.read_text(errors="replace") == exercise.stub
+    if shipped and as_shipped:
+        return ""
+    if as_shipped or (exercise.path.exists() and path.read_bytes() == exercise.path.read_bytes()):
+        path.unlink()
+    elif _edited(exercise):
+        kept = _set_aside(path, exercise).relative_to(phases.ROOT)
+        said = f"Your answer in {file} is now in {kept}: {exercise.file} holds another one, which stays."
+    else:
+        exercise.path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(path, exercise.path)
+        said = f"Your answer in {file} is now in {exercise.file}: go on there."
+    if shipped:
+        path.write_text(exercise.stub)
     return said
+
+
+if __name__ == "__main__":
+    for exercise in load():
+        exercise.shipped.write_text(exercise.stub)

@@ -17,5 +17,7 @@ def check(name: str) -> None:
     verdict = exercises.check(exercise)
     outcome = {"passed": "PASS", "unfinished": "not finished"}.get(verdict.kind, "not yet right")
     print(f"{exercise.number} {exercise.name}: {outcome}. {verdict.message}")
+    for objection in exercises.objections(exercise, verdict):
+        print(f"    Warning: {objection}")
     if not verdict.passed:
         print(f"    your file: {exercise.file}    help: course hint {exercise.number}")

@@ -1,10 +1,10 @@
 """The child's side of a check: `python -m common.learn.judge FOLDER EXERCISE FILE VERDICT`.
 
 Loads an answer, gives it to FOLDER/checks/EXERCISE.py, and writes one JSON object to the file
-VERDICT: kind, message, and whether there is a GPU; where Python crashes, or is asked by SIGUSR1,
-the stack goes to VERDICT.stack. A check is a function `check` of the answer's
-module; it returns a few words on what was verified, and rejects with `reject` or with any
-VerificationError.
+VERDICT: kind, message, whether there is a GPU, and launches of the answer's kernels for the compiler
+to look at; where Python crashes, or is asked by SIGUSR1, the stack goes to VERDICT.stack. A check is
+a function `check` of the answer's module; it returns a few words on what was verified, and rejects
+with `reject` or with any VerificationError.
 """
 
 import bdb
@@ -25,6 +25,7 @@ from types import ModuleType
 from unittest import mock
 
 from common import runtime
+from common.learn import offline_answer
 from common.measure import traffic
 from common.verify import VerificationError, guard, verify_results
 
@@ -313,7 +314,9 @@ def main(folder: str, name: str, path: str, verdict: str) -> int:
     sys.breakpointhook = _no_debugger
     torch.set_num_threads(1)  # tensors are small
     check = importlib.import_module(f"{folder}.checks.{name}").check
-    outcome = judge(check, Path(path)) | dict(gpu=torch.cuda.is_available())
+    with offline_answer.launches_of(Path(path)) as launches:
+        outcome = judge(check, Path(path))
+    outcome |= dict(gpu=torch.cuda.is_available(), launches=list(launches.values()))
     Path(verdict).write_text(json.dumps(outcome))
     return int(outcome["kind"] != "passed")
 

@@ -69,7 +69,9 @@ class Launch:
     # For a kernel that lives in a notebook: its source, with what it needs imported.
     source: str | None
     signature: dict
-    constexprs: list  # [path, value]: path is the argument's index, and the index inside a tuple
+    # [path, value]: path is the argument's index, and the index inside a tuple; a jitted function is
+    # {"module": ..., "name": ...}.
+    constexprs: list
     divisible: list  # paths of the arguments that are multiples of 16
     options: dict
 
@@ -115,7 +117,7 @@ def record_launches(call: Callable[[], object]) -> list[Launch]:
     launches = []
 
     def record(kernel, *args, grid=None, warmup=False, **kwargs):
-        launches.append(_describe(kernel, args, kwargs))
+        launches.append(describe(kernel, args, kwargs))
 
     with contextlib.ExitStack() as stack:
         # Where Triton interprets, kernels in Gluon are still of the compiled kind.
@@ -159,7 +161,8 @@ def compile_launches(
     return [Compiled(**row) for row in json.loads(child.stdout)]
 
 
-def _describe(kernel, args, kwargs) -> Launch:
+def describe(kernel, args: tuple, kwargs: dict) -> Launch:
+    """One launch of a kernel, as the JIT would specialize it for these arguments."""
     names = kernel.arg_names
     values = dict(zip(names, args, strict=False)) | {n: v for n, v in kwargs.items() if n in names}
     parameters = inspect.signature(kernel.fn).parameters
@@ -169,6 +172,8 @@ def _describe(kernel, args, kwargs) -> Launch:
 
     def typed(value, path, constexpr=False):
         if constexpr or value is None or (type(value) is int and value == 1):
+            if isinstance(value, triton.runtime.KernelInterface):
+                value = dict(module=value.fn.__module__, name=value.fn.__name__)
             constexprs.append([path, value])
             return "constexpr"
         if hasattr(value, "block_shape"):  # a tensor descriptor; Gluon's has a layout as well
@@ -212,14 +217,15 @@ def _source_with_imports(kernel) -> str:
 # --- in the child process ------------------------------------------------------------------------------------------
 
 
-def _compile(launch: dict, target: str, sass: bool) -> Compiled:
+def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
+    """Compile a Launch, as a dict, in this process, which must not interpret."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     name = launch["name"]
     with contextlib.ExitStack() as stack:
         if launch["source"] is None:
-            kernel = getattr(importlib.import_module(launch["module"]), name)
+            kernel = _imported(launch["module"], name)
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             path = Path(folder, "cell.py")
@@ -232,6 +238,9 @@ def _compile(launch: dict, target: str, sass: bool) -> Compiled:
         def as_tuples(x):
             return tuple(as_tuples(i) for i in x) if isinstance(x, list) else x
 
+        def loaded(value):
+            return _imported(**value) if isinstance(value, dict) else value
+
         kind = ASTSource
         if kernel.is_gluon():
             from triton.experimental.gluon._runtime import GluonASTSource as kind
@@ -239,7 +248,7 @@ def _compile(launch: dict, target: str, sass: bool) -> Compiled:
         source = kind(
             fn=kernel,
             signature={n: as_tuples(t) for n, t in launch["signature"].items()},
-            constexprs={tuple(path): value for path, value in launch["constexprs"]},
+            constexprs={tuple(path): loaded(value) for path, value in launch["constexprs"]},
             attrs={tuple(path): [["tt.divisibility", 16]] for path in launch["divisible"]},
         )
         nvidia = target.startswith("sm_")
@@ -282,6 +291,10 @@ def _compile(launch: dict, target: str, sass: bool) -> Compiled:
     )
 
 
+def _imported(module: str, name: str):
+    return getattr(importlib.import_module(module), name)
+
+
 def _cuobjdump(cubin: bytes, flag: str) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -294,5 +307,5 @@ def _cuobjdump(cubin: bytes, flag: str) -> str:
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):  # where Triton prints a program that ptxas refuses
-        results = [asdict(_compile(**job)) for job in json.load(sys.stdin)]
+        results = [asdict(compile_one(**job)) for job in json.load(sys.stdin)]
     json.dump(results, sys.stdout)

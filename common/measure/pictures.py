@@ -39,35 +39,37 @@ def bytes_for_a_head(
     plt.show()
 
 
-def softmax_bandwidth(record: dict) -> None:
-    """Phase 1: bytes per second against row length, with the rate of a plain copy as the ceiling."""
-    fig, ax = new(8, 3.8)
+def softmax_times(record: dict) -> None:
+    """Phase 1: time against row length, beside what one to three matrices take at a copy's rate."""
+    fig, ax = new(8, 4)
     looks = {
         "softmax_fused": dict(color=COLORS["tiled"], marker="o"),
         "softmax_online": dict(color=COLORS["state"], marker="s"),
         "torch.softmax": dict(color=COLORS["s"], marker="^", linestyle="--"),
+        "logsumexp": dict(color=COLORS["v"], marker="D"),
     }
+    said = []
     for provider, look in looks.items():
         rows = [r for r in record["rows"] if r["provider"] == provider and "ms" in r]
-        ax.plot(
-            [r["cols"] for r in rows], [r["gb_per_s"] / 1000 for r in rows], label=provider, **look
-        )
-    ceiling = record["ceilings"]["copy_bytes_per_s"] / 1e12
-    ax.axhline(ceiling, color=COLORS["limit"], linewidth=1, linestyle=":")
-    ax.text(1024, ceiling * 1.02, "a plain copy", va="bottom", fontsize=9)
+        lengths, taken = [r["cols"] for r in rows], [r["ms"] for r in rows]
+        ax.plot(lengths, taken, **look)
+        place = dict(textcoords="offset points", va="center", fontsize=9, weight="bold")
+        beside = (9, 0) if len(lengths) > 2 else (-60, -14)
+        ax.annotate(provider, (lengths[-1], taken[-1]), beside, **place)
+        times = ", ".join(f"{ms:.2f} at {n}" for n, ms in zip(lengths, taken, strict=True))
+        said.append(f"{provider}: {times}")
+    for matrices, words in ((1, "one reading"), (2, "a copy"), (3, "three matrices")):
+        ms = matrices * 2**29 / record["ceilings"]["copy_bytes_per_s"] * 1e3
+        ax.axhline(ms, color=COLORS["limit"], linewidth=1, linestyle=":")
+        ax.text(2**19.9, ms + 0.01, words, fontsize=8, va="bottom", ha="right")
     ax.set_xscale("log", base=2)
-    ax.set_ylim(0, 1.15 * ceiling)
-    ax.set_xlabel("values in a row (2^28 in all)")
-    ax.set_ylabel("TB/s, one read and one write")
-    ax.set_title("How close to the speed of memory?")
-    ax.legend(loc="lower left")
-    ends = []
-    for provider in looks:
-        rows = [r for r in record["rows"] if r["provider"] == provider and "ms" in r]
-        rates = [f"{r['gb_per_s'] / 1000:.1f} TB/s at {r['cols']}" for r in (rows[0], rows[-1])]
-        ends.append(f"{provider}: " + " to ".join(rates))
-    alt = f"Rates against the values in a row. {'; '.join(ends)}; a plain copy: {ceiling:.2f} TB/s."
-    _signed(fig, record, alt=alt)
+    ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    ax.set_xlim(760, 2**20)
+    ax.set_ylim(0, 0.92)
+    ax.set_xlabel("values in a row (2^28 in all, fp16)")
+    ax.set_ylabel("time in ms")
+    ax.set_title("Time; dotted: what as many bytes take at the rate of a copy")
+    _signed(fig, record, alt=f"Time in ms against the values in a row. {'; '.join(said)}.")
 
 
 def one_head_times(record: dict) -> None:
@@ -88,20 +90,29 @@ def one_head_times(record: dict) -> None:
     ax.set_ylabel("milliseconds")
     ax.set_title("Not writing S and P, in time")
     ax.legend(loc="upper left")
-    _signed(fig, record)
+    longest = max(r["seq"] for r in record["rows"])
+    at_end = ", ".join(
+        f"{r['provider']} {r['ms']:.2f}"
+        for r in record["rows"]
+        if r["seq"] == longest and "ms" in r
+    )
+    alt = f"Milliseconds for one head against sequence length, both logarithmic. At {longest}: {at_end}."
+    _signed(fig, record, alt=alt)
 
 
-def forward_tflops(record: dict, seq: int = 4096) -> None:
+def forward_tflops(record: dict, seq: int = 4096, alt: str | None = None) -> None:
     """Phase 3: TFLOP/s of the forward pass beside SDPA's backends, one group of bars a case."""
-    _tflops(record, seq, "phase 3", f"The forward pass at seq {seq}, fp16, before any tuning")
+    title = f"The forward pass at seq {seq}, fp16, before any tuning"
+    _tflops(record, seq, "phase 3", title, alt)
 
 
-def backward_tflops(record: dict, seq: int = 4096) -> None:
+def backward_tflops(record: dict, seq: int = 4096, alt: str | None = None) -> None:
     """Phase 4: the same for the backward pass."""
-    _tflops(record, seq, "phase 4", f"The backward pass at seq {seq}, fp16, before any tuning")
+    title = f"The backward pass at seq {seq}, fp16, before any tuning"
+    _tflops(record, seq, "phase 4", title, alt)
 
 
-def _tflops(record, seq, ours, title) -> None:
+def _tflops(record, seq, ours, title, alt=None) -> None:
     fig, ax = new(8, 3.8)
     looks = {
         ours: dict(color=COLORS["tiled"]),
@@ -135,10 +146,10 @@ def _tflops(record, seq, ours, title) -> None:
     ax.set_title(title)
     ax.legend(loc="upper left", ncols=3)
     ax.set_ylim(0, 1.2 * ax.get_ylim()[1])
-    _signed(fig, record)
+    _signed(fig, record, alt=alt)
 
 
-def training_record(record: dict) -> None:
+def training_record(record: dict, alt: str | None = None) -> None:
     """Phase 4: long training runs, a column for each dtype: the losses, and how far two right kernels drift apart."""
     dtypes = list(dict.fromkeys(row["dtype"] for row in record["rows"]))
     use()
@@ -177,12 +188,13 @@ def training_record(record: dict) -> None:
     axes[1, 0].set_ylabel("|difference of losses|,\nmean of 20 steps")
     axes[0, 0].legend(fontsize=9)
     axes[1, 0].legend(fontsize=9, loc="lower right")
-    _signed(fig, record)
+    _signed(fig, record, alt=alt)
 
 
 def standing(forward: dict, backward: dict, seq: int = 4096) -> None:
     """Phase 5: phases 3 and 4 beside SDPA's backends, both passes in one picture."""
     fig, axes = new(9, 3.6, columns=2, sharey=True)
+    said = []
     for ax, record, ours, title in zip(
         axes, (forward, backward), ("phase 3", "phase 4"), ("forward", "backward"), strict=True
     ):
@@ -191,22 +203,25 @@ def standing(forward: dict, backward: dict, seq: int = 4096) -> None:
             "SDPA flash": _PEERS["sdpa-flash"],
             "SDPA cuDNN": _PEERS["sdpa-cudnn"],
         }
-        cases = [(d, c) for d in (64, 128) for c in (False, True)]
+        cases, heights_of = [(d, c) for d in (64, 128) for c in (False, True)], {}
         for n, (provider, look) in enumerate(looks.items()):
             rows = {
                 (r["head_dim"], r["is_causal"], r["seq"], r["provider"]): r.get("tflops", 0)
                 for r in record["rows"]
             }
             heights = [rows.get((*case, seq, provider), 0) for case in cases]
+            heights_of[provider] = [f"{height:.0f}" for height in heights]
             bars = ax.bar(np.arange(4) + (n - 1) * 0.27, heights, 0.25, label=provider, color=look["color"],
                           hatch=("", "//", "..")[n], edgecolor="white")  # fmt: skip
             ax.bar_label(bars, fmt="%.0f", fontsize=7, padding=1)
         ax.set_xticks(range(4), [f"D {d}\n{'causal' if c else 'full'}" for d, c in cases])
         ax.set_title(f"{title}, seq {seq}")
         ax.legend(fontsize=8, loc="upper left", ncols=3, columnspacing=1)
+        said += [f"{title}, {p}: {', '.join(bars)}" for p, bars in heights_of.items()]
     axes[0].set_ylabel("TFLOP/s")
     axes[0].set_ylim(0, 1.2 * axes[0].get_ylim()[1])
-    _signed(fig, forward, backward)
+    alt = f"TFLOP/s at D 64 full, D 64 causal, D 128 full, D 128 causal. {'; '.join(said)}."
+    _signed(fig, forward, backward, alt=alt)
 
 
 # A provider looks the same in every picture of phase 5.
@@ -227,10 +242,12 @@ def waterfall(
     record: dict, names: dict[str, str], cases: list[tuple], predicted: dict[tuple, dict]
 ) -> None:
     """Phase 5: the ladder. Each rung's TFLOP/s, the step from the rung before, and what was predicted.
+    A step of less than 2 percent is grey: it may be noise.
 
     names: provider -> label; cases: (head_dim, is_causal, seq, mode); predicted: case -> provider -> gain (1.1: +10 %)
     """
     fig, axes = new(9, 4.6, columns=len(cases))
+    said = []
     for ax, case in zip(np.atleast_1d(axes), cases, strict=True):
         tflops = {
             r["provider"]: r["tflops"] for r in record["rows"] if _case(r) == case and "tflops" in r
@@ -243,8 +260,10 @@ def waterfall(
                 ax.bar(x, value, 0.7, color=COLORS["s"])
             else:
                 good = value >= before
-                ax.bar(x, value - before, 0.7, bottom=before, color=COLORS["good" if good else "bad"],
-                       hatch="" if good else "//", edgecolor="white")  # fmt: skip
+                noise = abs(value / before - 1) < 0.02
+                ax.bar(x, value - before, 0.7, bottom=before,
+                       color=COLORS["s" if noise else "good" if good else "bad"],
+                       hatch="" if good or noise else "//", edgecolor="white")  # fmt: skip
                 ax.plot([x - 1.35, x + 0.35], [before, before], color=COLORS["ink"], linewidth=0.8)
                 gain = predicted.get(case, {}).get(provider)
                 if gain:
@@ -277,17 +296,19 @@ def waterfall(
         ax.set_ylim(0, 1.12 * ax.get_ylim()[1])
         head_dim, is_causal, seq, mode = case
         what = {"fwd": "forward", "bwd": "backward"}[mode]
-        ax.set_title(
-            f"{what}, D {head_dim} {'causal' if is_causal else 'full'}, seq {seq}", fontsize=10
-        )
+        title = f"{what}, D {head_dim} {'causal' if is_causal else 'full'}, seq {seq}"
+        ax.set_title(title, fontsize=10)
+        steps = (f"{names[p]} {tflops[p]:.0f}" for p in shown)
+        said.append(f"{title}: {', '.join(steps)}; SDPA flash {peer or 0:.0f}")
     np.atleast_1d(axes)[0].set_ylabel("TFLOP/s (diamond: predicted)" if predicted else "TFLOP/s")
-    _signed(fig, record)
+    _signed(fig, record, alt=f"TFLOP/s after each rung. {'. '.join(said)}.")
 
 
 def peers(record: dict, mode: str) -> None:
     """Phase 5: TFLOP/s against sequence length beside all peers, a panel for each head_dim and mask."""
     use()
     fig, axes = plt.subplots(2, 2, figsize=(9, 6.2), layout="constrained", sharex=True, sharey=True)
+    said, what = [], dict(fwd="forward", bwd="backward")[mode]
     for ax, (head_dim, is_causal) in zip(
         axes.flat, [(d, c) for d in (64, 128) for c in (False, True)], strict=True
     ):
@@ -300,8 +321,18 @@ def peers(record: dict, mode: str) -> None:
             if rows:
                 ax.plot([r["seq"] for r in rows], [r["tflops"] for r in rows], label=provider, markersize=5,
                         **look | dict(linewidth=2.5 if provider == "ours" else 1.3))  # fmt: skip
-        ax.set_title(f"head_dim {head_dim}, {'causal' if is_causal else 'full'}", fontsize=10)
+        title = f"{what}, head_dim {head_dim}, {'causal' if is_causal else 'full'}"
+        ax.set_title(title, fontsize=10)
         ax.set_xscale("log", base=2)
+        ceiling = record["ceilings"]["gemm_flops_per_s"] / 1e12
+        ax.axhline(ceiling, color=COLORS["limit"], linewidth=0.8, linestyle=":")
+        at = {
+            line.get_label(): line.get_ydata()[-1]
+            for line in ax.get_lines()
+            if len(line.get_xdata()) > 2
+        }
+        said.append(f"{title}: " + ", ".join(f"{p} {y:.0f}" for p, y in at.items()))
+    axes[0, 0].text(512, ceiling, "a large product", fontsize=8, va="bottom")
     axes[0, 0].set_ylim(0)  # shared, so only once everything is drawn
     for ax in axes[:, 0]:
         ax.set_ylabel("TFLOP/s")
@@ -313,41 +344,38 @@ def peers(record: dict, mode: str) -> None:
     fig.legend(
         handles.values(), handles, loc="outside upper center", ncols=columns or 1, fontsize=9
     )
-    _signed(fig, record)
+    alt = f"TFLOP/s against the sequence length. At the longest, {'; '.join(said)}; a large product {ceiling:.0f}."
+    _signed(fig, record, alt=alt)
 
 
-def long_sweep(record: dict, mode: str = "fwd", head_dims: tuple[int, ...] = (16, 64, 128)) -> None:
-    """Phase 5: milliseconds of one head against sequence length, as far as each goes; a panel for each dtype."""
-    dtypes = list(dict.fromkeys(r["dtype"] for r in record["rows"]))
-    fig, axes = new(9, 3.8, columns=len(dtypes), sharey=True, squeeze=False)
-    for ax, dtype in zip(axes[0], dtypes, strict=True):
+def long_sweep(record: dict, dtype: str = "bf16", head_dims: tuple[int, ...] = (64, 128)) -> None:
+    """Phase 5: milliseconds of one head against sequence length, both passes, a panel for each."""
+    fig, axes = new(9, 3.8, columns=2, sharey=True)
+    said = []
+    for ax, mode, title in zip(axes, ("fwd", "bwd"), ("forward", "backward"), strict=True):
         for provider in ("naive", "ours"):
             for n, head_dim in enumerate(head_dims):
-                rows = [
+                key = dtype, head_dim, mode, provider
+                timed = [
                     r for r in record["rows"]
-                    if (r["dtype"], r["head_dim"], r["mode"], r["provider"]) == (dtype, head_dim, mode, provider)
+                    if (r["dtype"], r["head_dim"], r["mode"], r["provider"]) == key and "ms" in r
                 ]  # fmt: skip
-                timed = [r for r in rows if "ms" in r]
-                look = _PEERS[provider] | dict(
-                    linestyle=("-", "--", ":")[n % 3], linewidth=1.4, markersize=4
-                )
+                look = dict(linestyle=("-", "--", ":")[n % 3], linewidth=1.4, markersize=4)
                 ax.plot(
                     [r["seq"] for r in timed],
                     [r["ms"] for r in timed],
                     label=f"{provider}, D {head_dim}",
-                    **look,
+                    **_PEERS[provider] | look,
                 )
-                if timed and any("memory" in r.get("note", "") for r in rows):
-                    end = timed[-1]
-                    ax.plot(end["seq"], end["ms"], "X", color=COLORS["bad"], markersize=9)
-        ax.set_title(dtype)
+                ends = " to ".join(f"{r['ms']:.3g} ms at {r['seq']}" for r in (timed[0], timed[-1]))
+                said.append(f"{title}, {provider}, D {head_dim}: {ends}")
+        ax.set_title(f"{title}, {dtype}", fontsize=10)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
         ax.set_xlabel("sequence length (one head, causal)")
-    ended = any("memory" in r.get("note", "") for r in record["rows"])
-    axes[0, 0].set_ylabel(f"milliseconds, {mode}" + "\n(X: out of memory beyond)" * ended)
-    axes[0, 0].legend(fontsize=8)
-    _signed(fig, record)
+    axes[0].set_ylabel("milliseconds of the GPU")
+    axes[0].legend(fontsize=8)
+    _signed(fig, record, alt=f"Milliseconds against the sequence length. {'; '.join(said)}.")
 
 
 def power(record: dict, case: tuple) -> None:
@@ -376,7 +404,12 @@ def power(record: dict, case: tuple) -> None:
     ms.set_ylim(0)
     watts.set_title("A kernel at the limit of power is slowed down (dotted: the limit)")
     watts.legend(ncols=3, loc="lower right")
-    _signed(fig, record)
+    said = [
+        f"{r['provider']}: {r['rested_ms']:.1f} ms a call at first, {r['ms']:.1f} ms settled"
+        for r in record["rows"] if _case(r) == case
+    ]  # fmt: skip
+    alt = f"Power, clock and milliseconds of a call over 1.5 s. {'; '.join(said)}."
+    _signed(fig, record, alt=alt)
 
 
 def _case(row: dict) -> tuple:

@@ -285,6 +285,7 @@ CUSTOMARY_RULES: dict[str, Callable] = {
     "max error 1e-3, cosine > 0.999": _small_and_parallel,
     "twice the naive error": _twice_naive,  # the rule of the flash-attention repository's own tests
 }
+DEFAULTS = "assert_close, its defaults"  # torch.testing.assert_close, which chooses by dtype
 OURS = "verify_results"
 
 
@@ -294,7 +295,7 @@ def rule_table() -> tuple[list[dict], dict[str, dict[str, int]]]:
 
     Returns the rows, dict(mutant=, what=, <rule>: True if the rule lets it through) for each mutant
     that is not benign, and for each rule the counts dict(let_through=, mutants=, correct_rejected=,
-    correct=). The correct emulator runs on the mutants' cases in fp16, bf16 and fp32. Customary
+    correct=, correct_rejected_bf16=). The correct emulator runs on the mutants' cases in fp16, bf16 and fp32. Customary
     rules see the fp64 truth and every tensor of the case, which is more than most tests give them.
     """
     mutants = {name: m for name, m in MUTANTS.items() if not m.benign}
@@ -312,8 +313,12 @@ def rule_table() -> tuple[list[dict], dict[str, dict[str, int]]]:
             mutants=len(rows),
             correct_rejected=sum(not row[rule] for row in correct),
             correct=len(correct),
+            correct_rejected_bf16=sum(
+                case.dtype == BF16 and not row[rule]
+                for case, row in zip(cases, correct, strict=True)
+            ),
         )
-        for rule in (*CUSTOMARY_RULES, OURS)
+        for rule in (*CUSTOMARY_RULES, DEFAULTS, OURS)
     }
     return rows, counts
 
@@ -325,7 +330,16 @@ def _accepted_by(case: Case, fn) -> dict[str, bool]:
     naive["lse"] = None
     triples = [_double(tensor, truth[name], naive[name]) for name, tensor in actual.items()]
     verdicts = {name: all(rule(*t) for t in triples) for name, rule in CUSTOMARY_RULES.items()}
+    verdicts[DEFAULTS] = all(_assert_close(actual[name], truth[name]) for name in actual)
     return verdicts | {OURS: case.verify(fn).passed}
+
+
+def _assert_close(actual, truth) -> bool:
+    try:
+        torch.testing.assert_close(actual, truth.to(actual.dtype), equal_nan=True)
+    except AssertionError:
+        return False
+    return True
 
 
 def _double(*tensors):

@@ -14,7 +14,7 @@ still (-inf, 0). A NaN in a tile must show as NaN in l.
 
 `logsumexp` walks over rows with the first and `row_state` with the second, to try them on.
 
-Notebook: phase1_softmax/softmax.ipynb, section 2, "Three passes, then two".
+Notebook: phase1_softmax/softmax.ipynb, section 3.5, "A row of any length".
 """
 
 import math

@@ -15,7 +15,7 @@ has o = 0 and lse = -inf there; merging it changes nothing, and two such sets gi
 
 Split-KV decoding (phase 3) merges its parts with this very function, and ring attention does so across GPUs.
 
-Notebook: phase1_softmax/softmax.ipynb, section 2, "One statistic to keep".
+Notebook: phase1_softmax/softmax.ipynb, section 2.6, "One number to keep".
 """
 
 import math

@@ -2,12 +2,45 @@
 common.learn.judge).
 """
 
+import ast
+import inspect
+
 from common import make_qkv, verify_results
+from common.learn.judge import reject
 
 import torch
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 NAN = float("nan")
+AT_HAND = ("load_tile", "store_tile", "tile_pointers", "head_base", "_check", "_launch")
+
+
+def require_own_loop(answer):
+    """Reject an answer that takes from phase 2's module what it is to write."""
+    for node in ast.walk(ast.parse(inspect.getsource(answer))):
+        used = []
+        if isinstance(node, ast.ImportFrom) and node.module == "phase2_tiling.tiling":
+            used = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("tiling"):
+            used = [node.attr]
+        for name in set(used) - set(AT_HAND):
+            reject(
+                f"line {node.lineno} takes {name} from phase 2's module: that is what you are to write. Use load_tile, "
+                "online_softmax_step and tl.dot"
+            )
+
+
+def require_ieee(answer):
+    """Reject a tl.dot that would use TF32 on a GPU: interpreted, it cannot be seen in the result."""
+    for node in ast.walk(ast.parse(inspect.getsource(answer))):
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("tl.dot")):
+            continue
+        given = {k.arg: ast.unparse(k.value) for k in node.keywords}
+        if given.get("input_precision") != "'ieee'" and given.get("allow_tf32") != "False":
+            reject(
+                f'line {node.lineno}: tl.dot without input_precision="ieee". The result is right here, but on a GPU '
+                "this product cuts fp32 inputs to the 10 bits of TF32, which the interpreter does not imitate"
+            )
 
 
 def attention_cases(*lengths):

@@ -10,6 +10,7 @@ from phase2_tiling.checks import (
     attention_cases,
     nan_around,
     one_head,
+    require_ieee,
     state_of,
     surrounded,
     verify,
@@ -28,6 +29,7 @@ def check(answer):
         for seq_q, seq_k, head_dim, dtype, options in cases:
             q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
             verify(answer.attention_keys_outside, q, k, v)
+    require_ieee(answer)
     return f"{len(cases)} cases against SDPA; the state travels as often as it must, and stays normalized in between"
 
 

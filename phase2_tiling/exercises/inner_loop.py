@@ -14,11 +14,11 @@ tile of logits (BLOCK_M, BLOCK_N) into m and l. The module's `attention_tile_ste
 about to write, so leave it aside.
 
 `tl.dot(a, b, acc)` is a b + acc in fp32; a and b must have one dtype (`p.to(v.dtype)`), and `input_precision="ieee"`
-keeps fp32 inputs from being rounded on a GPU (the interpreter never rounds, so the check cannot see it).
+keeps fp32 inputs whole on a GPU. The interpreter never cuts them, so the check looks for it in your source.
 
     q, k, v   fp16, bf16 or fp32, (seq_q, head_dim) and (seq_k, head_dim), any strides; any seq_q and seq_k
 
-Notebook: phase2_tiling/tiling.ipynb, section 3, "3.3 The way through".
+Notebook: phase2_tiling/tiling.ipynb, section 3.4, "The way through".
 """
 
 from common import runtime

@@ -16,7 +16,7 @@ the state of keys seen before, and the launcher puts o = 0, m = -inf, l = 0 ther
 
 There is one program. So the barrier after the loop: what some of its threads store, others load in the next turn.
 
-Notebook: phase2_tiling/tiling.ipynb, section 2, "2.5 Queries outside, or keys outside?".
+Notebook: phase2_tiling/tiling.ipynb, section 5.6, "Queries outside, or keys outside".
 """
 
 from common import runtime

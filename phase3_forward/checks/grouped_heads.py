@@ -54,51 +54,66 @@ def check(answer):
 
 def _require_heads(what, o, lse, q, k, v, group):
     """Reject a head that reads memory of another, and say of which."""
-    heads = list(itertools.product(range(q.shape[0]), range(q.shape[1])))
-    strided_like_k = misread(v, k)
-    q, k, v = q.double(), k.double(), v.double()
+    given = _Heads(q, k, v)
+    for me in given.heads:
+        right = me[0], me[1] // group
+        if _same(lse[me], given.lse(me, right)):
+            if not _same(o[me], given.o(me, right, right)):
+                _reject_values(what, o[me], me, right, given)
+        else:
+            _reject_keys(what, lse[me], me, right, given)
 
-    def same(a, b):
-        return torch.allclose(a.double(), b, rtol=1e-4, atol=1e-4)
 
-    def logits(of_q, of_k):
-        return q[of_q] @ k[of_k].mT / math.sqrt(q.shape[3])
+class _Heads:
+    """q, k and v, and what one head of q gives with any head of k and of v."""
 
-    def p_of(of_q, of_k):
-        return logits(of_q, of_k).softmax(dim=-1)
+    def __init__(self, q, k, v):
+        self.heads = list(itertools.product(range(q.shape[0]), range(q.shape[1])))
+        self.v_strided_like_k = misread(v, k)
+        self.q, self.k, self.v = q.double(), k.double(), v.double()
 
-    def attention(of_q, of_k, of_v):
-        return p_of(of_q, of_k) @ v[of_v], logits(of_q, of_k).logsumexp(dim=-1)
+    def logits(self, of_q, of_k):
+        return self.q[of_q] @ self.k[of_k].mT / math.sqrt(self.q.shape[3])
 
-    for b, h in heads:
-        me, right = (b, h), (b, h // group)
-        if same(lse[me], attention(me, right, right)[1]):
-            if same(o[me], attention(me, right, right)[0]):
-                continue
-            for head in heads:
-                if same(o[me], attention(me, right, head)[0]):
-                    reject(
-                        f"{what}: {_other_head(me, right, head, 'v')}; k is found: look at v_ptr"
-                    )
-            for where, wrong in strided_like_k.items():
-                if same(o[me], p_of(me, right) @ wrong[right].double()):
-                    reject(
-                        f"{what}: v is read with the strides of k{where}: it has four of its own, stride_v"
-                    )
-            continue
-        for head in heads:
-            if same(lse[me], attention(me, head, head)[1]):
-                reject(f"{what}: {_other_head(me, right, head, 'k')}")
-        for of_q, of_k in itertools.product(heads, heads):
-            if same(lse[me], attention(of_q, of_k, of_k)[1]):
-                reject(
-                    f"{what}: the program of query head {h} (batch {b}) computes with query head {of_q[1]} of batch "
-                    f"{of_q[0]}. Is q_ptr moved?"
-                )
-        reject(
-            f"{what}: query head {h} of batch {b} fits no head of q and k. Are q_ptr and k_ptr moved, each by strides "
-            "of its own?"
-        )
+    def lse(self, of_q, of_k):
+        return self.logits(of_q, of_k).logsumexp(dim=-1)
+
+    def o(self, of_q, of_k, of_v, v=None):
+        v = self.v if v is None else v.double()
+        return self.logits(of_q, of_k).softmax(dim=-1) @ v[of_v]
+
+
+def _same(a, b):
+    return torch.allclose(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+def _reject_values(what, o, me, right, given):
+    """Where lse is right and o is not, if the values come from somewhere known."""
+    for head in given.heads:
+        if _same(o, given.o(me, right, head)):
+            reject(f"{what}: {_other_head(me, right, head, 'v')}; k is found: look at v_ptr")
+    for where, wrong in given.v_strided_like_k.items():
+        if _same(o, given.o(me, right, right, wrong)):
+            reject(
+                f"{what}: v is read with the strides of k{where}: it has four of its own, stride_v"
+            )
+
+
+def _reject_keys(what, lse, me, right, given):
+    """Where lse is wrong: of which heads it is."""
+    for head in given.heads:
+        if _same(lse, given.lse(me, head)):
+            reject(f"{what}: {_other_head(me, right, head, 'k')}")
+    for of_q, of_k in itertools.product(given.heads, given.heads):
+        if _same(lse, given.lse(of_q, of_k)):
+            reject(
+                f"{what}: the program of query head {me[1]} (batch {me[0]}) computes with query head {of_q[1]} of "
+                f"batch {of_q[0]}. Is q_ptr moved?"
+            )
+    reject(
+        f"{what}: query head {me[1]} of batch {me[0]} fits no head of q and k. Are q_ptr and k_ptr moved, each by "
+        "strides of its own?"
+    )
 
 
 def _other_head(me, right, head, name):

@@ -101,17 +101,30 @@ def _wrong_masks(q, k, v, window):
     """{sentence: o} where other keys are visible or visited, or v is found elsewhere."""
     i, j = indices(q.shape[2], k.shape[2])
     right = (j <= i) & (i - j < window)
-    block_m, block_n = _tiles()
-    pid_m = i // block_m
-    first, last = pid_m * block_m, (pid_m + 1) * block_m - 1
-
-    def tile_of(key):
-        return key.clamp(min=0) // block_n
-
-    begin = tile_of(first - window + 1) * block_n
-    walked = (j >= begin) & (j <= last)
     shifted = i + k.shape[2] - q.shape[2]
-    masks = {
+    masks = _wrong_edges(i, j, shifted, window) | _wrong_walks(i, j, right, window)
+    mistakes = {sentence: _masked_attention(q, k, v, mask) for sentence, mask in masks.items()}
+    return mistakes | {
+        f"v is read with the strides of k{where}: it has its own, stride_v": _masked_attention(
+            q, k, wrong, right
+        )
+        for where, wrong in misread(v, k).items()
+    }
+
+
+def _walk(i):
+    """First and last query of the tile of query i, and a function: the tile of keys that holds a key."""
+    block_m, block_n = _tiles()
+    first = i // block_m * block_m
+    return first, first + block_m - 1, lambda key: key.clamp(min=0) // block_n
+
+
+def _wrong_edges(i, j, shifted, window):
+    """{sentence: mask} where the walk is right and the mask is not."""
+    first, last, tile_of = _walk(i)
+    begin = tile_of(first - window + 1) * _tiles()[1]
+    walked = (j >= begin) & (j <= last)
+    return {
         "the window shows one key too many: i - window < j, and not i - window <= j": (j <= i)
         & (i - j <= window),
         "the window shows one key too few: j = i - window + 1 is its first": (j <= i)
@@ -125,6 +138,15 @@ def _wrong_masks(q, k, v, window):
         & (j <= shifted)
         & (shifted - j < window),
         "keys after the query's own are visible": (i - j < window) & (j <= last),
+        "the tiles at the left edge of the band are not masked inside": (j <= i) & (j >= begin),
+    }
+
+
+def _wrong_walks(i, j, right, window):
+    """{sentence: mask} where the mask is right and the walk leaves keys out."""
+    block_m, block_n = _tiles()
+    first, last, tile_of = _walk(i)
+    return {
         "keys of earlier tiles are missing: the walk begins where the window of the tile's first query does": (
             right & (j >= first)
         ),
@@ -141,25 +163,17 @@ def _wrong_masks(q, k, v, window):
             right & (j >= tile_of(first - window + 1) * block_m)
         ),
         "the walk ends at (pid_m + 1) * BLOCK_N, but pid_m counts tiles of queries: BLOCK_M": (
-            right & (j < (pid_m + 1) * block_n)
+            right & (j < (first // block_m + 1) * block_n)
         ),
-        "the tiles at the left edge of the band are not masked inside": (j <= i) & (j >= begin),
         "the walk ends too early: the tile's last query sees its own key": right & (j < first),
         "the walk ends with the tile's first query: its last one sees its own key": (
             right & (j < tile_of(first + block_n) * block_n)
         ),
     }
-    mistakes = {sentence: _masked_attention(q, k, v, mask) for sentence, mask in masks.items()}
-    return mistakes | {
-        f"v is read with the strides of k{where}: it has its own, stride_v": _masked_attention(
-            q, k, wrong, right
-        )
-        for where, wrong in misread(v, k).items()
-    }
 
 
 def _tiles():
-    return (runtime.tile_sizes(16, FP32)[name] for name in ("BLOCK_M", "BLOCK_N"))
+    return [runtime.tile_sizes(16, FP32)[name] for name in ("BLOCK_M", "BLOCK_N")]
 
 
 def _wrong_keys(q, k, v, before, window):

@@ -16,12 +16,13 @@ part 1 the next, as far as there are any. Parts that come away empty have o = 0 
    column, lse_part[:, None]; it is imported, use it if you like);
 3. at its end, o (BLOCK_M, BLOCK_D) and lse (BLOCK_M,) from the state.
 
-Notebook: phase3_forward/forward.ipynb, section 2, "Two results become one".
+Notebook: phase3_forward/forward.ipynb, section 5.2.
 """
 
 from common import runtime, validate
 from phase1_softmax.online_softmax import online_softmax_step  # noqa: F401, for answers that call it
-from phase2_tiling.tiling import attention_tile_step, head_base, load_tile, store_tile
+from phase2_tiling.tiling import attention_tile_step, load_tile, store_tile
+from phase3_forward.given import finish, heads_of
 
 import torch
 import triton
@@ -43,9 +44,9 @@ def _split_kernel(
     pid_m = tl.program_id(0) % tiles_m
     part = tl.program_id(0) // tiles_m % splits
     pid_bh = (tl.program_id(0) // tiles_m // splits).to(tl.int64)
-    q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
-    k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)
-    v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
+    q_head, k_head, v_head = heads_of(
+        q_ptr, k_ptr, v_ptr, stride_q, stride_k, stride_v, pid_bh, heads_q, group
+    )
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
@@ -63,11 +64,9 @@ def _split_kernel(
         visible = (offs_n < seq_k)[None, :]
         m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible)
 
-    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     row = part.to(tl.int64) * rows + pid_bh * seq_q  # the head's first one, among those of all parts
     o_head = o_ptr + row * HEAD_DIM
-    store_tile(o_head, (HEAD_DIM, 1), offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
-    tl.store(lse_ptr + row + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
+    finish(o_head, (HEAD_DIM, 1), lse_ptr + row, offs_m, offs_d, seq_q, HEAD_DIM, m_i, l_i, acc)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ When the loop over the keys is done, a program holds for its tile of queries, al
     acc   (BLOCK_M, BLOCK_D)   sum of exp(s - m_i) v
 
 Write what follows: store o = acc / l_i, in the dtype of o, and lse = m_i + log(l_i), natural logarithm, in fp32. The
-rest is given. Its causal mask is aligned bottom-right as in exercise 1, so that with seq_q > seq_k the first rows see
+rest is given. Its causal mask is aligned bottom-right as in exercise 3.2, so that with seq_q > seq_k the first rows see
 no key and arrive with m_i = -inf, l_i = 0, acc = 0. They must leave with o = 0 and lse = -inf.
 
 At that point o_ptr and lse_ptr stand at the beginning of this program's head already. lse is
@@ -15,11 +15,12 @@ contiguous, o has the strides in stride_o, whatever they are. Rows from seq_q on
 HEAD_DIM on do not exist: nothing may be stored there. `store_tile(base_ptr, stride, offs_row,
 offs_col, rows, cols, tile)` stores a tile in the dtype of the matrix.
 
-Notebook: phase3_forward/forward.ipynb, section 2, "The logarithm of the row sum".
+Notebook: phase3_forward/forward.ipynb, section 5.1.
 """
 
 from common import runtime, validate
 from phase2_tiling.tiling import attention_tile_step, head_base, load_tile, store_tile
+from phase3_forward.given import heads_of, work_of
 
 import torch
 import triton
@@ -32,12 +33,10 @@ def _attn_bottom_right_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Grid: (cdiv(seq_q, BLOCK_M) * batch * heads,). Query i sees the keys j <= i + seq_k - seq_q."""
-    tiles_m = tl.cdiv(seq_q, BLOCK_M)
-    pid_m = tl.program_id(0) % tiles_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
-    q_ptr = head_base(q_ptr, stride_q, pid_bh, heads)
-    k_ptr = head_base(k_ptr, stride_k, pid_bh, heads)
-    v_ptr = head_base(v_ptr, stride_v, pid_bh, heads)
+    pid_m, pid_bh = work_of(tl.program_id(0), seq_q, BLOCK_M)
+    q_ptr, k_ptr, v_ptr = heads_of(
+        q_ptr, k_ptr, v_ptr, stride_q, stride_k, stride_v, pid_bh, heads, 1
+    )
     o_ptr = head_base(o_ptr, stride_o, pid_bh, heads)
     lse_ptr += pid_bh * seq_q
 

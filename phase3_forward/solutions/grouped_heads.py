@@ -10,12 +10,12 @@ four strides each, in elements, for the axes batch, head, seq, head_dim, and may
 lse (batch, heads_q, seq_q). Keys and values may lie more than 2^31 elements apart. Phase 2's
 `head_base` does this for one tensor. It is what you are about to write, so leave it aside.
 
-Notebook: phase3_forward/forward.ipynb, section 2, "Grouped heads"; for the numbers of programs, strides and 64 bits the
-headings from "Batch and heads" on.
+Notebook: phase3_forward/forward.ipynb, sections 3.1 to 3.4.
 """
 
 from common import runtime, validate
-from phase2_tiling.tiling import attention_tile_step, load_tile, store_tile
+from phase2_tiling.tiling import attention_tile_step, load_tile
+from phase3_forward.given import finish
 
 import torch
 import triton
@@ -62,9 +62,7 @@ def _grouped_kernel(
             visible = visible & (offs_m[:, None] >= offs_n[None, :])
         m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible)
 
-    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    store_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
-    tl.store(lse_ptr + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
+    finish(o_ptr, stride_o, lse_ptr, offs_m, offs_d, seq_q, HEAD_DIM, m_i, l_i, acc)
 
 
 def grouped_attention(

@@ -10,11 +10,12 @@ Write where the walk begins and ends, both in keys, and what is visible in each 
 taller than the window a row may see no key of the first tiles visited, so its maximum is still -inf
 when its first key arrives. The window may be as long as 2^31 - 1, the largest number of 32 bits.
 
-Notebook: phase3_forward/forward.ipynb, section 6, "3.4 A sliding window".
+Notebook: phase3_forward/forward.ipynb, section 4.4; `finish` stores o and lse.
 """
 
 from common import runtime, validate
-from phase2_tiling.tiling import attention_tile_step, head_base, load_tile, store_tile
+from phase2_tiling.tiling import attention_tile_step, head_base, load_tile
+from phase3_forward.given import finish, heads_of, work_of
 
 import torch
 import triton
@@ -31,12 +32,10 @@ def _window_kernel(
 
     Reads q once, and for each program the tiles of keys and values that hold a key seen by one of its rows.
     """
-    tiles_m = tl.cdiv(seq_q, BLOCK_M)
-    pid_m = tl.program_id(0) % tiles_m
-    pid_bh = (tl.program_id(0) // tiles_m).to(tl.int64)
-    q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
-    k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)
-    v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
+    pid_m, pid_bh = work_of(tl.program_id(0), seq_q, BLOCK_M)
+    q_head, k_head, v_head = heads_of(
+        q_ptr, k_ptr, v_ptr, stride_q, stride_k, stride_v, pid_bh, heads_q, group
+    )
     o_head = head_base(o_ptr, stride_o, pid_bh, heads_q)
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -61,9 +60,7 @@ def _window_kernel(
         # end of your code
         m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible)
 
-    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
-    tl.store(lse_ptr + pid_bh * seq_q + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
+    finish(o_head, stride_o, lse_ptr + pid_bh * seq_q, offs_m, offs_d, seq_q, HEAD_DIM, m_i, l_i, acc)
 
 
 def sliding_window_attention(

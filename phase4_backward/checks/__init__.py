@@ -2,9 +2,13 @@
 common.learn.judge).
 """
 
+import contextlib
+from unittest import mock
+
 from common import make_qkv, make_tensor, runtime, verify_results
 from common.learn.judge import misread, reject
 from common.measure import traffic
+from common.source import source
 from common.verify import Report, VerificationError
 from common.verify.reference import naive_attention, tiled_attention, tiled_attention_backward
 
@@ -21,6 +25,47 @@ def roomy(t):
     memory = torch.full((2 * t.numel() + 4096,), float("nan"), dtype=t.dtype, device=t.device)
     memory[: t.numel()] = t.flatten()
     return memory[: t.numel()].view(t.shape)
+
+
+class Stages:
+    """An answer with several kernels, which is checked although the later ones are not written yet.
+
+    stages: kernel, by name, and the tensors that are right as soon as it is; in the order of
+    writing. `names` are the tensors to check, and inside `with stages:` what is not written is
+    not launched.
+    """
+
+    def __init__(self, answer, stages, *, first):
+        written = []
+        for kernel in stages:
+            if "raise NotImplementedError" in source(getattr(answer, kernel)):
+                break
+            written.append(kernel)
+        self._answer, self._done = answer, [first, *written]
+        self._missing = [kernel for kernel in stages if kernel not in written]
+        self.names = [name for kernel in written for name in stages[kernel]]
+        self._active = contextlib.ExitStack()
+
+    def __enter__(self):
+        for kernel in self._missing:
+            self._active.enter_context(mock.patch.object(self._answer, kernel, _NotLaunched()))
+        return self
+
+    def __exit__(self, *exception):
+        self._active.close()
+
+    def require_all(self):
+        """Reject if a kernel is missing; the message says which ones are right."""
+        if self._missing:
+            reject(
+                f"right so far: {', '.join(self._done)}. Next: {self._missing[0]}, which still raises "
+                "NotImplementedError"
+            )
+
+
+class _NotLaunched:
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: None
 
 
 def plain_inputs(heads_q, heads_kv, seq_q, seq_k, *, is_causal=True):

@@ -7,24 +7,28 @@ from unittest import mock
 from common import make_qkv, make_tensor, runtime, verify_results
 from common.learn.judge import reject, require
 from common.verify.harness import UNIT_ROUNDOFF, E
-from phase4_backward.checks import only_head_0, reject_report, small_tiles
+from phase4_backward.checks import Stages, only_head_0, reject_report, small_tiles
 
 import torch
 import triton
 import triton.language as tl
 
+STAGES = {"_forward_kernel": ("o",), "_dkdv_kernel": ("dv", "dk"), "_dq_kernel": ("dq",)}
+
 
 def check(answer):
     _check_mask(answer)
+    stages = Stages(answer, STAGES, first="kept")
 
     def undropped(q, k, v, *, is_causal, scale, enable_gqa):
         return answer.dropout_attention(q, k, v, 0.0, 3, is_causal, scale)
 
-    with mock.patch.object(runtime, "tile_sizes", small_tiles):
-        check_dropout(answer, 2, 2, 20, 40, 24, torch.float32, p=0.4, seed=2**40 + 5)
-        check_dropout(
-            answer, 1, 2, 33, 20, 16, torch.float16, p=0.2, seed=6, is_causal=True, scale=0.5
-        )
+    with mock.patch.object(runtime, "tile_sizes", small_tiles), stages:
+        sizes, half = (2, 2, 20, 40, 24, torch.float32), (1, 2, 33, 20, 16, torch.float16)
+        check_dropout(answer, *sizes, p=0.4, seed=2**40 + 5, names=stages.names)
+        options = dict(is_causal=True, scale=0.5, names=stages.names)
+        check_dropout(answer, *half, p=0.2, seed=6, **options)
+        stages.require_all()
         q, k, v = make_qkv(1, 1, 20, 16, seq_k=40)
         report = verify_results(
             undropped, q, k, v, do=q.flip(-1), is_causal=True, compare_sdpa=False
@@ -101,9 +105,9 @@ def _numbers_kernel(numbers_ptr, seed, first_row, SEQ_K: tl.constexpr):
 
 def check_dropout(
     answer, batch, heads, seq_q, seq_k, head_dim, dtype,
-    *, p, seed, is_causal=False, scale=None, **inputs,
+    *, p, seed, is_causal=False, scale=None, names=("o", "dv", "dk", "dq"), **inputs,
 ):  # fmt: skip
-    """o, dq, dk, dv against fp64 autograd with the mask that `dropout_mask` shows."""
+    """o, dq, dk, dv, or `names`, against fp64 autograd with the mask that `dropout_mask` shows."""
     tensors = make_qkv(batch, heads, seq_q, head_dim, seq_k=seq_k, dtype=dtype, **inputs)
     do = make_tensor(tensors[0].shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
     got = _with_gradients(
@@ -126,7 +130,7 @@ def check_dropout(
     sizes, rho = _sizes(*tensors, s, scale, z / (1 - p))
     mistakes = _mistakes(*tensors, s, scale, z, p, runtime.tile_sizes(head_dim, dtype)["BLOCK_N"])
     case = f"{'causal' if is_causal else 'full'}, {seq_q} queries and {seq_k} keys, scale = {scale:.3g}"
-    for name in ("o", "dv", "dk", "dq"):
+    for name in names:
         close = dict(rtol=0, atol=4 * (UNIT_ROUNDOFF[dtype] + rho) * sizes[name].max().item())
         heads_in_a_row = (t.flatten(0, 1)[None] for t in (got[name], right[name]))
         sentence = "head 0 is right, the others are not: rows are counted through all heads, `row`, not `offs_m`"

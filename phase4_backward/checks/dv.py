@@ -67,7 +67,20 @@ def _check_full(attention_dv):
     with counted(lse=lse) as moved:
         dv = attention_dv(q, k, do, lse)
     past_end = moved and moved.loaded_from["lse"] > 2 * lse.numel() * 4  # two tiles of keys read it
-    q, k, do, lse = (t.double() for t in (q, k, do, lse[..., None]))
+    right, mistakes = _right_and_mistakes(*(t.double() for t in (q, k, do, lse[..., None])))
+    sentence = "head 0 is right, the others are not: lse_ptr is that of this head already; is it moved again?"
+    short = [t for t in (torch.float16, torch.bfloat16) if torch.equal(dv, dv.to(t).float())]
+    signs = {
+        "lse is loaded past the last query: the load needs the mask offs_m < seq_q": past_end,
+        "it is rounded to 16 bits on the way: dv is to be added up in fp32": bool(short),
+        sentence: only_head_0(dv, right),
+    }
+    what = "dv, 60 queries and 40 keys, tiles of 16 queries x 32 keys"
+    require(what, dv, right, mistakes=mistakes, signs=signs)
+
+
+def _right_and_mistakes(q, k, do, lse):
+    """dv in fp64, and {sentence: dv with that mistake}."""
     s = q @ k.mT / 4
     p = torch.exp(s - lse)
     padded = torch.nn.functional.pad(s, (0, 24))  # to whole tiles of 32 keys
@@ -90,13 +103,4 @@ def _check_full(attention_dv):
         "this is P^T Q: dV takes dO": p.mT @ q,
         "do is read with the strides of q: it has four of its own": p.mT @ do.mT.reshape(do.shape),
     }
-    sentence = "head 0 is right, the others are not: lse_ptr is that of this head already; is it moved again?"
-    right = dv_of(p)
-    short = [t for t in (torch.float16, torch.bfloat16) if torch.equal(dv, dv.to(t).float())]
-    signs = {
-        "lse is loaded past the last query: the load needs the mask offs_m < seq_q": past_end,
-        "it is rounded to 16 bits on the way: dv is to be added up in fp32": bool(short),
-        sentence: only_head_0(dv, right),
-    }
-    what = "dv, 60 queries and 40 keys, tiles of 16 queries x 32 keys"
-    require(what, dv, right, mistakes=mistakes, signs=signs)
+    return dv_of(p), mistakes

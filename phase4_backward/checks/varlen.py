@@ -9,20 +9,25 @@ from unittest import mock
 from common import make_tensor, runtime, verify_results
 from common.learn.judge import reject
 from common.verify import Report, guard
-from phase4_backward.checks import reject_report, small_tiles
+from phase4_backward.checks import Stages, reject_report, small_tiles
 
 import torch
 import triton
 import triton.language as tl
 
+STAGES = {"_forward_kernel": ("o",), "_dkdv_kernel": ("dk", "dv"), "_dq_kernel": ("dq",)}
+
 
 def check(answer):
     _check_first_in_64_bits(answer.sequence)
-    with mock.patch.object(runtime, "tile_sizes", small_tiles):
-        check_varlen(answer, (20, 0, 40, 1, 17), (33, 7, 20, 0, 17), 2, 24, torch.float16)
-        check_varlen(answer, (5, 33, 18), (18, 40, 5), 2, 16, torch.float32, is_causal=True)
-        lengths, options = ((9, 21, 40), (9, 21, 3)), dict(is_causal=True, neighbors=float("nan"))
-        check_varlen(answer, *lengths, 1, 16, torch.float16, **options)
+    stages = Stages(answer, STAGES, first="sequence")
+    with mock.patch.object(runtime, "tile_sizes", small_tiles), stages:
+        full, causal = dict(names=stages.names), dict(names=stages.names, is_causal=True)
+        check_varlen(answer, (20, 0, 40, 1, 17), (33, 7, 20, 0, 17), 2, 24, torch.float16, **full)
+        check_varlen(answer, (5, 33, 18), (18, 40, 5), 2, 16, torch.float32, **causal)
+        lengths, causal["neighbors"] = ((9, 21, 40), (9, 21, 3)), float("nan")
+        check_varlen(answer, *lengths, 1, 16, torch.float16, **causal)
+        stages.require_all()
     return "o, dq, dk, dv of each sequence, full and causal, empty ones too; NaN in the neighbors stays there"
 
 
@@ -47,10 +52,10 @@ def _first_kernel(cu_ptr, at_ptr, SEQUENCE: tl.constexpr):
 
 def check_varlen(
     answer, lengths_q, lengths_k, heads, head_dim, dtype,
-    *, is_causal=False, scale=None, neighbors=None,
+    *, is_causal=False, scale=None, neighbors=None, names=("o", "dq", "dk", "dv"),
 ):  # fmt: skip
     """One packed run, then each sequence through verify_results. neighbors: fills every sequence
-    but the second.
+    but the second. names: of the results that are asked for.
     """
     (cu_q, ends_q), (cu_k, ends_k) = (cumulative_lengths(n) for n in (lengths_q, lengths_k))
     generator = torch.Generator().manual_seed(0)
@@ -74,12 +79,13 @@ def check_varlen(
             for t, rows in zip((*results, *inputs), (of_q, of_q, of_k, of_k) * 2, strict=True)
         )
         named = dict(o=o, dq=dq, dk=dk, dv=dv)
-        _reject_unwritten(where, named, lengths_q[b], lengths_k[b])
+        asked = {name: named[name] for name in named if name in names}
+        _reject_unwritten(where, asked, lengths_q[b], lengths_k[b])
         alone, options = dict(q=q, k=k, v=v, do=do), dict(is_causal=is_causal, scale=scale)
         report = _report(named, alone, **options)
-        if report.passed:
+        wrong = next((r.name for r in report.results if r.name in names and not r.passed), None)
+        if wrong is None:
             continue
-        wrong = next(result.name for result in report.results if not result.passed)
         if neighbors is None:
             _name_pointer(where, b, wrong, named, inputs, ends_q, ends_k, **options)
         _reject_wrong(where, b, wrong, report, named, alone, neighbors, **options)

@@ -10,15 +10,14 @@ Queries of sequence b see the keys of sequence b and no others; with is_causal, 
 0..i. Lengths of queries and keys may differ, and any may be 0: without a key, o = 0 and lse = -inf. The memory right
 behind a sequence belongs to its neighbor: it must not be written, and what it holds (NaN, say) must not get in.
 
-The grid has as many programs for each (sequence, head) as the longest sequence needs, so that some have nothing to do:
-they may `return`; but whatever is part of a result must be written, also where it is 0: o and dq of a sequence without
-keys, dk and dv of one without queries. A kernel that knows its sequence is otherwise that of phase 3
-or 4. Yours are `sequence` and the beginning of each kernel: from there on, every pointer stands at
-the first row of this sequence and head. A head's rows lie heads * head_dim elements apart. lse and
-delta are (heads, total_q), contiguous: total_q, given to every kernel, is the distance of two heads
-in them.
+The grid has as many programs for each (sequence, head) as the longest sequence needs, so that some have nothing to
+do: they may `return`; but whatever is part of a result must be written, also where it is 0: o and dq of a sequence
+without keys, dk and dv of one without queries. A kernel that knows its sequence is otherwise that of phase 3 or 4.
+Yours are `sequence` and the beginning of each kernel (the check can be asked after each of the four): from there on,
+every pointer stands at the first row of this sequence and head. A head's rows lie heads * head_dim elements apart.
+lse and delta are (heads, total_q), contiguous: total_q, given to every kernel, is the distance of two heads in them.
 
-Notebook: phase4_backward/backward.ipynb, section 6, "Exercises, and what we still cannot do".
+Notebook: phase4_backward/backward.ipynb, section 7.2, "Sequences of different lengths".
 """
 
 import itertools

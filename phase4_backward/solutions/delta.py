@@ -11,7 +11,7 @@ Write both in PyTorch, for any leading axes, in the dtype of the inputs:
     delta_over_head_dim(o, do)   o, do (..., seq_q, head_dim)
 
 and the second as a kernel, which also takes care of a loss that uses LSE: where LSE has a gradient dlse, what dS needs
-is delta - dlse (section 2, "When the loss uses LSE too"), and that is what the kernel stores.
+is delta - dlse (section 2.7), and that is what the kernel stores.
 
     o, do    (batch, heads, seq_q, head_dim), fp16, bf16 or fp32, any strides
     dlse     (batch, heads, seq_q), fp32, contiguous; or None, where the loss does not use LSE
@@ -21,7 +21,7 @@ do comes from autograd as it pleases: the gradient of a sum has stride 0 everywh
 something larger. The kernel multiplies and adds in fp32. Phase 2's `head_base` and `load_tile` take
 the strides of a tensor as they are.
 
-Notebook: phase4_backward/backward.ipynb, section 2, "Delta without P".
+Notebook: phase4_backward/backward.ipynb, section 2.7, "When the loss uses the LSE too".
 """
 
 from common import runtime

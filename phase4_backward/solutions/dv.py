@@ -18,7 +18,7 @@ operands need the same dtype, so P goes into its product in that of dO.
 
 Why does dV need neither V nor delta? (Hint 3 answers.)
 
-Notebook: phase4_backward/backward.ipynb, section 2, "P from one number a row".
+Notebook: phase4_backward/backward.ipynb, section 3.2, "dV, the smallest kernel".
 """
 
 from common import runtime, validate

@@ -34,7 +34,7 @@ def check(answer):
 
     lengths = ((100, 77), (64, 128), (17, 70))
     for (seq_q, seq_k), is_causal in itertools.product(lengths, (False, True)):
-        inputs = make_qkv(1, 3, seq_q, 32, seq_k=seq_k)
+        inputs = make_qkv(1, 3, seq_q, 32, seq_k=seq_k, layout_v="bshd")
         what = f"{seq_q} queries, {seq_k} keys"
         require_verified(what, guarded(repaired), *inputs, is_causal=is_causal)
     return "eight pairs of lengths, full and causal; NaN in neighbors stays there; every element of o is stored once"
@@ -54,7 +54,7 @@ def _explained(answer):
             why = _of_descriptor(answer)
             # So the interpreter says it of shapes.
             if not why and ("incompatible" in str(root) or not str(root)):
-                why = "`load` returns, and `store` wants, (1, BLOCK, HEAD_DIM): do tiles pass through `.reshape`?"
+                why = "`load` returns, and `store` wants, a block with all its sides: do tiles pass through `.reshape`?"
             if not why:
                 raise
             reject(why)
@@ -71,20 +71,25 @@ def _check_ends_of_heads(attend):
         (64, 64, True),
         (1, 1, False),
     ):
-        q, k, v = make_qkv(2, 2, seq_q, 16, seq_k=seq_k, dtype=FP32)
+        q, k, v = make_qkv(2, 2, seq_q, 16, seq_k=seq_k, dtype=FP32, layout_v="bshd")
         right, _, _ = naive_attention(q.double(), k.double(), v.double(), is_causal=is_causal)
         sentence = "the first rows of every head but the first hold what the last program of the head before it stored"
         mistakes = {
             sentence + end: _overwritten(q, k, v, right, 32, is_causal, q_past=n)
             for n, end in enumerate(("; it loaded zeros for them", ""))
         }
+        wrong_v = v.as_strided(v.shape, k.stride()).double()
+        wrong, _, _ = naive_attention(q.double(), k.double(), wrong_v, is_causal=is_causal)
+        mistakes["v is read with the strides of k, but has a layout of its own"] = wrong
         what = f"o, {seq_q} queries, {seq_k} keys{', causal' if is_causal else ''}"
         require(what, attend(q, k, v, is_causal), right, mistakes=mistakes)
 
 
 def _check_neighbors(attend, names):
     """The middle one of three heads, the tensors `names` of the other two being NaN."""
-    inputs = dict(zip("qkv", make_qkv(1, 3, 40, 16, seq_k=37, dtype=FP32), strict=True))
+    inputs = dict(
+        zip("qkv", make_qkv(1, 3, 40, 16, seq_k=37, dtype=FP32, layout_v="bshd"), strict=True)
+    )
     right = naive_attention(*(t.double() for t in inputs.values()))[0][:, 1]
     for n in names:
         inputs[n][:, (0, 2)] = float("nan")
@@ -125,11 +130,12 @@ def _of_descriptor(answer):
         try:
             made = answer.describe(t, block)
         except AssertionError:
-            return "`describe`: the box has three axes, (batch * heads, seq, head_dim), and so has a block, of one head"
+            return "`describe`: a block has as many sides as the box has axes, and holds rows of one head"
         if made.base.untyped_storage().data_ptr() != t.untyped_storage().data_ptr():
             return "`describe`: the descriptor must describe t itself; what is stored in a copy is lost"
         sides = tuple(made.shape), tuple(made.block_shape)
-        if len(made.shape) == 3 and sides != ((6, 40, 16), (1, block, 16)):
+        right = {4: ((2, 3, 40, 16), (1, 1, block, 16)), 3: ((6, 40, 16), (1, block, 16))}
+        if sides != right.get(len(made.shape), sides):
             return f"`describe`: box and block are {sides} for t {tuple(t.shape)} and tiles of {block} rows"
     return ""
 

@@ -1,49 +1,40 @@
-"""Checks the budgets against what the compiler recorded, and the choice on lists drawn at
-random.
+"""Checks the budgets, the choice on lists drawn at random, and both against what the compiler makes
+of a few tiles.
 """
 
 import itertools
 import random
+from unittest import mock
 
+from common import runtime
 from common.learn.judge import reject
+from common.measure import offline
+from phase5_tuning import configs, forward_ladder
 from phase5_tuning.checks import padded_dim, require_ints
 from phase5_tuning.configs import Config
+from phase5_tuning.forward import attention_forward
 
-# What the compiler made of `_attn_fwd_descriptors_kernel` (fp16, causal): Triton 3.7.1,
-# target sm_90. head_dim, BLOCK_M, BLOCK_N, num_warps, num_stages, bytes of shared memory,
-# registers, bytes spilled
-COMPILED = [
-    (64, 64, 64, 4, 1, 16392, 91, 0),
-    (64, 64, 64, 4, 2, 40992, 106, 0),
-    (64, 64, 64, 4, 3, 57400, 106, 0),
-    (64, 128, 64, 4, 2, 49184, 188, 0),
-    (64, 128, 64, 8, 3, 65592, 110, 0),
-    (64, 64, 128, 4, 1, 25600, 130, 0),
-    (64, 64, 128, 4, 2, 73760, 155, 0),
-    (64, 128, 128, 8, 2, 81952, 159, 0),
-    (64, 128, 128, 4, 2, 81952, 231, 0),
-    (64, 128, 256, 8, 2, 147488, 251, 0),
-    (128, 64, 32, 4, 2, 49184, 117, 0),
-    (128, 64, 64, 4, 1, 32776, 122, 0),
-    (128, 64, 64, 4, 2, 81952, 138, 0),
-    (128, 64, 64, 4, 3, 114744, 138, 0),
-    (128, 128, 64, 4, 2, 98336, 255, 16),
-    (128, 128, 64, 8, 2, 98336, 138, 0),
-    (128, 64, 128, 4, 1, 50176, 164, 0),
-    (128, 64, 128, 8, 3, 229432, 137, 0),
-    (128, 128, 128, 8, 1, 65544, 161, 0),
-    (128, 128, 128, 8, 2, 163872, 191, 0),
-    (128, 128, 128, 4, 2, 163872, 255, 776),
-    (256, 64, 32, 4, 2, 98336, 178, 0),
-    (256, 64, 64, 4, 1, 65544, 197, 0),
-    (256, 64, 64, 4, 2, 163872, 206, 0),
-    (256, 128, 64, 4, 2, 196640, 255, 1536),
-    (256, 128, 64, 8, 2, 196640, 209, 0),
-    (256, 64, 128, 8, 3, 442424, 205, 0),
-    (256, 128, 128, 8, 1, 131080, 234, 0),
+import torch
+
+# head_dim, BLOCK_M, BLOCK_N, num_warps, num_stages: a few are drawn and compiled.
+TILES = [
+    (64, 64, 64, 4, 1),
+    (64, 64, 64, 4, 3),
+    (64, 128, 64, 4, 2),
+    (64, 128, 64, 8, 3),
+    (64, 64, 128, 4, 1),
+    (64, 64, 128, 4, 2),
+    (64, 128, 128, 8, 2),
+    (128, 64, 32, 4, 2),
+    (128, 64, 64, 4, 1),
+    (128, 64, 64, 4, 3),
+    (128, 128, 64, 8, 2),
+    (128, 64, 128, 4, 1),
+    (128, 128, 128, 8, 2),
 ]
+SPILLING = (128, 128, 64, 4, 2), (128, 128, 128, 4, 2)  # one of them is always among them
 MARGIN = 0.08
-# Registers for acc and S: in none of the compiles with no more than that was anything spilled.
+# Registers for acc and S: in compiles with no more than that nothing was spilled.
 BUDGET = 160
 
 
@@ -57,20 +48,80 @@ PAIRS = (
 
 
 def check(answer):
-    recorded = [(Config(*row[1:5]), row[0], *row[5:]) for row in COMPILED]
-    _check_counts(answer, [config for config, *_ in recorded])
-    for config, head_dim, shared, _, spilled in recorded:
-        asked = answer.shared_bytes(config, head_dim, 2)
-        if abs(asked - shared) > MARGIN * shared:
-            reject(
-                f"{config}, head_dim {head_dim}: the compiler asks for {shared} bytes of shared memory, not {asked}"
-            )
-        if answer.registers(config, head_dim) <= BUDGET and spilled:
-            reject(f"{config}, head_dim {head_dim}: {spilled} bytes were spilled")
+    _check_counts(answer, [Config(*tile) for _, *tile in (*TILES, *SPILLING)])
     cases = _cases()
     for candidates, *limits in cases:
         _check_pick(answer, candidates, *limits)
-    return f"{len(recorded)} compiles within {MARGIN:.0%}, {len(cases)} choices, most of them drawn at random"
+    _check_programs(answer)
+    return f"{len(cases)} choices, most of them drawn at random; compiled: {'; '.join(_beside_the_compiler(answer))}"
+
+
+def _beside_the_compiler(answer):
+    """A line for each of a few tiles, as the compiler counts them."""
+    drawn = random.Random()
+    tiles = [*drawn.sample(TILES, 2), drawn.choice(SPILLING)]
+    launches = []
+    for d, *tile in tiles:
+        q = torch.empty(1, 4, 1024, d, dtype=torch.float16, device=runtime.DEVICE)
+        last = dict(kernel=forward_ladder._attn_fwd_descriptors_kernel, config=Config(*tile))
+        with mock.patch.object(configs, "capability", return_value=(9, 0)):
+            launches += offline.record_launches(
+                lambda q=q, last=last: attention_forward(q, q, q, True, **last)
+            )
+    for (d, *tile), c in zip(tiles, offline.compile_launches(launches), strict=True):
+        config = Config(*tile)
+        asked = answer.shared_bytes(config, d, 2)
+        if abs(asked - c.shared) > MARGIN * c.shared:
+            reject(
+                f"{config}, head_dim {d}: the compiler asks for {c.shared} bytes of shared memory, not {asked}"
+            )
+        fit = answer.programs(c.registers, c.shared, config.num_warps)
+        yield f"{config}, D {d}: {c.registers} registers, {c.spills} B spilled, {c.shared} B shared, {fit} programs"
+
+
+def _check_programs(answer):
+    """On numbers drawn at random, and on some in which each budget decides."""
+    drawn = random.Random()
+    cases = [
+        (102, 1000, 4),  # 5 programs if registers were handed out singly
+        (170, 1000, 4),
+        (128, 1000, 4),
+        (32, 100, 4),
+        (24, 1000, 2),
+        (100, 57 * 1024, 4),
+        (255, 228 * 1024 - 1024, 8),
+    ]
+    cases += [
+        (drawn.randint(24, 255), drawn.randint(0, 227 * 1024), drawn.choice((4, 8)))
+        for _ in range(40)
+    ]
+    calls = []
+    for case in cases:
+        got, right = answer.programs(*case), _programs(*case)
+        calls.append((f"programs{case}", got, right, _programs_mistakes(*case)))
+    require_ints(calls)
+
+
+def _programs(registers, shared, num_warps, handed=8, reserved=1024, warps=64, threads=32):
+    held = -(-registers // handed) * handed
+    budgets = (
+        65536 // (held * threads * num_warps),
+        228 * 1024 // max(1, shared + reserved),
+        warps // num_warps,
+    )
+    return min(budgets)
+
+
+def _programs_mistakes(*case):
+    registers, shared, num_warps = case
+    return {
+        "registers are handed out in eights: round up": _programs(*case, handed=1),
+        "each program takes 1 KiB of shared memory more": _programs(*case, reserved=0),
+        "there is room for 64 warps": _programs(*case, warps=10**6),
+        "a warp has 32 threads": _programs(*case, threads=1),
+        "shared memory is a budget, too": _programs(registers, 0, num_warps),
+        "registers are a budget, too": _programs(1, shared, num_warps),
+    }
 
 
 def _check_counts(answer, configs):

@@ -28,7 +28,8 @@ def check(answer):
             return answer.attention(q, k, v, is_causal, scale, block_m=tiles[0], block_n=tiles[1])
 
         for seq_q, seq_k, is_causal in ((40, 70, True), (70, 40, True), (20, 77, False)):
-            inputs = make_qkv(1, 2, seq_q, 24, seq_k=seq_k, dtype=dtype, layout="bshd", poison=True)
+            layouts = dict(layout="bshd", layout_v="bhsd", poison=True)
+            inputs = make_qkv(1, 2, seq_q, 24, seq_k=seq_k, dtype=dtype, **layouts)
             what = f"tiles {block_m} x {block_n}, {seq_q} queries, {seq_k} keys, {dtype}"
             if fresh:
                 what = f"is the walk from key {fresh[0]} on given the state that the last one returned?\n{what}"

@@ -21,7 +21,7 @@ any number, 0 and negative ones included. Write
 
 P is not quantized here. A kernel for speed would do that as well, as tensor cores want both operands in eight bits.
 
-Notebook: phase5_tuning/tuning.ipynb, section 6, "5.6 Eight bits".
+Notebook: phase5_tuning/tuning.ipynb, section 8.5, "Exercise 5.7: Eight bits".
 """
 
 from common import runtime, validate

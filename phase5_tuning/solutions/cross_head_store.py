@@ -7,20 +7,21 @@ length the last tile of a head reaches into the next one. Its keys and values co
 destroys rows that another program has written, or will write: on a GPU the result changes from run to run.
 
 The descriptor checks bounds, but of the box that it was given. So describe what must not be left: `describe` shall
-return a descriptor of a (batch * heads, seq, head_dim) tensor, and the kernel fetch and store tiles of it. Then loads
-past the end of a head give 0, and stores past it do nothing. Right is an answer that
+return a descriptor of all four axes, and the kernel fetch and store tiles of one head in it. Then loads past the end of
+a head give 0, and stores past it do nothing. Right is an answer that
 
     gives o for every seq_q and seq_k, causal or not;
     lets nothing of a head, not even NaN, into another one;
-    stores every element of o once, and nothing else.
+    stores every element of o once, and nothing else;
+    describes the tensor itself, in whatever order its heads and rows lie: v is a view of (batch, seq, heads, head_dim).
 
 The grid need not change. `descriptor.load([...])` returns a tile of the block shape that the descriptor has, also
 where a side of it is 1; `.reshape(rows, columns)` changes its shape, and `descriptor.store([...], tile)` wants that
 block shape as well.
 
-    q, k, v   (batch, heads, seq, head_dim), contiguous, fp16 or fp32; head_dim a power of two, 16 or more
+    q, k, v   (batch, heads, seq, head_dim), fp16 or fp32; head_dim a power of two, 16 or more, and its step is 1
 
-Notebook: phase5_tuning/tuning.ipynb, section 6, "5.5 Find the store that crosses heads".
+Notebook: phase5_tuning/tuning.ipynb, section 5.7, "Exercise 5.6: Find the store that crosses heads".
 """
 
 from common import runtime, validate
@@ -33,46 +34,44 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def describe(t: torch.Tensor, block: int) -> TensorDescriptor:
-    """A descriptor of a contiguous (batch, heads, seq, head_dim) tensor for tiles of `block` rows."""
+    """A descriptor of a (batch, heads, seq, head_dim) tensor for tiles of `block` rows."""
     head_dim = t.shape[-1]
-    # your code: what is the box that a tile must not leave?
-    #| t = t.view(-1, head_dim)
-    t = t.view(-1, *t.shape[2:])
-    # end of your code
-    # your code: the block has as many sides as the box
-    #| return TensorDescriptor.from_tensor(t, [block, head_dim])
-    return TensorDescriptor.from_tensor(t, [1, block, head_dim])
+    # your code: what is the box that a tile must not leave? The block has as many sides
+    #| flat = t.reshape(-1, head_dim)  # (batch * heads * seq, head_dim); a copy, where rows of a head are not neighbors
+    #| return TensorDescriptor.from_tensor(flat, [block, head_dim])
+    return TensorDescriptor.from_tensor(t, [1, 1, block, head_dim])
     # end of your code
 
 
 @triton.jit
-def load_tile(desc, pid_bh, start, seq, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Rows start ... start + BLOCK - 1 of head pid_bh, (BLOCK, HEAD_DIM)."""
+def load_tile(desc, batch, head, heads, start, seq, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Rows start ... start + BLOCK - 1 of a head, (BLOCK, HEAD_DIM). heads: of a batch; seq: of a head."""
     # your code: return the tile
-    #| return desc.load([pid_bh * seq + start, 0])
-    return desc.load([pid_bh, start, 0]).reshape(BLOCK, HEAD_DIM)
+    #| return desc.load([(batch * heads + head) * seq + start, 0])
+    return desc.load([batch, head, start, 0]).reshape(BLOCK, HEAD_DIM)
     # end of your code
 
 
 @triton.jit
-def store_tile(desc, pid_bh, start, seq, tile, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr):
+def store_tile(desc, batch, head, heads, start, seq, tile, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The same rows, stored."""
     # your code: store the tile
-    #| desc.store([pid_bh * seq + start, 0], tile)
-    desc.store([pid_bh, start, 0], tile.reshape(1, BLOCK, HEAD_DIM))
+    #| desc.store([(batch * heads + head) * seq + start, 0], tile)
+    desc.store([batch, head, start, 0], tile.reshape(1, 1, BLOCK, HEAD_DIM))
     # end of your code
 
 
 @triton.jit
 def _attention_kernel(
-    q_desc, k_desc, v_desc, o_desc, batch_heads, seq_q, seq_k, scale,
+    q_desc, k_desc, v_desc, o_desc, batches, heads, seq_q, seq_k, scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (cdiv(seq_q, BLOCK_M) * batch_heads,); the programs of a tile number, one for each head, are neighbors."""
-    pid_m = tl.program_id(0) // batch_heads
-    pid_bh = tl.program_id(0) % batch_heads
+    """Grid: (cdiv(seq_q, BLOCK_M) * batches * heads,). The programs of a tile number are neighbors."""
+    pid_m = tl.program_id(0) // (batches * heads)
+    pid_bh = tl.program_id(0) % (batches * heads)
+    batch, head = pid_bh // heads, pid_bh % heads
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    q = load_tile(q_desc, pid_bh, pid_m * BLOCK_M, seq_q, BLOCK_M, HEAD_DIM)
+    q = load_tile(q_desc, batch, head, heads, pid_m * BLOCK_M, seq_q, BLOCK_M, HEAD_DIM)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
@@ -84,11 +83,11 @@ def _attention_kernel(
         visible = (offs_n < seq_k)[None, :]
         if IS_CAUSAL:
             visible = visible & (offs_m[:, None] >= offs_n[None, :])
-        k = load_tile(k_desc, pid_bh, start_n, seq_k, BLOCK_N, HEAD_DIM)
-        v = load_tile(v_desc, pid_bh, start_n, seq_k, BLOCK_N, HEAD_DIM)
+        k = load_tile(k_desc, batch, head, heads, start_n, seq_k, BLOCK_N, HEAD_DIM)
+        v = load_tile(v_desc, batch, head, heads, start_n, seq_k, BLOCK_N, HEAD_DIM)
         m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible)
     o = (acc / l_i[:, None]).to(q.dtype)
-    store_tile(o_desc, pid_bh, pid_m * BLOCK_M, seq_q, o, BLOCK_M, HEAD_DIM)
+    store_tile(o_desc, batch, head, heads, pid_m * BLOCK_M, seq_q, o, BLOCK_M, HEAD_DIM)
 
 
 def attention(q, k, v, is_causal=False, scale=None, *, block_m=32, block_n=32):
@@ -99,7 +98,7 @@ def attention(q, k, v, is_causal=False, scale=None, *, block_m=32, block_n=32):
     with runtime.on_device_of(q):
         _attention_kernel[(triton.cdiv(seq_q, block_m) * batch * heads,)](
             describe(q, block_m), describe(k, block_n), describe(v, block_n), describe(o, block_m),
-            batch * heads, seq_q, k.shape[2], scale,
+            batch, heads, seq_q, k.shape[2], scale,
             HEAD_DIM=head_dim, BLOCK_M=block_m, BLOCK_N=block_n, IS_CAUSAL=is_causal, num_stages=1,
         )  # fmt: skip
     return o

@@ -17,7 +17,7 @@ The step multiplies by the scale it is given and by nothing else; exp is not to 
     m_i, l_i   (BLOCK_M,), fp32          s   (BLOCK_M, BLOCK_N), fp32; -inf where a logit is masked
     returns    m_i, l_i, alpha (BLOCK_M,) and p (BLOCK_M, BLOCK_N), in this order
 
-Notebook: phase5_tuning/tuning.ipynb, section 6, "5.2 Fold log2(e) into the scale".
+Notebook: phase5_tuning/tuning.ipynb, section 5.2, "Exercise 5.4: Fold log2(e) into the scale".
 """
 
 import math

@@ -25,7 +25,7 @@ every program, that is not at all.
     tiles_n           tiles of keys
     block_m, block_n  queries and keys of a tile, powers of two
 
-Notebook: phase5_tuning/hopper.ipynb, section 7, "5.9 Order dQ".
+Notebook: phase5_tuning/hopper.ipynb, section 7, "5.10 Order dQ".
 """
 
 

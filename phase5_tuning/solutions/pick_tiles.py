@@ -13,15 +13,18 @@ and addresses, has to make do with the rest of the 255 that a thread can have. W
 1. `shared_bytes` and `registers`, the numbers that follow, as ints. head_dim is padded to a power of two, 16 or more;
 2. `pick`: of the candidates that fit both budgets the one with the largest BLOCK_M * BLOCK_N; among equals the one with
    the larger BLOCK_M (the larger it is, the less often k and v are read), then with more stages, then the first one.
-   None if nothing fits, or if there is no candidate.
+   None if nothing fits, or if there is no candidate;
+3. `programs`: how many programs run on a multiprocessor of Hopper at once, from what the compiler reports of a kernel.
+   It has 65536 registers, 228 KiB of shared memory and room for 64 warps. A thread's registers are handed out in
+   eights: with 129 it holds 136. Each program takes 1 KiB of shared memory more than it asks for.
 
-The check compares with sizes of its own, and with what the compiler asks for: shared memory within 8 % (there are
-a few barriers as well) where BLOCK_M is 64 or more.
+The check draws tiles, compiles the kernel with them for sm_90, and compares: shared memory within 8 % (there are a few
+barriers as well). It prints the registers, the spills and the programs of each.
 
     Config     BLOCK_M, BLOCK_N, num_warps, num_stages
     itemsize   bytes of an element, 2 for fp16
 
-Notebook: phase5_tuning/tuning.ipynb, section 6, "5.4 Pick a tile that fits".
+Notebook: phase5_tuning/tuning.ipynb, section 3.3, "Exercise 5.2: Pick a tile that fits".
 """
 
 from phase5_tuning.configs import Config
@@ -55,4 +58,12 @@ def pick(
         if shared_bytes(c, head_dim, itemsize) <= shared_limit and registers(c, head_dim) <= register_budget
     ]
     return max(fitting, key=lambda c: (c.BLOCK_M * c.BLOCK_N, c.BLOCK_M, c.num_stages), default=None)
+    # end of your code
+
+
+def programs(registers: int, shared: int, num_warps: int) -> int:
+    """How many programs fit on a multiprocessor: registers of a thread, bytes of shared memory, warps of a program."""
+    # your code: three budgets
+    held = (registers + 7) // 8 * 8
+    return min(65536 // (held * 32 * num_warps), 228 * 1024 // (shared + 1024), 64 // num_warps)
     # end of your code

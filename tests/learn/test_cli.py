@@ -194,7 +194,7 @@ def test_the_readme_names_only_commands_that_exist():
         hours = " + ".join(f"{h:g}" for h in phase.hours)
         assert f"| {hours}, exercises {round(minutes / 30) / 2:g} |" in text
     for exercise in exercises.load():
-        assert f"[{exercise.number}]({exercise.file})" in text
+        assert f"[{exercise.number}]({exercise.shipped.relative_to(ROOT)})" in text
 
 
 @pytest.fixture

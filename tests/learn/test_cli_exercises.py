@@ -31,8 +31,17 @@ def copy(tmp_path):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(phases.ROOT / name, tmp_path / name)
     for exercise in exercises.load():
-        (tmp_path / exercise.file).write_text(exercise.stub)
+        shipped(tmp_path, exercise).write_text(exercise.stub)
     return tmp_path
+
+
+def shipped(copy, exercise):
+    return copy / exercise.shipped.relative_to(phases.ROOT)
+
+
+def write(copy, exercise, answer):
+    (copy / exercise.file).parent.mkdir(parents=True, exist_ok=True)
+    (copy / exercise.file).write_text(answer)
 
 
 class Terminal:
@@ -61,6 +70,7 @@ def terminal(copy):
     opened.shell.close(force=True)
 
 
+@pytest.mark.slow
 def test_the_path_of_a_learner_through_phase_1(copy, terminal):
     first, second = PHASE_1[:2]
     wrong = wrong_answers.load()[first.name][0]
@@ -73,6 +83,7 @@ def test_the_path_of_a_learner_through_phase_1(copy, terminal):
     shown, code = terminal.run("course next")
     assert code == 0
     assert first.title in shown
+    assert (copy / first.file).read_text() == first.stub
     assert f"course check {first.number}" in shown
     assert f"about {first.minutes} minutes" in shown
     assert PHASE_1[2].title in terminal.run("course next 1.3")[0]
@@ -91,17 +102,18 @@ def test_the_path_of_a_learner_through_phase_1(copy, terminal):
     assert code == 1
     assert "--give-up" in shown
 
-    (copy / first.file).write_text(first.solution.read_text() + "\nm = [][0:m:2]\n")
+    write(copy, first, first.solution.read_text() + "\nm = [][0:m:2]\n")
     assert "[0:m:2]" in terminal.run(f"course check {first.name}")[0]  # and not an emoji
 
-    (copy / first.file).write_text(wrong.applied_to(first.solution.read_text()))
+    write(copy, first, wrong.applied_to(first.solution.read_text()))
     shown, code = terminal.run(f"course check {first.name}")
     assert code == 1
     assert "not yet right" in shown
     assert wrong.says in " ".join(shown.split())
+    assert f"{first.explained} explains" in " ".join(shown.split())
 
     for done, exercise in enumerate(PHASE_1, start=1):
-        (copy / exercise.file).write_text(exercise.solution.read_text())
+        write(copy, exercise, exercise.solution.read_text())
         shown, code = terminal.run(f"course check {exercise.number}")
         assert code == 0, shown
         assert "PASS" in shown
@@ -110,9 +122,16 @@ def test_the_path_of_a_learner_through_phase_1(copy, terminal):
         assert exercise.file not in shown
     assert "2.1" in shown
 
-    shown, code = terminal.run(f"course solution {first.name}")
+    assert "They are the same." in terminal.run(f"course solution {second.name}")[0]
+    masked_add = exercises.find("masked_add")
+    write(copy, masked_add, masked_add.solution.read_text().replace("inside", "exist"))
+    assert terminal.run("course check masked_add")[1] == 0
+    shown, code = terminal.run("course solution masked_add")
     assert code == 0
-    assert "def masked_add" in shown
+    assert f"- {masked_add.file}" in shown
+    assert "-    exist = offsets < n" in shown
+    assert "+    inside = offsets < n" in shown
+    assert "end of your code" not in shown
 
     shown, code = terminal.run(f"course reset {second.name}")
     assert code == 0
@@ -125,7 +144,7 @@ def test_watch_checks_on_save(copy, terminal):
     first, second = PHASE_1[:2]
     terminal.shell.sendline("course watch")
     terminal.shell.expect("not finished")
-    (copy / first.file).write_text(first.solution.read_text())
+    write(copy, first, first.solution.read_text())
     terminal.shell.expect("PASS")
     terminal.shell.expect(re.escape(second.title[:30]))
     terminal.shell.expect("not finished")
@@ -138,24 +157,24 @@ def test_names_that_do_not_exist(terminal):
         shown, code = terminal.run(f"course {command} masked_ad")
         assert code == 2
         assert "Did you mean masked_add?" in " ".join(shown.split())
-    assert "There are 1.1 to 1.5, 2.1 to" in " ".join(terminal.run("course check xyz")[0].split())
+    assert "There are 1.1 to 1.6, 2.1 to" in " ".join(terminal.run("course check xyz")[0].split())
 
 
 def test_check_of_a_phase_and_what_is_piped_is_not_wrapped(copy, terminal):
     shown, code = terminal.run("course check 2")
     assert code == 1
-    assert "0 of 4 exercises passed" in shown
-    terminal.run("course solution 2.1 --give-up > out.py")
+    assert f"0 of {len(PHASE_2)} exercises passed" in shown
+    terminal.run("course solution 2.1 --give-up --whole > out.py")
     assert PHASE_2[0].solution.read_text() in (copy / "out.py").read_text()
     assert "They are the same" in terminal.run("course diff 2 2")[0]
 
 
 def test_a_file_changed_after_it_passed_is_not_solved(copy, terminal):
-    (copy / PHASE_1[0].file).write_text(PHASE_1[0].solution.read_text())
+    write(copy, PHASE_1[0], PHASE_1[0].solution.read_text())
     assert terminal.run("course check 1.1")[1] == 0
-    assert "1 of 5" in terminal.run("course")[0]
-    (copy / PHASE_1[0].file).write_text(PHASE_1[0].stub)
-    assert "1 of 5" not in terminal.run("course")[0]
+    assert f"1 of {len(PHASE_1)}" in terminal.run("course")[0]
+    write(copy, PHASE_1[0], PHASE_1[0].stub)
+    assert f"1 of {len(PHASE_1)}" not in terminal.run("course")[0]
 
 
 def test_diff_shows_what_changed_in_color_and_without(terminal):
@@ -210,7 +229,9 @@ def test_help_comes_at_once(terminal):
 
 def test_all_solved(copy, terminal):
     (copy / ".course").mkdir()
-    hashes = {e.name: hashlib.sha256((copy / e.file).read_bytes()).hexdigest()[:16] for e in exercises.load()}
+    for exercise in exercises.load():
+        write(copy, exercise, exercise.stub)
+    hashes = {e.name: hashlib.sha256(e.stub.encode()).hexdigest()[:16] for e in exercises.load()}
     (copy / ".course" / "progress.json").write_text(json.dumps(dict(passed=hashes, hints={})))
     assert "All exercises are solved" in terminal.run("course")[0]
     for command in ("next", "hint", "watch"):
@@ -219,57 +240,88 @@ def test_all_solved(copy, terminal):
         assert "All exercises are solved" in shown
 
 
-def test_answers_and_progress_under_former_names_are_taken_over(copy):
-    def course(*arguments):
+def hash_of(answer):
+    return hashlib.sha256(answer.encode()).hexdigest()[:16]
+
+
+@pytest.fixture
+def course(copy):
+    """A function that runs a command in the copy and returns the lines that it printed."""
+
+    def run(*arguments):
         command = [sys.executable, "-m", "common.learn.cli", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=copy, env=os.environ | dict(COLUMNS="200"))
+        environment = os.environ | dict(COLUMNS="200")
+        done = subprocess.run(command, capture_output=True, text=True, cwd=copy, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
 
-    def former(exercise):
-        return (copy / exercise.file).with_stem(exercise.formerly)
+    return run
 
-    def kept(exercise):
-        return (copy / exercise.file).with_suffix(".py.old1")
 
-    moved, alone, both, untouched, passed_anew = PHASE_1
-    answers = {e.name: e.solution.read_text() + "# mine\n" for e in PHASE_1}
-    former(moved).write_text(answers[moved.name])  # its file is as shipped
-    former(alone).write_text(answers[alone.name])
-    (copy / alone.file).unlink()
-    former(both).write_text(answers[both.name])
-    (copy / both.file).write_text("# another answer\n")
-    former(untouched).write_text(untouched.stub)
-    (copy / passed_anew.file).write_text(answers[passed_anew.name])
-    former(passed_anew).write_text(answers[passed_anew.name])
-
-    hashes = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in answers.items()}
-    passed = {e.formerly: hashes[e.name] for e in (moved, alone, both)} | {passed_anew.name: hashes[passed_anew.name]}
+def store(copy, **progress):
     (copy / ".course").mkdir()
-    stored = copy / ".course" / "progress.json"
-    stored.write_text(json.dumps(dict(passed=passed, hints={moved.formerly: 2, both.formerly: 1})))
+    (copy / ".course" / "progress.json").write_text(json.dumps(progress))
 
-    done = course()
-    assert done.returncode == 0, done.stderr
-    assert "3 of 5" in done.stdout
-    said = [line for line in done.stdout.splitlines() if "Your ex" in line or "kept" in line]
-    assert said == [
-        f"Your {moved.formerly}.py is now {moved.file}.",
-        f"Your {alone.formerly}.py is now {alone.file}.",
-        f"{both.file} has been edited: {both.formerly}.py is kept beside it as {kept(both).name}.",
+
+def test_answers_in_the_shipped_files_move_to_work(copy, course):
+    alone, begun, both, equal, untouched = PHASE_1[:5]
+    answers = {e.name: f"# mine: {e.title}\n" for e in PHASE_1}
+    for exercise in (alone, begun, both, equal):
+        shipped(copy, exercise).write_text(answers[exercise.name])
+    write(copy, begun, begun.stub)
+    write(copy, both, "# another answer\n")
+    write(copy, equal, answers[equal.name])
+    store(copy, passed={e.name: hash_of(answers[e.name]) for e in (alone, begun, both, equal)}, hints={})
+
+    said = course()
+    assert said[:3] == [
+        f"Your answer in {alone.phase.folder}/exercises/{alone.name}.py is now in {alone.file}: go on there.",
+        f"Your answer in {begun.phase.folder}/exercises/{begun.name}.py is now in {begun.file}: go on there.",
+        f"Your answer in {both.phase.folder}/exercises/{both.name}.py is now in {both.file}.old1: "
+        f"{both.file} holds another one, which stays.",
     ]
+    assert any(f"3 of {len(PHASE_1)}" in line for line in said)
+    for exercise in (alone, begun, equal):
+        assert (copy / exercise.file).read_text() == answers[exercise.name]
+    assert (copy / both.file).read_text() == "# another answer\n"
+    assert (copy / both.file).with_suffix(".py.old1").read_text() == answers[both.name]
+    assert all(shipped(copy, e).read_text() == e.stub for e in PHASE_1)
+    assert not (copy / untouched.file).exists()
+    assert not any("exercises/" in line for line in course())
+
+
+def test_answers_and_progress_under_former_names_are_taken_over(copy, course):
+    def former(exercise):
+        return shipped(copy, exercise).with_stem(exercise.formerly)
+
+    renamed = [e for e in PHASE_1 if e.formerly]
+    moved, alone, both, untouched, passed_anew = renamed
+    answers = {e.name: e.solution.read_text() + "# mine\n" for e in PHASE_1}
+    for exercise in (moved, alone, both, passed_anew):
+        former(exercise).write_text(answers[exercise.name])
+    shipped(copy, alone).unlink()
+    shipped(copy, both).write_text("# another answer\n")
+    former(untouched).write_text(untouched.stub)
+    shipped(copy, passed_anew).write_text(answers[passed_anew.name])
+
+    hashes = {name: hash_of(text) for name, text in answers.items()}
+    passed = {e.formerly: hashes[e.name] for e in (moved, alone, both)} | {passed_anew.name: hashes[passed_anew.name]}
+    store(copy, passed=passed, hints={moved.formerly: 2, both.formerly: 1})
+
+    assert any(f"3 of {len(PHASE_1)}" in line for line in course())
     for exercise in (moved, alone, passed_anew):
         assert (copy / exercise.file).read_text() == answers[exercise.name]
     assert (copy / both.file).read_text() == "# another answer\n"
-    assert kept(both).read_text() == answers[both.name]
-    assert (copy / untouched.file).read_text() == untouched.stub
-    assert not any(former(e).exists() for e in PHASE_1)
-    now = json.loads(stored.read_text())
+    assert (copy / both.file).with_suffix(".py.old1").read_text() == answers[both.name]
+    assert not (copy / untouched.file).exists()
+    assert not any(former(e).exists() for e in renamed)
+    now = json.loads((copy / ".course" / "progress.json").read_text())
     assert now["passed"] == {e.name: hashes[e.name] for e in (passed_anew, moved, alone, both)}
     assert now["hints"] == {moved.name: 2, both.name: 1}
 
-    again = course("next", "ex1_masked_add")
-    assert again.returncode == 0
-    assert moved.title in again.stdout
-    assert "is now" not in again.stdout
+    again = course("next", moved.formerly)
+    assert any(moved.title in line for line in again)
+    assert not any("is now" in line for line in again)
 
 
 def test_no_former_name_is_lost():

@@ -5,28 +5,20 @@ import contextlib
 import io
 import re
 import warnings
+from itertools import pairwise
 
 from common import style
 from common.learn import notebooks
 from common.phases import PHASES, ROOT
+from common.site import moving
 
 import nbformat
 import pytest
+from PIL import Image
 
-SKELETON = ("1. The question", "2. The mathematics", "3. The kernel", "4. Proof", "5. Measurement", "6. Exercises")
-SECTIONS = {  # of notebooks that are not built like the others
-    "hopper.ipynb": (
-        "1. One turn", "2. Copies", "3. Products", "4. Who does what", "5. Two products", "6. Programs",
-        "7. The backward", "8. What it costs", "9. Case study", "10. You can now",
-    ),
-}  # fmt: skip
 MACHINE_PATH = re.compile(r"(/home/|/root/|/tmp/|/usr/|/work/|/Users/|site-packages|\.venv|[A-Z]:\\)")
 # Cells that may define a kernel.
 EXPERIMENTS = {"softmax": 1, "tiling": 2, "forward": 0, "backward": 1, "tuning": 1, "hopper": 0}
-# Chapters in the book's format: numbered headings, exercises where they belong, alternative texts, a recap.
-BOOK = set()
-# Other notebooks in which every figure has an alternative text.
-DESCRIBED = {"softmax.ipynb"}
 
 
 @pytest.fixture(params=[path for phase in PHASES for path in phase.notebook_paths], ids=lambda p: p.stem)
@@ -74,20 +66,8 @@ def test_every_notebook_belongs_to_a_phase():
     assert sorted(notebooks.find()) == sorted(ROOT.glob("phase*/*.ipynb"))
 
 
-def test_follows_the_skeleton(path, notebook):
-    if path.name in BOOK:
-        return
-    sections = SECTIONS.get(path.name, SKELETON)
-    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    headings = re.findall(r"^## (.*)", text, re.MULTILINE)
-    assert len(headings) == len(sections), headings
-    assert all(f.startswith(s) for f, s in zip(headings, sections, strict=True)), headings
-
-
-def test_chapters_number_their_headings_and_end_with_a_recap(path, notebook):
+def test_chapters_number_their_headings_and_end_with_a_recap(notebook):
     """ "## 2. ...", "### 2.3 ..."; the heading of an exercise begins with that word."""
-    if path.name not in BOOK:
-        return
     section = subsection = 0
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     for level, title in re.findall(r"^(##+) (.*)", text, re.MULTILINE):
@@ -117,12 +97,12 @@ def test_marks_for_nbval_are_tags(notebook):
     assert tags <= set(plugin.metadata_tags), "nbval takes no notice of a tag that it does not know"
 
 
-def test_figures_have_an_alternative_text(path, notebook):
+def test_figures_have_an_alternative_text(notebook):
     for cell in code_cells(notebook):
         for figure in (o for o in cell.outputs if "image/png" in o.get("data", {})):
             alt = figure.metadata.get("image/png", {}).get("alt", "")
-            assert alt.strip() or path.name not in BOOK | DESCRIBED, cell.source
-            assert not alt or figure.data["text/plain"] == alt
+            assert alt.strip(), cell.source
+            assert figure.data["text/plain"] == alt
 
 
 def test_a_figure_is_shown_once_with_its_alternative_text(tmp_path):
@@ -209,3 +189,34 @@ def test_output_is_narrow_enough_to_read(notebook):
     for cell in code_cells(notebook):
         for output in cell.outputs:
             assert all(len(line) <= 120 for line in output.get("text", "").splitlines()), cell.source
+
+
+def test_the_glossary_says_where_each_term_is_defined():
+    rows = re.findall(
+        r"^\| \*\*(.*)\*\* \| (.*) \| \[\w+\]\((.*)\), ([\d.]+) \|$", (ROOT / "GLOSSARY.md").read_text(), re.M
+    )
+    assert len(rows) == (ROOT / "GLOSSARY.md").read_text().count("\n| **") > 100
+    for term, meaning, chapter, section in rows:
+        stored = nbformat.read(ROOT / chapter, as_version=4)
+        text = "\n".join(c.source for c in stored.cells if c.cell_type == "markdown")
+        assert re.search(rf"^##+ {re.escape(section)}[. ]", text, re.MULTILINE), (term, chapter, section)
+        assert meaning.strip()
+    assert len({term.lower() for term, *_ in rows}) == len(rows)
+
+
+def test_a_moving_picture_is_stored_as_it_is_today(notebook):
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    for image, frame in pairwise(outputs):
+        if name := image.get("metadata", {}).get("image/png", {}).get("still"):
+            assert frame.data["text/html"] == moving.framed(name), f"{name}: execute the notebook again"
+
+
+@pytest.mark.parametrize("name", moving.TITLES)
+def test_the_image_of_a_moving_picture_shows_it_as_it_is_today(name):
+    with Image.open(moving.still(name)) as image:
+        assert image.info["source"] == moving.digest(name), "python -m common.site.stills"
+
+
+def test_a_picture_that_does_not_exist_is_named():
+    with pytest.raises(ValueError, match=r"name: expected one of softmax, tiles, .*, got 'waves'"):
+        moving.show_moving("waves")

@@ -10,9 +10,11 @@ from common import runtime
 from common.learn.canary import _double_kernel
 from common.measure import records, timing
 from common.phases import PHASES, ROOT
+from phase5_tuning import speeds
 
 import pytest
 import triton
+from PIL import Image
 
 HISTORY = ("h200_two_loops",)  # of kernels that are no more: their commit says which
 RECORDED = sorted((path.parent.parent.name, path.stem) for path in ROOT.glob("phase*/results/*.json"))
@@ -51,10 +53,10 @@ def test_a_record_is_of_the_kernels_as_they_are(folder, name):
 def test_a_record_knows_its_tiles_and_its_clock(monkeypatch):
     before = records.settings_fingerprint([{"tile": 64}])
     assert before == records.settings_fingerprint([{"tile": 64}]) != records.settings_fingerprint([{"tile": 128}])
-    assert before != records.settings_fingerprint([{"tile": 64}, ratios])
+    assert before != records.settings_fingerprint([{"tile": 64}, speeds.rates])
     for name in ("time_ms", "measure"):
         with monkeypatch.context() as patch:
-            patch.setattr(records, name, ratios)
+            patch.setattr(records, name, speeds.rates)
             assert before != records.settings_fingerprint([{"tile": 64}])
 
 
@@ -68,57 +70,13 @@ def test_every_row_has_times_or_losses_or_says_why_not(folder, name):
             assert all(0 < loss < 10 for loss in row["losses"])
 
 
-def ratios(folder, peer, ours, mode=None, name="h200"):
-    """Time of a peer / time of ours, smallest and largest over a record's cases in fp16, as the README writes it;
-    empty if the record lacks the peer.
-    """
-    times = {}
-    for row in records.load(folder, name)["rows"]:
-        if row.get("mode") == mode and row.get("dtype") in (None, "fp16"):
-            times.setdefault((row["head_dim"], row["is_causal"], row["seq"]), {})[row["provider"]] = row.get("ms")
-    quotients = [case[peer] / case[ours] for case in times.values() if peer in case]
-    return f"{min(quotients):.2f} to {max(quotients):.2f}" if quotients else ""
-
-
-README_PEERS = {
-    "SDPA's FlashAttention-2": "sdpa-flash",
-    "FlexAttention, compiled": "flex",
-    "SDPA's cuDNN": "sdpa-cudnn",
-    "FlashAttention-4": "flash-attn-4",
-    "FlashAttention-4, deterministic": "flash-attn-4-det",
-}
-
-
 def test_the_readme_says_what_the_records_say():
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    for peer, provider in README_PEERS.items():
-        spans = [
-            ratios("phase5_tuning", provider, "hopper", "fwd", "h200_hopper_forward"),
-            ratios("phase5_tuning", provider, "hopper", "bwd", "h200_hopper_backward"),
-            *(ratios("phase5_tuning", provider, "ours", mode) for mode in ("fwd", "bwd")),
-        ]
-        assert " ".join(f"| {peer} | {' | '.join(spans)} |".split()) in readme
-    assert f"at {ratios('phase3_forward', 'SDPA flash', 'phase 3')} of its speed in fp16" in readme
-    assert f"at {ratios('phase4_backward', 'SDPA flash', 'phase 4')} of the speed of SDPA's FlashAttention-2" in readme
+    assert speeds.table() in (ROOT / "README.md").read_text()
 
 
-def test_the_readme_says_how_much_faster_a_rested_gpu_is():
-    watched = {
-        (r["mode"], r["head_dim"], r["provider"]): r["rested_ms"]
-        for r in records.load("phase5_tuning", "h200_power")["rows"]
-    }
-    settled = {
-        (r["mode"], r["head_dim"], r["provider"]): r["ms"]
-        for r in records.load("phase5_tuning")["rows"] if r["is_causal"] and r["seq"] == 16384 and "ms" in r
-    }  # fmt: skip
-    higher = []
-    for mode, head_dim in (("fwd", 128), ("bwd", 64)):
-        at_first, later = (
-            times[mode, head_dim, "sdpa-flash"] / times[mode, head_dim, "ours"] for times in (watched, settled)
-        )
-        higher.append(round(100 * (at_first / later - 1)))
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert "the ratios to FlashAttention-2 were {} and {} percent higher".format(*higher) in readme
+def test_the_readmes_picture_is_of_the_records():
+    with Image.open(speeds.PATH) as picture:
+        assert picture.text["records"] == speeds.fingerprint(), "python -m phase5_tuning.speeds draws it anew"
 
 
 def test_a_record_without_provenance_is_refused(tmp_path, monkeypatch):

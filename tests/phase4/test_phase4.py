@@ -6,6 +6,7 @@ import linecache
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
+from common.learn.stages import Stage
 from common.measure import offline
 from common.source import source
 from common.verify.inputs import KINDS, LAYOUTS
@@ -166,26 +167,12 @@ EDITS = {
 BENIGN = {"queries past the end count"}  # their q and do are loaded as 0, so that they add nothing
 
 
-def edited(module, name, *edits):
-    """The jitted function `name` with (old, new) replaced in its live source; (old, new, 1): in exactly one place."""
-    function = getattr(module, name)
-    text, file = source(function), f"<{name}: {edits}>"
-    for old, new, *times in edits:
-        assert not times or text.count(old) == times[0], f"{old!r} occurs {text.count(old)} times in {name}"
-        text = text.replace(old, new)
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # where Triton looks for the source
-    scope = dict(function.fn.__globals__)
-    exec(compile(text, file, "exec"), scope)
-    return scope[name]
-
-
-@pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 @pytest.mark.parametrize("mistake", EDITS)
 def test_mutants_of_the_real_kernels_are_rejected(mistake):
     name, old, new = EDITS[mistake]
     q, k, v = make_qkv(2, 4, 100, 32, heads_kv=2, seq_k=90)
     do = make_tensor(q.shape, generator=torch.Generator().manual_seed(1))
-    with mock.patch.object(backward, name, edited(backward, name, (old, new, 1))):
+    with Stage(backward, (name, old, new)):
         report = verify_results(attention, q, k, v, do=do, is_causal=True, enable_gqa=True, compare_sdpa=False)
     assert report["o"].passed
     assert report["lse"].passed
@@ -199,6 +186,21 @@ JITTED = {
     forward: ["attention_tile_step", "_attn_fwd_kernel"],
     backward: ["recompute_tile", "_delta_kernel", "_attn_bwd_dkdv_kernel", "_attn_bwd_dq_kernel"],
 }
+
+
+def edited(module, name, *edits):
+    """The jitted function `name` with (old, new) replaced wherever it stands in its live source; (old, new, 1): in
+    exactly one place. (A Stage replaces nothing that stands twice.)
+    """
+    function = getattr(module, name)
+    text, file = source(function), f"<{name}: {edits}>"
+    for old, new, *times in edits:
+        assert not times or text.count(old) == times[0], f"{old!r} occurs {text.count(old)} times in {name}"
+        text = text.replace(old, new)
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # where Triton looks for the source
+    scope = dict(function.fn.__globals__)
+    exec(compile(text, file, "exec"), scope)
+    return scope[name]
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
 """The capstone: its text, and that training does not notice whose attention it is given."""
 
 from common import runtime
+from common.measure import records
 from phase4_backward import train
 from phase4_backward.backward import flash_attention
+from phase4_backward.solutions import broken_gradient
 
 import pytest
 import torch
@@ -79,3 +81,30 @@ def test_the_model_completes_lines():
     assert 0 <= share <= 1
     assert len(answers) == 5
     assert model.token.weight.device.type == runtime.DEVICE
+
+
+def test_a_right_emulation_trains_like_sdpa_and_a_wrong_one_does_not():
+    right, theirs, wrong = (
+        train.train(attention, 4, context=33)[0]
+        for attention in (train.emulated(), train.sdpa(), train.emulated("dk_scaled_twice"))
+    )
+    assert max(abs(a - b) for a, b in zip(right, theirs, strict=True)) < 1e-5
+    assert max(abs(a - b) for a, b in zip(wrong, theirs, strict=True)) > 1e-5
+
+
+def test_the_record_of_wrong_gradients_is_whole_and_of_the_emulation_as_it_is():
+    record = records.load("phase4_backward", "cpu/mutants")
+    assert all(record["provenance"].values())
+    assert len(record["provenance"]["commit"]) == 40
+    assert record["provenance"]["kernels"] == {"common.verify.emulator": train.emulation()}
+    assert {row["attention"] for row in record["rows"]} == {"SDPA", "right", *train.LOGIC, *train.PRECISION}
+    for row in record["rows"]:
+        assert len(row["losses"]) == row["steps"] or row["attention"] == "causal_forgotten"
+        assert all(0 < loss < 10 for loss in row["losses"])
+
+
+def test_the_losses_of_the_broken_gradients_are_the_recorded_ones():
+    names = ("dk_scaled_twice", "delta_zero", "p_shifted", "dv_from_ds", "delta_outside", "dq_last_tile")
+    runs = {(r["attention"], r["seed"]): r["losses"] for r in records.load("phase4_backward", "cpu/mutants")["rows"]}
+    ends = {p: round(sum(runs[n, 0][-20:]) / 20, 2) for p, n in zip("ABCDEF", names, strict=True)}
+    assert ends == broken_gradient.TRAINED

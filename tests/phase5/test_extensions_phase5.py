@@ -10,7 +10,7 @@ from common.verify.reference import naive_attention
 from phase5_tuning.backward import attention_backward
 from phase5_tuning.checks.count_flops import executed as flops_of_the_check
 from phase5_tuning.checks.fp8 import check_quantized_attention, quantized, restored, rounding_z
-from phase5_tuning.checks.pick_tiles import BUDGET, COMPILED
+from phase5_tuning.checks.pick_tiles import BUDGET, MARGIN, SPILLING, TILES
 from phase5_tuning.configs import Config
 from phase5_tuning.forward import attention_forward
 from phase5_tuning.solutions import (
@@ -24,7 +24,6 @@ from phase5_tuning.solutions import (
 
 import pytest
 import torch
-import triton
 from helpers import for_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -137,25 +136,19 @@ def test_the_count_of_flops_is_what_the_kernels_execute(seq_q, seq_k, head_dim, 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(triton.__version__ != "3.7.1", reason="recorded with Triton 3.7.1")
-def test_the_recorded_compiles_are_still_true():
-    """A third of them, as each takes half a second or more."""
-    rows = COMPILED[::3]
-    launches = []
-    for head_dim, *config, _, _, _ in rows:
+def test_the_compiler_agrees_with_the_budgets_of_pick_tiles():
+    """For all tiles from which its check draws: shared memory, and no spills within the budget of registers."""
+    launches, tiles = [], (*TILES, *SPILLING)
+    for head_dim, *config in tiles:
         q = torch.empty(1, 4, 512, head_dim, dtype=torch.float16, device=runtime.DEVICE)
         launches += offline.record_launches(
             lambda q=q, config=config: attention_forward(q, q, q, True, config=Config(*config))
         )
-    for row, made in zip(rows, offline.compile_launches(launches, ["sm_90"]), strict=True):
-        assert made.error is None, made
-        assert (made.shared, made.registers, made.spills) == row[5:], row
-
-
-def test_within_the_budget_nothing_spills():
-    within = [row for row in COMPILED if pick_tiles.registers(Config(*row[1:5]), row[0]) <= BUDGET]
-    assert 0 < len(within) < len(COMPILED)
-    assert not any(spilled for *_, spilled in within)
+    for (head_dim, *tile), made in zip(tiles, offline.compile_launches(launches, ["sm_90"]), strict=True):
+        config = Config(*tile)
+        assert abs(pick_tiles.shared_bytes(config, head_dim, 2) / made.shared - 1) < MARGIN, made
+        assert not made.spills or pick_tiles.registers(config, head_dim) > BUDGET, made
+        assert bool(made.spills) == ((head_dim, *tile) in SPILLING), made
 
 
 @pytest.mark.parametrize("target", map(for_target, ["sm_80", "sm_89", "sm_90", "gfx942"]))

@@ -10,7 +10,7 @@ from phase5_tuning.ladder import LADDER
 
 import pytest
 import torch
-from helpers import interpreted_only
+from helpers import for_target, interpreted_only
 from tuned_passes import MASKS
 
 FORWARD, GRADIENTS = configs.Config(64, 128, 4, 2), configs.Config(64, 64, 4, 2)
@@ -109,7 +109,7 @@ def test_products_that_wait_for_each_other_are_recognized():
 
 @interpreted_only
 @pytest.mark.parametrize("rung", LADDER[1:], ids=lambda rung: rung.name)
-@pytest.mark.parametrize("target", ["sm_80", "sm_100"])
+@pytest.mark.parametrize("target", [for_target("sm_80"), for_target("sm_100")])
 def test_every_rung_compiles_elsewhere(target, rung):
     if target == "sm_80" and rung is LADDER[-1]:
         pytest.skip("sm_80 has no descriptors")

@@ -269,7 +269,7 @@ def test_at_first_and_settled_are_parts_of_the_run():
 def test_a_legend_names_who_is_missing_in_the_first_panel():
     case = dict(is_causal=False, seq=64, mode="fwd", tflops=1.0)
     rows = [case | dict(head_dim=d, provider=p) for d, p in ((64, "ours"), (128, "ours"), (128, "flex"))]
-    head = dict(provenance=records.load("phase5_tuning")["provenance"])
+    head = {part: records.load("phase5_tuning")[part] for part in ("provenance", "ceilings")}
     with mock.patch.object(plt, "show"):
         pictures.peers(head | dict(rows=rows), "fwd")
     assert [text.get_text() for text in plt.gcf().legends[0].get_texts()] == ["flex", "ours"]

@@ -5,18 +5,6 @@ from wrong_answers import Wrong
 _NEW_L = "l * torch.exp(m - shift) + torch.exp(tile - shift[:, None]).sum(dim=1)"
 
 WRONG = {
-    "masked_add": [
-        Wrong("the store is not masked", {"2 * x + y, mask=inside": "2 * x + y"}, "does the store have a mask?"),
-        Wrong("a load is not masked", {"y_ptr + offsets, mask=inside": "y_ptr + offsets"}, "do both loads have the"),
-        Wrong("every program takes the first block", {"tl.program_id(0) * BLOCK + ": ""}, "only the first block"),
-        Wrong("the launcher adds", {"    return out\n": "    return 2 * x + y\n"}, "in the launcher: the kernel adds"),
-        Wrong(
-            "the kernel copies, the launcher adds",
-            {"2 * x + y, mask=inside": "x, mask=inside", "    return out\n": "    return 2 * out + y\n"},
-            "this is x: the kernel adds, not the launcher",
-        ),
-        Wrong("one element too many", {"offsets < n": "offsets <= n"}, "offsets < n, not <= n"),
-    ],
     "safe_softmax": [
         Wrong("no maximum is subtracted", {"s - torch.where(m == -math.inf, 0.0, m)": "s"}, "What may be subtracted"),
         Wrong("-inf minus -inf", {"torch.where(m == -math.inf, 0.0, m)": "m"}, "no logit is left, so the maximum"),
@@ -40,6 +28,28 @@ WRONG = {
             "writes into its argument 1",
         ),
         Wrong("PyTorch's softmax", {"(e / torch.where(l == 0, 1.0, l))": "torch.softmax(s, -1)"}, "write it out"),
+    ],
+    "merge": [
+        Wrong(
+            "exp of the logits' size", {"torch.logaddexp(lse_a, lse_b)": "(lse_a.exp() + lse_b.exp()).log()"}, "range"
+        ),
+        Wrong("weights that do not add up to 1", {"0.0, lse)": "0.0, torch.maximum(lse_a, lse_b))"}, "add up to 1"),
+        Wrong("no guard", {"torch.where(lse == -math.inf, 0.0, lse)": "lse"}, "both: o is NaN"),
+        Wrong("the larger lse", {"torch.logaddexp(lse_a, lse_b)": "torch.maximum(lse_a, lse_b)"}, "the larger one"),
+        Wrong("swapped weights", {"w_a, w_b =": "w_b, w_a ="}, "swapped"),
+        Wrong("the plain average", {"w_a[..., None] * o_a + w_b[..., None] * o_b": "(o_a + o_b) / 2"}, "plain average"),
+    ],
+    "masked_add": [
+        Wrong("the store is not masked", {"2 * x + y, mask=inside": "2 * x + y"}, "does the store have a mask?"),
+        Wrong("a load is not masked", {"y_ptr + offsets, mask=inside": "y_ptr + offsets"}, "do both loads have the"),
+        Wrong("every program takes the first block", {"tl.program_id(0) * BLOCK + ": ""}, "only the first block"),
+        Wrong("the launcher adds", {"    return out\n": "    return 2 * x + y\n"}, "in the launcher: the kernel adds"),
+        Wrong(
+            "the kernel copies, the launcher adds",
+            {"2 * x + y, mask=inside": "x, mask=inside", "    return out\n": "    return 2 * out + y\n"},
+            "this is x: the kernel adds, not the launcher",
+        ),
+        Wrong("one element too many", {"offsets < n": "offsets <= n"}, "offsets < n, not <= n"),
     ],
     "online_step": [
         Wrong("PyTorch: no rescale", {"l * torch.exp(m - shift)": "l"}, "measured against the old maximum: is it resc"),
@@ -80,15 +90,80 @@ WRONG = {
             "logits near -10000",
         ),
     ],
-    "merge": [
+    "attend_rows": [
         Wrong(
-            "exp of the logits' size", {"torch.logaddexp(lse_a, lse_b)": "(lse_a.exp() + lse_b.exp()).log()"}, "range"
+            "acc is not rescaled",
+            {"acc = alpha * acc + tl": "acc = acc + tl"},
+            "rising logits a row, float32: o: the same rows falling",
         ),
-        Wrong("weights that do not add up to 1", {"0.0, lse)": "0.0, torch.maximum(lse_a, lse_b))"}, "add up to 1"),
-        Wrong("no guard", {"torch.where(lse == -math.inf, 0.0, lse)": "lse"}, "both: o is NaN"),
-        Wrong("the larger lse", {"torch.logaddexp(lse_a, lse_b)": "torch.maximum(lse_a, lse_b)"}, "the larger one"),
-        Wrong("swapped weights", {"w_a, w_b =": "w_b, w_a ="}, "swapped"),
-        Wrong("the plain average", {"w_a[..., None] * o_a + w_b[..., None] * o_b": "(o_a + o_b) / 2"}, "plain average"),
+        Wrong(
+            "l is not rescaled",
+            {"l = alpha * l + tl": "l = l + tl"},
+            "rising logits a row, float32: lse: the same rows falling",
+        ),
+        Wrong(
+            "padding of 0",
+            {'mask=offs_n < n, other=float("-inf")': "mask=offs_n < n, other=0.0"},
+            "count as logits of 0",
+        ),
+        Wrong("no division", {"(acc / norm)": "acc"}, "the sum is not divided by l"),
+        Wrong(
+            "v with the strides of s",
+            {"s.stride(), v.stride()": "s.stride(), s.stride()"},
+            "v is read with the strides of s",
+        ),
+        Wrong(
+            "v as if contiguous", {"s.stride(), v.stride()": "s.stride(), (head_dim, 1)"}, "as if it were contiguous"
+        ),
+        Wrong(
+            "v is copied",
+            {"s, v = runtime.to_kernel_dtype(s, v)": "s, v = runtime.to_kernel_dtype(s, v.contiguous())"},
+            "in place",
+        ),
+        Wrong("no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf subtracted from -inf"),
+        Wrong("0 divided by 0", {"norm = tl.where(l == 0.0, 1.0, l)": "norm = l"}, "is NaN"),
+        Wrong("the store is not masked", {", mask=offs_d < head_dim)": ")"}, "stored outside of the results"),
+        Wrong(
+            "a load is not masked",
+            {"s_ptrs, mask=offs_n < n, other=": "s_ptrs, mask=offs_n < n + 1, other="},
+            "does the load of s have a mask?",
+        ),
+        Wrong("m starts from 0", {'m, l, acc = float("-inf"), 0.0': "m, l, acc = 0.0, 0.0"}, "logits near -10000"),
+        Wrong(
+            "only the first tile",
+            {"range(0, n, BLOCK_N)": "range(0, BLOCK_N, BLOCK_N)"},
+            "first 64 logits: does the loop go on?",
+        ),
+        Wrong(
+            "bf16 is interpreted",
+            {"s, v = runtime.to_kernel_dtype(s, v)": "s, v = s, v"},
+            "by runtime.to_kernel_dtype?",
+        ),
+        Wrong("lse is m", {"m + tl.log(norm)": "m"}, "log(l) is missing"),
+        Wrong("lse is log(l)", {"m + tl.log(norm)": "tl.log(norm)"}, "add m to it"),
+        Wrong("base 2", {"m + tl.log(norm)": "(m + tl.log(norm)) * 1.4426950408889634"}, "to base 2"),
+        Wrong(
+            "fp16 sums",
+            {"acc = alpha * acc": "acc = (alpha * acc).to(o_ptr.dtype.element_ty).to(tl.float32)"},
+            "more than once: is everything",
+        ),
+        Wrong("half of the rows", {"_kernel[(rows,)]": "_kernel[((rows + 1) // 2,)]"}, "does every row have a program"),
+        Wrong("returned in fp32", {"return o.to(dtype), lse": "return o.float(), lse"}, "must be torch.float16"),
+        Wrong(
+            "two readings",
+            {
+                "    norm = tl": "    for start_n in range(0, n, BLOCK_N):\n"
+                "        offs_n = start_n + tl.arange(0, BLOCK_N).to(tl.int64)\n"
+                "        tl.load(s_ptr + row * stride_s[0] + offs_n * stride_s[1], mask=offs_n < n)\n"
+                "    norm = tl"
+            },
+            "read 2 times: once is enough",
+        ),
+        Wrong(
+            "PyTorch computes",
+            {"return o.to(dtype), lse": "return torch.softmax(s, 1) @ v, lse"},
+            "the kernel computes",
+        ),
     ],
     "erratum": [
         Wrong("as printed", {"return torch.exp(m1 - m2) * o1": "return o1 / torch.exp(m1 - m2)"}, "must it grow?"),

@@ -86,6 +86,37 @@ WRONG = {
             "multiply acc by alpha before p v is added",
         ),
         Wrong("start_n is missing", {"start_n + tl.arange": "tl.arange"}, "do the offsets contain start_n?"),
+        Wrong("a product in TF32", {'tl.trans(k), input_precision="ieee"': "tl.trans(k)"}, "the 10 bits of TF32"),
+    ],
+    "key_bias": [
+        Wrong("added to rows", {"bias[None, :]": "bias[:, None]"}, "is a column", kind="error"),
+        Wrong(
+            "the bias is scaled",
+            {'"ieee") * scale + bias[None, :]': '"ieee") * scale + scale * bias[None, :]'},
+            "after s is scaled",
+        ),
+        Wrong("missing keys have the bias 0", {'other=float("-inf"))  #': "other=0.0)  #"}, "keys past the end count"),
+        Wrong("the bias has no stride", {" * stride_bias": ""}, "it has a stride"),
+        Wrong(
+            "the first tile's bias",
+            {"offs_n.to(tl.int64)": "(offs_n - start_n).to(tl.int64)"},
+            "do its offsets contain start_n?",
+        ),
+        Wrong("the bias is forgotten", {" + bias[None, :]": ""}, "the bias has no effect"),
+        Wrong("v with k's strides", {"(v_ptr, stride_v": "(v_ptr, stride_k"}, "v is read with the strides of k"),
+        Wrong("acc is not rescaled", {"acc * alpha[:, None]": "acc"}, "not rescaled by alpha"),
+        Wrong("no guard", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i"}, "a row that sees no key gives NaN"),
+        Wrong(
+            "the tile of keys is as long as the sequence",
+            {"    grid = (": '    tiles["BLOCK_N"] = max(16, triton.next_power_of_2(k.shape[0]))\n    grid = ('},
+            "compiled anew for another length",
+        ),
+        Wrong("a product in TF32", {'tl.trans(k), input_precision="ieee"': "tl.trans(k)"}, "the 10 bits of TF32"),
+        Wrong(
+            "break",
+            {"        k = load_tile(": "        if start_n >= seq_k:\n            break\n        k = load_tile("},
+            "the compiler refuses it",
+        ),
     ],
     "predict_traffic": [
         Wrong(

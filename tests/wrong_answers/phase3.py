@@ -3,100 +3,6 @@
 from wrong_answers import Wrong
 
 WRONG = {
-    "classify_tiles": [
-        Wrong(
-            "top-left alignment",
-            {"    first = tile_m * block_m + seq_k - seq_q": "    first = tile_m * block_m"},
-            "top-left",
-        ),
-        Wrong(
-            "the end is not bounded",
-            {"min(seq_k, seen_by_first + block_m - 1)": "seen_by_first + block_m - 1"},
-            "there are",
-        ),
-        Wrong("a full tile too few", {"if last_key <= first else": "if last_key < first else"}, "counting its pairs"),
-        Wrong(
-            "the shift the wrong way round",
-            {"    first = tile_m * block_m + seq_k - seq_q": "    first = tile_m * block_m + seq_q - seq_k"},
-            "kind: this is right for j <= i + seq_q - seq_k: is the shift the wrong way round? (kind(0, 0, 32, 32, 70,",
-        ),
-        Wrong(
-            "the bounds' shift the wrong way round",
-            {"= tile_m * block_m + seq_k - seq_q + 1": "= tile_m * block_m + seq_q - seq_k + 1"},
-            "loop_bounds: this is right for j <= i + seq_q - seq_k: is the shift the wrong way round? (loop_bounds(",
-        ),
-        Wrong(
-            "loop_bounds is not begun",
-            {"    seen_by_first =": "    raise NotImplementedError\n    seen_by_first ="},
-            "kind is right; loop_bounds is still to be written (line",
-        ),
-        Wrong("the end is negative", {"(max(0, seen_by_last) +": "(seen_by_last +"}, "Can an end be negative?"),
-        Wrong("the diagonal is not visited", {"- seq_q + 1": "- seq_q"}, "loop_bounds: the diagonal is hidden"),
-        Wrong(
-            "top-left bounds",
-            {"seen_by_first = tile_m * block_m + seq_k - seq_q": "seen_by_first = tile_m * block_m"},
-            "loop_bounds: this is right for top-left",
-        ),
-    ],
-    "epilogue": [
-        Wrong("an empty row divides 0 by 0", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i"}, "0 / 0"),
-        Wrong("the LSE lacks the maximum", {"m_i + tl.log(l_safe)": "tl.log(l_safe)"}, "Is m_i part of it?"),
-        Wrong("the LSE overflows", {"m_i + tl.log(l_safe)": "tl.log(tl.exp(m_i) * l_safe)"}, "exp(m_i) overflows"),
-        Wrong("the LSE in base 2", {"m_i + tl.log(l_safe)": "m_i + tl.log2(l_safe)"}, "log2"),
-        Wrong("o is not divided", {"acc / l_safe[:, None]": "acc"}, "not divided by the row sum"),
-        Wrong(
-            "the store of o is not masked",
-            {"seq_q, HEAD_DIM, o)": "(pid_m + 1) * BLOCK_M, BLOCK_D, o)"},
-            "outside of o",
-        ),
-        Wrong("the store of lse is not masked", {"lse, mask=offs_m < seq_q": "lse"}, "outside of lse: is its store"),
-        Wrong(
-            "padding columns are stored",
-            {"seq_q, HEAD_DIM, o)": "seq_q, BLOCK_D, o)"},
-            "outside of o: is its store masked",
-        ),
-        Wrong(
-            "rows are contiguous",
-            {"store_tile(o_ptr, stride_o,": "store_tile(o_ptr, (BLOCK_D, stride_o[3]),"},
-            "is it stored with stride_o",
-        ),
-        Wrong(
-            "o is contiguous",
-            {"store_tile(o_ptr, stride_o,": "store_tile(o_ptr, (HEAD_DIM, 1),"},
-            "with stride_o[2]",
-        ),
-        Wrong(
-            "columns lie side by side",
-            {"store_tile(o_ptr, stride_o,": "store_tile(o_ptr, (stride_o[2], 1),"},
-            "stride_o",
-        ),
-        Wrong(
-            "the head is added twice",
-            {"tl.store(lse_ptr + offs_m": "tl.store(lse_ptr + pid_bh * seq_q + offs_m"},
-            "lse_ptr already stands at this head",
-        ),
-        Wrong("lse is not stored", {"    tl.store(lse_ptr + offs_m, lse, mask=offs_m < seq_q)\n": ""}, "never stored"),
-        Wrong(
-            "rounded before the division",
-            {"o = acc / l_safe[:, None]": "o = acc.to(o_ptr.dtype.element_ty) / l_safe[:, None]"},
-            "wrong where values are large",
-        ),
-        Wrong(
-            "a NaN repaired",
-            {"o = acc / l_safe[:, None]": "o = acc / l_safe[:, None]\n    o = tl.where(o == o, o, 0.0)"},
-            "a NaN in v does not reach o",
-        ),
-        Wrong("log subtracted", {"m_i + tl.log(l_safe)": "m_i - tl.log(l_safe)"}, "log(l_i) is subtracted"),
-        Wrong(
-            "all of the LSE in base 2",
-            {"m_i + tl.log(l_safe)": "(m_i + tl.log(l_safe)) * 1.44269504"},
-            "this is the LSE in base 2",
-        ),
-        Wrong(
-            "lse in fp16", {"m_i + tl.log(l_safe)": "(m_i + tl.log(l_safe)).to(tl.float16)"}, "rounded to torch.float16"
-        ),
-        Wrong("sums along columns", {"o = acc / l_safe[:, None]": "o = acc / l_safe"}, "l_i[:, None] is a column"),
-    ],
     "grouped_heads": [
         Wrong("by modulo", {"h // group": "h % (heads_q // group)"}, "query head 1 reads k of key head 1; it should"),
         Wrong("within the group", {"h // group": "h % group"}, "reads k of key head 1; it should read 0 (h // group)"),
@@ -149,6 +55,41 @@ WRONG = {
             "the number % tiles_m",
         ),
     ],
+    "classify_tiles": [
+        Wrong(
+            "top-left alignment",
+            {"    first = tile_m * block_m + seq_k - seq_q": "    first = tile_m * block_m"},
+            "top-left",
+        ),
+        Wrong(
+            "the end is not bounded",
+            {"min(seq_k, seen_by_first + block_m - 1)": "seen_by_first + block_m - 1"},
+            "there are",
+        ),
+        Wrong("a full tile too few", {"if last_key <= first else": "if last_key < first else"}, "counting its pairs"),
+        Wrong(
+            "the shift the wrong way round",
+            {"    first = tile_m * block_m + seq_k - seq_q": "    first = tile_m * block_m + seq_q - seq_k"},
+            "kind: this is right for j <= i + seq_q - seq_k: is the shift the wrong way round? (kind(0, 0, 32, 32, 70,",
+        ),
+        Wrong(
+            "the bounds' shift the wrong way round",
+            {"= tile_m * block_m + seq_k - seq_q + 1": "= tile_m * block_m + seq_q - seq_k + 1"},
+            "loop_bounds: this is right for j <= i + seq_q - seq_k: is the shift the wrong way round? (loop_bounds(",
+        ),
+        Wrong(
+            "loop_bounds is not begun",
+            {"    seen_by_first =": "    raise NotImplementedError\n    seen_by_first ="},
+            "kind is right; loop_bounds is still to be written (line",
+        ),
+        Wrong("the end is negative", {"(max(0, seen_by_last) +": "(seen_by_last +"}, "Can an end be negative?"),
+        Wrong("the diagonal is not visited", {"- seq_q + 1": "- seq_q"}, "loop_bounds: the diagonal is hidden"),
+        Wrong(
+            "top-left bounds",
+            {"seen_by_first = tile_m * block_m + seq_k - seq_q": "seen_by_first = tile_m * block_m"},
+            "loop_bounds: this is right for top-left",
+        ),
+    ],
     "sliding_window": [
         Wrong("a key too many", {"(age < window)": "(age <= window)"}, "one key too many"),
         Wrong("no left edge", {" & (age < window)": ""}, "left edge of the band are not masked"),
@@ -167,9 +108,8 @@ WRONG = {
             "v with k's strides",
             {
                 "load_tile(v_head, stride_v": "load_tile(v_head, stride_k",
-                "head_base(v_ptr, stride_v": "head_base(v_ptr, stride_k",
             },
-            "v is read with the strides of k: it has",
+            "v is read with the strides of k within a head",
         ),
         Wrong(
             "the mask the wrong way round",
@@ -245,6 +185,65 @@ WRONG = {
             "exp(-inf - -inf)",
         ),
     ],
+    "epilogue": [
+        Wrong("an empty row divides 0 by 0", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i"}, "0 / 0"),
+        Wrong("the LSE lacks the maximum", {"m_i + tl.log(l_safe)": "tl.log(l_safe)"}, "Is m_i part of it?"),
+        Wrong("the LSE overflows", {"m_i + tl.log(l_safe)": "tl.log(tl.exp(m_i) * l_safe)"}, "exp(m_i) overflows"),
+        Wrong("the LSE in base 2", {"m_i + tl.log(l_safe)": "m_i + tl.log2(l_safe)"}, "log2"),
+        Wrong("o is not divided", {"acc / l_safe[:, None]": "acc"}, "not divided by the row sum"),
+        Wrong(
+            "the store of o is not masked",
+            {"seq_q, HEAD_DIM, o)": "(pid_m + 1) * BLOCK_M, BLOCK_D, o)"},
+            "outside of o",
+        ),
+        Wrong("the store of lse is not masked", {"lse, mask=offs_m < seq_q": "lse"}, "outside of lse: is its store"),
+        Wrong(
+            "padding columns are stored",
+            {"seq_q, HEAD_DIM, o)": "seq_q, BLOCK_D, o)"},
+            "outside of o: is its store masked",
+        ),
+        Wrong(
+            "rows are contiguous",
+            {"store_tile(o_ptr, stride_o,": "store_tile(o_ptr, (BLOCK_D, stride_o[3]),"},
+            "is it stored with stride_o",
+        ),
+        Wrong(
+            "o is contiguous",
+            {"store_tile(o_ptr, stride_o,": "store_tile(o_ptr, (HEAD_DIM, 1),"},
+            "with stride_o[2]",
+        ),
+        Wrong(
+            "columns lie side by side",
+            {"store_tile(o_ptr, stride_o,": "store_tile(o_ptr, (stride_o[2], 1),"},
+            "stride_o",
+        ),
+        Wrong(
+            "the head is added twice",
+            {"tl.store(lse_ptr + offs_m": "tl.store(lse_ptr + pid_bh * seq_q + offs_m"},
+            "lse_ptr already stands at this head",
+        ),
+        Wrong("lse is not stored", {"    tl.store(lse_ptr + offs_m, lse, mask=offs_m < seq_q)\n": ""}, "never stored"),
+        Wrong(
+            "rounded before the division",
+            {"o = acc / l_safe[:, None]": "o = acc.to(o_ptr.dtype.element_ty) / l_safe[:, None]"},
+            "wrong where values are large",
+        ),
+        Wrong(
+            "a NaN repaired",
+            {"o = acc / l_safe[:, None]": "o = acc / l_safe[:, None]\n    o = tl.where(o == o, o, 0.0)"},
+            "a NaN in v does not reach o",
+        ),
+        Wrong("log subtracted", {"m_i + tl.log(l_safe)": "m_i - tl.log(l_safe)"}, "log(l_i) is subtracted"),
+        Wrong(
+            "all of the LSE in base 2",
+            {"m_i + tl.log(l_safe)": "(m_i + tl.log(l_safe)) * 1.44269504"},
+            "this is the LSE in base 2",
+        ),
+        Wrong(
+            "lse in fp16", {"m_i + tl.log(l_safe)": "(m_i + tl.log(l_safe)).to(tl.float16)"}, "rounded to torch.float16"
+        ),
+        Wrong("sums along columns", {"o = acc / l_safe[:, None]": "o = acc / l_safe"}, "l_i[:, None] is a column"),
+    ],
     "split_kv": [
         Wrong(
             "whole tiles only",
@@ -272,9 +271,8 @@ WRONG = {
             "v with k's strides",
             {
                 "load_tile(v_head, stride_v": "load_tile(v_head, stride_k",
-                "head_base(v_ptr, stride_v": "head_base(v_ptr, stride_k",
             },
-            "v is read with the strides of k: it has",
+            "v is read with the strides of k within a head",
         ),
         Wrong("l_i is not rescaled", {"l_i = alpha * l_i + weight": "l_i = l_i + weight"}, "sum l_i is not rescaled"),
         Wrong(
@@ -297,6 +295,62 @@ WRONG = {
             "the LSE lacks the maximum",
             {"    lse = m_i + tl.log(l_safe)\n": "    lse = tl.log(l_safe)\n"},
             "maximum is missing",
+        ),
+    ],
+    "find_bug": [
+        Wrong(
+            "the mask is still that of the next tile",
+            {
+                "offs_n += BLOCK_N  # only now": "# only now",
+                "        visible = (offs_n < seq_k)": "        offs_n += BLOCK_N\n        visible = (offs_n < seq_k)",
+            },
+            "as if there were no key at all",
+        ),
+        Wrong(
+            "the causal part is still that of the next tile",
+            {
+                "            visible = visible & (offs_m[:, None] >= offs_n[None, :])\n        offs_n +=": (
+                    "            visible = visible & (offs_m[:, None] >= offs_n[None, :] + BLOCK_N)\n        offs_n +="
+                )
+            },
+            "query i sees 16 keys too few, the last is i -16",
+        ),
+        Wrong(
+            "the mask is taken away",
+            {"visible = (offs_n < seq_k)[None, :]\n        if": "visible = (offs_n >= 0)[None, :]\n        if"},
+            "keys past the end count, as logit 0",
+        ),
+        Wrong(
+            "the causal mask is taken away",
+            {
+                "            visible = visible & (offs_m[:, None] >= offs_n[None, :])\n        offs_n +=": (
+                    "            visible = visible\n        offs_n +="
+                )
+            },
+            "causal, 64 keys: ",
+        ),
+        Wrong(
+            "the values of the next tile",
+            {
+                "acc, q, k, v, scale, visible)\n        k, v = k_next, v_next\n        # end": (
+                    "acc, q, k, v_next, scale, visible)\n        k, v = k_next, v_next\n        # end"
+                )
+            },
+            "lse is right and o is wrong",
+        ),
+        Wrong(
+            "the keys of the next tile",
+            {
+                "acc, q, k, v, scale, visible)\n        k, v = k_next, v_next\n        # end": (
+                    "acc, q, k_next, v, scale, visible)\n        k, v = k_next, v_next\n        # end"
+                )
+            },
+            "Are k, v and the mask of one and the same tile",
+        ),
+        Wrong(
+            "the last tile is left out",
+            {"    for _ in range(0, end_n, BLOCK_N):": "    for _ in range(0, end_n - BLOCK_N, BLOCK_N):"},
+            "as if there were no key at all",
         ),
     ],
 }

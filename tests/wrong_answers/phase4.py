@@ -3,6 +3,34 @@
 from wrong_answers import Wrong
 
 WRONG = {
+    "softmax_jacobian": [
+        Wrong("the diagonal alone", {" - p[..., :, None] * p[..., None, :]": ""}, "the products are missing"),
+        Wrong(
+            "the sigmoid's",
+            {"torch.diag_embed(p) - p[..., :, None] * p[..., None, :]": "torch.diag_embed(p - p * p)"},
+            "only the diagonal is there",
+        ),
+        Wrong("products added", {"torch.diag_embed(p) -": "torch.diag_embed(p) +"}, "they are subtracted"),
+        Wrong(
+            "one row only",
+            {"torch.diag_embed(p) - p[..., :, None] * p[..., None, :]": "torch.diag(p) - torch.outer(p, p)"},
+            "Rows may be many",
+        ),
+        Wrong("p * dp", {"(dp[..., None, :] @ softmax_jacobian(p))[..., 0, :]": "p * dp"}, "this is p * dp"),
+        Wrong(
+            "dp untouched",
+            {"return (dp[..., None, :] @ softmax_jacobian(p))[..., 0, :]": "return dp"},
+            "dp comes back as it came",
+        ),
+        Wrong("fp32", {"dtype=torch.float64, requires_grad": "requires_grad"}, "finite differences need torch.float64"),
+        Wrong("it raises", {", raise_exception=False": ""}, "it raises gradcheck's error"),
+        Wrong("no gradient asked for", {", requires_grad=True": ""}, "does the input require a gradient?"),
+        Wrong(
+            "always right",
+            {"return torch.autograd.gradcheck(softmax, (s,), raise_exception=False)": "return True"},
+            "it never calls the function",
+        ),
+    ],
     "delta": [
         Wrong("P forgotten", {"(p * (do @ v.mT)).sum": "(do @ v.mT).sum"}, "P is missing"),
         Wrong("through P V", {"(p * (do @ v.mT)).sum": "((p @ v) * do).sum"}, "this goes through P V"),
@@ -134,6 +162,28 @@ WRONG = {
         Wrong("dK with dO", {"tl.trans(ds.to(q.dtype)), q, dk": "tl.trans(ds.to(do.dtype)), do, dk"}, "dK takes Q"),
         Wrong("dK scaled twice", {"tl.trans(ds.to": "tl.trans((ds * scale).to"}, "the scale is in it twice"),
     ],
+    "broken_gradient": [
+        Wrong("dk unscaled for scaled twice", {"scale**2 * ds.T @ q": "ds.T @ q"}, "but not in this way: dk[0, 0]"),
+        Wrong("not named", {'"B": {"delta": "0 * lse"},': '"B": {},'}, "B: no line is named yet"),
+        Wrong(
+            "too early",
+            {'"A": {"dk": "scale**2 * ds.T @ q"}': '"A": {"ds": "scale * p * (dp - delta[:, None])"}'},
+            "A: wrong here: dk. A wrong line 'ds' cannot do that: dq would be wrong too",
+        ),
+        Wrong(
+            "too late",
+            {'"C": {"p": "torch.exp(s - lse.flip(0)[:, None])"}': '"C": {"dv": "p.T @ o"}'},
+            "dk and dq would be right",
+        ),
+        Wrong("two lines", {'{"dv": "ds.T @ do"}': '{"dv": "ds.T @ do", "dq": "ds @ k"}'}, "D: name one line"),
+        Wrong("not Python", {'"ds.T @ do"': '"dS^T dO"'}, "raises SyntaxError"),
+        Wrong("wrong shape", {'"ds.T @ do"': '"ds.T @ v.T"'}, "of shape (4, 4)"),
+        Wrong(
+            "delta for dS",
+            {'"E": {"ds": "p * dp - delta[:, None]"}': '"E": {"delta": "-(do * o).sum(dim=1)"}'},
+            "E: 'delta' may be the line, but not in this way",
+        ),
+    ],
     "dropout": [
         Wrong("keeps what it should drop", {">= p_drop": "< p_drop"}, "this keeps what should be dropped"),
         Wrong("offsets overlap", {"row[:, None] * seq_k + offs": "row[:, None] + offs"}, "are always dropped together"),
@@ -180,6 +230,24 @@ WRONG = {
                 )
             },
             "delta is subtracted twice",
+        ),
+        Wrong(
+            "two kernels to go",
+            {'dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision="ieee")': "raise NotImplementedError"},
+            "right so far: kept, _forward_kernel. Next: _dkdv_kernel",
+        ),
+        Wrong(
+            "one kernel to go",
+            {'dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")': "raise NotImplementedError"},
+            "right so far: kept, _forward_kernel, _dkdv_kernel. Next: _dq_kernel",
+        ),
+        Wrong(
+            "one kernel to go, another one wrong",
+            {
+                'dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")': "raise NotImplementedError",
+                "(z * p).to(do.dtype)": "p.to(do.dtype)",
+            },
+            "Z is missing: dV",
         ),
     ],
     "varlen": [
@@ -266,6 +334,16 @@ WRONG = {
                 )
             },
             "its head 0 of dq is right",
+        ),
+        Wrong(
+            "two kernels to go",
+            {'dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision="ieee")': "raise NotImplementedError"},
+            "right so far: sequence, _forward_kernel. Next: _dkdv_kernel",
+        ),
+        Wrong(
+            "one kernel to go",
+            {'dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")': "raise NotImplementedError"},
+            "right so far: sequence, _forward_kernel, _dkdv_kernel. Next: _dq_kernel",
         ),
     ],
 }

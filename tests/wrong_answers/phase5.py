@@ -54,6 +54,109 @@ WRONG = {
             "cut off here",
         ),
     ],
+    "pick_tiles": [
+        Wrong("q forgotten", {"return q + (k if": "return (k if"}, "q stays for the whole walk"),
+        Wrong("k or v", {"config.num_stages * 2 * k": "config.num_stages * k"}, "a tile of k and one of v"),
+        Wrong(
+            "one stage is two tiles",
+            {"(k if config.num_stages == 1 else": "(0 if config.num_stages == 0 else"},
+            "turns",
+        ),
+        Wrong("elements", {"block * padded * itemsize": "block * padded"}, "how many bytes has each?"),
+        Wrong("S forgotten", {"(padded + config.BLOCK_N)": "padded"}, "S is missing"),
+        Wrong("warps are threads", {"// (32 * config.num_warps)": "// config.num_warps"}, "a warp has 32 threads"),
+        Wrong("strictly less", {"itemsize) <= shared": "itemsize) < shared"}, "all of a budget"),
+        Wrong("registers ignored", {"registers(c, head_dim) <= register_budget": "True"}, "too much of registers"),
+        Wrong(
+            "keys before queries",
+            {"c.BLOCK_M * c.BLOCK_N, c.BLOCK_M,": "c.BLOCK_M * c.BLOCK_N, c.BLOCK_N,"},
+            "more queries",
+        ),
+        Wrong(
+            "no minimum of 16, shared memory",
+            {"max(16, 1 << (head_dim - 1).bit_length())\n    q, k": "1 << (head_dim - 1).bit_length()\n    q, k"},
+            "16 or more",
+        ),
+        Wrong(
+            "no minimum of 16, registers",
+            {"max(16, 1 << (head_dim - 1).bit_length())\n    return": "1 << (head_dim - 1).bit_length()\n    return"},
+            "16 or more",
+        ),
+        Wrong("a stage fewer", {"config.num_stages * 2 * k": "(config.num_stages - 1) * 2 * k"}, "not one fewer"),
+        Wrong("q twice", {"return q + (k if": "return 2 * q + (k if"}, "q is there once"),
+        Wrong("fewer warps among equals", {"c.num_stages), d": "c.num_stages, -c.num_warps), d"}, "comes first"),
+        Wrong("the last among equals", {"max(fitting,": "max(fitting[::-1],"}, "comes first"),
+        Wrong("no word on stages", {"c.BLOCK_M, c.num_stages)": "c.BLOCK_M)"}, "has more stages"),
+        Wrong("stages first", {"c.BLOCK_M, c.num_stages)": "c.num_stages, c.BLOCK_M)"}, "has more queries"),
+        Wrong(
+            "no candidates",
+            {"    fitting = [": "    best = candidates[0]\n    fitting = ["},
+            "pick([], ...) raises IndexError",
+        ),
+        Wrong("nothing fits", {", default=None)": ", default=candidates[0])"}, "expected None"),
+        Wrong("not in eights", {"(registers + 7) // 8 * 8": "registers"}, "handed out in eights"),
+        Wrong("no reserve", {"// (shared + 1024)": "// max(1, shared)"}, "1 KiB of shared memory more"),
+        Wrong("any number of warps", {", 64 // num_warps)": ")"}, "room for 64 warps"),
+        Wrong("one thread a warp", {"(held * 32 * num_warps)": "(held * num_warps)"}, "a warp has 32 threads"),
+        Wrong("registers alone", {"228 * 1024 // (shared + 1024), ": ""}, "shared memory is a budget"),
+        Wrong("a float of programs", {"64 // num_warps)": "64 / num_warps)"}, "expected an int"),
+    ],
+    "predict_gain": [
+        Wrong("a MUFU like the others", {"(others + 8 * exponentials)": "(others + exponentials)"}, "take 8 clocks"),
+        Wrong("products forgotten", {"return products + (others": "return (others"}, "the products are missing"),
+        Wrong("not per logit", {"/ (t.block_m * t.block_n) for": "for"}, "divide each by its logits"),
+        Wrong("a quarter forgotten", {"(others + 8 * exp": "(others + 2 * exp"}, "each has a quarter of them"),
+        Wrong(
+            "one product",
+            {
+                "products = 2 * 2 * turn.block_m * turn.block_n * head_dim / 4096\n    exponentials = turn": (
+                    "products = 2 * turn.block_m * turn.block_n * head_dim / 4096\n    exponentials = turn"
+                )
+            },
+            "two products",
+        ),
+        Wrong("issued twice", {"(others + 8 * exp": "(others + 9 * exp"}, "among its 8 clocks"),
+        Wrong(
+            "one scheduler", {"exponentials) * turn.num_warps / 4": "exponentials) * turn.num_warps"}, "serves them all"
+        ),
+        Wrong("one warp", {"exponentials) * turn.num_warps / 4": "exponentials)"}, "num_warps / 4 warps"),
+        Wrong(
+            "the maximum",
+            {
+                "return products + (others + 8 * exponentials) * turn.num_warps / 4": (
+                    "return max(products, 8 * exponentials * turn.num_warps / 4, "
+                    "sum(turn.instructions.values()) * turn.num_warps / 4)"
+                )
+            },
+            "the sum, not the maximum",
+        ),
+        Wrong(
+            "the sum",
+            {"max(products, exponentials, issued)": "products + issued + exponentials * 7 / 8"},
+            "not the sum",
+        ),
+        Wrong(
+            "a MUFU is not issued",
+            {
+                "sum(turn.instructions.values()) * turn": (
+                    "(sum(turn.instructions.values()) - turn.instructions.get('MUFU', 0)) * turn"
+                )
+            },
+            "is issued, too",
+        ),
+        Wrong(
+            "issue forgotten",
+            {"max(products, exponentials, issued)": "max(products, exponentials)"},
+            "other instructions are",
+        ),
+        Wrong("upside down", {"return old / new": "return new / old"}, "upside down"),
+        Wrong("the other model", {"(serial_clocks(t,": "(overlapped_clocks(t,"}, "if everything overlaps"),
+        Wrong(
+            "a dict of clocks",
+            {"    return products + (others": "    return None and products + (others"},
+            "expected a number",
+        ),
+    ],
     "fold_log2e": [
         Wrong("the LSE in base 2", {" / LOG2E\n": "\n"}, "it is in base 2"),
         Wrong("the LSE multiplied", {" / LOG2E\n": " * LOG2E\n"}, "where it should be divided"),
@@ -144,70 +247,41 @@ WRONG = {
         Wrong("MASKED forgotten", {"IS_CAUSAL, True,\n": "IS_CAUSAL,\n"}, "missing a required argument: 'MASKED'"),
         Wrong("from 0 again", {"pid_m, full_n, end_n, seq_k": "pid_m, 0, end_n, seq_k"}, "belongs to the part without"),
     ],
-    "pick_tiles": [
-        Wrong("q forgotten", {"return q + (k if": "return (k if"}, "q stays for the whole walk"),
-        Wrong("k or v", {"config.num_stages * 2 * k": "config.num_stages * k"}, "a tile of k and one of v"),
-        Wrong(
-            "one stage is two tiles",
-            {"(k if config.num_stages == 1 else": "(0 if config.num_stages == 0 else"},
-            "turns",
-        ),
-        Wrong("elements", {"block * padded * itemsize": "block * padded"}, "how many bytes has each?"),
-        Wrong("S forgotten", {"(padded + config.BLOCK_N)": "padded"}, "S is missing"),
-        Wrong("warps are threads", {"// (32 * config.num_warps)": "// config.num_warps"}, "a warp has 32 threads"),
-        Wrong("strictly less", {"itemsize) <= shared": "itemsize) < shared"}, "all of a budget"),
-        Wrong("registers ignored", {"registers(c, head_dim) <= register_budget": "True"}, "too much of registers"),
-        Wrong(
-            "keys before queries",
-            {"c.BLOCK_M * c.BLOCK_N, c.BLOCK_M,": "c.BLOCK_M * c.BLOCK_N, c.BLOCK_N,"},
-            "more queries",
-        ),
-        Wrong(
-            "no minimum of 16, shared memory",
-            {"max(16, 1 << (head_dim - 1).bit_length())\n    q, k": "1 << (head_dim - 1).bit_length()\n    q, k"},
-            "16 or more",
-        ),
-        Wrong(
-            "no minimum of 16, registers",
-            {"max(16, 1 << (head_dim - 1).bit_length())\n    return": "1 << (head_dim - 1).bit_length()\n    return"},
-            "16 or more",
-        ),
-        Wrong("a stage fewer", {"config.num_stages * 2 * k": "(config.num_stages - 1) * 2 * k"}, "not one fewer"),
-        Wrong("q twice", {"return q + (k if": "return 2 * q + (k if"}, "q is there once"),
-        Wrong("fewer warps among equals", {"c.num_stages), d": "c.num_stages, -c.num_warps), d"}, "comes first"),
-        Wrong("the last among equals", {"max(fitting,": "max(fitting[::-1],"}, "comes first"),
-        Wrong("no word on stages", {"c.BLOCK_M, c.num_stages)": "c.BLOCK_M)"}, "has more stages"),
-        Wrong("stages first", {"c.BLOCK_M, c.num_stages)": "c.num_stages, c.BLOCK_M)"}, "has more queries"),
-        Wrong(
-            "no candidates",
-            {"    fitting = [": "    best = candidates[0]\n    fitting = ["},
-            "pick([], ...) raises IndexError",
-        ),
-        Wrong("nothing fits", {", default=None)": ", default=candidates[0])"}, "expected None"),
-    ],
     "cross_head_store": [
-        Wrong("a block of two sides", {"[1, block, head_dim]": "[block, head_dim]"}, "the box has three axes"),
-        Wrong("blocks of 32 rows", {"[1, block, head_dim]": "[1, 32, head_dim]"}, "tiles of 16 rows"),
+        Wrong("a block of two sides", {"[1, 1, block, head_dim]": "[block, head_dim]"}, "as many sides as the box"),
+        Wrong("blocks of 32 rows", {"[1, 1, block, head_dim]": "[1, 1, 32, head_dim]"}, "tiles of 16 rows"),
+        Wrong(
+            "the layout of k",
+            {
+                "return TensorDescriptor.from_tensor(t, [1, 1, block, head_dim])": (
+                    "n = t.shape[2] * head_dim\n    return TensorDescriptor(t, list(t.shape), "
+                    "[t.shape[1] * n, n, head_dim, 1], [1, 1, block, head_dim])"
+                )
+            },
+            "the strides of k",
+        ),
         Wrong("no reshape in the load", {".reshape(BLOCK, HEAD_DIM)": ""}, "do tiles pass through `.reshape`?"),
         Wrong(
-            "no reshape in the store", {"tile.reshape(1, BLOCK, HEAD_DIM)": "tile"}, "do tiles pass through `.reshape`?"
+            "no reshape in the store",
+            {"tile.reshape(1, 1, BLOCK, HEAD_DIM)": "tile"},
+            "do tiles pass through `.reshape`?",
         ),
         Wrong(
             "a row of the flat matrix",
-            {"desc.store([pid_bh, start,": "desc.store([pid_bh, pid_bh * seq + start,"},
+            {"desc.store([batch, head, start,": "desc.store([batch, head, (batch * heads + head) * seq + start,"},
             "from the first one of its head",
         ),
-        Wrong("a copy", {"t = t.view(-1, *t": "t = t.clone().view(-1, *t"}, "must describe t itself"),
-        Wrong("the first batch", {"t = t.view(-1, *t.shape[2:])": "t = t[0]"}, "box and block are"),
+        Wrong("a copy", {"from_tensor(t, [1": "from_tensor(t.clone(), [1"}, "must describe t itself"),
+        Wrong("the first batch", {"from_tensor(t, [1": "from_tensor(t[:1], [1"}, "box and block are"),
         Wrong(
             "only the store",
             {
-                "return desc.load([pid_bh, start, 0]).reshape(BLOCK, HEAD_DIM)": (
-                    "return desc.load([pid_bh * seq + start, 0])"
+                "return desc.load([batch, head, start, 0]).reshape(BLOCK, HEAD_DIM)": (
+                    "return desc.load([(batch * heads + head) * seq + start, 0])"
                 ),
                 "describe(q, block_m), describe(k, block_n), describe(v, block_n),": (
-                    "*(TensorDescriptor.from_tensor(t.view(-1, head_dim), [b, head_dim]) for t, b in ((q, block_m), "
-                    "(k, block_n), (v, block_n))),"
+                    "*(TensorDescriptor.from_tensor(t.reshape(-1, head_dim), [b, head_dim]) for t, b in "
+                    "((q, block_m), (k, block_n), (v, block_n))),"
                 ),
             },
             "cross the border?",
@@ -215,8 +289,8 @@ WRONG = {
         Wrong(
             "only the loads",
             {
-                "desc.store([pid_bh, start, 0], tile.reshape(1, BLOCK, HEAD_DIM))": (
-                    "desc.store([pid_bh * seq + start, 0], tile)"
+                "desc.store([batch, head, start, 0], tile.reshape(1, 1, BLOCK, HEAD_DIM))": (
+                    "desc.store([(batch * heads + head) * seq + start, 0], tile)"
                 ),
                 "describe(o, block_m),": "TensorDescriptor.from_tensor(o.view(-1, head_dim), [block_m, head_dim]),",
             },
@@ -225,16 +299,17 @@ WRONG = {
         Wrong(
             "another order of programs, the tail is overwritten in time",
             {
-                "t = t.view(-1, *t.shape[2:])": "t = t.view(-1, head_dim)",
-                "[1, block, head_dim]": "[block, head_dim]",
-                "return desc.load([pid_bh, start, 0]).reshape(BLOCK, HEAD_DIM)": (
-                    "return desc.load([pid_bh * seq + start, 0])"
+                "from_tensor(t, [1, 1, block, head_dim])": "from_tensor(t.reshape(-1, head_dim), [block, head_dim])",
+                "return desc.load([batch, head, start, 0]).reshape(BLOCK, HEAD_DIM)": (
+                    "return desc.load([(batch * heads + head) * seq + start, 0])"
                 ),
-                "desc.store([pid_bh, start, 0], tile.reshape(1, BLOCK, HEAD_DIM))": (
-                    "desc.store([pid_bh * seq + start, 0], tile)"
+                "desc.store([batch, head, start, 0], tile.reshape(1, 1, BLOCK, HEAD_DIM))": (
+                    "desc.store([(batch * heads + head) * seq + start, 0], tile)"
                 ),
-                "pid_m = tl.program_id(0) // batch_heads": "pid_m = tl.program_id(0) % tl.cdiv(seq_q, BLOCK_M)",
-                "pid_bh = tl.program_id(0) % batch_heads": "pid_bh = tl.program_id(0) // tl.cdiv(seq_q, BLOCK_M)",
+                "pid_m = tl.program_id(0) // (batches * heads)": ("pid_m = tl.program_id(0) % tl.cdiv(seq_q, BLOCK_M)"),
+                "pid_bh = tl.program_id(0) % (batches * heads)": (
+                    "pid_bh = tl.program_id(0) // tl.cdiv(seq_q, BLOCK_M)"
+                ),
             },
             "cross the border?",
         ),

@@ -1,0 +1,51 @@
+"""Sphinx's settings for the course's site; common.site.build copies this file beside the pages."""
+
+from pathlib import Path
+
+import nbformat
+from docutils import nodes
+
+project = "FlashAttention"
+html_title = "FlashAttention, from the online softmax to tuned kernels"
+extensions = ["myst_nb", "sphinx.ext.mathjax", "sphinx-mathjax-offline", "sphinx_copybutton"]
+html_theme = "furo"
+html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
+html_css_files = ["course.css"]
+html_js_files = ["course.js"]
+html_show_sphinx = False
+html_copy_source = False
+smartquotes = False  # a quote in code that stands in a sentence stays as it is typed
+nb_execution_mode = "off"  # the stored outputs are what the tests hold the cells against
+nb_merge_streams = True
+myst_enable_extensions = ["dollarmath", "amsmath"]
+myst_heading_anchors = 3
+copybutton_selector = "div.cell_input pre, div.highlight-default pre"
+suppress_warnings = ["myst.header", "mystnb.unknown_mime_type"]
+
+
+def setup(app):
+    app.connect("doctree-read", describe_figures)
+
+
+def describe_figures(app, doctree):
+    """Give a notebook's figures the alternative texts that are stored with them, in their order."""
+    path = Path(app.env.doc2path(app.env.docname))
+    if path.suffix != ".ipynb":
+        return
+    outputs = (o for c in nbformat.read(path, as_version=4).cells for o in c.get("outputs", ()))
+    texts = [
+        o.metadata.get("image/png", {}).get("alt", "")
+        for o in outputs
+        if "image/png" in o.get("data", {})
+    ]
+    figures = [
+        image
+        for box in doctree.findall(nodes.container)
+        if box.get("nb_element") == "mime_bundle"
+        for image in box.findall(nodes.image)
+    ]
+    if len(figures) != len(texts):
+        raise ValueError(f"{path.name}: {len(figures)} figures on the page, {len(texts)} stored")
+    for image, text in zip(figures, texts, strict=True):
+        image["alt"] = text

@@ -1,0 +1,74 @@
+"""The course's moving pictures in a notebook: `show_moving("softmax")`.
+
+A picture is shown twice: as an image of one state, which every viewer shows, and as a page in a
+frame, which moves. Viewers remove the frame from a notebook that they do not trust, and then its
+inner text stands there; one that shows the frame does not show the text.
+"""
+
+import base64
+import hashlib
+import html
+from pathlib import Path
+
+from IPython.display import display
+from PIL import Image
+
+FOLDER = Path(__file__).parent / "pictures"
+WIDTH = 760  # of a still, in pixels of a page: a notebook's outputs are about so wide
+TITLES = {
+    "softmax": "The online softmax",
+    "tiles": "Tiles and bytes",
+    "masks": "Masks and the grid",
+    "pipeline": "The pipeline of a multiprocessor",
+}
+ALTS = {  # what the stills show
+    "softmax": "Four logits as bars; the third, 5, is a new maximum. l and acc, as bars below, shrink by "
+    "exp(3 - 5) = 0.135; then the new term is added",
+    "tiles": "Tiles of Q, K, V, S and O for 8 queries and 8 keys: the first program has written its part of "
+    "O, the second computes its first tile of S. Bytes moved so far: 288 tiled, 608 with S and P stored",
+    "masks": "The tiles of S under a causal mask: full, masked, skipped. Below, the programs of four heads "
+    "on six multiprocessors, one bar for each",
+    "pipeline": "Timelines of the copy engine, the tensor cores, the exponential unit, the producer and two "
+    "consumers over the first tiles of keys",
+}
+INSTEAD = (
+    "Here stands a picture that moves. To see it, trust this notebook (in JupyterLab: the command "
+    "Trust Notebook) and run this cell, or open the picture on the course's site (make site)."
+)
+
+
+def still(name: str) -> Path:
+    """The image of a picture, made by `python -m common.site.stills`."""
+    return FOLDER / f"{name}.png"
+
+
+def digest(name: str) -> str:
+    """What a still must carry to belong to the picture as it is now."""
+    return hashlib.sha256((FOLDER / f"{name}.html").read_bytes()).hexdigest()
+
+
+def show_moving(name: str) -> None:
+    """Display a moving picture.
+
+    Args:
+        name: a key of TITLES.
+    Raises:
+        ValueError: there is no such picture.
+    """
+    if name not in TITLES:
+        raise ValueError(f"name: expected one of {', '.join(TITLES)}, got {name!r}")
+    image = base64.b64encode(still(name).read_bytes()).decode()
+    metadata = {"image/png": {"alt": ALTS[name], "still": name, "width": WIDTH}}
+    display({"image/png": image, "text/plain": ALTS[name]}, metadata=metadata, raw=True)
+    display({"text/html": framed(name), "text/plain": INSTEAD}, raw=True)
+
+
+def framed(name: str) -> str:
+    """The picture's whole page inside a frame, as high as its still at the still's width."""
+    with Image.open(still(name)) as image:
+        height = image.height * WIDTH // image.width
+    page = html.escape((FOLDER / f"{name}.html").read_text(), quote=True)
+    return (
+        f'<iframe title="{TITLES[name]}" sandbox="allow-scripts" srcdoc="{page}" '
+        f'style="width: 100%; height: {height}px; border: 0">{INSTEAD}</iframe>'
+    )

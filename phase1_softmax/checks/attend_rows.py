@@ -1,0 +1,257 @@
+"""Checks attention from given logits: sizes, strides and dtypes of every kind, masked rows, the memory
+around everything, and that each logit is read once.
+"""
+
+import math
+
+from common import runtime
+from common.learn.judge import counted, reject, require
+from common.verify import guard
+from phase1_softmax.checks import INF, called, pair, randn, require_sane
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+HELP = "softmax logsumexp exp exp2 matmul rmatmul mm bmm einsum addmm linear scaled_dot_product_attention"
+COPIES = ("contiguous", "clone")
+
+
+def check(answer):
+    for what, s, v, dtypes, question in _cases():
+        for dtype in dtypes:
+            same = dict(dtype=dtype, device=runtime.DEVICE)
+            _check_case(
+                answer, f"{what}, {_short(dtype)}", _copy(s, **same), _copy(v, **same), question
+            )
+    s, v = randn(3, 90), randn(90, 12, seed=1)
+    s[1, 70] = math.nan
+    for name, t in zip(("o", "lse"), pair("attend_rows", answer.attend_rows(s, v)), strict=True):
+        if t.reshape(3, -1).isnan().all(1).tolist() != [False, True, False]:
+            reject(f"a NaN in row 1 of s: {name} must be NaN in row 1 and nowhere else")
+    return "sizes, strides and dtypes of every kind; rows that see nothing; each logit read once"
+
+
+# Cases are (kind, s, v, dtypes, what to ask where it fails).
+ONE, ALL = (torch.float32,), runtime.DTYPES
+
+
+def _cases():
+    v, w = _apart(randn(100, 24, seed=1), more=106), _apart(randn(400, 8, seed=2))
+    falling = _apart(randn(5, 100).sort(descending=True).values)
+    ramp = torch.linspace(-30, 30, 400).expand(2, 400)
+    rescale = "the same rows falling are right: is everything that was summed under an old maximum rescaled?"
+    return [
+        ("5 rows of 100 falling logits", falling, v, ALL, "are the missing columns masked?"),
+        ("400 falling logits a row", ramp.flip(1), w, ONE, "is the end of the row reached?"),
+        ("400 rising logits a row", ramp, w, ONE, rescale),
+        ("400 logits a row", randn(2, 400), w, ALL, rescale),
+        *_values(v),
+        *_layouts(v),
+        *_other_sizes(v),
+    ]
+
+
+def _other_sizes(v):
+    five, wide = randn(70, 5, seed=1), randn(70, 200, seed=1)
+    return [
+        ("rows of one logit", randn(3, 1), randn(1, 16), ONE, "what fills the rest of a tile?"),
+        ("head_dim 5", randn(3, 70), five, ONE, "is the last axis masked?"),
+        ("head_dim 200", randn(2, 70), wide, ONE, "is all of the last axis computed?"),
+        ("no logits", randn(3, 0), randn(0, 24), ONE, "o = 0 and lse = -inf are right"),
+        ("no rows", randn(0, 100), v, ONE, "an empty grid cannot be launched on a GPU"),
+    ]
+
+
+def _layouts(v):
+    question = "is every element found by its own tensor's strides?"
+    column_major = _apart(randn(24, 100, seed=1)).t()
+    return [
+        ("s transposed", _apart(randn(100, 3)).t(), v, ONE, question),
+        ("v transposed", randn(3, 100), column_major, ONE, question),
+        ("every other logit of a row", randn(3, 200)[:, ::2], v, ONE, question),
+        ("one row, expanded to 3", randn(1, 100).expand(3, 100), v, ONE, question),
+    ]
+
+
+def _values(v):
+    seen = randn(4, 100)
+    seen[0, 30:] = seen[1, :70] = seen[3] = -INF
+    masked = "masked logits and a row without any other"
+    return [
+        ("logits near 1000", randn(2, 100) + 1000, v, ONE, "is the maximum subtracted before exp?"),
+        ("logits near -10000", randn(2, 100) - 10000, v, ONE, "does m start from -inf?"),
+        (masked, seen, v, ALL, "what is subtracted where m is -inf?"),
+    ]
+
+
+def _apart(x, more=3):
+    """x with other numbers before, behind and between its rows, `more` of them."""
+    big = x.new_full((x.shape[0] + 2, x.shape[1] + more), 9.0)
+    big[1:-1, 1 : 1 + x.shape[1]] = x
+    return big[1:-1, 1 : 1 + x.shape[1]]
+
+
+def _copy(x, **options):
+    """x in memory of its own with the same strides, and what lies between its elements."""
+    if 0 in x.shape:
+        return x.to(**options)
+    memory = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).to(
+        **options, copy=True
+    )
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _check_case(answer, what, s, v, question):
+    def attend(s, v):
+        with _NoHelp():
+            return answer.attend_rows(s, v)
+
+    with guard.watched() as results, counted(s=s, v=v) as moved:
+        o_got, lse_got = pair(f"attend_rows, {what}", attend(s, v))
+    o, lse = _attend(s.double(), v.double())
+    _require_written(what, (o_got, lse_got), results)
+    if s.dtype in runtime.KERNEL_DTYPE:
+        question = "fp16 is right: is bf16 converted before the launch, by runtime.to_kernel_dtype?"
+    watched = moved and s.dtype not in runtime.KERNEL_DTYPE  # otherwise the kernel sees copies
+    if watched:
+        _require_masked(what, s, v, moved)
+    _require_right(what, s, v, (o_got, lse_got), (o, lse), question)
+    if o_got.dtype != s.dtype or lse_got.dtype != torch.float32:
+        reject(
+            f"{what}: o must be {s.dtype} and lse fp32, but they are {o_got.dtype} and {lse_got.dtype}"
+        )
+    if watched:
+        _require_traffic(what, s, v, moved)
+    if what.startswith("head_dim 5"):
+        called(attend, s, v)
+
+
+def _attend(s, v):
+    lse = torch.logsumexp(s, -1)
+    return torch.exp(s - torch.where(lse == -INF, 0.0, lse)[:, None]) @ v, lse
+
+
+def _require_written(what, returned, results):
+    for name, t in zip(("o", "lse"), returned, strict=True):
+        if not isinstance(t, torch.Tensor):
+            reject(f"{what}: {name} must be a tensor, but it is {type(t).__name__}")
+        own = [r for r in results if r.tensor.data_ptr() == t.data_ptr() and t.numel()]
+        if any(guard.never_stored(r.tensor).any() for r in own):
+            first = ", ".join(map(str, guard.never_stored(own[0].tensor).nonzero()[0].tolist()))
+            reject(
+                f"{what}: {name}[{first}] was never stored: does every row have a program, and every element a store?"
+            )
+    if any(r.stored_outside for r in results):
+        reject(
+            f"{what}: something was stored outside of the results: is the store masked where head_dim ends?"
+        )
+
+
+def _require_right(what, s, v, got, right, question):
+    wide, (o_got, lse_got), (o, lse) = s.double(), got, right
+    top = wide.amax(1) if s.shape[1] else lse
+    of_lse = {
+        "this is the maximum alone: log(l) is missing": top,
+        "this is log(l): add m to it": lse - top,
+        "this is l: lse is m + log(l)": torch.exp(lse - top),
+        "this is a logarithm to base 2": lse / math.log(2),
+    }
+    for n in (2**k for k in range(4, 11) if 2**k < s.shape[1]):
+        first = f"this is the lse of the first {n} logits: does the loop go on?"
+        of_lse[first] = torch.logsumexp(wide[:, :n], 1)
+    padded = "columns that do not exist count as logits of 0: what is `other` of the load?"
+    signs = {padded: _padded_with_0(lse_got, lse), question: True}
+    require_sane(f"{what}: lse", lse_got, lse, f" Or: {question}")
+    require(f"{what}: lse", lse_got, lse, mistakes=of_lse, signs=signs, rtol=1e-5, atol=1e-4)
+
+    p = torch.exp(wide - torch.where(lse == -INF, 0.0, lse)[:, None])
+    of_o = {
+        "the sum is not divided by l": torch.exp(lse - top)[:, None] * o,
+        "v is read with the strides of s": p @ _as(v, s.stride()),
+        "v is read as if it were contiguous": p @ _as(v, (v.shape[1], 1)),
+    }
+    u = ROUNDING[s.dtype]
+    short = "it is rounded to 16 bits more than once: is everything else computed in fp32?"
+    once = s.dtype in runtime.KERNEL_DTYPE  # nothing is in 16 bits inside
+    signs = {short: not once and u and _near(o_got, o), question: True}
+    require_sane(f"{what}: o", o_got, o, f" Or: {question}")
+    tolerance = dict(rtol=1.02 * u + 1e-5, atol=1e-5)
+    require(f"{what}: o", o_got, o, mistakes=of_o, signs=signs, **tolerance)
+
+
+def _padded_with_0(got, right):
+    """True if exp(got) is exp(right) plus the same whole number in every row."""
+    if got.shape != right.shape or not right.numel() or not (right.abs() < 20).all():
+        return False
+    more = torch.exp(got.double()) - torch.exp(right)
+    return bool(
+        more.min() > 0.5
+        and (more - more.round()).abs().max() < 0.05
+        and more.round().unique().numel() == 1
+    )
+
+
+def _as(v, stride):
+    """v as it is read with other strides; where they leave its memory, v itself."""
+    reach = v.storage_offset() + sum(
+        (n - 1) * step for n, step in zip(v.shape, stride, strict=True)
+    )
+    inside = 0 not in v.shape and reach < v.untyped_storage().nbytes() // v.itemsize
+    return (v.as_strided(v.shape, stride) if inside else v).double()
+
+
+def _near(got, right):
+    return got.shape == right.shape and torch.allclose(got.double(), right, rtol=0.05, atol=0.05)
+
+
+def _require_masked(what, s, v, moved):
+    size, (rows, n), head_dim = s.itemsize, s.shape, v.shape[1]
+    read, wanted = moved.loaded_from["s"], rows * n * size
+    if read > wanted and (n == 0 or read % wanted):
+        reject(
+            f"{what}: {read} bytes of s are read, s has {wanted}: does the load of s have a mask?"
+        )
+    read, wanted = moved.loaded_from["v"], rows * n * head_dim * size
+    if read > wanted:
+        reject(f"{what}: {read} bytes of v are read; once for each row are {wanted}: is it masked?")
+
+
+def _require_traffic(what, s, v, moved):
+    size, (rows, n), head_dim = s.itemsize, s.shape, v.shape[1]
+    if not rows * n:
+        return
+    times = moved.loaded_from["s"] / (rows * n * size)
+    if not moved.loaded:
+        reject(f"{what}: no kernel has read anything: is it launched?")
+    if times == 0:
+        reject(f"{what}: the kernel reads a copy of s: pass s itself, and its strides")
+    if times != 1:
+        reject(
+            f"{what}: every logit is read {times:g} times: once is enough, as l divides at the end"
+        )
+    if moved.loaded_from["other"]:
+        reject(f"{what}: the kernel reads something besides s and v: did it store weights or sums?")
+    written, wanted = moved.stored, rows * (head_dim * size + 4)
+    if written != wanted:
+        reject(
+            f"{what}: {written} bytes are written, o and lse have {wanted}: store after the loop"
+        )
+
+
+def _short(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+class _NoHelp(TorchFunctionMode):
+    """Rejects a launcher that has PyTorch compute, or copy what the kernel should read in place."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.strip("_")
+        if name in HELP.split():
+            reject(f"attend_rows: PyTorch's {name} is called in the launcher: the kernel computes")
+        if name in COPIES:
+            reject(
+                f"attend_rows: PyTorch's {name} is called in the launcher: read s and v in place, by their strides"
+            )
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,200 @@
+"""Checks attention with a bias on every key: known mistakes, lengths and dtypes, keys that are hidden
+by -inf, the bytes that are moved, and what two compilers make of it.
+"""
+
+import dataclasses
+import inspect
+import itertools
+
+from common import runtime
+from common.learn.judge import counted, reject, require, tiles_of
+from common.measure import offline
+from phase2_tiling.checks import (
+    FP16,
+    FP32,
+    NAN,
+    attention_cases,
+    one_head,
+    require_ieee,
+    require_own_loop,
+    verify,
+    with_own_strides,
+)
+from phase2_tiling.checks.inner_loop import loop
+
+import torch
+import triton
+
+INF, SCALE = float("inf"), 0.3
+
+
+def check(answer):
+    require_own_loop(answer)
+    fn = answer.attention_with_bias
+    _check_bias(fn)
+    _check_plain_attention(fn)
+    _check_hidden_keys(fn)
+    _check_traffic(fn)
+    require_ieee(answer)
+    compiled = _check_compiled(answer)
+    return f"known mistakes, dtypes, ragged lengths, hidden keys, bytes; compiled for {compiled}"
+
+
+def _attention(q, k, v, bias, scale=SCALE):
+    """o in fp64."""
+    s = scale * q.double() @ k.double().T + bias.double()
+    return torch.softmax(s, dim=1) @ v.double()
+
+
+def _bias(n, like, *, step=3):
+    """n numbers, `step` elements apart; others lie between them."""
+    memory = torch.linspace(-4, 4, step * n + step, device=like.device)
+    memory = memory[torch.randperm(len(memory), generator=torch.Generator().manual_seed(n))]
+    return memory[: step * n : step]
+
+
+def _check_bias(fn):
+    """50 queries, 150 keys, head_dim 16: no two sizes and no two strides are the same."""
+    tensors = with_own_strides(*(t.clone() for t in one_head(50, 150, 16, dtype=FP32)))
+    named = dict(zip("qkv", tensors, strict=True))
+    bias = _bias(150, tensors[0])
+    with tiles_of(32, 64):
+        o = fn(*tensors, bias, SCALE)
+    mistakes = _wrong_biases(*tensors, bias)
+    for name, other in itertools.permutations(named, 2):
+        misread = named[name].as_strided(named[name].shape, named[other].stride())
+        sentence = f"{name} is read with the strides of {other}: it has its own"
+        mistakes[sentence] = _attention(**named | {name: misread}, bias=bias)
+    require(
+        "o, 50 queries, 150 keys, head_dim 16", o, _attention(*tensors, bias), mistakes=mistakes
+    )
+
+
+def _wrong_biases(q, k, v, bias):
+    """Sentence: the o of that mistake."""
+    key = torch.arange(len(bias), device=q.device)
+    packed = bias.as_strided(bias.shape, (1,))
+    wrong = {
+        "the bias has no effect: it belongs to keys, the columns of s, bias[None, :]. What is added to a whole row "
+        "cancels in the softmax": _attention(q, k, v, 0 * bias),
+        "the bias is multiplied by scale: add it after s is scaled": _attention(
+            q, k, v, SCALE * bias
+        ),
+        "the bias is subtracted": _attention(q, k, v, -bias),
+        "the bias is read as if its numbers lay side by side: it has a stride": _attention(
+            q, k, v, packed
+        ),
+        "scale is not used, or is a default of your own": _attention(q, k, v, bias, 1.0),
+        "1 / sqrt(head_dim) is used although scale is given": _attention(q, k, v, bias, 0.25),
+    }
+    for block in (16, 32, 64, 128):
+        sentence = (
+            f"every tile gets the bias of the first {block} keys: do its offsets contain start_n?"
+        )
+        wrong[sentence] = _attention(q, k, v, bias[key % block])
+        missing = -len(bias) % block
+        padded = [torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (k, v)]
+        sentence = f"{missing} keys past the end count as logit 0: which bias has a key that does not exist?"
+        wrong[sentence] = _attention(q, *padded, torch.nn.functional.pad(bias, (0, missing)))
+        sentence = f"the bias has no effect, and {missing} keys past the end count as logit 0"
+        wrong[sentence] = _attention(q, *padded, torch.zeros(len(bias) + missing, device=q.device))
+        tile = dict(scale=SCALE, bias=bias, step=block, width=block)
+        for sentence, update in _WRONG_UPDATES.items():
+            wrong[f"{sentence} (tiles of {block} keys)"] = loop(q, k, v, update=update, **tile)
+    return wrong
+
+
+_WRONG_UPDATES = {
+    "the accumulator is not rescaled by alpha": lambda acc, alpha, pv: acc + pv,
+    "the new tile is rescaled too": lambda acc, alpha, pv: alpha * (acc + pv),
+    "o holds the last tile of keys alone": lambda acc, alpha, pv: pv,
+}
+
+
+def _check_plain_attention(fn):
+    """With a bias of 0 it is attention, so that verify_results can judge it."""
+    for seq_q, seq_k, head_dim, dtype, options in attention_cases(0, 1, 33, 64):
+        if dtype in (FP16, FP32):
+            q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
+            bias = torch.zeros(seq_k, device=q.device)
+            verify(lambda q, k, v, scale, bias=bias: fn(q, k, v, bias, scale), q, k, v)
+    q, k, v = one_head(0, 5, 16)
+    if fn(q, k, v, torch.zeros(5, device=q.device)).shape != (0, 16):
+        reject("o has a wrong shape for seq_q = 0: nothing is to be launched then")
+
+
+def _check_hidden_keys(fn):
+    """A bias of -inf hides the first 100 of 150 keys, then all of them."""
+    q, k, v = one_head(40, 150, 32, dtype=FP32)
+    for hidden in (100, 150):
+        bias = _bias(150, q)
+        bias[:hidden] = -INF
+        right = _attention(q, k, v, bias).nan_to_num()
+        o = fn(q, k, v, bias, SCALE)
+        nan = "it is NaN: a row that has seen only -inf has no maximum to subtract, and in the end l = 0"
+        require(f"o, the first {hidden} of 150 keys have the bias -inf", o, right, mistakes={nan: right * NAN},
+                signs={nan: bool(o.isnan().any())})  # fmt: skip
+
+
+def _check_traffic(fn):
+    q, k, v = one_head(300, 200, 32, dtype=FP16)
+    bias = torch.zeros(200, device=q.device)
+    with counted(q=q, k=k, v=v, bias=bias) as moved:
+        o = fn(q, k, v, bias)
+    if moved:
+        loaded = moved.loaded_from
+        if moved.stored != o.nbytes:
+            reject(
+                f"{moved.stored} bytes are stored, and o has {o.nbytes}: does S or P pass through memory?"
+            )
+        if loaded["q"] != q.nbytes:
+            reject(
+                f"{loaded['q']} bytes of q are loaded, and it has {q.nbytes}: each query once, by its program"
+            )
+        programs = loaded["k"] / k.nbytes
+        if programs != int(programs) or not 2 <= programs <= triton.cdiv(300, 16):
+            reject(
+                f"k is loaded {programs:g} times at seq_q = 300: once by each program, and a program owns a tile of "
+                "16 to 256 queries"
+            )
+        for name, t in (("v", v), ("bias", bias)):
+            if loaded[name] != programs * t.nbytes:
+                reject(
+                    f"{loaded[name]} bytes of {name} are loaded: {int(programs)} programs need {t.nbytes} each"
+                )
+    _require_one_launch(fn)
+
+
+def _require_one_launch(fn):
+    """One kernel, which is the same for every length."""
+    launches = []
+    for seq in (512, 8192):
+        q = torch.empty(seq, 64, dtype=FP16, device=runtime.DEVICE)
+        bias = torch.empty(seq, device=runtime.DEVICE)
+        launches.append(offline.record_launches(lambda q=q, bias=bias: fn(q, q, q, bias)))
+    if len(launches[0]) != 1:
+        reject(f"{len(launches[0])} kernels are launched: it is to be one")
+    if launches[0] != launches[1]:
+        reject(
+            "the kernel is compiled anew for another length: a tile's size may not depend on seq_q or seq_k, or it "
+            "meets the wall of section 3.2"
+        )
+    return launches[0][0]
+
+
+def _check_compiled(answer):
+    """Compile the kernel for two GPUs; returns their names."""
+    launch = _require_one_launch(answer.attention_with_bias)
+    launch = dataclasses.replace(launch, source=inspect.getsource(answer))
+    targets = ["sm_80", "sm_90"]
+    for c in offline.compile_launches([launch], targets):
+        if c.error:
+            reject(
+                f"right when interpreted, but the compiler refuses it for {c.target}: {c.error[-1500:]}"
+            )
+        if not c.fits:
+            limit = offline.SHARED_LIMIT[c.target] // 1024
+            reject(
+                f"it asks for {c.shared // 1024} KiB of shared memory; {c.target} has {limit}: take smaller tiles"
+            )
+    return " and ".join(targets)

@@ -1,0 +1,115 @@
+"""The kernel while it grows, and wrong forms of it, by name: the module's source with lines replaced.
+
+stage("heads")["_attn_fwd_kernel"]      one version of the kernel, to be shown or compared
+with stage("heads"): ...                inside, `attention_forward` launches it
+"""
+
+from common.learn.stages import Stage
+from phase3_forward import forward
+
+KERNEL, STEP, HEAD = "_attn_fwd_kernel", "attention_tile_step", "head_base"
+
+# What each feature added, and what stood there before.
+_HEADS = (
+    """    tiles_m = tl.cdiv(seq_q, BLOCK_M)
+    pid_m = tl.program_id(0) % tiles_m
+    pid_bh = tl.program_id(0) // tiles_m
+    q_head = head_base(q_ptr, stride_q, pid_bh, heads_q)
+    # `group` query heads share one key head.
+    k_head = head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)
+    v_head = head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)
+    o_head = head_base(o_ptr, stride_o, pid_bh, heads_q)
+""",
+    """    pid_m = tl.program_id(0)
+    q_head, k_head, v_head, o_head = q_ptr, k_ptr, v_ptr, o_ptr
+""",
+)
+_COLUMNS = ("offs_d = tl.arange(0, BLOCK_D)", "offs_d = tl.arange(0, HEAD_DIM)")
+_STATE = ("acc = tl.zeros((BLOCK_M, BLOCK_D)", "acc = tl.zeros((BLOCK_M, HEAD_DIM)")
+_BOUND = (
+    """    if IS_CAUSAL:  # keys after this tile's last query are seen by none of its rows
+        end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
+""",
+    "",
+)
+_MASK = (
+    """        if IS_CAUSAL:  # as in SDPA, rows and columns are counted from the top left
+            visible = visible & (offs_m[:, None] >= offs_n[None, :])
+""",
+    "",
+)
+_LSE = (
+    """    tl.store(
+        lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q
+    )
+""",
+    "",
+)
+_FEATURES = dict(heads=[_HEADS], head_dim=[_COLUMNS, _STATE], mask=[_BOUND, _MASK], lse=[_LSE])
+# The kernel grows from the first of these to the last, which is the module's.
+GROWTH = ("phase 2", "heads", "head_dim", "mask", "lse")
+
+_VISIBLE = "visible = (offs_n < seq_k)[None, :]"
+_WRONG = {
+    "heads one after another": [
+        (
+            KERNEL,
+            "head_base(q_ptr, stride_q, pid_bh, heads_q)",
+            "q_ptr + pid_bh * seq_q * HEAD_DIM",
+        ),
+        (
+            KERNEL,
+            "head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)",
+            "k_ptr + pid_bh // group * seq_k * HEAD_DIM",
+        ),
+        (
+            KERNEL,
+            "head_base(v_ptr, stride_v, pid_bh // group, heads_q // group)",
+            "v_ptr + pid_bh // group * seq_k * HEAD_DIM",
+        ),
+    ],
+    "offsets of 32 bits": [(HEAD, "heads).to(tl.int64) * stride[0]", "heads) * stride[0]")],
+    "key heads by remainder": [
+        (
+            KERNEL,
+            f"stride_{x}, pid_bh // group,",
+            f"stride_{x}, pid_bh // heads_q * 2 + pid_bh % 2,",
+        )
+        for x in "kv"  # of two key heads
+    ],
+    "scale of the tile": [(KERNEL, "q, k, v, scale, visible)", "q, k, v, BLOCK_D**-0.5, visible)")],
+    "values past the end are infinite": [
+        (
+            KERNEL,
+            _VISIBLE,
+            f'v = tl.where((offs_n < seq_k)[:, None], v, float("inf"))\n        {_VISIBLE}',
+        )
+    ],
+    "keys past the end are visible": [(KERNEL, _VISIBLE, "visible = (offs_n >= 0)[None, :]")],
+    "mask without a loop bound": [(KERNEL, *_BOUND)],
+    "loop bound without a mask": [(KERNEL, *_MASK)],
+    "diagonal hidden": [(KERNEL, "offs_m[:, None] >= offs_n", "offs_m[:, None] > offs_n")],
+    "loop ends a tile early": [(KERNEL, "(pid_m + 1) * BLOCK_M)", "pid_m * BLOCK_M)")],
+    "hidden keys at -1e6": [(STEP, 'float("-inf")', "-1e6")],
+    "LSE without the maximum": [(KERNEL, "m_i + tl.log(l_safe)", "tl.log(l_safe)")],
+    "batch of the keys forgotten": [
+        (KERNEL, "stride_k, pid_bh // group,", "stride_k, pid_bh // group % (heads_q // group),")
+    ],
+    # For a hunt: where it is wrong is not said here.
+    "suspect": [
+        (
+            KERNEL,
+            "load_tile(v_head, stride_v, offs_n,",
+            "load_tile(v_head, stride_v, offs_n - start_n,",
+        )
+    ],
+}
+NAMES = (*GROWTH, *_WRONG)
+
+
+def stage(name: str) -> Stage:
+    """The kernel by one of NAMES: as far as it has grown with that feature, or in that wrong form."""
+    if name in _WRONG:
+        return Stage(forward, *_WRONG[name])
+    later = GROWTH[GROWTH.index(name) + 1 :]
+    return Stage(forward, *((KERNEL, *edit) for feature in later for edit in _FEATURES[feature]))

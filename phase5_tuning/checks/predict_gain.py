@@ -1,0 +1,212 @@
+"""Checks the model's clocks on turns that were counted and on some drawn at random, and puts the
+gains beside the record.
+"""
+
+import itertools
+import math
+import random
+from collections import Counter
+
+from common.learn.judge import reject
+from common.measure import records
+
+# The forward pass's turns, counted in what Triton 3.7.1 makes of each rung for sm_90, under the
+# mask of the case: block_m, block_n, num_warps, and the opcodes in this order.
+OPCODES = (
+    "HGMMA",
+    "MUFU",
+    "FMUL",
+    "FADD",
+    "FFMA",
+    "FMNMX",
+    "FSEL",
+    "FSETP",
+    "ISETP",
+    "IMAD",
+    "others",
+)
+TURNS = {
+    (128, True): {
+        "tiles": (64, 64, 4, (12, 34, 198, 68, 0, 36, 64, 36, 78, 65, 183)),
+        "base 2": (64, 64, 4, (12, 34, 66, 36, 34, 36, 64, 0, 78, 72, 176)),
+        "late sums": (64, 64, 4, (12, 34, 66, 30, 36, 36, 64, 0, 82, 74, 162)),
+        "masks at edges": (64, 64, 4, (12, 34, 66, 30, 36, 36, 0, 0, 14, 69, 153)),
+        "descriptors": (64, 128, 4, (16, 66, 66, 62, 68, 68, 0, 0, 8, 10, 126)),
+    },
+    (64, False): {
+        "tiles": (128, 64, 4, (16, 68, 332, 136, 0, 72, 68, 72, 0, 24, 177)),
+        "base 2": (128, 64, 4, (16, 68, 68, 72, 68, 72, 68, 0, 0, 33, 171)),
+        "late sums": (128, 64, 4, (16, 68, 68, 60, 72, 72, 68, 0, 0, 33, 163)),
+        "masks at edges": (128, 64, 4, (16, 68, 68, 60, 72, 72, 0, 0, 0, 26, 166)),
+        "descriptors": (64, 128, 4, (12, 66, 34, 62, 68, 68, 0, 0, 7, 0, 114)),
+    },
+}
+BOUND = 0.10  # between a predicted and a recorded gain
+
+
+def check(answer):
+    cases = _cases(answer.Turn)
+    for name, right in (("serial_clocks", _serial), ("overlapped_clocks", _overlapped)):
+        calls = [
+            (
+                f"{name}({turn}, {d})",
+                getattr(answer, name)(turn, d),
+                right(turn, d),
+                _mistakes(name, turn, d),
+            )
+            for turn, d in cases
+        ]
+        _require(calls)
+    calls = []
+    for (before, d), (after, _) in itertools.pairwise(cases):
+        got = answer.gain(before, after, d)
+        case = before, after, d
+        calls.append((f"gain({before}, {after}, {d})", got, _gain(*case), _gain_mistakes(*case)))
+    _require(calls)
+    return _beside_the_record(answer)
+
+
+def _cases(make):
+    """(turn, head_dim): the counted ones, others drawn at random."""
+    drawn = random.Random()
+    cases = [
+        (make(*sizes, dict(zip(OPCODES, counts, strict=True))), d)
+        for (d, _), rungs in TURNS.items()
+        for *sizes, counts in rungs.values()
+    ]
+    for _ in range(6):
+        counts = {op: drawn.randint(1, 90) for op in OPCODES}
+        sizes = drawn.choice((64, 128)), drawn.choice((32, 64, 128)), drawn.choice((4, 8, 16))
+        cases.append((make(*sizes, counts), drawn.choice((64, 128, 256))))
+    cases.append((make(64, 64, 8, {"HGMMA": 16, "FFMA": 3000}), 64))  # no exponentials at all
+    return cases
+
+
+def _terms(turn, head_dim):
+    """Clocks of the products, and a scheduler's numbers of exponentials and of other instructions."""
+    share = turn.num_warps / 4
+    mufu = turn.instructions.get("MUFU", 0)
+    products = 4 * turn.block_m * turn.block_n * head_dim / 4096
+    return products, mufu * share, (sum(turn.instructions.values()) - mufu) * share
+
+
+def _serial(turn, head_dim):
+    products, mufu, others = _terms(turn, head_dim)
+    return products + 8 * mufu + others
+
+
+def _overlapped(turn, head_dim):
+    products, mufu, others = _terms(turn, head_dim)
+    return max(products, 8 * mufu, mufu + others)
+
+
+def _mistakes(name, turn, head_dim):
+    """{sentence: a mistaken number} for one of the two."""
+    products, mufu, others = _terms(turn, head_dim)
+    hgmma, share = turn.instructions["HGMMA"] * turn.num_warps / 4, turn.num_warps / 4
+    together = (lambda *x: sum(x)) if name == "serial_clocks" else max
+
+    def of(products=products, mufu=8 * mufu, others=others, issued=mufu):
+        if name == "serial_clocks":
+            return products + mufu + others
+        return max(products, mufu, others + issued)
+
+    wrong = {
+        "the products are missing": of(products=0),
+        "there are two products, of 2 * block_m * block_n * head_dim operations each": of(
+            products / 2
+        ),
+        "the exponentials are missing: a MUFU keeps its unit for 8 clocks": of(mufu=0),
+        "a MUFU counts like any other instruction here, but 32 results at 4 a clock take 8 clocks": of(
+            mufu=mufu
+        ),
+        "the 16 results a clock are for four schedulers, and each has a quarter of them": of(
+            mufu=2 * mufu
+        ),
+        "each scheduler serves num_warps / 4 warps; here it serves one": of(
+            mufu=8 * mufu / share, others=others / share, issued=mufu / share
+        ),
+        "the warps are spread over four schedulers; here one serves them all": of(
+            mufu=32 * mufu, others=4 * others, issued=4 * mufu
+        ),
+        "starting a product is an instruction that is issued, too": of(others=others - hgmma),
+        "only products and exponentials count here: the other instructions are missing": together(
+            products, 8 * mufu
+        ),
+    }
+    if name == "serial_clocks":
+        wrong["the issue of a MUFU is among its 8 clocks"] = of(mufu=9 * mufu)
+        wrong["nothing overlaps here: the sum, not the maximum"] = _overlapped(turn, head_dim)
+    else:
+        wrong["everything overlaps here: the maximum, not the sum"] = _serial(turn, head_dim)
+        wrong["a MUFU is issued in one clock, like any other instruction"] = of(issued=8 * mufu)
+        wrong["a MUFU is issued, too: it takes a clock of its scheduler"] = of(issued=0)
+    return wrong
+
+
+def _gain(before, after, head_dim, clocks=_serial):
+    old, new = (clocks(t, head_dim) / (t.block_m * t.block_n) for t in (before, after))
+    return old / new
+
+
+def _gain_mistakes(before, after, head_dim):
+    case = before, after, head_dim
+    return {
+        "it is upside down: time before, divided by time after": 1 / _gain(*case),
+        "the turns have different tiles: divide each by its logits, block_m * block_n": _serial(
+            before, head_dim
+        )
+        / _serial(after, head_dim),
+        "this is the gain if everything overlaps": _gain(*case, _overlapped),
+    }
+
+
+def _require(calls):
+    """calls: (what, got, right, mistakes). A sentence is believed if it explains most of what is wrong."""
+    for what, got, _, _ in calls:
+        if isinstance(got, bool) or not isinstance(got, (int, float)):
+            reject(f"{what}: expected a number, got {type(got).__name__}")
+    off = [call for call in calls if not math.isclose(call[1], call[2], rel_tol=1e-6)]
+    if not off:
+        return
+    fits = Counter(
+        sentence
+        for _, got, _, wrong in off
+        for sentence, x in wrong.items()
+        if math.isclose(got, x, rel_tol=1e-6)
+    )
+    sentence, n = max(fits.items(), key=lambda fit: fit[1], default=("", 0))
+    what, got, right, _ = off[0]
+    reject(
+        f"{what} is {got:.6g}, where {right:.6g} is right{': ' + sentence if 2 * n >= len(off) else ''}"
+    )
+
+
+def _beside_the_record(answer):
+    """The learner's gains, each with the record's; rejects one that is further away than it may be."""
+    times = {
+        (r["provider"], r["head_dim"], r["is_causal"]): r["ms"]
+        for r in records.load("phase5_tuning", "h200_ladder")["rows"]
+        if (r["mode"], r["seq"]) == ("fwd", 4096)
+    }
+    lines = []
+    for (d, causal), rungs in TURNS.items():
+        made = {
+            n: answer.Turn(*x[:3], dict(zip(OPCODES, x[3], strict=True))) for n, x in rungs.items()
+        }
+        names = list(made)
+        for old, new in itertools.pairwise(names):
+            before, after = (
+                times["ours" if n == "descriptors" else f"rung: {n}", d, causal]
+                # The rungs between these two change no forward kernel under this mask, or its order alone.
+                for n in (old, new)
+            )
+            predicted, recorded = answer.gain(made[old], made[new], d), before / after
+            if abs(predicted / recorded - 1) > BOUND:
+                reject(
+                    f"{new}, D {d}: predicted {predicted:.2f}, recorded {recorded:.2f}: further apart than {BOUND:.0%}"
+                )
+            lines.append(f"{new} {predicted:.2f} and {recorded:.2f}")
+        lines[-1] += f" (D {d} {'causal' if causal else 'full'})"
+    missing = "what the model leaves out: bytes, waits at loads and barriers, and the help of other programs"
+    return f"predicted and recorded gains, each within {BOUND:.0%}: {', '.join(lines)}; {missing}"

@@ -1,0 +1,69 @@
+"""Stages of the kernel: each version answers what it can, and each wrong form is wrong where it is said."""
+
+from common import make_qkv, verify_results
+from common.source import source
+from common.verify import guard
+from phase3_forward import forward
+from phase3_forward.forward import attention_forward
+from phase3_forward.stages import GROWTH, KERNEL, NAMES, stage
+
+import pytest
+
+CALLS = {  # what a feature is for
+    "heads": dict(qkv=make_qkv(2, 4, 20, 16, heads_kv=2, seq_k=70), enable_gqa=True),
+    "head_dim": dict(qkv=make_qkv(1, 1, 20, 80)),
+    "mask": dict(qkv=make_qkv(1, 1, 70, 16), is_causal=True),
+    "lse": dict(qkv=make_qkv(1, 1, 20, 16), lse=True),
+}
+GROUPED = CALLS["heads"]
+WRONG = {  # a call that the wrong form gets wrong: None where it does not
+    "heads one after another": dict(qkv=make_qkv(2, 2, 20, 16, layout="bshd")),
+    "offsets of 32 bits": None,  # at 2^31 elements; on these it is right
+    "key heads by remainder": GROUPED,
+    "scale of the tile": CALLS["head_dim"],
+    "values past the end are infinite": GROUPED,
+    "keys past the end are visible": GROUPED,
+    "mask without a loop bound": None,  # it only takes longer
+    "loop bound without a mask": CALLS["mask"],
+    "diagonal hidden": CALLS["mask"],
+    "loop ends a tile early": CALLS["mask"],
+    "hidden keys at -1e6": dict(qkv=make_qkv(1, 1, 40, 32, seq_k=96, kind="low"), is_causal=True, scale=2000.0),
+    "LSE without the maximum": CALLS["lse"],
+    "batch of the keys forgotten": GROUPED,
+    "suspect": GROUPED,
+}
+
+
+def passes(qkv, lse=False, **options):
+    """True if attention_forward, as it is now, gets the call right; o alone, or lse as well."""
+
+    def attention(*args, **kwargs):
+        with guard.watched():
+            results = attention_forward(*args, **kwargs)
+        return results if lse else results[0]
+
+    return verify_results(attention, *qkv, compare_sdpa=False, **options).passed
+
+
+@pytest.mark.parametrize("name", GROWTH)
+def test_a_version_answers_the_calls_of_its_features_and_of_no_other(name):
+    has = GROWTH.index(name)
+    with stage(name):
+        for feature, call in CALLS.items():
+            if feature == "head_dim" and GROWTH.index(feature) > has:
+                with pytest.raises(Exception, match="power of 2"):  # no tile is 80 wide
+                    passes(**call)
+            else:
+                assert passes(**call) == (GROWTH.index(feature) <= has), feature
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("name", "call"), WRONG.items(), ids=WRONG)
+def test_a_wrong_form_is_wrong(name, call):
+    with stage(name):
+        assert passes(**(call or GROUPED) | dict(lse=True)) == (call is None)
+
+
+def test_every_stage_is_tested_and_the_last_is_the_module():
+    assert (*GROWTH, *WRONG) == NAMES
+    assert source(stage("lse")[KERNEL]) == source(forward._attn_fwd_kernel)
