@@ -11,71 +11,42 @@ After W steps every share has been everywhere. The backward pass goes round once
 travel with their keys and collect a term from every rank, in fp32 and in the order of the ring, so
 that every run gives the same bits.
 
-Builds on: `attention_forward` and `attention_backward` of this phase, and torch.distributed.
+Two other ways stand beside the ring, to compare with: `all_gather_attention` brings all keys at once,
+`ulysses_attention` gives each rank all rows of some heads.
+
+Builds on: `attention_forward` and `attention_backward` of this phase, ranks.py (who holds which
+rows, and whether the ranks agree), and torch.distributed.
 Source: Liu, Zaharia, Abbeel, arXiv 2310.01889 (ring); Brandon et al., arXiv 2311.09431 (two chunks
 a rank).
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
-from common import validate
 from phase5_tuning.attention import flash_attention
 from phase5_tuning.backward import attention_backward
 from phase5_tuning.forward import attention_forward
+from phase5_tuning.ranks import agreed, chunk_lengths, joined, meeting, shard_of, side_group
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
-# --- who holds which rows ------------------------------------------------------------------------------------------
-
-
-def chunk_lengths(seq: int, ranks: int) -> list[int]:
-    """Rows of the 2 * ranks chunks of a sequence, as torch.tensor_split cuts it: the first ones may
-    be longer by one row.
-    """
-    return [seq // (2 * ranks) + (i < seq % (2 * ranks)) for i in range(2 * ranks)]
-
-
-def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """The two chunks of a rank: one early, one late.
-
-    Under a causal mask the queries of chunk i see about i chunks of keys. r and 2W - 1 - r add up to
-    the same for all ranks: everybody has the same work.
-    """
-    return rank, 2 * ranks - 1 - rank
+# --- whole and sharded ------------------------------------------------------------------------------------------------
 
 
 def shard(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """This rank's rows of x (..., seq, head_dim), which every rank of the group has whole."""
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    chunks = x.tensor_split(2 * ranks, dim=-2)
-    return torch.cat([chunks[i] for i in chunks_of(rank, ranks)], dim=-2)
+    return shard_of(x, dist.get_rank(group), dist.get_world_size(group))
 
 
 def unshard(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The whole of a tensor (..., seq, head_dim) of which each rank holds its `shard`: on every rank,
     without a gradient.
     """
-    ranks = dist.get_world_size(group)
-    lengths = _lengths(x.shape[-2], group, x.device)
-    return _in_order(_gathered(x.detach(), lengths, group), sum(lengths), ranks)
-
-
-def _in_order(shards: Sequence[torch.Tensor], seq: int, ranks: int) -> torch.Tensor:
-    """The shards of all ranks as one sequence."""
-    chunks, lengths = [None] * (2 * ranks), chunk_lengths(seq, ranks)
-    for rank, x in enumerate(shards):
-        early, late = chunks_of(rank, ranks)
-        chunks[early], chunks[late] = x.split([lengths[early], lengths[late]], dim=-2)
-    return torch.cat(chunks, dim=-2)
-
-
-def _lengths(rows: int, group, device) -> list[int]:
-    """The rows that each rank holds."""
-    mine = torch.tensor([rows], device=device)
-    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everybody, mine, group=group)
-    return torch.cat(everybody).tolist()
+    lengths = [0] * dist.get_world_size(group)
+    dist.all_gather_object(lengths, x.shape[-2], group=side_group(group))
+    return joined(_gathered(x.detach(), lengths, group))
 
 
 def _gathered(x: torch.Tensor, lengths: Sequence[int], group) -> list[torch.Tensor]:
@@ -125,20 +96,6 @@ def _wait(transfer: tuple[torch.Tensor, list]) -> torch.Tensor:
     return coming
 
 
-def _meeting(ring: Ring, source: int, early_q: int, early_k: int, is_causal: bool):
-    """(rows of q, rows of k, is_causal) of what must be computed when a rank's keys are here.
-
-    early_q, early_k: rows of the first chunk, of one's own queries and of the keys. Chunks that
-    differ see each other whole or not at all, so that only one's own keys need a mask.
-    """
-    everything = slice(None)
-    if not is_causal or source == ring.rank:
-        return everything, everything, is_causal
-    if source < ring.rank:  # their late chunk is after both of ours
-        return everything, slice(0, early_k), False
-    return slice(early_q, None), everything, False  # our early chunk is before both of theirs
-
-
 def merge_(
     o: torch.Tensor, lse: torch.Tensor, o_part: torch.Tensor, lse_part: torch.Tensor
 ) -> None:
@@ -149,96 +106,184 @@ def merge_(
     lse.copy_(both)
 
 
-class _RingAttention(torch.autograd.Function):
+def _around(ring: Ring, kv: torch.Tensor, lengths: Sequence[int]) -> Iterator:
+    """(whose, keys and values) of every rank, one's own first; the next are on their way meanwhile."""
+    for step in range(ring.ranks):
+        last = step + 1 == ring.ranks
+        if not last:
+            coming = ring.pass_on(kv, lengths[ring.source(step + 1)])
+        yield ring.source(step), kv
+        if not last:
+            kv = _wait(coming)
+
+
+def _at_once(ring: Ring, kv: torch.Tensor, lengths: Sequence[int]) -> Iterator:
+    """As `_around`, after one all-gather: every rank holds all keys and values."""
+    shares = _gathered(kv, lengths, ring.group)
+    for step in range(ring.ranks):
+        yield ring.source(step), shares[ring.source(step)]
+
+
+class _Sharded(torch.autograd.Function):
+    """Attention over the shares that `shares` yields, `_around` or `_at_once`."""
+
     @staticmethod
-    def forward(ctx, q, k, v, is_causal, scale, lengths_q, lengths_k, group):
-        ring = Ring(group)
-        early_q, early_k = [
-            chunk_lengths(sum(n), ring.ranks)[: ring.ranks] for n in (lengths_q, lengths_k)
-        ]
-        kv = torch.stack((k, v))
-        for step in range(ring.ranks):
-            source = ring.source(step)
-            if step + 1 < ring.ranks:
-                coming = ring.pass_on(kv, lengths_k[ring.source(step + 1)])
-            rows, cols, masked = _meeting(
-                ring, source, early_q[ring.rank], early_k[source], is_causal
-            )
-            part = attention_forward(
-                q[:, :, rows], *kv[:, :, :, cols], masked, scale, enable_gqa=True
-            )
-            if step == 0:
+    def forward(ctx, q, k, v, is_causal, scale, lengths_q, lengths_k, group, shares):
+        ring, o = Ring(group), None
+        early_q, early_k = (chunk_lengths(sum(n), ring.ranks) for n in (lengths_q, lengths_k))
+        for source, kv in shares(ring, torch.stack((k, v)), lengths_k):
+            here = meeting(ring.rank, source, early_q[ring.rank], early_k[source], is_causal)
+            rows, cols, masked = here
+            near, far = q[:, :, rows], kv[:, :, :, cols]
+            part = attention_forward(near, *far, masked, scale, enable_gqa=True)
+            if o is None:  # one's own keys come first
                 o, lse = part[0].float(), part[1]
             else:
                 merge_(o[:, :, rows], lse[:, :, rows], *part)
-            if step + 1 < ring.ranks:
-                kv = _wait(coming)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options = is_causal, scale, lengths_k, early_q, early_k, ring
+        ctx.options = is_causal, scale, lengths_k, early_q, early_k, ring, shares
         return o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
-        is_causal, scale, lengths_k, early_q, early_k, ring = ctx.options
-        kv, dq = torch.stack((k, v)), torch.zeros_like(q, dtype=torch.float32)
-        dkv = sums = torch.zeros_like(kv, dtype=torch.float32)
-        for step in range(ring.ranks):
-            source, following = ring.source(step), ring.source(step + 1)
-            if step + 1 < ring.ranks:
-                coming = ring.pass_on(kv, lengths_k[following])
-            rows, cols, masked = _meeting(
-                ring, source, early_q[ring.rank], early_k[source], is_causal
-            )
-            near = o[:, :, rows], lse[:, :, rows].contiguous(), do[:, :, rows]
-            dq_part, *dkv_part = attention_backward(
-                q[:, :, rows], *kv[:, :, :, cols], *near, None, masked, scale
-            )
+        is_causal, scale, lengths_k, early_q, early_k, ring, shares = ctx.options
+        dq, sums = torch.zeros_like(q, dtype=torch.float32), None
+        collect = _travelling if shares is _around else _kept
+        for source, kv in shares(ring, torch.stack((k, v)), lengths_k):
+            here = meeting(ring.rank, source, early_q[ring.rank], early_k[source], is_causal)
+            rows, cols, masked = here
+            near, far = q[:, :, rows], kv[:, :, :, cols]
+            saved = o[:, :, rows], lse[:, :, rows].contiguous(), do[:, :, rows]
+            dq_part, *dkv_part = attention_backward(near, *far, *saved, None, masked, scale)
             dq[:, :, rows] += dq_part
-            if step:  # the sums so far, from the rank that had these keys before
-                dkv = _wait(sums)
-            dkv[:, :, :, cols] += torch.stack(dkv_part)
-            sums = ring.pass_on(dkv, lengths_k[following])
-            if step + 1 < ring.ranks:
-                kv = _wait(coming)
-        dk, dv = _wait(sums).to(k.dtype)
-        return dq.to(q.dtype), dk, dv, *(None,) * 5
+            dkv = torch.zeros_like(kv, dtype=torch.float32)
+            dkv[:, :, :, cols] = torch.stack(dkv_part)
+            sums = collect(ring, sums, dkv, lengths_k, source)
+        dkv = _wait(sums) if shares is _around else _brought_home(ring, sums, lengths_k)
+        dk, dv = dkv.to(k.dtype)
+        return dq.to(q.dtype), dk, dv, *(None,) * 6
+
+
+def _travelling(ring: Ring, sums, dkv: torch.Tensor, lengths: Sequence[int], source: int):
+    """Add this rank's dK and dV to the sums that come with the keys, and pass them on."""
+    if sums is not None:
+        dkv = _wait(sums).add_(dkv)
+    return ring.pass_on(dkv, lengths[(source - 1) % ring.ranks])
+
+
+def _kept(ring: Ring, sums, dkv: torch.Tensor, lengths: Sequence[int], source: int):
+    """Keep this rank's dK and dV of every share until the end."""
+    return (sums or {}) | {source: dkv}
+
+
+def _brought_home(ring: Ring, sums: dict, lengths: Sequence[int]) -> torch.Tensor:
+    """Send each share of dK and dV to the rank that has its keys, and sum what comes, in rank order."""
+    mine = sums[ring.rank]
+    outgoing = [sums[rank].flatten() for rank in range(ring.ranks)]
+    coming = _exchanged(outgoing, [mine.numel()] * ring.ranks, ring.group)
+    return torch.stack([part.view(mine.shape) for part in coming]).sum(0)
+
+
+def _exchanged(outgoing: list, sizes: list[int], group) -> list[torch.Tensor]:
+    """All-to-all: the i-th flat tensor goes to rank i; what comes from rank i has sizes[i] elements."""
+    coming = outgoing[0].new_empty(sum(sizes))
+    splits = dict(output_split_sizes=sizes, input_split_sizes=[x.numel() for x in outgoing])
+    dist.all_to_all_single(coming, torch.cat(outgoing), **splits, group=group)
+    return list(coming.split(sizes))
+
+
+# --- Ulysses: all rows of some heads, instead of all heads of some rows --------------------------------------------
+
+
+def _to_heads(x: torch.Tensor, lengths: Sequence[int], group) -> torch.Tensor:
+    """(batch, heads, rows of this rank, head_dim) -> (batch, heads / ranks, seq, head_dim)."""
+    parts = x.chunk(len(lengths), dim=1)
+    batch, heads, _, head_dim = parts[0].shape
+    sizes = [batch * heads * rows * head_dim for rows in lengths]
+    coming = _exchanged([part.flatten() for part in parts], sizes, group)
+    shards = zip(coming, lengths, strict=True)
+    return joined([part.view(batch, heads, rows, head_dim) for part, rows in shards])
+
+
+def _to_rows(x: torch.Tensor, lengths: Sequence[int], group) -> torch.Tensor:
+    """What undoes `_to_heads`."""
+    ranks, (batch, heads, _, head_dim) = len(lengths), x.shape
+    shape = batch, heads, lengths[dist.get_rank(group)], head_dim
+    outgoing = [shard_of(x, rank, ranks).flatten() for rank in range(ranks)]
+    coming = _exchanged(outgoing, [math.prod(shape)] * ranks, group)
+    return torch.cat([part.view(shape) for part in coming], dim=1)
+
+
+class _Turned(torch.autograd.Function):
+    """turn(x), whose gradient is `back`."""
+
+    @staticmethod
+    def forward(ctx, x, turn, back, lengths, group):
+        ctx.options = back, lengths, group
+        return turn(x, lengths, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        back, *options = ctx.options
+        return back(dx, *options), *(None,) * 4
+
+
+# --- the three ways ------------------------------------------------------------------------------------------------
 
 
 def context_parallel_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Attention of a sequence of which each rank of the group holds a shard; differentiable once.
 
     q (batch, heads_q, seq_q of this rank, head_dim), k and v (batch, heads_kv, seq_k of this rank,
     head_dim), as `shard` gives them; dtypes, scale and enable_gqa as in `flash_attention`. With
     is_causal, seq_q and seq_k must be equal. Returns this rank's shard of o, as q. All ranks must
-    call it in the same order.
+    call it in the same order, and its backward pass too.
 
-    Raises what `flash_attention` raises, and ValueError, on all ranks, if the shards are not those
-    that `shard` gives.
+    Raises on a rank what `flash_attention` raises there, and ValueError on all others; ValueError on
+    all ranks if they disagree or if the shards are not those that `shard` gives. A rank that never
+    calls makes the others fail with the process group's own error or timeout.
     """
-    scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
-    ranks = dist.get_world_size(group)
-    if ranks == 1:
+    return _attend(
+        "context_parallel_attention", _around, q, k, v, is_causal, scale, enable_gqa, group
+    )
+
+
+def all_gather_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, group=None):
+    """As `context_parallel_attention`, with one all-gather of K and V instead of the ring: the simple
+    version, which needs memory for the keys and values of the whole sequence.
+    """
+    return _attend("all_gather_attention", _at_once, q, k, v, is_causal, scale, enable_gqa, group)
+
+
+def _attend(name, shares, q, k, v, is_causal, scale, enable_gqa, group):
+    scale, *lengths = agreed(name, q, k, v, is_causal, scale, enable_gqa, group)
+    if len(lengths[0]) == 1:
         return flash_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    lengths_q, lengths_k = (_lengths(t.shape[2], group, t.device) for t in (q, k))
-    for name, lengths in dict(q=lengths_q, k=lengths_k).items():
-        chunks = chunk_lengths(sum(lengths), ranks)
-        expected = [sum(chunks[i] for i in chunks_of(rank, ranks)) for rank in range(ranks)]
-        if lengths != expected:
-            raise ValueError(
-                f"{name}: the ranks hold {lengths} rows of {sum(lengths)}; shard() gives them {expected}"
-            )
-    if is_causal and lengths_q != lengths_k:
-        raise ValueError(
-            f"is_causal: seq_q and seq_k must be equal, got {sum(lengths_q)} and {sum(lengths_k)}"
-        )
-    return _RingAttention.apply(q, k, v, is_causal, scale, lengths_q, lengths_k, group)
+    return _Sharded.apply(q, k, v, is_causal, scale, *lengths, group, shares)
+
+
+def ulysses_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, group=None):
+    """As `context_parallel_attention`, by an all-to-all: a rank gets all rows of its share of the heads,
+    attends as one GPU does, and sends the rows back.
+
+    Raises ValueError too if heads_q or heads_kv cannot be divided by the number of ranks.
+    Source: Jacobs et al., arXiv 2309.14509.
+    """
+    name = "ulysses_attention"
+    scale, rows_q, rows_k = agreed(name, q, k, v, is_causal, scale, enable_gqa, group)
+    for what, heads in dict(heads_q=q.shape[1], heads_kv=k.shape[1]).items():
+        if heads % len(rows_q):
+            raise ValueError(f"{what}: {heads} heads cannot be shared by {len(rows_q)} ranks")
+    q, k, v = (
+        _Turned.apply(t, _to_heads, _to_rows, rows, group)
+        for t, rows in ((q, rows_q), (k, rows_k), (v, rows_k))
+    )
+    o = flash_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    return _Turned.apply(o, _to_rows, _to_heads, rows_q, group)
