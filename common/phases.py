@@ -103,8 +103,8 @@ PHASES = (
             "ladder",
         ),
         RUNGS["descriptors"],
-        ("tuning.ipynb", "hopper.ipynb"),
-        (5, 4),
+        ("tuning.ipynb", "hopper.ipynb", "context_parallel.ipynb"),
+        (5, 4, 1.5),
     ),
 )
 

@@ -516,4 +516,57 @@ WRONG = {
         ),
         Wrong("floats", {"return last - n": "return (last - n) / 1"}, "expected an int"),
     ],
+    "merge_ranks": [
+        Wrong(
+            "lse first",
+            {"    shift = both.masked": "    lse.copy_(both)\n    shift = both.masked"},
+            "by the lse from before the merge",
+        ),
+        Wrong(
+            "-inf - (-inf)", {'shift = both.masked_fill(both == float("-inf"), 0.0)': "shift = both"}, "there is a NaN"
+        ),
+        Wrong(
+            "not in place",
+            {"o.mul_((lse - shift).exp()[..., None])": "o = o * (lse - shift).exp()[..., None]"},
+            "o is what it was",
+        ),
+        Wrong("lse not written", {"    lse.copy_(both)\n": ""}, "lse is what it was"),
+        Wrong("o not scaled", {"    o.mul_((lse - shift).exp()[..., None])\n": ""}, "as if it had all the keys"),
+        Wrong("the larger one", {"torch.logaddexp(lse": "torch.maximum(lse"}, "this is the larger one"),
+        Wrong(
+            "the plain sum",
+            {
+                "    o.mul_((lse - shift).exp()[..., None])\n": "",
+                "o_part * (lse_part - shift).exp()[..., None]": "o_part",
+            },
+            "this is the sum of both",
+        ),
+        Wrong(
+            "out of range",
+            {"torch.logaddexp(lse, lse_part)": "torch.log(lse.exp() + lse_part.exp())"},
+            "logits near 1000",
+        ),
+        Wrong(
+            "the part is scaled in place",
+            {"o_part * (lse_part - shift).exp()[..., None]": "o_part.mul_((lse_part - shift).exp()[..., None])"},
+            "read only",
+        ),
+    ],
+    "balance_causal": [
+        Wrong(
+            "neighbors", {"return rank, 2 * ranks - 1 - rank": "return 2 * rank, 2 * rank + 1"}, "Neighbors go together"
+        ),
+        Wrong(
+            "striped", {"return rank, 2 * ranks - 1 - rank": "return rank, rank + ranks"}, "get later with its number"
+        ),
+        Wrong("one too far", {"2 * ranks - 1 - rank": "2 * ranks - rank"}, "exactly once"),
+        Wrong(
+            "late first", {"return rank, 2 * ranks - 1 - rank": "return 2 * ranks - 1 - rank, rank"}, "must come before"
+        ),
+        Wrong(
+            "a list",
+            {"return rank, 2 * ranks - 1 - rank": "return [rank, 2 * ranks - 1 - rank]"},
+            "expected a pair of ints",
+        ),
+    ],
 }

@@ -1,0 +1,80 @@
+"""Checks the merge in place: several dtypes, queries that see nothing, views, logits near 1000."""
+
+from common.learn.judge import reject, require
+
+import torch
+
+INF = float("inf")
+
+
+def check(answer):
+    for what, shift, dtype in (
+        ("two ranks", 0, torch.float32),
+        ("parts in fp16", 0, torch.float16),
+        ("logits near 1000", 1000, torch.float32),
+        ("logits near -1000", -1000, torch.float32),
+        ("queries that see nothing", None, torch.float32),
+    ):
+        _check_case(answer, what, shift, dtype)
+    return "fp32 and fp16, logits near 1000, queries that see nothing, views of larger tensors"
+
+
+def _attended(s, v):
+    lse = torch.logsumexp(s, -1)
+    return torch.exp(s - lse.masked_fill(lse == -INF, 0.0)[..., None]) @ v, lse
+
+
+def _check_case(answer, what, shift, dtype):
+    generator = torch.Generator().manual_seed(3)
+    s = 3 * torch.randn(2, 5, 24, generator=generator) + (shift or 0)
+    v = torch.randn(2, 24, 4, generator=generator)
+    if shift is None:
+        s[:, 0, :10] = s[:, 1, 10:] = s[:, 2] = -INF
+    mine, part = _attended(s[..., :10], v[:, :10]), _attended(s[..., 10:], v[:, 10:])
+    part = part[0].to(dtype), part[1]
+    whole_o, whole_lse = torch.full((2, 9, 4), 7.0), torch.full((2, 9), 7.0)
+    o, lse = whole_o[:, 2:7], whole_lse[:, 2:7]
+    o.copy_(mine[0])
+    lse.copy_(mine[1])
+    kept = part[0].clone(), part[1].clone()
+    answer.merge_ranks(o, lse, *part)
+    if not (torch.equal(part[0], kept[0]) and torch.equal(part[1], kept[1])):
+        reject(f"{what}: o_part or lse_part has changed; they are read only")
+    both = torch.logaddexp(mine[1], part[1])
+    w, w_part = (
+        torch.exp(t - both.masked_fill(both == -INF, 0))[..., None] for t in (mine[1], part[1])
+    )
+    o_part = part[0].float()
+    right = w * mine[0] + w_part * o_part
+    if torch.equal(lse, mine[1]) and not torch.equal(both, mine[1]):
+        reject(f"{what}: lse is what it was: the caller's own tensor must change, in place")
+    if torch.equal(o, mine[0]) and not torch.allclose(right, mine[0]):
+        reject(f"{what}: o is what it was: the caller's own tensor must change, in place")
+    if torch.isnan(o).any() or torch.isnan(lse).any():
+        reject(
+            f"{what}: there is a NaN. Is -inf - (-inf) computed where neither set has a key that is seen, "
+            "or has an exponential left the range of numbers?"
+        )
+    _require(what, (o, lse), (right, both), mine, (o_part, part[1]))
+    if not ((whole_o[:, :2] == 7).all() and (whole_o[:, 7:] == 7).all()):
+        reject(f"{what}: rows beside the view have changed")
+
+
+def _require(what, got, right, mine, part):
+    (o, lse), (right_o, both), (o_mine, lse_mine), (o_part, lse_part) = got, right, mine, part
+    larger = torch.maximum(lse_mine, lse_part)
+    lse_mistakes = {
+        "this is the larger one; the sums of exponentials are what adds up": larger,
+        "this is the sum; the sums of exponentials are what adds up": lse_mine + lse_part,
+    }
+    require(f"{what}: lse", lse, both, mistakes=lse_mistakes, rtol=1e-4, atol=1e-4)
+    shift = both.masked_fill(both == -INF, 0)
+    w, w_part = (torch.exp(t - shift)[..., None] for t in (lse_mine, lse_part))
+    o_mistakes = {
+        "this is the sum of both; each counts with its share of exp(lse)": o_mine + o_part,
+        "this is the plain average; each counts with its share of exp(lse)": (o_mine + o_part) / 2,
+        "the weights are swapped": w_part * o_mine + w * o_part,
+        "o counts as if it had all the keys: is it scaled down, and by the lse from before the merge?": o_mine
+        + w_part * o_part,
+    }
+    require(f"{what}: o", o, right_o, mistakes=o_mistakes, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,289 @@
+"""Attention over several GPUs: each rank holds a part of the sequence, and keys and values travel.
+
+Rank r of W holds the queries, keys and values of two chunks of the sequence, r and 2W - 1 - r of 2W.
+Its queries must meet all keys. They meet them a rank's share at a time:
+
+    (o, lse) of the share that is here        phase 5's forward pass, as on one GPU
+    merge into the result so far              phase 1's merge: o and LSE of disjoint sets of keys
+    meanwhile: keys and values move on by a rank
+
+After W steps every share has been everywhere. The backward pass goes round once more; dK and dV
+travel with their keys and collect a term from every rank, in fp32 and in the order of the ring, so
+that every run gives the same bits.
+
+Two other ways stand beside the ring, to compare with: `all_gather_attention` brings all keys at once,
+`ulysses_attention` gives each rank all rows of some heads.
+
+Builds on: `attention_forward` and `attention_backward` of this phase, ranks.py (who holds which
+rows, and whether the ranks agree), and torch.distributed.
+Source: Liu, Zaharia, Abbeel, arXiv 2310.01889 (ring); Brandon et al., arXiv 2311.09431 (two chunks
+a rank).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from phase5_tuning.attention import flash_attention
+from phase5_tuning.backward import attention_backward
+from phase5_tuning.forward import attention_forward
+from phase5_tuning.ranks import agreed, chunk_lengths, joined, meeting, shard_of, side_group
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+# --- whole and sharded ------------------------------------------------------------------------------------------------
+
+
+def shard(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """This rank's rows of x (..., seq, head_dim), which every rank of the group has whole."""
+    return shard_of(x, dist.get_rank(group), dist.get_world_size(group))
+
+
+def unshard(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The whole of a tensor (..., seq, head_dim) of which each rank holds its `shard`: on every rank,
+    without a gradient.
+    """
+    lengths = [0] * dist.get_world_size(group)
+    dist.all_gather_object(lengths, x.shape[-2], group=side_group(group))
+    return joined(_gathered(x.detach(), lengths, group))
+
+
+def _gathered(x: torch.Tensor, lengths: Sequence[int], group) -> list[torch.Tensor]:
+    """The shards of all ranks; `all_gather` wants them of one shape, so each is padded."""
+    longest = max(lengths)
+    padded = x.new_zeros(*x.shape[:-2], longest, x.shape[-1])
+    padded[..., : x.shape[-2], :] = x
+    everybody = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(everybody, padded, group=group)
+    return [one[..., :length, :] for one, length in zip(everybody, lengths, strict=True)]
+
+
+# --- the ring ------------------------------------------------------------------------------------------------------
+
+
+class Ring:
+    """Neighbors in a circle: `pass_on` sends to the next rank and receives from the one before."""
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        of = group or dist.group.WORLD
+        self._next = dist.get_global_rank(of, (self.rank + 1) % self.ranks)
+        self._before = dist.get_global_rank(of, (self.rank - 1) % self.ranks)
+
+    def source(self, step: int) -> int:
+        """Whose keys and values are here in a step: one's own in step 0, then those of the rank before."""
+        return (self.rank - step) % self.ranks
+
+    def pass_on(self, x: torch.Tensor, rows: int) -> tuple[torch.Tensor, list]:
+        """Send x (..., seq, head_dim), contiguous, and receive its like with other rows.
+
+        Returns what comes, which is there when all of the list's works have been waited for.
+        """
+        coming = x.new_empty(*x.shape[:-2], rows, x.shape[-1])
+        transfers = []
+        if x.numel():
+            transfers.append(dist.P2POp(dist.isend, x, self._next, self.group))
+        if coming.numel():
+            transfers.append(dist.P2POp(dist.irecv, coming, self._before, self.group))
+        return coming, dist.batch_isend_irecv(transfers) if transfers else []
+
+
+def _wait(transfer: tuple[torch.Tensor, list]) -> torch.Tensor:
+    coming, works = transfer
+    for work in works:
+        work.wait()
+    return coming
+
+
+def merge_(
+    o: torch.Tensor, lse: torch.Tensor, o_part: torch.Tensor, lse_part: torch.Tensor
+) -> None:
+    """Phase 1's merge, in place: o, lse (fp32) become those of both sets of keys together."""
+    both = torch.logaddexp(lse, lse_part)
+    shift = both.masked_fill(both == float("-inf"), 0.0)
+    o.mul_((lse - shift).exp()[..., None]).add_(o_part * (lse_part - shift).exp()[..., None])
+    lse.copy_(both)
+
+
+def _around(ring: Ring, kv: torch.Tensor, lengths: Sequence[int]) -> Iterator:
+    """(whose, keys and values) of every rank, one's own first; the next are on their way meanwhile."""
+    for step in range(ring.ranks):
+        last = step + 1 == ring.ranks
+        if not last:
+            coming = ring.pass_on(kv, lengths[ring.source(step + 1)])
+        yield ring.source(step), kv
+        if not last:
+            kv = _wait(coming)
+
+
+def _at_once(ring: Ring, kv: torch.Tensor, lengths: Sequence[int]) -> Iterator:
+    """As `_around`, after one all-gather: every rank holds all keys and values."""
+    shares = _gathered(kv, lengths, ring.group)
+    for step in range(ring.ranks):
+        yield ring.source(step), shares[ring.source(step)]
+
+
+class _Sharded(torch.autograd.Function):
+    """Attention over the shares that `shares` yields, `_around` or `_at_once`."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal, scale, lengths_q, lengths_k, group, shares):
+        ring, o = Ring(group), None
+        early_q, early_k = (chunk_lengths(sum(n), ring.ranks) for n in (lengths_q, lengths_k))
+        for source, kv in shares(ring, torch.stack((k, v)), lengths_k):
+            here = meeting(ring.rank, source, early_q[ring.rank], early_k[source], is_causal)
+            rows, cols, masked = here
+            near, far = q[:, :, rows], kv[:, :, :, cols]
+            part = attention_forward(near, *far, masked, scale, enable_gqa=True)
+            if o is None:  # one's own keys come first
+                o, lse = part[0].float(), part[1]
+            else:
+                merge_(o[:, :, rows], lse[:, :, rows], *part)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = is_causal, scale, lengths_k, early_q, early_k, ring, shares
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        is_causal, scale, lengths_k, early_q, early_k, ring, shares = ctx.options
+        dq, sums = torch.zeros_like(q, dtype=torch.float32), None
+        collect = _travelling if shares is _around else _kept
+        for source, kv in shares(ring, torch.stack((k, v)), lengths_k):
+            here = meeting(ring.rank, source, early_q[ring.rank], early_k[source], is_causal)
+            rows, cols, masked = here
+            near, far = q[:, :, rows], kv[:, :, :, cols]
+            saved = o[:, :, rows], lse[:, :, rows].contiguous(), do[:, :, rows]
+            dq_part, *dkv_part = attention_backward(near, *far, *saved, None, masked, scale)
+            dq[:, :, rows] += dq_part
+            dkv = torch.zeros_like(kv, dtype=torch.float32)
+            dkv[:, :, :, cols] = torch.stack(dkv_part)
+            sums = collect(ring, sums, dkv, lengths_k, source)
+        dkv = _wait(sums) if shares is _around else _brought_home(ring, sums, lengths_k)
+        dk, dv = dkv.to(k.dtype)
+        return dq.to(q.dtype), dk, dv, *(None,) * 6
+
+
+def _travelling(ring: Ring, sums, dkv: torch.Tensor, lengths: Sequence[int], source: int):
+    """Add this rank's dK and dV to the sums that come with the keys, and pass them on."""
+    if sums is not None:
+        dkv = _wait(sums).add_(dkv)
+    return ring.pass_on(dkv, lengths[(source - 1) % ring.ranks])
+
+
+def _kept(ring: Ring, sums, dkv: torch.Tensor, lengths: Sequence[int], source: int):
+    """Keep this rank's dK and dV of every share until the end."""
+    return (sums or {}) | {source: dkv}
+
+
+def _brought_home(ring: Ring, sums: dict, lengths: Sequence[int]) -> torch.Tensor:
+    """Send each share of dK and dV to the rank that has its keys, and sum what comes, in rank order."""
+    mine = sums[ring.rank]
+    outgoing = [sums[rank].flatten() for rank in range(ring.ranks)]
+    coming = _exchanged(outgoing, [mine.numel()] * ring.ranks, ring.group)
+    return torch.stack([part.view(mine.shape) for part in coming]).sum(0)
+
+
+def _exchanged(outgoing: list, sizes: list[int], group) -> list[torch.Tensor]:
+    """All-to-all: the i-th flat tensor goes to rank i; what comes from rank i has sizes[i] elements."""
+    coming = outgoing[0].new_empty(sum(sizes))
+    splits = dict(output_split_sizes=sizes, input_split_sizes=[x.numel() for x in outgoing])
+    dist.all_to_all_single(coming, torch.cat(outgoing), **splits, group=group)
+    return list(coming.split(sizes))
+
+
+# --- Ulysses: all rows of some heads, instead of all heads of some rows --------------------------------------------
+
+
+def _to_heads(x: torch.Tensor, lengths: Sequence[int], group) -> torch.Tensor:
+    """(batch, heads, rows of this rank, head_dim) -> (batch, heads / ranks, seq, head_dim)."""
+    parts = x.chunk(len(lengths), dim=1)
+    batch, heads, _, head_dim = parts[0].shape
+    sizes = [batch * heads * rows * head_dim for rows in lengths]
+    coming = _exchanged([part.flatten() for part in parts], sizes, group)
+    shards = zip(coming, lengths, strict=True)
+    return joined([part.view(batch, heads, rows, head_dim) for part, rows in shards])
+
+
+def _to_rows(x: torch.Tensor, lengths: Sequence[int], group) -> torch.Tensor:
+    """What undoes `_to_heads`."""
+    ranks, (batch, heads, _, head_dim) = len(lengths), x.shape
+    shape = batch, heads, lengths[dist.get_rank(group)], head_dim
+    outgoing = [shard_of(x, rank, ranks).flatten() for rank in range(ranks)]
+    coming = _exchanged(outgoing, [math.prod(shape)] * ranks, group)
+    return torch.cat([part.view(shape) for part in coming], dim=1)
+
+
+class _Turned(torch.autograd.Function):
+    """turn(x), whose gradient is `back`."""
+
+    @staticmethod
+    def forward(ctx, x, turn, back, lengths, group):
+        ctx.options = back, lengths, group
+        return turn(x, lengths, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        back, *options = ctx.options
+        return back(dx, *options), *(None,) * 4
+
+
+# --- the three ways ------------------------------------------------------------------------------------------------
+
+
+def context_parallel_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of a sequence of which each rank of the group holds a shard; differentiable once.
+
+    q (batch, heads_q, seq_q of this rank, head_dim), k and v (batch, heads_kv, seq_k of this rank,
+    head_dim), as `shard` gives them; dtypes, scale and enable_gqa as in `flash_attention`. With
+    is_causal, seq_q and seq_k must be equal. Returns this rank's shard of o, as q. All ranks must
+    call it in the same order, and its backward pass too.
+
+    Raises on a rank what `flash_attention` raises there, and ValueError on all others; ValueError on
+    all ranks if they disagree or if the shards are not those that `shard` gives. A rank that never
+    calls makes the others fail with the process group's own error or timeout.
+    """
+    return _attend(
+        "context_parallel_attention", _around, q, k, v, is_causal, scale, enable_gqa, group
+    )
+
+
+def all_gather_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, group=None):
+    """As `context_parallel_attention`, with one all-gather of K and V instead of the ring: the simple
+    version, which needs memory for the keys and values of the whole sequence.
+    """
+    return _attend("all_gather_attention", _at_once, q, k, v, is_causal, scale, enable_gqa, group)
+
+
+def _attend(name, shares, q, k, v, is_causal, scale, enable_gqa, group):
+    scale, *lengths = agreed(name, q, k, v, is_causal, scale, enable_gqa, group)
+    if len(lengths[0]) == 1:
+        return flash_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    return _Sharded.apply(q, k, v, is_causal, scale, *lengths, group, shares)
+
+
+def ulysses_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, group=None):
+    """As `context_parallel_attention`, by an all-to-all: a rank gets all rows of its share of the heads,
+    attends as one GPU does, and sends the rows back.
+
+    Raises ValueError too if heads_q or heads_kv cannot be divided by the number of ranks.
+    Source: Jacobs et al., arXiv 2309.14509.
+    """
+    name = "ulysses_attention"
+    scale, rows_q, rows_k = agreed(name, q, k, v, is_causal, scale, enable_gqa, group)
+    for what, heads in dict(heads_q=q.shape[1], heads_kv=k.shape[1]).items():
+        if heads % len(rows_q):
+            raise ValueError(f"{what}: {heads} heads cannot be shared by {len(rows_q)} ranks")
+    q, k, v = (
+        _Turned.apply(t, _to_heads, _to_rows, rows, group)
+        for t, rows in ((q, rows_q), (k, rows_k), (v, rows_k))
+    )
+    o = flash_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    return _Turned.apply(o, _to_rows, _to_heads, rows_q, group)

@@ -1,0 +1,126 @@
+"""Which rows of a sequence each rank holds, which of them meet, and whether all ranks mean the same call.
+
+Builds on: torch.distributed; the arithmetic of rows needs no process group.
+Source: Brandon et al., arXiv 2311.09431 (two chunks a rank).
+"""
+
+from collections.abc import Sequence
+
+from common import validate
+
+import torch
+import torch.distributed as dist
+
+# --- who holds which rows ------------------------------------------------------------------------------------------
+
+
+def chunk_lengths(seq: int, ranks: int) -> list[int]:
+    """Rows of the 2 * ranks chunks of a sequence, as torch.tensor_split cuts it: the first ones may
+    be longer by one row.
+    """
+    return [seq // (2 * ranks) + (i < seq % (2 * ranks)) for i in range(2 * ranks)]
+
+
+def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
+    """The two chunks of a rank: one early, one late.
+
+    Under a causal mask the queries of chunk i see about i chunks of keys. r and 2W - 1 - r add up to
+    the same for all ranks: everybody has the same work.
+    """
+    return rank, 2 * ranks - 1 - rank
+
+
+def shard_of(x: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The rows of a rank, of a whole tensor x (..., seq, head_dim). Needs no process group."""
+    chunks = x.tensor_split(2 * ranks, dim=-2)
+    return torch.cat([chunks[i] for i in chunks_of(rank, ranks)], dim=-2)
+
+
+def joined(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole tensor (..., seq, head_dim) of the shards of all ranks, in the order of the ranks."""
+    ranks = len(shards)
+    chunks, lengths = [None] * (2 * ranks), chunk_lengths(sum(x.shape[-2] for x in shards), ranks)
+    for rank, x in enumerate(shards):
+        early, late = chunks_of(rank, ranks)
+        chunks[early], chunks[late] = x.split([lengths[early], lengths[late]], dim=-2)
+    return torch.cat(chunks, dim=-2)
+
+
+def meeting(rank: int, source: int, early_q: int, early_k: int, is_causal: bool):
+    """(rows of q, rows of k, is_causal) of the work that a rank has with the keys of rank `source`.
+
+    early_q, early_k: rows of the first chunk, of the rank's queries and of these keys. Different
+    chunks see each other whole or not at all, so only a rank's own keys need a mask.
+    """
+    everything = slice(None)
+    if not is_causal or source == rank:
+        return everything, everything, is_causal
+    if source < rank:  # their late chunk is after both of ours
+        return everything, slice(0, early_k), False
+    return slice(early_q, None), everything, False  # our early chunk is before both of theirs
+
+
+# --- the ranks agree -----------------------------------------------------------------------------------------------
+
+_SIDE_GROUPS = {}
+
+
+def side_group(group):
+    """A group of the same ranks over gloo, which carries Python objects without a GPU."""
+    group = group or dist.group.WORLD
+    if dist.get_backend(group) == "gloo":
+        return group
+    if group not in _SIDE_GROUPS:
+        ranks = dist.get_process_group_ranks(group)
+        _SIDE_GROUPS[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return _SIDE_GROUPS[group]
+
+
+def agreed(name: str, q, k, v, is_causal, scale, enable_gqa, group) -> tuple:
+    """(scale, rows of q, rows of k by rank), after all ranks have called with the same arguments.
+
+    Every rank tells all others what it was called with, or what is wrong with it. So all of them
+    raise, and none waits for one that has raised.
+    """
+    wrong, facts, rows = None, {}, (0, 0)
+    try:
+        scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+        for what, t in dict(q=q, k=k, v=v).items():
+            facts[f"{what}'s batch, heads and head_dim"] = *t.shape[:2], t.shape[3]
+            facts[f"{what}.dtype"], facts[f"{what}.device"] = str(t.dtype), t.device.type
+        facts |= dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, function=name)
+        needs = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+        facts["requires_grad"], rows = needs, (q.shape[2], k.shape[2])
+    except Exception as error:  # whatever it is, the others must hear of it
+        wrong = error
+    said = [None] * dist.get_world_size(group)
+    mine = f"{type(wrong).__name__}: {wrong}" if wrong else None, facts, rows
+    dist.all_gather_object(said, mine, group=side_group(group))
+    if wrong:
+        raise wrong
+    errors, everybody, all_rows = zip(*said, strict=True)
+    for rank, error in enumerate(errors):
+        if error:
+            raise ValueError(f"rank {rank} raised {error}")
+    for what in facts:
+        values = [of[what] for of in everybody]
+        if len(set(values)) > 1:
+            by_rank = ", ".join(f"rank {i}: {value}" for i, value in enumerate(values))
+            raise ValueError(f"{what}: the ranks disagree: {by_rank}")
+    return scale, *_checked_rows(all_rows, is_causal)
+
+
+def _checked_rows(all_rows: Sequence[tuple[int, int]], is_causal: bool) -> list[list[int]]:
+    """The rows of q and of k by rank, if they are those of shards."""
+    ranks, both = len(all_rows), [list(rows) for rows in zip(*all_rows, strict=True)]
+    for name, lengths in zip(("q", "k"), both, strict=True):
+        chunks = chunk_lengths(sum(lengths), ranks)
+        expected = [sum(chunks[i] for i in chunks_of(rank, ranks)) for rank in range(ranks)]
+        if lengths != expected:
+            raise ValueError(
+                f"{name}: the ranks hold {lengths} rows of {sum(lengths)}; shard() gives them {expected}"
+            )
+    if is_causal and both[0] != both[1]:
+        got = " and ".join(str(sum(lengths)) for lengths in both)
+        raise ValueError(f"is_causal: seq_q and seq_k must be equal, got {got}")
+    return both

@@ -1,0 +1,30 @@
+"""Merge what two ranks have attended to, in place.
+
+This rank has attended with its queries to its own keys: o and lse, both in fp32. Now the keys of another rank are here,
+and a kernel returns the result of the same queries over those keys alone: o_part, in the dtype of the model, and
+lse_part. Change o and lse so that they are those of both sets of keys together. A ring of W ranks does it W - 1 times.
+
+    o         (..., seq, head_dim), fp32: change it, allocate no new one for the caller
+    lse       (..., seq), fp32: likewise
+    o_part    (..., seq, head_dim), fp16, bf16 or fp32; read only
+    lse_part  (..., seq), fp32; read only
+
+A set in which a query sees no key has o = 0 and lse = -inf there. o and lse may be views of larger tensors.
+
+Notebook: phase5_tuning/context_parallel.ipynb, section 2.1.
+"""
+
+import torch
+
+
+def merge_ranks(
+    o: torch.Tensor, lse: torch.Tensor, o_part: torch.Tensor, lse_part: torch.Tensor
+) -> None:
+    """Phase 1's merge into o and lse."""
+    # your code: change o and lse, return nothing
+    both = torch.logaddexp(lse, lse_part)
+    shift = both.masked_fill(both == float("-inf"), 0.0)
+    o.mul_((lse - shift).exp()[..., None])
+    o.add_(o_part * (lse_part - shift).exp()[..., None])
+    lse.copy_(both)
+    # end of your code

@@ -1,0 +1,145 @@
+"""What one rank does for test_context_parallel.py: run every case, and keep what it got."""
+
+import contextlib
+import datetime
+import os
+import signal
+import time
+
+from common import make_qkv
+from phase5_tuning import context_bench
+from phase5_tuning import context_parallel as cp
+
+import torch
+import torch.distributed as dist
+
+GUARD = 120  # seconds
+DTYPES = dict(fp32=torch.float32, fp16=torch.float16)
+
+# batch, heads_q, heads_kv, seq_q, seq_k, head_dim, dtype; then options of the call
+CASES = {
+    "causal": ((1, 1, 1, 37, 37, 16, "fp16"), dict(is_causal=True)),
+    "full": ((2, 1, 1, 24, 33, 16, "fp32"), dict()),
+    "grouped heads": ((1, 4, 2, 29, 29, 16, "fp32"), dict(is_causal=True, enable_gqa=True)),
+    "scale": ((1, 1, 1, 26, 26, 16, "fp32"), dict(is_causal=True, scale=-0.7)),
+    "strided": ((1, 2, 2, 19, 19, 16, "fp16"), dict(is_causal=True)),
+    "even shards": ((1, 1, 1, 24, 24, 16, "fp32"), dict(is_causal=True)),
+    "three rows": ((1, 1, 1, 3, 3, 16, "fp32"), dict(is_causal=True)),
+    "one row": ((1, 1, 1, 1, 1, 16, "fp32"), dict()),
+    "no keys": ((1, 1, 1, 6, 0, 16, "fp32"), dict()),
+    "four heads": ((1, 4, 4, 9, 5, 16, "fp16"), dict()),
+}
+RING, GATHERED, ULYSSES = "context_parallel_attention", "all_gather_attention", "ulysses_attention"
+CALLS = (
+    *((RING, case) for case in CASES if case != "even shards"),
+    *((GATHERED, case) for case in ("causal", "full", "three rows", "no keys")),
+    *((ULYSSES, case) for case in ("grouped heads", "four heads")),
+)
+
+
+def inputs(case: str) -> tuple:
+    """q, k, v and dO of a case: the whole tensors, the same in every process."""
+    (batch, heads_q, heads_kv, seq_q, seq_k, head_dim, dtype), _ = CASES[case]
+    q, k, v = make_qkv(batch, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=DTYPES[dtype])
+    do = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
+    return q, k, v, do
+
+
+def local(case: str, x: torch.Tensor) -> torch.Tensor:
+    """This rank's shard; of "strided", as a view of (batch, seq, heads, head_dim)."""
+    x = cp.shard(x)
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if case == "strided" else x
+
+
+def attend(way: str, case: str) -> list[torch.Tensor]:
+    """This rank's o, dQ, dK, dV."""
+    *qkv, do = (local(case, t) for t in inputs(case))
+    qkv = [t.requires_grad_() for t in qkv]
+    o = getattr(cp, way)(*qkv, **CASES[case][1])
+    return [o.detach(), *torch.autograd.grad(o, qkv, do)]
+
+
+def disagreements() -> dict:
+    """name: the arguments with which the last rank calls, where the others call with q, q, q."""
+    q = torch.zeros(1, 2, 2 * dist.get_world_size(), 16)
+    call = cp.context_parallel_attention
+    own = cp.shard(q)
+    return {
+        "head_dim": (call, [own[..., :8]] * 3, {}),
+        "dtype": (call, [own.half()] * 3, {}),
+        "is_causal": (call, [own] * 3, dict(is_causal=True)),
+        "scale": (call, [own] * 3, dict(scale=2.0)),
+        "requires_grad": (call, [own.clone().requires_grad_()] * 3, {}),
+        "function": (cp.all_gather_attention, [own] * 3, {}),
+        "rows": (call, [own[:, :, :-1]] * 3, {}),
+        "invalid": (call, [own, own[..., :8], own], {}),
+    }
+
+
+def said(call, args, options) -> tuple[str, str]:
+    try:
+        call(*args, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def errors() -> dict:
+    """What this rank hears where one rank differs, and where all of them are wrong together."""
+    last, call = dist.get_rank() == dist.get_world_size() - 1, cp.context_parallel_attention
+    q = cp.shard(torch.zeros(1, 2, 2 * dist.get_world_size(), 16))
+    heard = {name: said(*odd) if last else said(call, [q] * 3, {}) for name, odd in disagreements().items()}
+    shorter = cp.shard(torch.zeros(1, 2, 2 * dist.get_world_size() - 1, 16))
+    heard["causal lengths"] = said(call, [q, shorter, shorter], dict(is_causal=True))
+    prime = q.new_zeros(1, 5, *q.shape[2:])
+    heard["heads"] = said(cp.ulysses_attention, [prime] * 3, {})
+    return heard
+
+
+def begin(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
+        timeout=datetime.timedelta(seconds=GUARD),
+    )  # fmt: skip
+
+
+def run(rank: int, ranks: int, folder: str) -> None:
+    """All cases in all ways; the results of rank r lie in folder/r.pt."""
+    begin(rank, ranks, folder)
+    got = dict(whole={}, again={}, errors=errors() if ranks > 1 else {})
+    for way, case in CALLS:
+        (_, heads_q, heads_kv, *_), _ = CASES[case]
+        if way == ULYSSES and (heads_q % ranks or heads_kv % ranks):
+            continue
+        mine = attend(way, case)
+        got["whole"][way, case] = [cp.unshard(t) for t in mine]
+        if case == "causal":
+            again = attend(way, case)
+            got["again"][way, case] = [torch.equal(*t) for t in zip(mine, again, strict=True)]
+    got["sent"] = context_bench.counted(lambda: attend(RING, "even shards"))
+    got["round trip"] = [
+        torch.equal(cp.unshard(cp.shard(x)), x)
+        for x in (torch.randn(2, seq, 3, generator=torch.Generator().manual_seed(seq)) for seq in range(9))
+    ]
+    torch.save(got, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def lose_one(rank: int, ranks: int, folder: str) -> None:
+    """The last rank ends itself by SIGKILL after a first call; the others call again and write what
+    they hear.
+    """
+    begin(rank, ranks, folder)
+    attend("context_parallel_attention", "causal")
+    dist.barrier()
+    if rank == ranks - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        while time.monotonic() - start < GUARD:
+            attend("context_parallel_attention", "causal")
+    except RuntimeError as error:
+        with contextlib.suppress(OSError), open(f"{folder}/heard{rank}", "w") as file:
+            file.write(str(error))
+        raise SystemExit(3) from error
