@@ -75,7 +75,7 @@ def programs(batch: int, heads: int, tiles_m: int, chosen: int) -> None:
     ax.text(
         tiles_m + 0.15,
         y + 0.5,
-        f"program {chosen}:\n{chosen} % {tiles_m} = {x}: query tile\n{chosen} // {tiles_m} = {y}: batch {b}, head {h}",
+        f"program {chosen}:\ntile {x} of\nbatch {b}, head {h}",
         va="center",
         fontsize=9,
     )
@@ -132,8 +132,8 @@ def head_mapping(heads_q: int, heads_kv: int) -> None:
     """Which key head a query head reads, in two ways: neighbors share one, or every heads_kv-th does."""
     group = heads_q // heads_kv
     maps = {
-        f"A: h // {group}": [h // group for h in range(heads_q)],
-        f"B: h % {heads_kv}": [h % heads_kv for h in range(heads_q)],
+        "A: neighbors share": [h // group for h in range(heads_q)],
+        "B: they alternate": [h % heads_kv for h in range(heads_q)],
     }
     fig, axes = style.new(8, 2.3, columns=2)
     for ax, (title, mapping) in zip(axes, maps.items(), strict=True):
@@ -155,8 +155,8 @@ def head_mapping(heads_q: int, heads_kv: int) -> None:
         ax.set_ylim(3.1, -0.1)
     style.show(
         fig,
-        f"{heads_q} query heads above, {heads_kv} key heads below. A: neighbors share a key head, h // {group}. "
-        f"B: every {heads_kv}nd query head reads the same key head, h % {heads_kv}.",
+        f"{heads_q} query heads above, {heads_kv} key heads below. A: {group} neighbors read the same "
+        f"key head. B: every {heads_kv}nd query head reads the same key head.",
     )
 
 

@@ -45,7 +45,15 @@ _LSE = (
 """,
     "",
 )
-_FEATURES = dict(heads=[_HEADS], head_dim=[_COLUMNS, _STATE], mask=[_BOUND, _MASK], lse=[_LSE])
+_EMPTY = (
+    "    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: o = 0, lse = -inf\n",
+    """    # The epilogue is phase 2's.
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # no keys at all: o = 0
+""",
+)
+_FEATURES = dict(
+    heads=[_HEADS], head_dim=[_COLUMNS, _STATE], mask=[_BOUND, _MASK], lse=[_EMPTY, _LSE]
+)
 # The kernel grows from the first of these to the last, which is the module's.
 GROWTH = ("phase 2", "heads", "head_dim", "mask", "lse")
 

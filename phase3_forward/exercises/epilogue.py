@@ -6,7 +6,7 @@ When the loop over the keys is done, a program holds for its tile of queries, al
     l_i   (BLOCK_M,)           sum of exp(s - m_i) over them
     acc   (BLOCK_M, BLOCK_D)   sum of exp(s - m_i) v
 
-Write what follows: store o = acc / l_i, in the dtype of o, and lse = m_i + log(l_i), natural logarithm, in fp32. The
+Write what follows: store o, in the dtype of o, and lse in fp32, the natural logarithm of the row's sum of exp(s). The
 rest is given. Its causal mask is aligned bottom-right as in exercise 3.2, so that with seq_q > seq_k the first rows see
 no key and arrive with m_i = -inf, l_i = 0, acc = 0. They must leave with o = 0 and lse = -inf.
 
