@@ -163,34 +163,46 @@ def clocks(turns: Mapping[str, Mapping[str, float]], title: str) -> None:
     style.show(fig, alt=f"{title}. Clocks for 64 x 128 logits: {said}.")
 
 
-def between(cases: Mapping[str, tuple[float, float, float]]) -> None:
+def between(
+    cases: Mapping[str, tuple[Sequence[float], float, Sequence[float]]],
+    product: float,
+    mhz: tuple[float, float],
+) -> None:
     """Where the record lies between a model in which nothing overlaps and one in which everything does.
 
-    cases: name -> (TFLOP/s if nothing overlaps, recorded, if everything overlaps)
+    cases: name -> (TFLOP/s if nothing overlaps, recorded, if everything overlaps); a model has two
+        numbers, one for each clock
+    product: TFLOP/s of a large product
+    mhz: the two clocks
     """
-    fig, ax = style.new(8, 0.5 * len(cases) + 1.3)
+    fig, ax = style.new(8, 0.62 * len(cases) + 1.3)
     for y, (serial, recorded, overlapped) in enumerate(cases.values()):
-        ax.barh(y, overlapped - serial, 0.45, left=serial, color=COLORS["faint"])
-        ax.plot([serial] * 2, [y - 0.3, y + 0.3], color=COLORS["state"], linewidth=2.5)
-        ax.plot([overlapped] * 2, [y - 0.3, y + 0.3], color=COLORS["limit"], linewidth=2.5)
+        for (low, high), color in ((serial, "state"), (overlapped, "faint")):
+            ax.barh(y, high - low, 0.4, left=low, color=COLORS[color], edgecolor="black", alpha=0.6)
+            ax.annotate(f"{low:.0f} to {high:.0f}", ((low + high) / 2, y + 0.2), (0, -8), fontsize=8,
+                        textcoords="offset points", ha="center", va="center")  # fmt: skip
         ax.plot(recorded, y, "o", color=COLORS["tiled"], markersize=8)
-        above = serial <= recorded
-        for x, side in ((serial, "right" if above else "left"), (overlapped, "left")):
-            gap = -12 if side == "right" else 12
-            ax.text(x + gap, y, f"{x:.0f}", va="center", ha=side, fontsize=9)
         ax.annotate(f"{recorded:.0f}", (recorded, y), (0, 9), textcoords="offset points", ha="center",
                     fontsize=9)  # fmt: skip
+    ax.axvline(product, color=COLORS["limit"], linewidth=1.2, linestyle="--")
+    ax.annotate(f"large product: {product:.0f}", (product, -0.6), (0, 3), textcoords="offset points", ha="center",
+                fontsize=8)  # fmt: skip
     ax.set_yticks(range(len(cases)), list(cases))
-    ax.invert_yaxis()
-    ax.set_xlim(0, 1.1 * max(top for *_, top in cases.values()))
+    ax.set_ylim(len(cases) - 0.3, -0.6)
+    ax.set_xlim(0, 1.1 * max(top[1] for *_, top in cases.values()))
     ax.set_xlabel(
-        "TFLOP/s (left mark: nothing overlaps; dot: recorded; right mark: everything overlaps)"
+        "TFLOP/s (left band: nothing overlaps; dot: recorded; right band: everything overlaps;\n"
+        f"a band is from {mhz[0]:.0f} to {mhz[1]:.0f} MHz)"
     )
     said = (
-        f"{name}: {serial:.0f} if nothing overlaps, {recorded:.0f} recorded, {top:.0f} if everything does"
+        f"{name}: {serial[0]:.0f} to {serial[1]:.0f} if nothing overlaps, {recorded:.0f} recorded, "
+        f"{top[0]:.0f} to {top[1]:.0f} if everything does"
         for name, (serial, recorded, top) in cases.items()
     )
-    style.show(fig, alt=f"TFLOP/s. {'; '.join(said)}.")
+    style.show(
+        fig,
+        alt=f"TFLOP/s, at {mhz[0]:.0f} to {mhz[1]:.0f} MHz. {'; '.join(said)}. A large product: {product:.0f}.",
+    )
 
 
 def schedules(runs: Mapping[str, Sequence[tuple[int, float, float, int]]], tiles: int) -> None:

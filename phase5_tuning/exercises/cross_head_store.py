@@ -1,14 +1,13 @@
-"""Repair a kernel that writes into the next head.
+"""Repair a kernel whose result depends on the order of its programs.
 
 This forward pass fetches and stores its tiles through tensor descriptors. Each describes a whole tensor as one matrix
 with batch * heads * seq rows, so that tile start of head pid_bh begins in row pid_bh * seq + start. That is right as
-long as the tiles divide the lengths: published kernels did it, and their tests used lengths like 512. In any other
-length the last tile of a head reaches into the next one. Its keys and values come along, and what is stored there
-destroys rows that another program has written, or will write: on a GPU the result changes from run to run.
+long as the tiles divide the lengths, for example 512. In other lengths the result is wrong, and on a GPU it changes
+from run to run.
 
-The descriptor checks bounds, but of the box that it was given. So describe what must not be left: `describe` shall
-return a descriptor of all four axes, and the kernel fetch and store tiles of one head in it. Then loads past the end of
-a head give 0, and stores past it do nothing. Right is an answer that
+The descriptor checks bounds, but of the box that it was given. `describe` shall return a better one, and the kernel
+fetch and store its tiles in it. Loads past the end of that box give 0, and stores past it do nothing. Right is an
+answer that
 
     gives o for every seq_q and seq_k, causal or not;
     lets nothing of a head, not even NaN, into another one;
@@ -21,7 +20,7 @@ block shape as well.
 
     q, k, v   (batch, heads, seq, head_dim), fp16 or fp32; head_dim a power of two, 16 or more, and its step is 1
 
-Notebook: phase5_tuning/tuning.ipynb, section 5.7, "Exercise 5.6: Find the store that crosses heads".
+Notebook: phase5_tuning/tuning.ipynb, section 5.7, "Exercise 5.6: Repair the descriptors".
 """
 
 from common import runtime, validate

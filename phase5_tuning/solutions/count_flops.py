@@ -7,10 +7,8 @@
 2. `executed_flops`, what the products of phase 5's two backward kernels execute. Both kernels cut S into tiles of
    (block_m queries, block_n keys), each into its own. A tile in which any pair is visible is computed whole, the others
    are left out. Query i sees the keys j <= i if is_causal, otherwise all; rows past the last query, in the last tile,
-   see nothing. head_dim is padded to a power of two, 16 or more. In each of its tiles
-
-       the dK/dV kernel makes S, dP, and its shares of dV and dK;
-       the dQ kernel makes S and dP again, and its share of dQ.
+   see nothing. head_dim is padded to a power of two, 16 or more. In each of its tiles a kernel makes all
+   products that its gradients need (phase 4): one kernel returns dK and dV, the other dQ.
 
 Both return an int, exact to the last digit.
 

@@ -3,12 +3,9 @@
 A GPU has an instruction for 2^x; exp(x) costs it a multiplication more, exp(x) = 2^(x log2(e)), in every element of S.
 The logits are multiplied by the scale anyway. So let the scale hold log2(e) as well, scale2 = scale log2(e), and write
 
-1. the step of the online softmax on the raw logits s = q k^T, with exp2 alone. Its maximum counts in powers of two:
-
-       m' = max(m, scale2 max(s))   alpha = 2^(m - m')   p = 2^(scale2 s - m')   l' = alpha l + sum of p
-
-   As in phase 1 this holds row by row, also where a row has seen nothing but -inf so far: m' = -inf, and alpha and p
-   are 0. (The scale is positive here, so the maximum may be taken first and scaled once a row.)
+1. the step of the online softmax on the raw logits s = q k^T, with exp2 alone. l, alpha and p are the same numbers as
+   in phase 1; m is phase 1's maximum in powers of two, m log2(e). As in phase 1 this holds row by row, also where a row
+   has seen nothing but -inf so far: m = -inf, and alpha and p are 0. The scale is positive here.
 2. the LSE of the logits at the end, natural logarithm, from m in powers of two and l;
 3. in the launcher, the scale that the kernel is given.
 
