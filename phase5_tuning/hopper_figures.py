@@ -59,7 +59,8 @@ def timeline(
 
 
 def _busy(title, run, start, end):
-    """How long each unit works between start and end, in words."""
+    """How long each unit works between start and end, or until the run ends, in words."""
+    end = min(end, run.total)
     shares = []
     for row in ("TMA", "tensor cores", *_consumers(run)):
         inside = [
@@ -68,8 +69,9 @@ def _busy(title, run, start, end):
             if i.kind != "wait" and i.start < end and i.end > start
         ]
         share = Timeline(inside).busy(row) / (end - start)
-        shares.append(f"{row} busy {share:.0%} of the time")
-    return f"{title}: {', '.join(shares)}"
+        what = "a copy is under way" if row == "TMA" else f"{row} busy"
+        shares.append(f"{what} {share:.0%} of the time")
+    return f"{title}, until {end:.1f} us: {', '.join(shares)}"
 
 
 def _consumers(run):

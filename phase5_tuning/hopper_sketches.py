@@ -21,10 +21,11 @@ PRODUCTS = {
 }
 
 
-def turns(bodies: Mapping[str, Sequence[listing.Instruction]]) -> None:
+def turns(bodies: Mapping[str, Sequence[listing.Instruction]], names: Sequence[str] = ()) -> None:
     """Turns of loops in machine code, one strip each: what may be under way at which instruction.
 
-    bodies: title -> the instructions of a turn
+    bodies: title -> the instructions of a turn. names: of the products, for the words, if they are
+    not S and PV.
     """
     style.use()
     fig, axes = plt.subplots(
@@ -56,13 +57,17 @@ def turns(bodies: Mapping[str, Sequence[listing.Instruction]]) -> None:
         Patch(**PRODUCTS["PV"], edgecolor="white", label="left factor in registers"),
     ]
     fig.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
-    style.show(fig, alt=" ".join(_said(*item) for item in bodies.items()))
+    style.show(fig, alt=" ".join(_said(*item, names) for item in bodies.items()))
 
 
-def _said(title, body):
+def _said(title, body, names):
     """A strip of `turns` in words."""
     hidden, exponentials = listing.hidden(body)
-    spans = ", ".join(f"{name} from {a} to {b}" for name, a, b in listing.under_way(body))
+    found = listing.under_way(body)
+    if names:
+        products = [span for span in found if span[0] != "copy"]
+        found = [(name, a, b) for name, (_, a, b) in zip(names, products, strict=True)]
+    spans = ", ".join(f"{name} from {a} to {b}" for name, a, b in found)
     return (
         f"{title}: {len(body)} instructions; under way: {spans}; {hidden} of {exponentials} exponentials "
         "stand between the start of a product and its wait."

@@ -133,7 +133,7 @@ def _check_compiled(head_dim, shape, c):
         reject(f"{what}: each product waits for the one before")
     if c.spills:
         why = (
-            "with OVERLAP a consumer holds two tiles of S"
+            "with OVERLAP a consumer holds S and the P of the step before in 16 bits"
             if shape["OVERLAP"]
             else "a consumer holds O, S and P: more of them than its registers can take?"
         )

@@ -481,7 +481,9 @@ WRONG = {
         Wrong("more than there are", {"PRODUCER_REGISTERS=24": "PRODUCER_REGISTERS=40"}, "were shared out at launch"),
         Wrong("three stages", {"STAGES=2": "STAGES=3"}, "bytes of shared memory"),
         Wrong("one stage", {"STAGES=2": "STAGES=1"}, "where 550 are asked for"),
-        Wrong("three consumers overlap", {"OVERLAP=False": "OVERLAP=True"}, "with OVERLAP a consumer holds two tiles"),
+        Wrong(
+            "three consumers overlap", {"OVERLAP=False": "OVERLAP=True"}, "with OVERLAP a consumer holds S and the P"
+        ),
         Wrong(
             "three consumers at head_dim 128",
             {
