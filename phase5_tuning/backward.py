@@ -20,6 +20,7 @@ from phase5_tuning.dkdv_ladder import (
     _attn_bwd_rows_kernel,
 )
 from phase5_tuning.dq_ladder import _attn_bwd_dq_descriptors_kernel, _attn_bwd_dq_edges_kernel
+from phase5_tuning.forward import positive_scale
 from phase5_tuning.forward_ladder import LOG2E
 from phase5_tuning.launch import (
     Launch,
@@ -118,7 +119,7 @@ def _plan(
         and hopper_backward.takes(q, k, v, do)
         and hopper_backward.pays(q, k)
     ):
-        return hopper_backward.plan(q, k, v, o, lse, do, dlse, is_causal, scale)
+        return hopper_backward.plan(q, k, v, o, lse, do, dlse, is_causal, *positive_scale(scale))
     dkdv_kernel = dkdv_kernel or _attn_bwd_dkdv_descriptors_kernel
     dq_kernel = dq_kernel or _attn_bwd_dq_descriptors_kernel
     given, converted = (q, k, v, o, lse, do, dlse), _as_kernels_take(q, k, v, o, lse, do, dlse)

@@ -30,6 +30,7 @@ from phase5_tuning.hopper_parts import (
     meet,
     release_count,
     tma_add,
+    under_all_rows,
 )
 from phase5_tuning.launch import Launch, cdiv
 
@@ -99,7 +100,9 @@ def _attn_bwd_hopper_dq_kernel(
     dq_sum_ptr, dq_ptr, stride_dq, heads_q, seq_q, padded_q, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its sum: times the scale, and in dQ's dtype. Grid: as the rows kernel's."""
+    """dQ from its sum, whose columns stand as `_over_all_banks` has put them: times the scale, and in
+    dQ's dtype. Grid: as the rows kernel's.
+    """
     pid = tl.program_id(0)
     tiles_m = padded_q // BLOCK_M
     pid_bh = pid // tiles_m
@@ -107,6 +110,8 @@ def _attn_bwd_hopper_dq_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     rows = pid_bh.to(tl.int64) * padded_q + offs_m
     dq = tl.load(dq_sum_ptr + rows[:, None] * BLOCK_D + offs_d[None, :])
+    fours = dq.reshape((BLOCK_M, BLOCK_D // 32, 2, 2, 2, 4)).permute((0, 1, 4, 3, 2, 5))
+    dq = fours.reshape((BLOCK_M, BLOCK_D))
     dq_head = head_base(dq_ptr, stride_dq, pid_bh, heads_q)
     store_tile(dq_head, stride_dq, offs_m, offs_d, seq_q, HEAD_DIM, dq * scale)
 
@@ -298,8 +303,21 @@ def _write(work, memory, ORDERED: gl.constexpr, ME: gl.constexpr):
 
 
 @gluon.jit
+def _over_all_banks(dq):
+    """dQ with its columns in another order: of each 32 columns, the second four and the fifth change
+    places, and so do the fourth and the seventh.
+
+    A warp stores 8 bytes a thread, four threads to a row of dQ, eight rows at once. TMA wants the
+    16-byte pieces of a row swizzled by its number, which puts neighbours of an even row and of the
+    odd row after it into the same banks. In this order each half of a warp reaches all 32 banks.
+    """
+    fours = dq.reshape([ROWS, 2, 2, 2, 2, 4]).permute((0, 1, 4, 3, 2, 5))
+    return fours.reshape([ROWS, 64])
+
+
+@gluon.jit
 def _add_queries(
-    work, memory, m, step, dk, dv, scale, masked_end, MASKED: gl.constexpr, ME: gl.constexpr
+    work, memory, m, step, dk, dv, scale_log2, masked_end, MASKED: gl.constexpr, ME: gl.constexpr
 ):
     """(dk, dv) with a tile of queries added, and this consumer's half of the tile's dQ handed on.
 
@@ -324,9 +342,7 @@ def _add_queries(
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    lse = gl.expand_dims(memory.lse.index(slot).load(QUERIES), 0)
     s = warpgroup_mma_wait(1, deps=(s,))
-    p = gl.exp2(s * (scale * LOG2E) - lse)
     if MASKED and m < masked_end:
         offs_n = work.n * (CONSUMERS * ROWS) + ME * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         offs_n = gl.expand_dims(offs_n, 1)
@@ -334,12 +350,13 @@ def _add_queries(
         if work.IS_CAUSAL:
             offs_m = gl.expand_dims(m * BLOCK_M + gl.arange(0, BLOCK_M, QUERIES), 0)
             visible = visible & (offs_n <= offs_m)
-        p = gl.where(visible, p, 0.0)
+        s = gl.where(visible, s, float("-inf"))
+    p = gl.exp2(s * scale_log2 - under_all_rows(memory.lse.index(slot), BLOCK_M, S))
     p16 = gl.convert_layout(p.to(DTYPE), LEFT, assert_trivial=True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     if BLOCK_D == 64:  # frees the registers of p, of which BLOCK_M = 128 takes 64
         p = gl.convert_layout(p16, S, assert_trivial=True).to(gl.float32)
-    delta = gl.expand_dims(memory.delta.index(slot).load(QUERIES), 0)
+    delta = under_all_rows(memory.delta.index(slot), BLOCK_M, S)
     ds = (p * (dp / P_SCALE - delta)).to(DTYPE)
     ds_all.slice(ME * ROWS, ROWS).store(ds)
     ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
@@ -359,7 +376,7 @@ def _add_queries(
     side = step % WRITERS * 2 + ME
     mbarrier.wait(memory.dq_empty.index(side), step // WRITERS & 1 ^ 1)
     dv, dq = warpgroup_mma_wait(1, deps=(dv_soon, dq))
-    memory.dq.index(side).store(dq)
+    memory.dq.index(side).store(_over_all_banks(dq))
     fence_async_shared()
     mbarrier.arrive(memory.dq_full.index(side))
     dk = warpgroup_mma_wait(0, deps=(dk_soon,))
@@ -368,7 +385,7 @@ def _add_queries(
 
 
 @gluon.jit
-def _consume(work, memory, scale, MASKED: gl.constexpr, ME: gl.constexpr):
+def _consume(work, memory, scale, scale_log2, MASKED: gl.constexpr, ME: gl.constexpr):
     """dK and dV of this consumer's ROWS keys."""
     BLOCK_D: gl.constexpr = work.BLOCK_D
     DTYPE: gl.constexpr = work.q.dtype
@@ -376,7 +393,6 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, ME: gl.constexpr):
     start_n = work.n * (CONSUMERS * ROWS)
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, GRAD)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, GRAD)
-    step = 0
     mbarrier.wait(memory.kv_full, 0)
     first_m = work.first_m()
     masked_end = 0
@@ -385,10 +401,10 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, ME: gl.constexpr):
             masked_end = gl.cdiv(start_n + CONSUMERS * ROWS, work.BLOCK_M)
         if start_n + CONSUMERS * ROWS > work.seq_k:
             masked_end = work.tiles_m
-    for _ in range(work.group):
-        for m in range(first_m, work.tiles_m):
-            dk, dv = _add_queries(work, memory, m, step, dk, dv, scale, masked_end, MASKED, ME)
-            step += 1
+    m = first_m
+    for step in range((work.tiles_m - first_m) * work.group):
+        dk, dv = _add_queries(work, memory, m, step, dk, dv, scale_log2, masked_end, MASKED, ME)
+        m = gl.where(m + 1 == work.tiles_m, first_m, m + 1)  # the group's next head
 
     meet(0, 256)  # nobody reads K any more
     dk_tile = memory.k.reshape((CONSUMERS * ROWS, BLOCK_D)).slice(ME * ROWS, ROWS)
@@ -410,11 +426,12 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, ME: gl.constexpr):
 @gluon.jit
 def _attn_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, count_ptr,
-    heads_q, heads_kv, group, seq_k, tiles_m, tiles_n, heads, together, scale,
+    heads_q, heads_kv, group, seq_k, tiles_m, tiles_n, heads, together, scale, scale_log2,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV, and the sum of dQ, without its scale. Grid: (tiles_n * batch * heads_kv,).
+    """dK and dV, and the sum of dQ, without its scale. Grid: (tiles_n * batch * heads_kv,). scale > 0;
+    scale_log2: times log2(e).
 
     count_ptr: for each tile of queries how many programs have added to it, then the next ticket;
     all 0 when the kernel begins. heads: batch x heads_kv.
@@ -456,8 +473,8 @@ def _attn_bwd_hopper_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_consume, (work, memory, scale, MASKED, 0)),
-            (_consume, (work, memory, scale, MASKED, 1)),
+            (_consume, (work, memory, scale, scale_log2, MASKED, 0)),
+            (_consume, (work, memory, scale, scale_log2, MASKED, 1)),
             (_produce, (work, memory)),
             (_write, (work, memory, ORDERED, 0)),
             (_write, (work, memory, ORDERED, 1)),
@@ -495,11 +512,14 @@ class HopperBackwardPlan:
     padded_rows: int  # batch x heads_q x padded_q
     columns: int
     tiles: int  # of queries, in all heads
+    sign: int  # of the scale
 
     def __call__(self, q, k, v, o, lse, do, dlse):
         if dlse is not None:
             dlse = dlse.resolve_neg().contiguous()
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        if self.sign != 1:
+            q = self.sign * q
         row_lse = torch.empty(self.padded_rows, dtype=torch.float32, device=q.device)
         delta = torch.empty_like(row_lse)
         dq_sum = torch.empty(self.padded_rows, self.columns, dtype=torch.float32, device=q.device)
@@ -527,8 +547,9 @@ def pays(q, k) -> bool:
     return hopper_forward.pays(q, k.shape[2], FEW)
 
 
-def plan(q, k, v, o, lse, do, dlse, is_causal: bool, scale: float) -> HopperBackwardPlan:
-    """The plan of a call whose tensors the kernels take."""
+def plan(q, k, v, o, lse, do, dlse, is_causal: bool, scale: float, sign: int) -> HopperBackwardPlan:
+    """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied by."""
+    q = q if sign == 1 else sign * q
     (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
     columns = columns_of(head_dim)
     block_m, block_n = BLOCK_M[columns], (CONSUMERS * ROWS).value
@@ -552,11 +573,12 @@ def plan(q, k, v, o, lse, do, dlse, is_causal: bool, scale: float) -> HopperBack
     common = dict(heads_q=heads_q, seq_q=seq_q, padded_q=padded_q, ORDERED=ordered())
     rows_sizes = tile | common | dict(stride_o=o.stride(), stride_do=do.stride())
     rows = Launch(_attn_bwd_hopper_rows_kernel, tiles, rows_sizes, {})
-    dq_sizes = tile | common | dict(stride_dq=dq.stride(), scale=scale)
+    dq_sizes = tile | common | dict(stride_dq=dq.stride(), scale=sign * scale)
     dq_launch = Launch(_attn_bwd_hopper_dq_kernel, tiles, dq_sizes, {})
     sizes = tile | common | dict(
         heads_kv=heads_kv, group=heads_q // heads_kv, seq_k=seen_k, tiles_m=tiles_m, tiles_n=tiles_n, heads=heads,
-        together=together, scale=scale, STAGES=STAGES, IS_CAUSAL=is_causal, MASKED=is_causal or seen_k % block_n != 0,
+        together=together, scale=scale, scale_log2=scale * LOG2E.value, STAGES=STAGES,
+        IS_CAUSAL=is_causal, MASKED=is_causal or seen_k % block_n != 0,
     )  # fmt: skip
     boxes = [
         in_heads(q, block_m, columns), in_heads(k, block_n, columns), in_heads(v, block_n, columns),
@@ -571,4 +593,4 @@ def plan(q, k, v, o, lse, do, dlse, is_causal: bool, scale: float) -> HopperBack
             rows.compile(o, do, lse, dlse, row_lse, row_lse, dq_sum, count)
             fused.compile(q, k, v, do, row_lse, row_lse, dq_sum, dk, dv, count)
             dq_launch.compile(dq_sum, dq)
-    return HopperBackwardPlan(rows, fused, dq_launch, seen_k, padded_rows, columns, tiles)
+    return HopperBackwardPlan(rows, fused, dq_launch, seen_k, padded_rows, columns, tiles, sign)

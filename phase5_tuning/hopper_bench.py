@@ -22,6 +22,7 @@ KERNELS = (
 )
 SETTINGS = (
     hopper_forward.SHAPES, hopper_forward.REGISTERS, hopper_forward.BLOCK_N, hopper_forward.CACHED,
+    hopper_forward.SHORT, hopper_forward.SHORT_KEYS,
     hopper_backward.BLOCK_M, hopper_backward.STAGES, hopper_backward.MOST_TOGETHER,
     hopper_forward.plan, hopper_backward.plan,
 )  # fmt: skip

@@ -95,3 +95,57 @@ def release_count(count_ptr):
         }""",
         "=r,l", [count_ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.constexpr_function
+def _from_lane(eighth):
+    # Four lanes hold an eighth; a lane asks the one that stands in them where it does in its own.
+    return f"shfl.sync.idx.b32 $0, $1, {4 * eighth}, 0x31f, 0xffffffff;"
+
+
+@gluon.constexpr_function
+def _lanes_of_row(columns):
+    """Every warp holds the row, each lane 2 of its columns, or 4."""
+    second_half = [[64]] if columns == 128 else []
+    lanes = [[2], [4], [8], [16], [32]]
+    return gl.DistributedLinearLayout([[1], *second_half], lanes, [[0], [0]], [], [columns])
+
+
+@gluon.constexpr_function
+def _lanes_of_rows(columns):
+    """(8, 8, columns / 8): the row for each eight of 64 rows, and each row's lanes hold an eighth."""
+    second_half = [[0, 0, 8]] if columns == 128 else []
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    registers = [[0, 0, 1], [1, 0, 0], *second_half]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[2, 0, 0], [4, 0, 0]], [], [8, 8, columns // 8]
+    )
+
+
+@gluon.jit
+def _eighth(part, EIGHTH: gl.constexpr):
+    code: gl.constexpr = _from_lane(EIGHTH)
+    return gl.inline_asm_elementwise(code, "=r,r", [part], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def under_all_rows(row, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A row of shared memory, 64 or 128 columns in fp32, as 64 equal rows in the layout of a product.
+
+    A plain load would give each thread 16 or 32 of the columns at once, and no registers are left
+    for them. Here a lane loads 2 or 4, and shuffles fetch the others when they are used.
+    """
+    ROWS: gl.constexpr = _lanes_of_rows(COLUMNS)
+    PART: gl.constexpr = COLUMNS // 8
+    part = row.load(_lanes_of_row(COLUMNS)).reshape([COLUMNS // 64, 8, 8])
+    part = part.permute((1, 0, 2)).reshape([8, PART])
+    part = gl.convert_layout(part, gl.SliceLayout(0, ROWS), assert_trivial=True)
+    part = gl.expand_dims(part, 0).broadcast_to([8, 8, PART]).reshape([64, PART])
+    even = gl.join(
+        gl.join(_eighth(part, 0), _eighth(part, 4)), gl.join(_eighth(part, 2), _eighth(part, 6))
+    )
+    odd = gl.join(
+        gl.join(_eighth(part, 1), _eighth(part, 5)), gl.join(_eighth(part, 3), _eighth(part, 7))
+    )
+    rows = gl.join(even, odd).reshape([64, COLUMNS // 64, 8, 8]).permute((0, 1, 3, 2))
+    return gl.convert_layout(rows.reshape([64, COLUMNS]), LAYOUT, assert_trivial=True)

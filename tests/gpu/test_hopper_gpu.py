@@ -33,6 +33,7 @@ def _calls_of_any_size():
     """Small calls take the kernels too."""
     with (
         mock.patch.object(hopper_forward, "NARROW", 0),
+        mock.patch.object(hopper_forward, "SHORT_KEYS", 300),  # calls on both sides are small here
         mock.patch.dict(hopper_forward.FEW, {64: 0, 128: 0}),
         mock.patch.dict(hopper_backward.FEW, {64: 0, 128: 0}),
     ):
@@ -71,14 +72,14 @@ def test_every_head_dim(head_dim, is_causal, dtype):
 
 
 # Around the tiles: 64 and 128 queries of a program or consumer, 192 of three, 128 keys.
-LENGTHS = [1, 63, 64, 65, 127, 128, 129, 191, 193, 257, 1000]
+LENGTHS = [1, 63, 64, 65, 127, 128, 129, 191, 193, 257, 321, 385, 1000]
 
 
 @MASKS
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("seq_q", LENGTHS)
 def test_ragged_lengths(seq_q, head_dim, is_causal):
-    for seq_k in (1, 127, 128, 130, 500):
+    for seq_k in (1, 64, 127, 128, 130, 385, 500):
         verify(*make_qkv(1, 3, seq_q, head_dim, heads_kv=1, seq_k=seq_k), is_causal=is_causal)
 
 

@@ -118,7 +118,7 @@ def launches(forward, backward, plan_forward, plan_backward, head_dim):
         forward(q, k, k, True, 0.1, True)
         backward(*saved, True, 0.1)
         plan_forward(q, k, k, True, 0.1, 1)(q, k, k)
-        plan_backward(*saved, True, 0.1)(*saved)
+        plan_backward(*saved, True, 0.1, 1)(*saved)
 
     return offline.record_launches(calls)
 
