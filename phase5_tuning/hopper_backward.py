@@ -26,6 +26,7 @@ from phase5_tuning.hopper_parts import (
     aggregate,
     await_count,
     in_heads,
+    in_pairs,
     in_rows,
     meet,
     release_count,
@@ -342,6 +343,9 @@ def _add_queries(
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
     s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    lse_row = memory.lse.index(slot)
+    if not MASKED:  # while S is computed; across a branch the registers would be held for long
+        lse = under_all_rows(lse_row, BLOCK_M, S)
     s = warpgroup_mma_wait(1, deps=(s,))
     if MASKED and m < masked_end:
         offs_n = work.n * (CONSUMERS * ROWS) + ME * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
@@ -351,8 +355,10 @@ def _add_queries(
             offs_m = gl.expand_dims(m * BLOCK_M + gl.arange(0, BLOCK_M, QUERIES), 0)
             visible = visible & (offs_n <= offs_m)
         s = gl.where(visible, s, float("-inf"))
-    p = gl.exp2(s * scale_log2 - under_all_rows(memory.lse.index(slot), BLOCK_M, S))
-    p16 = gl.convert_layout(p.to(DTYPE), LEFT, assert_trivial=True)
+    if MASKED:
+        lse = under_all_rows(lse_row, BLOCK_M, S)
+    p = gl.exp2(s * scale_log2 - lse)
+    p16 = gl.convert_layout(in_pairs(p, DTYPE), LEFT, assert_trivial=True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     if BLOCK_D == 64:  # frees the registers of p, of which BLOCK_M = 128 takes 64
         p = gl.convert_layout(p16, S, assert_trivial=True).to(gl.float32)

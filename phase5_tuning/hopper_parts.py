@@ -97,6 +97,20 @@ def release_count(count_ptr):
     )  # fmt: skip
 
 
+@gluon.jit
+def in_pairs(x, DTYPE: gl.constexpr):
+    """fp32 as DTYPE, two numbers an instruction. Where the result is also needed in fp32, the compiler
+    would convert to bf16 one by one, on the unit that computes exponentials.
+    """
+    if gl.bfloat16 == DTYPE:
+        code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        return gl.inline_asm_elementwise(
+            code, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return x.to(DTYPE)
+
+
 @gluon.constexpr_function
 def _from_lane(eighth):
     # Four lanes hold an eighth; a lane asks the one that stands in them where it does in its own.
