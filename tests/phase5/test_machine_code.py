@@ -1,5 +1,6 @@
 """What the compiler makes of every rung, for GPUs that are not here."""
 
+import itertools
 from unittest import mock
 
 from common.measure import offline
@@ -59,7 +60,9 @@ def test_compile_all_fails_if_a_kernel_has_no_good_tile(fault, code, capsys):
 
 @interpreted_only
 def test_every_rung_compiles_for_hopper_without_spills():
-    made = {rung.name: offline.compile_launches(launches(rung), ["sm_90"]) for rung in LADDER[1:]}
+    recorded = {rung.name: launches(rung) for rung in LADDER[1:]}
+    compiled = iter(offline.compile_launches(itertools.chain(*recorded.values()), ["sm_90"]))  # in one child process
+    made = {name: list(itertools.islice(compiled, len(of_rung))) for name, of_rung in recorded.items()}
     for name, kernels in made.items():
         assert len(kernels) == 4, name
         for c in kernels:
