@@ -14,16 +14,16 @@ import torch
 from helpers import for_target, interpreted_only
 from tuned_passes import MASKS
 
-FORWARD, GRADIENTS = configs.Config(64, 128, 4, 2), configs.Config(64, 64, 4, 2)
+TILES = configs.Config(64, 64, 4, 2)
 
 
 def launches(rung):
     """The kernels of a rung with tiles that every rung can have."""
     q, k = (torch.empty(1, heads, 512, 64, dtype=torch.float16) for heads in (4, 2))
     lse = torch.empty(1, 4, 512)
-    forward = dict(enable_gqa=True, kernel=rung.forward, config=FORWARD)
-    gradients = dict(dkdv_kernel=rung.dkdv, dkdv_config=GRADIENTS, dq_kernel=rung.dq)
-    gradients |= dict(dq_config=GRADIENTS, is_causal=True)
+    forward = dict(enable_gqa=True, kernel=rung.forward, config=TILES)
+    gradients = dict(dkdv_kernel=rung.dkdv, dkdv_config=TILES, dq_kernel=rung.dq)
+    gradients |= dict(dq_config=TILES, is_causal=True)
     return [
         *offline.record_launches(lambda: attention_forward(q, k, k, True, **forward)),
         *offline.record_launches(lambda: attention_backward(q, k, k, q, lse, q, **gradients)),
