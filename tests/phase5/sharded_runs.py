@@ -41,7 +41,7 @@ OF_RANKS = "causal", "full", "three rows", "one row", "no keys"
 
 
 def calls(ranks: int):
-    """(way, case): all of CALLS with one or two ranks; with four those that need their heads, too."""
+    """(way, case): with one and two ranks all whose heads they can share, with more those of OF_RANKS and Ulysses'."""
     for way, case in CALLS:
         heads_q, heads_kv = CASES[case][0][1:3]
         if way == ULYSSES:
