@@ -39,7 +39,7 @@ def _check_counts(answer):
         q, k = 64 * head_dim * 2, 128 * head_dim * 2
         mistakes = {
             "these are elements: how many bytes has each?": right // 2,
-            "there are queries for two turns": right - consumers * q,
+            "the queries of two tiles are held, of this one and of the next": right - consumers * q,
             "each consumer has queries of its own": 2 * q + 2 * stages * k,
             "a stage is a tile of keys and one of values": right - stages * k,
             "queries are missing": 2 * stages * k,

@@ -468,7 +468,7 @@ WRONG = {
         ),
     ],
     "fit_hopper": [
-        Wrong("queries of one turn", {"q = 2 * consumers": "q = consumers"}, "queries for two turns"),
+        Wrong("queries of one tile", {"q = 2 * consumers": "q = consumers"}, "queries of two tiles are held"),
         Wrong("the producer left out", {"128 * (consumers + 1)": "128 * consumers"}, "the producer's warpgroup"),
         Wrong("too many registers", {"CONSUMER_REGISTERS=240": "CONSUMER_REGISTERS=248"}, "multiples of 8 from 24 to"),
         Wrong("not rounded", {" // 8 * 8": ""}, "round down to a multiple of 8"),
