@@ -4,19 +4,14 @@ One kernel for all three gradients computes S and dP once: five products instead
 keys, so dK and dV are theirs. But each tile of queries is seen by all programs, and its dQ is a sum over them. They add
 to `dq_sum`, which is fp32 and lies in memory.
 
-As shipped, the kernel does this in three steps, and each of them is a race:
+As shipped, the kernel has three races: places where the result depends on which program comes first. On a GPU programs
+run at the same time, and an instruction of one may come between any two of another. None of that can happen in the
+interpreter, which runs programs one after another, by their number. So every result is right here, and comparing
+results finds nothing. Read what each program does to dq_sum and dq, and look for an order that spoils it.
 
-- the program of the first tile of keys stores its part, so that nobody has to write zeros before;
-- the others load what is there, add their part, and store the sum;
-- the program of the last tile of keys multiplies the sum by the scale and stores it as dq.
-
-A race is an order of events in which the result is wrong. On a GPU programs run at the same time, and an instruction of
-one may come between any two of another. None of that can happen in the interpreter, which runs programs one after
-another, by their number. So every result is right here, and comparing results finds nothing.
-
-For each step, think of an order that spoils it. Then mend it, with `tl.atomic_add(pointers, values, mask=mask,
-sem="relaxed")`: no other program can come between its reading and its writing, and "relaxed" promises nothing beyond
-that. One event is surely later than all programs of a launch: its end, and with it the next launch.
+Then mend the three places, with `tl.atomic_add(pointers, values, mask=mask, sem="relaxed")`: no other program can come
+between its reading and its writing, and "relaxed" promises nothing beyond that. One event is surely later than all
+programs of a launch: its end, and with it the next launch.
 
 The check notes which program loads, stores and adds to which element of memory. Two programs that touch the same
 element in one launch, at least one of them to change it, are a race unless both do so atomically.
@@ -63,7 +58,7 @@ def _fused_kernel(
         part = tl.dot(ds.to(k.dtype), k, input_precision="ieee")  # of dq: (BLOCK_M, BLOCK_D)
         there = dq_sum_ptr + at_q + offs_m[:, None] * HEAD_DIM + offs_d[None, :]
         inside = (offs_m < seq_q)[:, None] & (offs_d < HEAD_DIM)[None, :]
-        # your code: add the part to what is there, whoever else does so at the same time
+        # your code: what happens to a part, whoever else is at work at the same time?
         if pid_n > 0:
             part += tl.load(there, mask=inside)
         tl.store(there, part, mask=inside)
