@@ -26,10 +26,12 @@ export CHECK
 course: $(READY)
 	$(PY) -m common.learn.cli run
 
+# Long files first, in the order given: else the one that comes last, of few tests, has one of two workers wait.
 # Notebooks are stored as the interpreter executes them, so tests run there too, whatever the machine has.
 test test-slow: export TRITON_INTERPRET = 1
 test: $(READY) style
-	$(PY) -m pytest -n 2 --dist loadfile -m "not slow" --nbval-lax --nbval-current-env tests phase*/*.ipynb
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --nbval-lax --nbval-current-env \
+		phase*/*.ipynb tests
 
 # The rest: a browser, compilations for other GPUs than Hopper, the exercises' solutions and mistakes at length.
 test-slow: $(READY)

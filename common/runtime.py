@@ -10,6 +10,7 @@ module does that, and every phase imports it first:
 """
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -120,6 +121,33 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)  # in a child, nobody would release it
 
 
+@functools.cache
+def _patch_once() -> None:
+    """Let Triton's interpreter skip work that is done.
+
+    A kernel's launch gives the functions of triton.language their interpreted kind. Each call of a
+    function inside it looks through all of them again: a quarter of the time of an interpreted
+    kernel.
+    """
+    import triton.language as tl
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
+    patch = interpreter._patch_lang
+    of_all = (core.tensor, "__add__"), (core.tensor_descriptor_base, "load"), (tl.math, "exp")
+
+    def patch_if_needed(fn):
+        modules = [value for value in fn.__globals__.values() if value is tl or value is core]
+        samples = *of_all, *((module, "load") for module in modules)
+        if modules and not any(core.is_builtin(getattr(*sample)) for sample in samples):
+            return interpreter._LangPatchScope()  # with nothing to restore
+        return patch(fn)
+
+    interpreter._patch_lang = patch_if_needed
+
+
 def on_device_of(tensor: torch.Tensor):
     """Context manager for launches: Triton launches on the current GPU, so it makes `tensor`'s the
     current one.
@@ -127,6 +155,7 @@ def on_device_of(tensor: torch.Tensor):
     Interpreted, it lets one thread in at a time.
     """
     if INTERPRETED:
+        _patch_once()
         return _ONE_THREAD
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)

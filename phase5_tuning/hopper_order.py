@@ -94,6 +94,7 @@ def dq_schedule(
     late: Sequence[float] = (),
     take_tile: Callable[[int], tuple[int, int]] | None = None,
     first_m: Callable[[int], int] | None = None,
+    walk: Callable[[int], Sequence[int]] | None = None,
     order: Callable[[int, int], int] | None = None,
 ) -> DqSchedule:
     """Run the programs of all tiles of keys, and return when each computed, added and ended.
@@ -105,21 +106,23 @@ def dq_schedule(
     which programs are dispatched.
 
     heads: batch x heads_kv. group: heads of queries for each. together: heads that take turns.
-    take_tile(ticket), first_m(n), order(m, n): the kernel's rules unless others are given.
+    take_tile(ticket), first_m(n), order(m, n): the kernel's rules unless others are given. walk(n):
+    the tiles of queries of key tile n, one after another; from first_m(n) to the last by default.
     Raises Deadlock if programs are left and all of them wait.
     """
     here = globals()  # this module's rules, which have the same names
+    first = first_m or (lambda n: here["first_m"](n, block_m, block_n, is_causal))
     rules = {
         "take": take_tile or (lambda t: here["take_tile"](t, tiles_n, heads, together, is_causal)),
-        "first": first_m or (lambda n: here["first_m"](n, block_m, block_n, is_causal)),
+        "walk": walk or (lambda n: range(first(n), tiles_m)),
         "order": order or (lambda m, n: here["order"](m, n, tiles_n, block_m, block_n, is_causal)),
     }
-    return _Run(tiles_m, tiles_n * heads, slots, hop, step, group, writers, late, rules).run()
+    return _Run(tiles_n * heads, slots, hop, step, group, writers, late, rules).run()
 
 
 class _Run:
-    def __init__(self, tiles_m, tickets, slots, hop, step, group, writers, late, rules):
-        self.tiles_m, self.tickets, self.hop, self.step = tiles_m, tickets, hop, step
+    def __init__(self, tickets, slots, hop, step, group, writers, late, rules):
+        self.tickets, self.hop, self.step = tickets, hop, step
         self.group, self.writers, self.late, self.rules = group, writers, late, rules
         self.slots = slots
         self.dispatched = 0
@@ -158,9 +161,9 @@ class _Run:
 
     def _tile(self, program, part):
         """(tile, m, how many parts the program has) of one of its parts."""
-        first = self.rules["first"](program.n)
-        steps = max(0, self.tiles_m - first)
-        m = first + part % steps if steps else 0
+        walk = self.rules["walk"](program.n)
+        steps = len(walk)
+        m = walk[part % steps] if steps else 0
         return (program.head, part // steps if steps else 0, m), m, steps * self.group
 
     def _ready(self, now, what):

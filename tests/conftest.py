@@ -2,13 +2,13 @@
 
 import os
 
+# For NumPy and PyTorch, here and in every child process: tensors are small, and pytest-xdist already uses every core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from common import runtime  # before anything imports triton
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-
-torch.set_num_threads(1)  # tensors are small, and pytest-xdist already uses every core
 
 # The same examples on every run and every machine, but for `make fuzz`. Compiled, each new shape costs a compilation,
 # hence fewer.

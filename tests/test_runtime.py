@@ -250,6 +250,32 @@ def test_trap38_every_launch_is_within_on_device_of_its_tensors(fn, tensors, mon
 
 
 @interpreted_only
+def test_the_interpreter_is_patched_once_a_launch_and_restored(monkeypatch):
+    import triton.language as tl
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    changes, set_attr = [], interpreter._LangPatchScope.set_attr
+
+    def count(self, *change):
+        changes.append(change)
+        set_attr(self, *change)
+
+    attention(
+        *(t[0, 0] for t in make_qkv(1, 1, 20, 16))
+    )  # what functions of Triton's own module change is never undone
+    monkeypatch.setattr(interpreter._LangPatchScope, "set_attr", count)
+    counts = []
+    for seq in (20, 200):  # one program, and several with several tiles each
+        changes.clear()
+        attention(*(t[0, 0] for t in make_qkv(1, 1, seq, 16)))
+        counts.append(len(changes))
+        for owner, name in ((tl, "load"), (tl.math, "exp"), (core.tensor, "__add__")):
+            assert core.is_builtin(getattr(owner, name)), name
+    assert counts[0] == counts[1] > 100, counts
+
+
+@interpreted_only
 def test_interpreted_kernels_of_two_threads_do_not_meet():
     q, k, v = make_qkv(1, 2, 100, 16, dtype=torch.float32)
     whole = attention_forward(q, k, v)[0]

@@ -171,6 +171,8 @@ def _at_once() -> ThreadPoolExecutor:
     """Two steps at a time where kernels are interpreted; one where a GPU is there: notebooks time it."""
     from common import runtime  # imports torch, which the other commands need not wait for
 
+    if runtime.INTERPRETED:  # tensors are small: threads would only wait for one another
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     return ThreadPoolExecutor(2 if runtime.INTERPRETED else 1)
 
 

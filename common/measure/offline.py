@@ -12,6 +12,7 @@ compile.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -299,6 +300,7 @@ def _imported(module: str, name: str):
     return getattr(importlib.import_module(module), name)
 
 
+@functools.cache  # two launches may be of one program
 def _cuobjdump(cubin: bytes, flag: str) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

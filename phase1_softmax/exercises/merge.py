@@ -5,7 +5,8 @@ and lse, the logarithm of the sum of exp(s) over its keys. Combine them into wha
 all the keys. Section 2.5 merges outputs by m and l; here you have only lse = m + log(l).
 
 Logits go into the hundreds, so exp(lse_a) and exp(lse_b) may overflow. A set in which a query saw no key has o = 0 and
-lse = -inf there; merging it changes nothing, and two such sets give o = 0 and lse = -inf again.
+lse = -inf there. If one of the two sets is such a set, the result is the pair of the other one. If both are, the result
+is o = 0 and lse = -inf again.
 
     o_a, o_b       (..., head_dim), fp32 or fp64; left as they are
     lse_a, lse_b   (...), the same dtype

@@ -14,7 +14,7 @@ the state of keys seen before, and the launcher puts o = 0, m = -inf, l = 0 ther
     o         (seq_q, head_dim), fp32 (or fp16, to see what comes of it)
     m, l      fp32, (seq_q,), contiguous
 
-There is one program. So the barrier after the loop: what some of its threads store, others load in the next turn.
+There is one program. So the barrier after the loop: what some of its threads store, others load in the next step.
 
 Notebook: phase2_tiling/tiling.ipynb, section 5.6, "Queries outside, or keys outside".
 """
@@ -34,7 +34,7 @@ def _attention_keys_outside_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, m_ptr, l_ptr, stride_q, stride_k, stride_v, stride_o, seq_q, seq_k, scale,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (1,): all turns of the outer loop update the same rows, one turn after another.
+    """Grid: (1,): all steps of the outer loop update the same rows, one step after another.
 
     Reads k and v once, and q, o, m and l once for each tile of keys; writes o, m and l as often.
     Requires: num_stages=1, so that no load of the state is moved ahead of a store.

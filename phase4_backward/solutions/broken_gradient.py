@@ -10,8 +10,7 @@ For each patient write the line as it was, in `DIAGNOSIS`: the name of the line,
     python work/phase4_backward/broken_gradient.py
 
 First ask which of dq, dk and dv are wrong, and which lines all the wrong ones share. Then look at the numbers: is one
-of them a multiple of the right one? Does each row add up to something? (lse.flip(0), say, are the two numbers of lse
-exchanged.) `TRAINED` is where the loss of a small GPT ends that trains with the same mistake: two of them look healthy.
+of them a multiple of the right one? Does each row add up to something?
 
 Notebook: phase4_backward/backward.ipynb, section 4.4, "Which tensor betrays which mistake?".
 """
@@ -64,9 +63,6 @@ PATIENTS = {
     "F": RIGHT | {"dq": [[-0.479, -0.432], [-0.178, -0.008]]},
 }
 
-# Mean loss of steps 381 to 400, seed 0 (section 6.3); with the right gradient it is 0.51.
-TRAINED = {"A": 0.52, "B": 2.25, "C": 1.65, "D": 1.23, "E": 3.04, "F": 0.57}
-
 DIAGNOSIS = {
     # your code: for each patient the name of one line, and what stood there
     #| "A": {},  # for example {"delta": "-(do * o).sum(dim=1)"}
@@ -96,7 +92,7 @@ def gradients(changed: dict[str, str]) -> dict[str, torch.Tensor]:
 def report() -> None:
     """What each diagnosis gives, beside the patient."""
     for patient, changed in DIAGNOSIS.items():
-        print(f"{patient}  {changed or 'no diagnosis: the right lines'}, loss {TRAINED[patient]}")
+        print(f"{patient}  {changed or 'no diagnosis: the right lines'}")
         for name, yours in gradients(changed).items():
             theirs = torch.tensor(PATIENTS[patient][name], dtype=torch.float64)
             agree = "agrees" if torch.allclose(yours, theirs, atol=2e-3) else "differs"

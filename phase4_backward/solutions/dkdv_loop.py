@@ -9,8 +9,8 @@ in each of the `group` query heads that share the key head: query head h uses ke
 sees the keys 0..i, and no tile of queries that lies wholly before the tile's first key may be loaded: the check counts
 bytes. BLOCK_M and BLOCK_N may differ, either way.
 
-The loads are there. Write where the walk starts, which query head a turn visits, and what is done
-with a tile.
+The loads are there. Write where the walk starts, which query head a step of the outer loop visits,
+and what is done with a tile.
 
     q, do       (batch, heads_q, seq_q, head_dim)    k, v   (batch, heads_kv, seq_k, head_dim)    fp16, bf16 or fp32
     lse, delta  (batch, heads_q, seq_q), fp32        group = heads_q / heads_kv
@@ -57,7 +57,7 @@ def _dkdv_kernel(
         start = pid_n * BLOCK_N // BLOCK_M * BLOCK_M
     # end of your code
     for g in range(0, group):
-        # your code: h, a query head of batch b that uses key head h_kv; another one in every turn
+        # your code: h, a query head of batch b that uses key head h_kv; another one in every step
         h = h_kv * group + g
         # end of your code
         head = b * heads_kv * group + h  # counted through the batch

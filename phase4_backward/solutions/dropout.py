@@ -6,8 +6,8 @@ is kept and 0 where it is dropped, and a star for entry by entry,
     P = softmax(S)                    O = (P * Z) V / (1 - p)
     dV = (P * Z)^T dO / (1 - p)       dP = Z * (dO V^T) / (1 - p)       dS = P * (dP - delta)
 
-and dQ, dK follow from dS as ever. The softmax comes first: its sums, and so the LSE, know nothing of Z. And delta =
-rowsum(P * dP) is still rowsum(dO * O): sum_j P_ij Z_ij / (1 - p) sum_d dO_id V_jd = sum_d dO_id O_id.
+and dQ, dK follow from dS as ever. The softmax comes first: its sums, and so the LSE, know nothing of Z. And delta is
+still rowsum(dO * O), as the notebook asks you to derive.
 
 Both passes need the same Z, in tiles of any shape, and to store Z would be to store P. `tl.rand(seed, offset)` is a
 pure function (the Philox generator) from two integers to a number in [0, 1): the same wherever and whenever it is

@@ -1,4 +1,4 @@
-"""Runs the pair on the model, with many numbers of stages, tiles and consumers."""
+"""Runs the pair on the model, with many numbers of stages, walks, tiles and consumers."""
 
 import itertools
 import random
@@ -7,61 +7,85 @@ from common.learn.judge import reject
 from phase5_tuning.checks import require_ints
 from phase5_tuning.hopper_model import Deadlock, Race, Ring
 
-# (stages, tiles, how many tiles each consumer does not see)
-CASES = [(1, 1, [0]), (1, 4, [0]), (2, 2, [0]), (2, 3, [0]), (2, 9, [0]), (3, 10, [0])]
-CASES += [(2, 6, [0, 0]), (3, 20, [0, 0, 0]), (2, 8, [1, 0]), (2, 8, [3, 0]), (4, 30, [5, 2, 0])]
-CASES += [(3, 7, [7, 0]), (2, 6, [0, 4])]
+# (stages, tiles of each walk, how many tiles of each walk a consumer does not see)
+CASES = [(1, [1], [0]), (1, [4], [0]), (2, [2], [0]), (2, [3], [0]), (2, [9], [0]), (3, [10], [0])]
+CASES += [(2, [6], [0, 0]), (3, [20], [0, 0, 0]), (2, [3, 4], [0]), (3, [5, 1, 4], [0, 0])]
+CASES += [(2, [8], [1, 0]), (2, [8, 5], [3, 0]), (4, [30], [5, 2, 0]), (3, [7, 7], [7, 0])]
+CASES += [(2, [6, 3], [0, 4])]
 
 
 def check(answer):
-    calls = []
-    for stages, tile in itertools.product((1, 2, 3, 5), range(12)):
-        mistakes = {
-            "a tile's place is its number modulo the number of places": tile // stages,
-            "there are `stages` places, whatever the parity": tile % 2,
-        }
-        got = answer.slot(tile, stages)
-        calls.append((f"slot{tile, stages}", got, tile % stages, mistakes))
-    require_ints(calls)
+    _check_places(answer)
     drawn = random.Random()
     cases = list(CASES)
     for _ in range(20):
-        tiles = drawn.randint(1, 25)
-        unseen = [drawn.randint(0, tiles) for _ in range(drawn.randint(0, 2))] + [0]
-        cases.append((drawn.randint(1, 5), tiles, unseen))
+        lengths = [drawn.randint(1, 12) for _ in range(drawn.randint(1, 3))]
+        unseen = [drawn.randint(0, max(lengths)) for _ in range(drawn.randint(0, 2))] + [0]
+        cases.append((drawn.randint(1, 5), lengths, unseen))
     for case in cases:
         _check_run(answer, *case)
     return f"{len(cases)} rings got done, 20 of them drawn at random; no tile was read too early or overwritten"
 
 
-def _check_run(answer, stages, tiles, unseen):
-    given = f"{stages} stages, {tiles} tiles, consumers that do not see the first {unseen}"
+def _check_places(answer):
+    places, laps = [], []
+    for stages, lengths in itertools.product((1, 2, 3, 5), ([7], [3, 5, 2])):
+        for walk, tile in ((w, t) for w, length in enumerate(lengths) for t in range(length)):
+            given = (walk, tile, lengths, stages)
+            got = answer.place_and_lap(*given)
+            if not isinstance(got, tuple) or len(got) != 2:
+                reject(f"place_and_lap{given}: expected a pair of ints, got {got!r}")
+            number = sum(lengths[:walk]) + tile
+            again = "the ring does not begin anew with a walk: count the tiles of the walks before"
+            slots = {
+                again: tile % stages,
+                "a tile's place is its number modulo the number of places": number // stages,
+                "there are `stages` places, whatever the parity": number % 2,
+            }
+            passed = {
+                again: tile // stages,
+                "a lap is one filling of all places, not one walk": walk,
+            }
+            places.append((f"the place in place_and_lap{given}", got[0], number % stages, slots))
+            laps.append((f"the lap in place_and_lap{given}", got[1], number // stages, passed))
+    require_ints(places)
+    require_ints(laps)
+
+
+def _check_run(answer, stages, lengths, unseen):
+    given = f"{stages} stages, walks of {lengths} tiles, consumers that do not see the first {unseen} of a walk"
     try:
-        timeline = answer.run(stages, tiles, unseen)
-    except Deadlock as error:
-        reject(f"{given}: {error}. {_why(answer, unseen)}")
-    except Race as error:
-        reject(f"{given}: {error}. {_why(answer, unseen)}")
+        timeline = answer.run(stages, lengths, unseen)
+    except (Deadlock, Race) as error:
+        reject(f"{given}: {type(error).__name__}: {error}. {_why(answer, unseen)}")
     for me, n in enumerate(unseen):
         used = [i.text for i in timeline.of("tensor cores") if i.actor == f"consumer {me}"]
-        if used != [f"{tile}" for tile in range(n, tiles)]:
-            reject(f"{given}: consumer {me} multiplies with {used}, expected {n} to {tiles - 1}")
-    loads = timeline.of("TMA")
-    if [i.text for i in loads] != [f"{tile}" for tile in range(tiles)]:
-        reject(f"{given}: the producer fetches {[i.text for i in loads]}")
+        right = _tiles(lengths, n)
+        if used != right:
+            reject(f"{given}: consumer {me} multiplies with {used}, where {right} is right")
+    fetched = [i.text for i in timeline.of("TMA")]
+    if fetched != _tiles(lengths, 0):
+        reject(f"{given}: the producer fetches {fetched}")
+
+
+def _tiles(lengths, first):
+    return [
+        f"{walk}.{tile}" for walk, length in enumerate(lengths) for tile in range(first, length)
+    ]
 
 
 def _why(answer, unseen):
-    """The question that leads to the mistake."""
-    before, after = answer.parities(0, 2)
-    if before == 0:
-        return "On a fresh barrier, which parity passes? The producer's first wait must not wait for anybody"
-    if after == 1:
-        return "The consumers' first wait must wait for the first tile: which parity does not pass?"
-    if answer.parities(1, 2) != (before, after):
-        return "The parity belongs to the lap, not to the tile: each place has barriers of its own"
-    if answer.parities(2, 2) == (before, after):
-        return "In the next lap, both barriers have completed a phase more: the parities change"
+    """The cause, as far as it can be told."""
+    (empty, full), (empty_next, full_next) = answer.parities(0), answer.parities(1)
+    if full == 1:
+        return "The consumers' first wait must wait for the first tile: a fresh barrier lets parity 1 pass"
+    if empty == 1:
+        return (
+            "Here the consumers arrive at `empty` before the first tile, which completes its phase 0. The producer's "
+            "first wait is for that phase, not for the one before it"
+        )
+    if empty == empty_next or full == full_next:
+        return "In the next lap each barrier has completed one phase more: both parities change"
     if any(unseen):
         return _why_unseen(answer)
     return "Which phase is each barrier in?"
@@ -70,7 +94,7 @@ def _why(answer, unseen):
 def _why_unseen(answer):
     """What the consumer does with tiles that it does not see."""
     ring = Ring("kv", 1, 1)
-    done = [op.kind for op in answer.consume(ring, 1, 1)]
+    done = [op.kind for op in answer.consume(ring, [1], 1)][len(ring.empty) :]
     if "arrive" not in done:
         return (
             "Every consumer must let go of every tile: `empty` counts the arrivals of all of them"

@@ -39,7 +39,7 @@ def _check_counts(answer):
         q, k = 64 * head_dim * 2, 128 * head_dim * 2
         mistakes = {
             "these are elements: how many bytes has each?": right // 2,
-            "there are queries for two turns": right - consumers * q,
+            "the queries of two tiles are held, of this one and of the next": right - consumers * q,
             "each consumer has queries of its own": 2 * q + 2 * stages * k,
             "a stage is a tile of keys and one of values": right - stages * k,
             "queries are missing": 2 * stages * k,
@@ -85,22 +85,47 @@ def _check_budgets(head_dim, shape):
             )
     shared = _shared(head_dim, consumers, stages)
     if shared + BARRIERS > LIMIT:
+        q, kv = _shared(head_dim, consumers, 0), _shared(head_dim, 0, 1)
         reject(
-            f"{what}: the tiles take {shared} bytes of shared memory; with barriers there is no room for {LIMIT}"
+            f"{what}: the tiles take {shared} bytes of shared memory, {q} of them for queries and {kv} for each stage. "
+            f"With the barriers, 1 KiB, that is more than {LIMIT}"
         )
     asked = consumers * shape["CONSUMER_REGISTERS"] + shape["PRODUCER_REGISTERS"]
     there = (consumers + 1) * _at_launch(consumers)
     if asked > there:
         reject(
             f"{what}: consumers and producer ask for {asked} registers for each of 128 threads, where only {there} "
-            "were shared out at launch"
+            f"were shared out at launch, {_at_launch(consumers)} to each of {consumers + 1} warpgroups"
         )
     predicted = _predicted(head_dim, shape)
     if predicted < FAST:
         reject(
-            f"{what}: {predicted:.0f} TFLOP/s in the model, where {FAST} are asked for. What does the timeline say: "
-            "are the tensor cores waiting for tiles, or for exponentials?"
+            f"{what}: {predicted:.0f} TFLOP/s in the model, where {FAST} are asked for. {_why_slow(head_dim, shape)}"
         )
+
+
+def _why_slow(head_dim, shape):
+    """What the tensor cores wait for: the one change that helps most in the model says so."""
+    consumers, stages = shape["CONSUMERS"], shape["STAGES"]
+    changes = {
+        "With one stage more": (
+            dict(STAGES=stages + 1),
+            "the ring is too short, and the consumers wait for copies",
+        ),
+        "With one consumer more": (
+            dict(CONSUMERS=consumers + 1),
+            "the tensor cores wait while all consumers exponentiate",
+        ),
+        f"With OVERLAP={not shape['OVERLAP']}": (
+            dict(OVERLAP=not shape["OVERLAP"]),
+            "with overlap a stage is held until the products of a step are done, so that it needs more stages"
+            if shape["OVERLAP"]
+            else "a consumer's own exponentials stand between its products",
+        ),
+    }
+    rates = {name: _predicted(head_dim, shape | change) for name, (change, _) in changes.items()}
+    best = max(rates, key=rates.get)
+    return f"{best} the model reaches {rates[best]:.0f}: {changes[best][1]}"
 
 
 def _predicted(head_dim, shape):
@@ -129,12 +154,17 @@ def _check_compiled(head_dim, shape, c):
         reject(f"{what}: {c}")
     if not c.fits:
         reject(f"{what}: {c.shared} bytes of shared memory, of which there are {LIMIT}")
-    if c.serialized:
-        reject(f"{what}: each product waits for the one before")
-    if c.spills:
-        why = (
-            "with OVERLAP a consumer holds S and the P of the step before in 16 bits"
-            if shape["OVERLAP"]
-            else "a consumer holds O, S and P: more of them than its registers can take?"
+    if c.serialized or c.spills:
+        said = (
+            f"{c.spills} bytes of each thread are spilled"
+            if c.spills
+            else "each product waits for the one before"
         )
-        reject(f"{what}: {c.spills} bytes of each thread are spilled: {why}")
+        tiles = {"O": head_dim // 2, "S, then P": 64}
+        if shape["OVERLAP"]:
+            tiles["P in 16 bits"] = 32
+        counted = " + ".join(f"{n} ({name})" for name, n in tiles.items())
+        reject(
+            f"{what}: {said}: the tiles take {counted} = {sum(tiles.values())} of the {shape['CONSUMER_REGISTERS']} "
+            "registers of a consumer's thread, and too few are left for addresses and temporaries"
+        )

@@ -24,7 +24,7 @@ some ten seconds), and asks the model of phase5_tuning/hopper_model.py how fast 
 fits, in whose kernels nothing is spilled and no product waits for the one before (ptxas calls that serialized), and
 that reaches 550 TFLOP/s in the model.
 
-Notebook: phase5_tuning/hopper.ipynb, section 5, "5.9 Choose a shape that fits".
+Notebook: phase5_tuning/hopper.ipynb, section 4, "5.9 Choose a shape that fits".
 """
 
 

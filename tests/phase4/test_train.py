@@ -4,7 +4,6 @@ from common import runtime
 from common.measure import records
 from phase4_backward import train
 from phase4_backward.backward import flash_attention
-from phase4_backward.solutions import broken_gradient
 
 import pytest
 import torch
@@ -101,10 +100,3 @@ def test_the_record_of_wrong_gradients_is_whole_and_of_the_emulation_as_it_is():
     for row in record["rows"]:
         assert len(row["losses"]) == row["steps"] or row["attention"] == "causal_forgotten"
         assert all(0 < loss < 10 for loss in row["losses"])
-
-
-def test_the_losses_of_the_broken_gradients_are_the_recorded_ones():
-    names = ("dk_scaled_twice", "delta_zero", "p_shifted", "dv_from_ds", "delta_outside", "dq_last_tile")
-    runs = {(r["attention"], r["seed"]): r["losses"] for r in records.load("phase4_backward", "cpu/mutants")["rows"]}
-    ends = {p: round(sum(runs[n, 0][-20:]) / 20, 2) for p, n in zip("ABCDEF", names, strict=True)}
-    assert ends == broken_gradient.TRAINED

@@ -36,6 +36,20 @@ CALLS = (
     *((ULYSSES, case) for case in ("grouped heads", "four heads")),
 )
 
+# What depends on how many ranks there are. The other cases are of a shard alone.
+OF_RANKS = "causal", "full", "three rows", "one row", "no keys"
+
+
+def calls(ranks: int):
+    """(way, case): with one and two ranks all whose heads they can share, with more those of OF_RANKS and Ulysses'."""
+    for way, case in CALLS:
+        heads_q, heads_kv = CASES[case][0][1:3]
+        if way == ULYSSES:
+            if not (heads_q % ranks or heads_kv % ranks):
+                yield way, case
+        elif ranks <= 2 or case in OF_RANKS:
+            yield way, case
+
 
 def inputs(case: str) -> tuple:
     """q, k, v and dO of a case: the whole tensors, the same in every process."""
@@ -108,10 +122,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
     """All cases in all ways; the results of rank r lie in folder/r.pt."""
     begin(rank, ranks, folder)
     got = dict(whole={}, again={}, errors=errors() if ranks > 1 else {})
-    for way, case in CALLS:
-        (_, heads_q, heads_kv, *_), _ = CASES[case]
-        if way == ULYSSES and (heads_q % ranks or heads_kv % ranks):
-            continue
+    for way, case in calls(ranks):
         mine = attend(way, case)
         got["whole"][way, case] = [cp.unshard(t) for t in mine]
         if case == "causal":

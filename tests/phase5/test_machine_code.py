@@ -1,5 +1,6 @@
 """What the compiler makes of every rung, for GPUs that are not here."""
 
+import itertools
 from unittest import mock
 
 from common.measure import offline
@@ -13,16 +14,16 @@ import torch
 from helpers import for_target, interpreted_only
 from tuned_passes import MASKS
 
-FORWARD, GRADIENTS = configs.Config(64, 128, 4, 2), configs.Config(64, 64, 4, 2)
+TILES = configs.Config(64, 64, 4, 2)
 
 
 def launches(rung):
     """The kernels of a rung with tiles that every rung can have."""
     q, k = (torch.empty(1, heads, 512, 64, dtype=torch.float16) for heads in (4, 2))
     lse = torch.empty(1, 4, 512)
-    forward = dict(enable_gqa=True, kernel=rung.forward, config=FORWARD)
-    gradients = dict(dkdv_kernel=rung.dkdv, dkdv_config=GRADIENTS, dq_kernel=rung.dq)
-    gradients |= dict(dq_config=GRADIENTS, is_causal=True)
+    forward = dict(enable_gqa=True, kernel=rung.forward, config=TILES)
+    gradients = dict(dkdv_kernel=rung.dkdv, dkdv_config=TILES, dq_kernel=rung.dq)
+    gradients |= dict(dq_config=TILES, is_causal=True)
     return [
         *offline.record_launches(lambda: attention_forward(q, k, k, True, **forward)),
         *offline.record_launches(lambda: attention_backward(q, k, k, q, lse, q, **gradients)),
@@ -59,7 +60,9 @@ def test_compile_all_fails_if_a_kernel_has_no_good_tile(fault, code, capsys):
 
 @interpreted_only
 def test_every_rung_compiles_for_hopper_without_spills():
-    made = {rung.name: offline.compile_launches(launches(rung), ["sm_90"]) for rung in LADDER[1:]}
+    recorded = {rung.name: launches(rung) for rung in LADDER[1:]}
+    compiled = iter(offline.compile_launches(itertools.chain(*recorded.values()), ["sm_90"]))  # in one child process
+    made = {name: list(itertools.islice(compiled, len(of_rung))) for name, of_rung in recorded.items()}
     for name, kernels in made.items():
         assert len(kernels) == 4, name
         for c in kernels:

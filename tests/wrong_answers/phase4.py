@@ -346,4 +346,55 @@ WRONG = {
             "right so far: sequence, _forward_kernel, _dkdv_kernel. Next: _dq_kernel",
         ),
     ],
+    "atomic_dq": [
+        Wrong(
+            "load, add and store",
+            {
+                'tl.atomic_add(there, part, mask=inside, sem="relaxed")': (
+                    "tl.store(there, part + tl.load(there, mask=inside), mask=inside)"
+                )
+            },
+            "Reading, adding and writing must be one step",
+        ),
+        Wrong(
+            "the first program stores",
+            {
+                'tl.atomic_add(there, part, mask=inside, sem="relaxed")\n': (
+                    "if pid_n == 0:\n            tl.store(there, part, mask=inside)\n        else:\n"
+                    '            tl.atomic_add(there, part, mask=inside, sem="relaxed")\n'
+                ),
+            },
+            "its part is overwritten",
+        ),
+        Wrong(
+            "the last program rounds",
+            {
+                'mask=inside, sem="relaxed")\n': (
+                    'mask=inside, sem="relaxed")\n        if pid_n == tl.num_programs(0) - 1:\n'
+                    "            whole = tl.load(there, mask=inside) * scale\n"
+                    "            store_tile(dq_ptr + at_q, rows, offs_m, offs_d, seq_q, HEAD_DIM, whole)\n"
+                ),
+                "    dq_out = dq_sum * scale\n": "",
+            },
+            "the loaded sum lacks its part",
+        ),
+        Wrong(
+            "the sum so far",
+            {
+                "tl.atomic_add(there": "before = tl.atomic_add(there",
+                'mask=inside, sem="relaxed")\n': (
+                    'mask=inside, sem="relaxed")\n        if pid_n == tl.num_programs(0) - 1:\n'
+                    "            whole = (before + part) * scale\n"
+                    "            store_tile(dq_ptr + at_q, rows, offs_m, offs_d, seq_q, HEAD_DIM, whole)\n"
+                ),
+                "    dq_out = dq_sum * scale\n": "",
+            },
+            "What atomic_add returns is the sum so far",
+        ),
+        Wrong("no zeros", {"dq_sum = torch.zeros(": "dq_sum = torch.empty("}, "with which numbers does dq_sum begin"),
+        Wrong("dq is never stored", {"    dq_out = dq_sum * scale\n": ""}, "who stores dq?"),
+        Wrong("no scale", {"dq_out = dq_sum * scale": "dq_out = dq_sum"}, "the scale is missing"),
+        Wrong("scaled twice", {"(there, part, mask=inside, sem": "(there, part * scale, mask=inside, sem"}, "twice"),
+        Wrong("no mask", {"(there, part, mask=inside, sem": "(there, part, sem"}, "is the mask there?"),
+    ],
 }

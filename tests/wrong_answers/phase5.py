@@ -2,6 +2,10 @@
 
 from wrong_answers import Wrong
 
+# of barrier_phases: what a consumer does with a tile that it does not see
+LINE = "\n" + 16 * " "
+WAIT_AND_ARRIVE = f"yield wait(ring.full[i], full_parity){LINE}yield arrive(ring.empty[i]){LINE}# end"
+
 WRONG = {
     "count_flops": [
         Wrong("not halved", {" // (2 if is_causal else 1)": ""}, "under a causal mask the count is half"),
@@ -432,44 +436,39 @@ WRONG = {
         Wrong("the first scale of q", {"q_scales_ptr + pid_m)": "q_scales_ptr)"}, "every tile of q has the scale"),
     ],
     "barrier_phases": [
-        Wrong("both the lap's", {"lap & 1 ^ 1, lap & 1\n": "lap & 1, lap & 1\n"}, "which parity passes?"),
-        Wrong("exchanged", {"lap & 1 ^ 1, lap & 1\n": "lap & 1, lap & 1 ^ 1\n"}, "which parity passes?"),
+        Wrong("the chapter's parities", {"return lap & 1, lap & 1\n": "return lap & 1 ^ 1, lap & 1\n"}, "its phase 0"),
+        Wrong("exchanged", {"return lap & 1, lap & 1\n": "return lap & 1, lap & 1 ^ 1\n"}, "lets parity 1 pass"),
+        Wrong("both late", {"return lap & 1, lap & 1\n": "return lap & 1 ^ 1, lap & 1 ^ 1\n"}, "lets parity 1 pass"),
+        Wrong("always the first lap's", {"return lap & 1, lap & 1\n": "return 0, 0\n"}, "both parities change"),
+        Wrong("anew with each walk", {"number = sum(lengths[:walk]) + tile": "number = tile"}, "does not begin anew"),
+        Wrong("laps of the walk", {", number // stages": ", tile // stages"}, "does not begin anew"),
+        Wrong("the walk as lap", {", number // stages": ", walk"}, "not one walk"),
+        Wrong("two places", {"return number % stages": "return number % 2"}, "whatever the parity"),
+        Wrong("the lap as place", {"return number % stages": "return number // stages"}, "modulo the number of places"),
+        Wrong("a list", {"return number % stages, number // stages": "return [number, 0]"}, "expected a pair of ints"),
         Wrong(
             "not let go",
-            {"yield arrive(ring.empty[i])\n            # end": "pass\n            # end"},
+            {"yield arrive(ring.empty[i])\n                # end": "pass\n                # end"},
             "`empty` counts the arrivals of all of them",
         ),
         Wrong(
             "let go before it is there",
-            {"yield wait(ring.full[i], full_parity)\n            yield arrive": "yield arrive"},
+            {"yield wait(ring.full[i], full_parity)\n                yield arrive": "yield arrive"},
             "lets go of a tile that has not arrived",
         ),
         Wrong(
             "skipped",
-            {
-                "yield wait(ring.full[i], full_parity)\n            yield arrive(ring.empty[i])\n            # end": (
-                    "continue\n            # end"
-                )
-            },
+            {WAIT_AND_ARRIVE: f"continue{LINE}# end"},
             "`empty` counts the arrivals of all of them",
         ),
-        Wrong("always the first lap's", {"lap & 1 ^ 1, lap & 1\n": "1, 0\n"}, "the parities change"),
-        Wrong("both late", {"lap & 1 ^ 1, lap & 1\n": "lap & 1 ^ 1, lap & 1 ^ 1\n"}, "must wait for the first tile"),
-        Wrong("of the tile", {"lap & 1 ^ 1, lap & 1\n": "tile & 1 ^ 1, tile & 1\n"}, "belongs to the lap"),
-        Wrong("two places", {"return tile % stages": "return tile % 2"}, "whatever the parity"),
-        Wrong("the lap as place", {"return tile % stages": "return tile // stages"}, "modulo the number of places"),
         Wrong(
             "let go first",
-            {
-                "yield wait(ring.full[i], full_parity)\n            yield arrive(ring.empty[i])\n            # end": (
-                    "yield arrive(ring.empty[i])\n            yield wait(ring.full[i], full_parity)\n            # end"
-                )
-            },
+            {WAIT_AND_ARRIVE: f"yield arrive(ring.empty[i]){LINE}yield wait(ring.full[i], full_parity){LINE}# end"},
             "First comes the wait",
         ),
     ],
     "fit_hopper": [
-        Wrong("queries of one turn", {"q = 2 * consumers": "q = consumers"}, "queries for two turns"),
+        Wrong("queries of one tile", {"q = 2 * consumers": "q = consumers"}, "queries of two tiles are held"),
         Wrong("the producer left out", {"128 * (consumers + 1)": "128 * consumers"}, "the producer's warpgroup"),
         Wrong("too many registers", {"CONSUMER_REGISTERS=240": "CONSUMER_REGISTERS=248"}, "multiples of 8 from 24 to"),
         Wrong("not rounded", {" // 8 * 8": ""}, "round down to a multiple of 8"),
@@ -479,44 +478,65 @@ WRONG = {
         ),
         Wrong("keys alone", {"stages * 2 * 128": "stages * 128"}, "a tile of keys and one of values"),
         Wrong("more than there are", {"PRODUCER_REGISTERS=24": "PRODUCER_REGISTERS=40"}, "were shared out at launch"),
-        Wrong("three stages", {"STAGES=2": "STAGES=3"}, "bytes of shared memory"),
-        Wrong("one stage", {"STAGES=2": "STAGES=1"}, "where 550 are asked for"),
+        Wrong("three stages", {"STAGES=2": "STAGES=3"}, "65536 for each stage"),
+        Wrong("one stage", {"STAGES=2": "STAGES=1"}, "the ring is too short"),
         Wrong(
-            "three consumers overlap", {"OVERLAP=False": "OVERLAP=True"}, "with OVERLAP a consumer holds S and the P"
+            "two consumers without overlap",
+            {
+                "CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32": (
+                    "CONSUMERS=2, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24"
+                )
+            },
+            "own exponentials stand between",
         ),
+        Wrong("three consumers overlap", {"OVERLAP=False": "OVERLAP=True"}, "+ 32 (P in 16 bits) = 128 of the 160"),
         Wrong(
             "three consumers at head_dim 128",
             {
                 "CONSUMERS=2, STAGES=2, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24": (
-                    "CONSUMERS=3, STAGES=1, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32"
+                    "CONSUMERS=3, STAGES=2, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32"
                 )
             },
-            "where 550 are asked for",
+            "= 128 of the 160",
         ),
     ],
     "order_dq": [
-        Wrong("low keys first", {"tiles_n - 1 - ticket if is_causal else ticket": "ticket"}, "took lower tickets"),
-        Wrong("ascending", {"return last - n": "return n"}, "took lower tickets"),
-        Wrong("all tiles of keys", {"return last - n": "return tiles_n - 1 - n"}, "not every tile of keys"),
-        Wrong(
-            "more keys than there are",
-            {"min(tiles_n - 1, ((m + 1) * block_m - 1) // block_n)": "((m + 1) * block_m - 1) // block_n"},
-            "only tiles_n",
-        ),
-        Wrong(
-            "the tile's first query",
-            {"((m + 1) * block_m - 1) // block_n": "m * block_m // block_n"},
-            "expected each of",
-        ),
         Wrong(
             "as shipped",
-            {"tiles_n - 1 - ticket if is_causal else ticket": "ticket", "return last - n": "return n"},
-            "who is before it, and when",
+            {
+                "return ticket\n": "return tiles_n - 1 - ticket\n",
+                "lowest = max(0, m * block_m - window + 1) // block_n": (
+                    "last = min(tiles_n - 1, ((m + 1) * block_m - 1) // block_n)"
+                ),
+                "return n - lowest": "return last - n",
+            },
+            "Which of the two is nearer",
         ),
         Wrong(
-            "a tile twice", {"tiles_n - 1 - ticket if": "tiles_n - 1 - ticket // 2 if"}, "each tile must be there once"
+            "high keys add first",
+            {
+                "lowest = max(0, m * block_m - window + 1) // block_n": (
+                    "last = min(tiles_n - 1, ((m + 1) * block_m - 1) // block_n)"
+                ),
+                "return n - lowest": "return last - n",
+            },
+            "took lower tickets",
         ),
-        Wrong("floats", {"return last - n": "return (last - n) / 1"}, "expected an int"),
+        Wrong("high keys begin first", {"return ticket\n": "return tiles_n - 1 - ticket\n"}, "took lower tickets"),
+        Wrong("all tiles of keys", {"return n - lowest": "return n"}, "count from the lowest"),
+        Wrong(
+            "before the first key",
+            {"max(0, m * block_m - window + 1)": "(m * block_m - window + 1)"},
+            "No tile of keys stands before tile 0",
+        ),
+        Wrong(
+            "the tile's last query",
+            {"max(0, m * block_m - window + 1)": "max(0, (m + 1) * block_m - window)"},
+            "by the tile's first query",
+        ),
+        Wrong("one key too many", {"- window + 1)": "- window)"}, "A query's own key is one of the window"),
+        Wrong("a tile twice", {"return ticket\n": "return ticket // 2\n"}, "each tile must be there once"),
+        Wrong("floats", {"return n - lowest": "return (n - lowest) / 1"}, "expected an int"),
     ],
     "merge_ranks": [
         Wrong(

@@ -1,0 +1,202 @@
+"""Notes who touches which element of memory while the interpreter runs, then compares the gradients."""
+
+import contextlib
+from collections import defaultdict
+from unittest import mock
+
+from common import make_qkv, make_tensor, runtime
+from common.learn.judge import reject, require, require_verified
+from common.verify import guard
+from common.verify.reference import naive_attention, naive_attention_backward
+
+import numpy as np
+import torch
+
+
+def check(answer):
+    if runtime.INTERPRETED:
+        _check_races(answer)
+    _check_result(answer)
+    for dtype in runtime.DTYPES:
+        _check_whole(answer, dtype)
+    raced = (
+        "no element is touched by two programs, except atomically; " if runtime.INTERPRETED else ""
+    )
+    return f"{raced}dq, dk, dv in fp16, bf16 and fp32"
+
+
+def _case(seq_q=40, seq_k=70, heads=2, head_dim=16, dtype=torch.float32):
+    """q, k, v, do, lse, delta and the right gradients."""
+    q, k, v = make_qkv(1, heads, seq_q, head_dim, seq_k=seq_k, dtype=dtype)
+    do = make_tensor(q.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    o, lse, _ = naive_attention(*(t.double() for t in (q, k, v)))
+    delta = (o * do.double()).sum(-1).float()
+    right = naive_attention_backward(*(t.double() for t in (q, k, v, do)))
+    return (q, k, v, do, lse.float(), delta), dict(zip(("dq", "dk", "dv"), right, strict=True))
+
+
+# --- races -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _noted():
+    """Yields a list with, for each launch, {address: {"load", "store", "add": programs}}."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    launches = []
+    wrapped = {
+        "load": "create_masked_load",
+        "store": "create_masked_store",
+        "add": "create_atomic_rmw",
+    }
+    of_mask = dict(load=1, store=2, add=3)  # where the mask stands among the arguments
+
+    def noting(kind, call):
+        def noted(*args, **options):
+            at = args[1 if kind == "add" else 0], args[of_mask[kind]]
+            pointers, mask = (np.asarray(getattr(x, "data", x)) for x in at)
+            for address in np.broadcast_to(pointers, mask.shape)[mask].ravel().tolist():
+                launches[-1][address][kind].add(builder.grid_idx)
+            return call(*args, **options)
+
+        return noted
+
+    set_grid_idx = builder.set_grid_idx
+
+    def begun(*program):
+        if not any(program):  # the first program of a launch
+            launches.append(defaultdict(lambda: defaultdict(set)))
+        set_grid_idx(*program)
+
+    calls = {name: noting(kind, getattr(builder, name)) for kind, name in wrapped.items()}
+    with mock.patch.multiple(builder, set_grid_idx=begun, **calls):
+        yield launches
+
+
+def _check_races(answer):
+    inputs, _ = _case()
+    with _noted() as launches, guard.watched():
+        answer.attention_gradients(*inputs, block_m=32, block_n=32)
+    for touched in launches:
+        added_to = sum(bool(by["add"]) for by in touched.values())
+        if added_to > inputs[0].numel():
+            reject(
+                f"{added_to} elements are added to, where dq_sum has {inputs[0].numel()}: is the mask there?"
+            )
+        races = [_race(by) for by in touched.values()]
+        for cause in _CAUSES:
+            found = [programs for what, programs in filter(None, races) if what == cause]
+            if found:
+                a, b = (f"({x}, {y})" for x, y, _ in found[0])
+                reject(
+                    f"{len(found)} elements are touched by several programs: {_CAUSES[cause].format(a=a, b=b)}"
+                )
+
+
+_CAUSES = {
+    "lost": (
+        "programs {a} and {b} both load, add and store. If {b} loads before {a} has stored, it stores a sum without "
+        "the part of {a}, which is lost. Reading, adding and writing must be one step"
+    ),
+    "overwritten": (
+        "program {a} stores, where program {b} adds atomically. If {b} comes first, its part is overwritten. Who "
+        "comes first is not decided by the number: what must be there before the launch?"
+    ),
+    "early": (
+        "program {a} loads, where program {b} adds. Its number does not make {a} the last one: {b} may add later, and "
+        "the loaded sum lacks its part. Which event is later than all programs?"
+    ),
+    "stored twice": "programs {a} and {b} both store: whose value remains?",
+}
+
+
+def _race(by):
+    """(cause, two programs) for one element, or None."""
+    changed = by["store"] | by["add"]
+    if len(by["load"] | changed) < 2 or not changed or not (by["load"] | by["store"]):
+        return None
+    both = sorted(by["load"] & by["store"])
+    if len(both) > 1:
+        return "lost", both[:2]
+    for cause, plain in (("overwritten", by["store"]), ("early", by["load"])):
+        pairs = [(a, b) for a in sorted(plain) for b in sorted(by["add"] - {a})]
+        if pairs:
+            return cause, pairs[0]
+    if by["load"] and by["load"] != by["store"]:
+        pairs = [(a, b) for a in sorted(by["load"]) for b in sorted(by["store"] - {a})]
+        return "lost", pairs[0]
+    return "stored twice", sorted(by["store"])[:2]
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _backwards():
+    """Inside, the interpreter begins with a launch's last program and ends with its first."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    set_grid_idx = builder.set_grid_idx
+
+    def mirrored(*program):
+        set_grid_idx(*(size - 1 - i for i, size in zip(program, builder.grid_dim, strict=True)))
+
+    with mock.patch.object(builder, "set_grid_idx", mirrored):
+        yield
+
+
+def _check_result(answer):
+    inputs, right = _case()
+    with guard.watched():
+        got = answer.attention_gradients(*inputs, block_m=32, block_n=32)
+    scale = inputs[0].shape[-1] ** -0.5
+    for (name, wanted), actual in zip(right.items(), got, strict=True):
+        mistakes = signs = {}
+        if name == "dq":
+            mistakes = {
+                "the scale is missing": wanted / scale,
+                "the scale is multiplied twice": wanted * scale,
+                "nothing has been added": torch.zeros_like(wanted),
+            }
+            signs = {
+                "it is NaN, as new memory holds anything: with which numbers does dq_sum begin, and who stores dq?": (
+                    isinstance(actual, torch.Tensor) and bool(actual.isnan().any())
+                )
+            }
+        require(name, actual, wanted, mistakes=mistakes, signs=signs)
+    if runtime.INTERPRETED:
+        with _backwards():
+            dq = answer.attention_gradients(*inputs, block_m=32, block_n=32)[0]
+        if not torch.allclose(dq.double(), right["dq"], rtol=1e-4, atol=1e-4):
+            reject(
+                "dq is wrong if the program with the highest number runs first: does a program rely on being the "
+                "first or the last one? What atomic_add returns is the sum so far, not the sum of all parts"
+            )
+
+
+def _check_whole(answer, dtype):
+    def attention(q, k, v, *, is_causal, scale, enable_gqa):
+        return _Attention.apply(q, k, v, answer.attention_gradients)
+
+    q, k, v = make_qkv(1, 2, 37, 40, seq_k=50, dtype=dtype)
+    do = make_tensor(q.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    require_verified(f"{dtype}", attention, q, k, v, do=do)
+
+
+class _Attention(torch.autograd.Function):
+    """The reference's forward pass with the answer's gradients."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, gradients):
+        o, lse, _ = naive_attention(*(t.float() for t in (q, k, v)))
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.gradients = gradients
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, _):
+        q, k, v, o, lse = ctx.saved_tensors
+        delta = (o.float() * do.float()).sum(-1)
+        return *ctx.gradients(q, k, v, do.contiguous(), lse, delta), None
