@@ -142,7 +142,7 @@ def _compiled(shapes):
         mock.patch.dict(hopper_forward.REGISTERS, registers),
     ):
         for head_dim in shapes:
-            q = torch.empty(1, 2, 512, head_dim, dtype=FP16, device=runtime.DEVICE)
+            q = torch.empty(1, 2, 2048, head_dim, dtype=FP16, device=runtime.DEVICE)
             call = lambda q=q: hopper_forward.plan(q, q, q, True, 0.1, 1)(q, q, q)  # noqa: E731
             launches += offline.record_launches(call)
     return dict(zip(shapes, offline.compile_launches(launches), strict=True))
