@@ -1,6 +1,7 @@
 """The tuned passes: every case, rung and tile against the truth, and the traps they avoid."""
 
 import itertools
+from unittest import mock
 
 from common import make_qkv, phases, runtime
 from common.measure import offline, traffic
@@ -109,6 +110,30 @@ def test_causal_with_whole_tiles(seq_q, seq_k):
     q, k, v = make_qkv(1, 1, seq_q, 16, seq_k=seq_k)
     verify(tuned, q, k, v, is_causal=True)
     verify(in_tiles(64, 64), q, k, v, is_causal=True)
+
+
+@interpreted_only  # compiled, a rung takes the tiles that it has measured
+@pytest.mark.parametrize("rung", LADDER[2:-1], ids=lambda rung: rung.name)
+@pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32)])
+def test_every_rung_in_unequal_tiles(block_m, block_n, rung, fresh_plans):
+    tiles = configs.Config(block_m, block_n, num_warps=4, num_stages=1)
+    q, k, v = make_qkv(1, 2, 48, 16, heads_kv=1, seq_k=40)
+    with mock.patch.object(configs, "plain", return_value=tiles) as asked:
+        verify(rung.attention, q, k, v, is_causal=True)
+    assert asked.called
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of inf - inf where NaN is the right answer
+@pytest.mark.parametrize("rung", LADDER[4:-1], ids=lambda rung: rung.name)
+@pytest.mark.parametrize(("block_m", "block_n", "seq_q"), [(32, 16, 64), (16, 32, 48)])
+def test_trap22_keys_of_minus_infinity_on_every_rung(block_m, block_n, rung, seq_q):
+    q, k, v = make_qkv(1, 1, seq_q, 16, kind="positive")
+    k[:, :, :3], k[:, :, 20] = -INF, -INF
+    tile = configs.Config(block_m, block_n, num_warps=4, num_stages=1)
+    tiles = dict(dkdv_config=tile, dq_config=tile)
+    for is_causal in (False, True):
+        grads = backward(q, k, v, q, is_causal, dkdv_kernel=rung.dkdv, dq_kernel=rung.dq, **tiles)
+        assert all(grad.isfinite().all() for grad in grads[1:])
 
 
 @MASKS
