@@ -13,6 +13,7 @@
 """
 
 import ast
+import functools
 import shlex
 import tomllib
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Mutant:
         return shlex.split(self.tests)
 
 
+@functools.cache
 def _span(text: str, name: str) -> tuple[int, int]:
     """Where a function or a Class.method begins and ends in a module's text."""
     node = ast.parse(text)

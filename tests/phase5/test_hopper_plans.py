@@ -5,7 +5,7 @@ import math
 from unittest import mock
 
 from common import make_qkv, runtime
-from phase5_tuning import backward, configs, forward, hopper_backward, hopper_forward
+from phase5_tuning import backward, configs, forward, hopper_backward, hopper_forward, launch
 
 import pytest
 import torch
@@ -52,6 +52,13 @@ def test_what_they_do_not_take(monkeypatch):
         assert not hopper_forward.takes(q, k, v)
         monkeypatch.setenv("FLASH_ATTENTION_HOPPER", "1")
         assert hopper_forward.takes(q, k, v)
+
+
+def test_descriptors_are_for_16_bits_on_hopper_and_later():
+    for capability, allowed in (((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), True)):
+        with on_a_gpu(capability=capability):
+            assert launch.descriptors_allowed(*tensors()) == allowed
+            assert not launch.descriptors_allowed(*tensors(dtype=torch.float32))
 
 
 def test_more_rows_than_a_coordinate_counts():
@@ -149,8 +156,8 @@ def forward_plan(*sizes, is_causal=False, sign=1, multiprocessors=132, **others)
     return plan, arguments(plan.launch), plan.launch.grid[0]
 
 
-def arguments(launch):
-    return dict(zip(launch.kernel.arg_names[-len(launch.rest) :], launch.rest, strict=True))
+def arguments(made):
+    return dict(zip(made.kernel.arg_names[-len(made.rest) :], made.rest, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -187,8 +194,8 @@ def test_causal_heads_take_turns_as_far_as_their_keys_fit_into_the_cache():
 def test_a_forward_call_allocates_what_its_kernel_writes(sign):
     q, k, v = make_qkv(1, 2, 40, 64, layout="bshd")
     taken = []
-    launch = lambda *tensors: taken.append([t.clone() for t in tensors]) or tensors[-1].add_(5)  # noqa: E731
-    plan = hopper_forward.HopperForwardPlan(launch, sign)
+    note = lambda *tensors: taken.append([t.clone() for t in tensors]) or tensors[-1].add_(5)  # noqa: E731
+    plan = hopper_forward.HopperForwardPlan(note, sign)
     for _ in range(2):
         o, lse = plan(q, k, v)
         assert o.is_contiguous()
@@ -218,8 +225,8 @@ def test_the_backward_plan_s_sizes(head_dim, block_m):
     assert (plan.tiles, plan.padded_rows) == (12 * tiles_m, 12 * tiles_m * block_m)
     assert plan.fused.grid[0] == 3 * 4
     assert plan.rows.grid[0] == plan.dq.grid[0] == plan.tiles
-    for launch in (plan.rows, plan.dq):
-        assert arguments(launch).items() >= dict(heads_q=6, seq_q=400, padded_q=tiles_m * block_m).items()
+    for made in (plan.rows, plan.dq):
+        assert arguments(made).items() >= dict(heads_q=6, seq_q=400, padded_q=tiles_m * block_m).items()
 
 
 def test_heads_that_take_turns_backward():
