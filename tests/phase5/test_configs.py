@@ -8,6 +8,7 @@ from unittest import mock
 
 from common import make_qkv, runtime, verify_results
 from common.measure.offline import record_launches
+from common.measure.timing import Timing
 from common.phases import ROOT
 from phase5_tuning import configs, launch
 from phase5_tuning.attention import flash_attention
@@ -151,6 +152,13 @@ def test_trap39_the_fastest_that_fits_is_chosen_once(unknown_gpu):
     assert choose(launch, kernel="forward") == forward[1]
     assert not launched
     assert len(unknown_gpu) == 1
+
+
+def test_the_median_decides_and_no_lucky_call():
+    tried = candidates()[:2]
+    times = Timing(2.0, 0.1, 3.0, host=0.0), Timing(1.0, 0.9, 9.0, host=0.0)
+    with mock.patch.object(configs, "time_ms", side_effect=times):
+        assert configs.fastest(never, tried) is tried[1]
 
 
 @pytest.mark.usefixtures("unknown_gpu")

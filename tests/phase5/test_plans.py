@@ -386,6 +386,19 @@ def test_while_launches_are_recorded_no_plan_is_used_or_remembered(fresh_plans):
     assert attention_forward(q, k, v)[0].isfinite().all()
 
 
+def test_a_launch_that_is_recorded_is_not_made():
+    kernel, made_anyway = mock.MagicMock(arg_names=[]), mock.Mock()
+    made = launch.Launch(kernel, 3, {}, dict(num_warps=4))
+    made._compiled = made_anyway
+    with mock.patch.object(runtime, "recording", True):
+        made("q", "k")
+    kernel.__getitem__.assert_called_once_with((3, 1, 1))
+    kernel[3, 1, 1].assert_called_once_with("q", "k", num_warps=4)
+    assert not made_anyway.called
+    made("q", "k")
+    made_anyway.assert_called_once_with("q", "k")
+
+
 @interpreted_only
 def test_a_recorded_bf16_call_is_not_what_an_interpreted_one_repeats():
     q, k, v = make_qkv(1, 2, 40, 16, dtype=torch.bfloat16)
