@@ -38,7 +38,7 @@ def test_only_a_gpu_runs_the_tests_of_a_gpu():
 
 def test_the_table_is_of_these_mutants():
     rows = re.findall(r"^\| ([a-z0-9-]+) \|", (HERE / "KILLED.md").read_text(), re.MULTILINE)
-    assert sorted(rows) == sorted(mutant.name for mutant in MUTANTS)
+    assert sorted(set(rows) - {"mutant"}) == sorted(mutant.name for mutant in MUTANTS)  # that is its head
 
 
 @pytest.mark.parametrize(
