@@ -121,6 +121,7 @@ def test_causal_with_whole_tiles(seq_q, seq_k):
 
 
 @interpreted_only  # compiled, a rung takes the tiles that it has measured
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of P beyond fp32, for keys that no store takes
 @pytest.mark.parametrize("rung", LADDER[4:-1], ids=lambda rung: rung.name)
 @pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32)])
 def test_rungs_in_unequal_tiles_and_strides(block_m, block_n, rung, fresh_plans):
