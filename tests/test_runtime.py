@@ -10,13 +10,16 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import phase4_backward
 import phase5_tuning
 from common import make_qkv, runtime
+from common.measure import offline
 from phase1_softmax import logsumexp, softmax, softmax_fused, softmax_online
 from phase2_tiling import attention, attention_resident, attention_unfused, matmul
 from phase3_forward import attention_forward
+from phase5_tuning.ladder import LADDER
 
 import pytest
 import torch
@@ -200,6 +203,14 @@ def test_tile_sizes_are_legal_tiles(head_dim, dtype):
         assert block & (block - 1) == 0
 
 
+@pytest.mark.parametrize(("dtype", "narrow", "wide"), [(torch.float16, 64, 32), (torch.float32, 32, 16)], ids=str)
+def test_wide_heads_are_walked_over_in_smaller_tiles_backward(dtype, narrow, wide):
+    """Twice as many tiles are held at once as forward, in the 99 KB of a consumer GPU."""
+    for head_dim, block in ((64, narrow), (128, narrow), (129, wide), (256, wide)):
+        tiles = runtime.tile_sizes(head_dim, dtype, backward=True)
+        assert (tiles["BLOCK_M"], tiles["BLOCK_N"]) == (block, block)
+
+
 def _trained(fn):
     def call(*tensors):
         leaves = [t.detach().requires_grad_() for t in tensors]
@@ -219,6 +230,49 @@ LAUNCHES = [
         for fn in (phase4_backward.flash_attention, phase5_tuning.flash_attention)
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    "fn", [attention_forward, _trained(phase4_backward.flash_attention)], ids=["phase 3", "phase 4"]
+)
+@pytest.mark.parametrize("head_dim", [1, 15])
+def test_trap06_narrow_heads_are_padded_to_what_a_product_takes(head_dim, fn):
+    launches = offline.record_launches(lambda: fn(*make_qkv(1, 1, 20, head_dim)))
+    for launch in launches:
+        constexprs = {list(launch.signature)[path[0]]: value for path, value in launch.constexprs if len(path) == 1}
+        assert (constexprs["HEAD_DIM"], constexprs["BLOCK_D"]) == (head_dim, 16)
+
+
+@contextlib.contextmanager
+def precisions():
+    """Yields how the products of interpreted kernels are asked for."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    asked, dot = set(), builder.create_dot
+
+    def watched(a, b, d, input_precision, *rest):
+        asked.add(input_precision.name)
+        return dot(a, b, d, input_precision, *rest)
+
+    with mock.patch.object(builder, "create_dot", watched):
+        yield asked
+
+
+@interpreted_only  # compiled: tests/measure/test_compile_targets.py
+@pytest.mark.parametrize(("fn", "tensors"), LAUNCHES[4:-1], ids=lambda x: getattr(x, "__name__", ""))
+def test_trap27_products_of_fp32_are_asked_for_without_tf32(fn, tensors):
+    with precisions() as asked:
+        fn(*(t.float() for t in tensors))
+    assert asked == {"IEEE"}
+
+
+@interpreted_only
+@pytest.mark.parametrize("rung", LADDER[:-1], ids=lambda rung: rung.name)  # the last takes no fp32 where it is compiled
+def test_trap27_a_rung_multiplies_fp32_as_it_is_told(rung):
+    q, k, v = (t.float().requires_grad_() for t in make_qkv(1, 1, 20, 16))
+    with precisions() as asked:
+        rung.attention(q, k, v)[0].sum().backward()
+    assert asked == {"IEEE"}
 
 
 @interpreted_only

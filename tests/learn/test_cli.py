@@ -163,19 +163,20 @@ def test_phases_are_found_by_number_and_folder():
 def test_a_module_reports_a_failure_with_its_exit_code(tmp_path):
     code = (
         "from common import make_qkv, verify_results\nfrom common.verify import suite\n"
-        "import sys\n"
+        "import sys\nimport torch.nn.functional as F\n"
         "q, k, v = make_qkv()\n"
         "wrong = lambda q, k, v, **_: 2 * q\n"
         "case = suite.Case('wrong on purpose', lambda: verify_results(wrong, q, k, v))\n"
-        "sys.exit(suite.main('t', [case], sys.argv[1:]))\n"
+        "right = suite.Case('right', lambda: verify_results(F.scaled_dot_product_attention, q, k, v))\n"
+        "sys.exit(suite.main('t', [case, right], sys.argv[1:]))\n"
     )
     table = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert table.returncode == 1
     assert "FAIL" in table.stdout
-    assert "0 of 1 cases passed" in table.stdout
+    assert "1 of 2 cases passed" in table.stdout
     lines = subprocess.run([sys.executable, "-c", code, "--json"], capture_output=True, text=True, cwd=ROOT)
     assert lines.returncode == 1
-    assert json.loads(lines.stdout)["passed"] is False
+    assert [json.loads(line)["passed"] for line in lines.stdout.splitlines()] == [False, True]
 
 
 def test_the_readme_names_only_commands_that_exist():

@@ -335,6 +335,18 @@ def test_what_an_answer_prints_is_capped(learner, capfd):
     assert "the rest of what the answer prints is not shown" in printed
 
 
+def test_what_is_right_interpreted_and_wrong_on_the_gpu_is_wrong(learner):
+    answer, outcomes = learner("masked_add"), [dict(kind="passed", message="2 sizes", gpu=True)]
+    outcomes += [dict(kind="wrong", message="x is 0", gpu=True), outcomes[0], dict(kind="passed", message="", gpu=True)]
+    with mock.patch.object(exercises, "_in_child", side_effect=outcomes):
+        verdict = answer(ADD)
+        assert (verdict.kind, verdict.message) == (
+            "wrong", "right when interpreted, but compiled for the GPU: x is 0",
+        )  # fmt: skip
+        assert not Progress.load().passed
+        assert answer(ADD).message == "2 sizes; compiled too"
+
+
 def test_a_solved_exercise_that_is_broken_later_is_no_longer_solved(learner):
     answer = learner("masked_add")
     assert answer(ADD).passed
@@ -462,5 +474,35 @@ def test_require_names_the_first_wrong_element():
         judge.require("x", torch.tensor([2.0]), torch.tensor([1.0]), mistakes={"doubled": torch.tensor([2.0])})
     with pytest.raises(judge.Rejected, match=r"expected shape \(1,\), got \(2,\)"):
         judge.require("x", torch.zeros(2), torch.zeros(1))
+    with pytest.raises(judge.Rejected, match=r"expected shape \(1, 2\), got \(2, 1\)"):
+        judge.require("x", torch.zeros(2, 1), torch.zeros(1, 2))
     with pytest.raises(judge.Rejected, match="expected a tensor, got float"):
         judge.require("x", 1.0, torch.zeros(1))
+
+
+def test_require_takes_what_fp32_makes_and_no_more():
+    judge.require("x", torch.tensor([100.005, 1e-5]), torch.tensor([100.0, 0.0]))
+    for wrong in ([100.1, 0.0], [100.0, 2e-3]):
+        with pytest.raises(judge.Rejected, match="1 of 2 elements are wrong"):
+            judge.require("x", torch.tensor(wrong), torch.tensor([100.0, 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("last", "beside", "said"),
+    [
+        (slice(0, 0), None, "lse: 1 of 3 elements were never stored, lse[2] first"),
+        (slice(2, 3), 6, "something was stored outside of o: "),
+        (slice(2, 3), -1, "something was stored outside of o: "),
+    ],
+    ids=["a hole", "a store after", "a store before"],
+)
+def test_guarded_rejects_what_is_stored_beside_a_result_and_what_never_is(last, beside, said):
+    def attention(q):
+        o, lse = torch.empty(3, 2), torch.empty(3)
+        o[:], lse[:2], lse[last] = 1, 2, 3
+        if beside is not None:
+            o.as_strided((1,), (1,), o.storage_offset() + beside).zero_()
+        return o, lse
+
+    with pytest.raises(judge.Rejected, match=re.escape(said)):
+        judge.guarded(attention)(None)

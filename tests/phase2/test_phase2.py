@@ -54,6 +54,15 @@ def test_trap11_no_queries(fn):
     assert guarded(fn)(*one_head(0, 5)).shape == (0, 32)
 
 
+@pytest.mark.parametrize("memory", sorted(MEMORY))
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["q", "k", "v"])
+def test_trap15_any_strides_of_any_input(which, memory):
+    tensors = one_head(20, 30)
+    tensors[which] = MEMORY[memory](tensors[which])
+    for fn in FNS:
+        verify(fn, *tensors)
+
+
 @interpreted_only  # compiled: tests/gpu
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -140,6 +140,11 @@ def test_trap15_any_strides(layout, is_causal):
     assert all(t.is_contiguous() for t in results)
 
 
+@pytest.mark.parametrize("layout_v", LAYOUTS[1:])
+def test_trap15_values_that_do_not_lie_like_keys(layout_v):
+    verify(*make_qkv(2, 2, 50, 40, seq_k=70, layout_v=layout_v))
+
+
 def test_trap15_views_of_one_packed_qkv():
     packed = make_qkv(2, 3 * 3, 50, 32, layout="bshd")[0]
     verify(*packed.split(3, dim=1), is_causal=True)

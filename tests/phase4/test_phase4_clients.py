@@ -6,6 +6,8 @@ import math
 from unittest import mock
 
 from common import make_qkv, runtime
+from common.measure.offline import record_launches
+from phase3_forward import attention_forward
 from phase4_backward import backward
 from phase4_backward.backward import FlashAttention, flash_attention
 
@@ -41,6 +43,15 @@ def test_trap42_only_what_is_needed_is_computed():
             flash_attention(*tensors).sum().backward()
         assert launched.pop() == expected
         assert [t.grad is None for t in tensors] == [i in frozen for i in range(3)]
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)], ids=str)
+def test_trap42_no_kernel_is_launched_for_a_gradient_that_nobody_needs(needs):
+    q, k, v = make_qkv(1, 2, 20, 16)
+    o, lse = attention_forward(q, k, v)
+    launches = record_launches(lambda: backward.attention_backward(q, k, v, o, lse, o, needs=needs))
+    wanted = ["_delta_kernel", *["_attn_bwd_dkdv_kernel"] * needs[1], *["_attn_bwd_dq_kernel"] * needs[0]]
+    assert [launch.name for launch in launches] == wanted
 
 
 def test_trap42_nothing_is_saved_without_gradients():
@@ -173,6 +184,7 @@ def test_an_outside_suite_with_3d_tensors(is_causal):
         ("o", lambda t: t.float(), TypeError),
         ("do", lambda t: t.double(), TypeError),
         ("do", lambda t: None, TypeError),
+        ("do", lambda t: t.to("meta"), ValueError),
         ("lse", lambda t: t[:, :1], ValueError),
         ("lse", lambda t: t.half(), TypeError),
         ("lse", lambda t: t.mT.contiguous().mT, ValueError),

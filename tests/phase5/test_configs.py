@@ -7,9 +7,12 @@ import sys
 from unittest import mock
 
 from common import make_qkv, runtime, verify_results
+from common.measure.offline import record_launches
+from common.measure.timing import Timing
 from common.phases import ROOT
 from phase5_tuning import configs, launch
 from phase5_tuning.attention import flash_attention
+from phase5_tuning.backward import attention_backward
 from phase5_tuning.forward import attention_forward
 from phase5_tuning.launch import Launch
 
@@ -151,6 +154,13 @@ def test_trap39_the_fastest_that_fits_is_chosen_once(unknown_gpu):
     assert len(unknown_gpu) == 1
 
 
+def test_the_median_decides_and_no_lucky_call():
+    tried = candidates()[:2]
+    times = Timing(2.0, 0.1, 3.0, host=0.0), Timing(1.0, 0.9, 9.0, host=0.0)
+    with mock.patch.object(configs, "time_ms", side_effect=times):
+        assert configs.fastest(never, tried) is tried[1]
+
+
 @pytest.mark.usefixtures("unknown_gpu")
 def test_trap39_a_gpu_too_small_for_all_says_so():
     with pytest.raises(RuntimeError, match=r"shared memory \(tried 128 x 64, .*smaller head_dim"):
@@ -220,12 +230,14 @@ def test_a_gpu_that_is_not_known_counts_as_busy_above_a_limit_of_the_mask(unknow
 
 @interpreted_only
 @pytest.mark.usefixtures("fresh_plans")
-def test_tiles_are_counted_over_all_heads():
+def test_tiles_are_chosen_for_the_call_s_mask_and_counted_over_all_heads():
     q, k, v = leaves(2, 6, 40, 16, heads_kv=3, seq_k=70)
-    asked = {}
+    asked, masks = {}, []
 
     def chosen(kernel, head_dim, dtype, tma, is_causal, tiles, launch):
         asked[kernel] = tiles
+        masks.append(is_causal)
+        assert (head_dim, dtype) == (16, torch.float16)
         return configs.plain(kernel, head_dim, dtype)
 
     with mock.patch.object(configs, "choose", chosen):
@@ -233,6 +245,7 @@ def test_tiles_are_counted_over_all_heads():
         assert asked == dict(forward=2 * 6, dkdv=2 * 3 * 2, dq=2 * 6)
         flash_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
         assert asked["dkdv"] == 2 * 3  # the last keys are seen by nobody
+    assert masks == [False] * 3 + [True] * 3
 
 
 # --- what does not fit -------------------------------------------------------------------------
@@ -290,6 +303,18 @@ def test_trap39_what_does_not_fit_in_a_later_call_gives_way_to_what_fits(kernel,
             with pytest.raises(RuntimeError, match=says):
                 flash_attention(q, k, v).sum().backward()
             assert 64 in refused
+
+
+def test_each_kernel_takes_the_tiles_that_are_asked_for_it():
+    q, k, v = leaves(1, 1, 40, 16)
+    lse = torch.zeros(1, 1, 40, device=q.device)
+    dkdv, dq = (configs.Config(m, n, 4, 1) for m, n in ((16, 32), (64, 16)))
+    call = functools.partial(attention_backward, q, k, v, q, lse, q, dkdv_config=dkdv, dq_config=dq)
+    taken = {}
+    for made in record_launches(call):
+        named = {list(made.signature)[path[0]]: value for path, value in made.constexprs if len(path) == 1}
+        taken[made.name.split("_")[3]] = named.get("BLOCK_M"), named.get("BLOCK_N")
+    assert taken == dict(rows=(64, None), dkdv=(16, 32), dq=(64, 16))
 
 
 @interpreted_only

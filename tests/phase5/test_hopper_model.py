@@ -276,6 +276,15 @@ def test_a_mistake_in_the_queue_is_found(old, new):
         check_places(as_python(hopper_forward.Work.place, old, new), TILES_M)
 
 
+def test_a_walk_takes_the_tiles_of_keys_that_are_seen_and_no_other():
+    tiles_n, tiles = as_python(hopper_forward.Work.tiles_n), as_python(hopper_forward.Work.tiles)
+    for seq_k, end_m, is_causal in itertools.product((1, 127, 128, 129, 300), (64, 128, 192, 448), (False, True)):
+        seen = min(seq_k, end_m) if is_causal else seq_k
+        work = SimpleNamespace(seq_k=seq_k, IS_CAUSAL=is_causal, heads=6, tiles_m=lambda: 5)
+        assert tiles_n(work, end_m, BLOCK_N) == len(range(0, seen, BLOCK_N))
+        assert tiles(work) == 30
+
+
 # --- the model of a multiprocessor ------------------------------------------------------------------------------------
 
 FETCH, MULTIPLY, EXPONENTIATE = TMA_LATENCY + 1000 / TMA_BANDWIDTH, WGMMA / TENSOR, 512 / MUFU
@@ -377,6 +386,18 @@ def test_a_wrong_parity_deadlocks_or_races():
         simulate(pair(wrong, right))  # the consumer lets the place go before its product is done
     with pytest.raises(Deadlock, match=r"producer waits since .* for parity 0 of empty"):
         simulate(pair(wrong, right, laps=1) | pair(right, right))
+
+
+def test_the_tile_of_another_lap_is_not_the_one_to_be_read():
+    place, full = Place("k"), Barrier("full")
+
+    def actor():
+        yield load(full, 100, into=[(place, 0)])
+        yield wait(full, 0)
+        yield product(WGMMA, reads=[(place, 1)])
+
+    with pytest.raises(Race, match="reads 1 in k: 0 is there"):
+        simulate({"consumer": actor()})
 
 
 def test_who_is_never_let_go_waits():

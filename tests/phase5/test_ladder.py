@@ -1,12 +1,14 @@
 """The tuned passes: every case, rung and tile against the truth, and the traps they avoid."""
 
 import itertools
+from unittest import mock
 
 from common import make_qkv, phases, runtime
 from common.measure import offline, traffic
 from common.verify.inputs import LAYOUTS
 from phase3_forward import attention_forward as forward_in_base_e
 from phase4_backward import backward as phase4
+from phase5_tuning import backward as backward_module
 from phase5_tuning import cases, configs, launch
 from phase5_tuning.attention import FlashAttention, flash_attention
 from phase5_tuning.backward import attention_backward
@@ -80,6 +82,13 @@ def test_only_the_first_rung_has_the_tiles_of_phases_3_and_4():
         assert asked == (plain if rung is LADDER[0] else [None] * 3)
 
 
+def test_a_rung_takes_fewer_key_heads_where_it_is_asked_to():
+    q, k, v = make_qkv(1, 4, 20, 16, heads_kv=2)
+    LADDER[1].attention(q, k, v, enable_gqa=True)
+    with pytest.raises(ValueError, match="enable_gqa=True"):
+        LADDER[1].attention(q, k, v)
+
+
 @MASKS
 @pytest.mark.parametrize("margin", [8, 5], ids=["descriptors", "pointers"])  # rows aligned or not
 def test_trap2_and_51_nothing_outside_is_read_or_written(margin, is_causal):
@@ -109,6 +118,33 @@ def test_causal_with_whole_tiles(seq_q, seq_k):
     q, k, v = make_qkv(1, 1, seq_q, 16, seq_k=seq_k)
     verify(tuned, q, k, v, is_causal=True)
     verify(in_tiles(64, 64), q, k, v, is_causal=True)
+
+
+@interpreted_only  # compiled, a rung takes the tiles that it has measured
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of P beyond fp32, for keys that no store takes
+@pytest.mark.parametrize("rung", LADDER[4:-1], ids=lambda rung: rung.name)
+@pytest.mark.parametrize(("block_m", "block_n"), [(32, 16), (16, 32)])
+def test_rungs_in_unequal_tiles_and_strides(block_m, block_n, rung, fresh_plans):
+    tiles = configs.Config(block_m, block_n, num_warps=4, num_stages=1)
+    q, k, v = make_qkv(1, 4, 48, 16, heads_kv=2, seq_k=40, layout_v="transposed")
+    do = gradient_like(q, layout="bshd")
+    with mock.patch.object(configs, "plain", return_value=tiles) as asked:
+        verify(rung.attention, q, k, v, do, is_causal=True)
+        verify(rung.attention, *make_qkv(1, 1, 16, 16, seq_k=40, kind="low"))  # P of a key past the end would overflow
+    assert asked.called
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of inf - inf where NaN is the right answer
+@pytest.mark.parametrize("rung", LADDER[4:-1], ids=lambda rung: rung.name)
+@pytest.mark.parametrize(("block_m", "block_n", "seq_q"), [(32, 16, 64), (32, 16, 48)])
+def test_trap22_keys_of_minus_infinity_on_rungs(block_m, block_n, rung, seq_q):
+    q, k, v = make_qkv(1, 1, seq_q, 16, kind="positive")
+    k[:, :, :3], k[:, :, 20] = -INF, -INF
+    tile = configs.Config(block_m, block_n, num_warps=4, num_stages=1)
+    tiles = dict(dkdv_config=tile, dq_config=tile)
+    for is_causal in (False, True):
+        grads = backward(q, k, v, q, is_causal, dkdv_kernel=rung.dkdv, dq_kernel=rung.dq, **tiles)
+        assert all(grad.isfinite().all() for grad in grads[1:])
 
 
 @MASKS
@@ -177,6 +213,7 @@ def test_trap15_results_are_contiguous_whatever_the_inputs_are(dtype, layout):
     o, lse = attention_forward(q, k, v)
     grads = attention_backward(q, k, v, o, lse, gradient_like(q, layout=layout))
     assert all(t.is_contiguous() for t in (o, lse, *grads))
+    assert {t.dtype for t in (o, *grads)} == {dtype}
 
 
 def test_trap31_the_gradient_of_the_lse_may_be_expanded():
@@ -254,6 +291,14 @@ def test_trap25_scales_at_both_ends_of_fp32(scale):
             assert dv.isfinite().all()
 
 
+@pytest.mark.parametrize(("scale", "called"), [(3e38, True), (-3e38, True), (0.1, False), (-0.1, False)])
+def test_trap25_a_scale_too_large_for_base_2_goes_to_phase_4_backward(scale, called, fresh_plans):
+    q, k, v = make_qkv(1, 1, 3, 16)
+    with mock.patch.object(backward_module, "backward_in_base_e") as in_base_e:
+        attention_backward(q, k, v, q, torch.zeros(1, 1, 3), q, scale=scale)
+    assert in_base_e.called == called
+
+
 @interpreted_only
 @MASKS
 @RUNGS
@@ -309,6 +354,7 @@ def test_trap14_descriptors_only_where_rows_are_aligned():
     assert not allowed(base, base[..., 1:])  # begins at an odd address
     assert not allowed(torch.zeros(2, 3, 40, 60, dtype=torch.float16))  # rows of 120 bytes
     assert not allowed(base.mT)  # the last axis is not contiguous
+    assert not allowed(base[..., ::2])
     assert not allowed(base[:, :1].expand(2, 3, 40, 64))  # a step of 0
     assert not allowed(base.as_strided((2, 3, 40, 64), (7680, 2560, 32, 1)))  # rows that overlap
     assert allowed(base[:, :1, :1])  # an axis of one element has no step

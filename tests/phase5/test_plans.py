@@ -158,6 +158,14 @@ def test_an_address_that_is_not_aligned_has_its_own_plan(which):
         assert not launch.descriptors_allowed(*odd)
 
 
+def test_an_address_is_a_fact_by_whether_16_divides_it():
+    room = torch.empty(64, dtype=torch.float16, device=runtime.DEVICE)
+    facts = [launch.facts(room[start : start + 40]) for start in (0, 8, 16, 1, 2, 4, 12)]
+    assert facts[:3] == [facts[0]] * 3
+    assert facts[3:] == [facts[3]] * 4
+    assert facts[0] != facts[3]
+
+
 def test_a_gradient_that_is_not_aligned_has_its_own_plan():
     q, k, v = made(**BASE)
     do = gradient_like(q)
@@ -165,6 +173,15 @@ def test_a_gradient_that_is_not_aligned_has_its_own_plan():
         for count, given in ((1, do), (2, misaligned(do)), (2, do)):
             verify(q, k, v, do=given)
             assert (forward.call_count, backward.call_count) == (1, count)
+
+
+def test_a_gradient_of_the_lse_has_its_own_plan():
+    q, k, v = made(**BASE)
+    o, lse = attention_forward(q, k, v)
+    with planned() as (_, backward):
+        for count, dlse in ((1, None), (2, lse), (2, None), (3, lse[:, :1].expand_as(lse))):
+            attention_backward(q, k, v, o, lse, o, dlse)
+            assert backward.call_count == count
 
 
 def test_lazily_negated_views_have_their_own_plan():
@@ -369,6 +386,19 @@ def test_while_launches_are_recorded_no_plan_is_used_or_remembered(fresh_plans):
     assert attention_forward(q, k, v)[0].isfinite().all()
 
 
+def test_a_launch_that_is_recorded_is_not_made():
+    kernel, made_anyway = mock.MagicMock(arg_names=[]), mock.Mock()
+    made = launch.Launch(kernel, 3, {}, dict(num_warps=4))
+    made._compiled = made_anyway
+    with mock.patch.object(runtime, "recording", True):
+        made("q", "k")
+    kernel.__getitem__.assert_called_once_with((3, 1, 1))
+    kernel[3, 1, 1].assert_called_once_with("q", "k", num_warps=4)
+    assert not made_anyway.called
+    made("q", "k")
+    made_anyway.assert_called_once_with("q", "k")
+
+
 @interpreted_only
 def test_a_recorded_bf16_call_is_not_what_an_interpreted_one_repeats():
     q, k, v = make_qkv(1, 2, 40, 16, dtype=torch.bfloat16)
@@ -420,6 +450,13 @@ def test_two_threads_at_once(sizes):
         for results in runs:
             torch.testing.assert_close(results, expected)
             torch.testing.assert_close(results[0], true, rtol=2e-3, atol=2e-3, check_dtype=False)
+
+
+def test_plans_are_forgotten_by_one_thread_at_a_time(fresh_plans):
+    with mock.patch.object(launch, "_lock") as lock:
+        launch.remember("key", print)
+    assert lock.__enter__.called
+    assert fresh_plans == {"key": print}
 
 
 def test_threads_that_remember_at_once_stay_within_the_limit(fresh_plans):

@@ -180,6 +180,20 @@ def test_trap47_two_devices():
     refused(lambda: attention_forward(*tensors), ValueError, "k", "cpu")
 
 
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    device = torch.device("cuda", 1)
+
+
+@interpreted_only  # tensors of the CPU and of a GPU are both taken there
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_trap47_a_tensor_on_another_device(name):
+    tensors = dict(q=tensor(*Q), k=tensor(*K), v=tensor(*K))
+    tensors[name] = tensors[name].as_subclass(Elsewhere)
+    refused(lambda: validate.check_qkv(**tensors), ValueError, name, "expected device cpu like q", "cuda:1")
+
+
 @pytest.mark.parametrize("wrong", WRONG_SCALES)
 @pytest.mark.parametrize("fn", [attention_forward, attention, attention_resident, attention_unfused])
 def test_trap25_a_scale_that_is_not_a_finite_number(fn, wrong):
@@ -360,3 +374,10 @@ def test_a_call_that_takes_hours_says_so_in_steps(rank):
         validate.check_qkv(q[..., :64, :], q, q, rank=rank)
         with mock.patch.object(runtime, "recording", True):  # nothing runs
             validate.check_qkv(q, q, q, rank=rank)
+
+
+@interpreted_only
+def test_the_steps_of_a_call_are_those_of_all_heads():
+    q = tensor(1, 1, 1, 16).expand(2, 3, 20_000, 16)
+    with pytest.warns(UserWarning, match="is up to 587,814 steps"):
+        validate.check_qkv(q, q, q)
