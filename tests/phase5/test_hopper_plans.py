@@ -207,12 +207,12 @@ def test_a_forward_call_allocates_what_its_kernel_writes(sign):
         assert queue.tolist() == [0]  # in every call
 
 
-def plan_backward(*sizes, is_causal=False, multiprocessors=132, **others):
+def plan_backward(*sizes, is_causal=False, sign=1, multiprocessors=132, **others):
     """(plan, its main launch's other arguments by name) of the Hopper backward pass; nothing is compiled."""
     q, k, v = make_qkv(*sizes, **others)
     lse = torch.zeros(q.shape[:3])
     with mock.patch.object(runtime, "recording", True), on_a_gpu(multiprocessors=multiprocessors):
-        plan = hopper_backward.plan(q, k, v, q, lse, q, None, is_causal, 0.25)
+        plan = hopper_backward.plan(q, k, v, q, lse, q, None, is_causal, 0.25, sign)
     return plan, arguments(plan.fused)
 
 
@@ -235,7 +235,7 @@ def test_heads_that_take_turns_backward():
         with mock.patch.object(runtime, "recording", True), on_a_gpu():
             allocate = mock.patch.object(torch, "empty_like", lambda t, **_: t)  # of such a size nothing is needed
             with allocate, mock.patch.object(hopper_backward, "in_heads"):
-                plan = hopper_backward.plan(q, k, k, q, torch.zeros(1, heads, 64), q, None, False, 1.0)
+                plan = hopper_backward.plan(q, k, k, q, torch.zeros(1, heads, 64), q, None, False, 1.0, 1)
         assert arguments(plan.fused)["together"] == together, seq_k
 
 
@@ -248,6 +248,14 @@ def test_keys_that_no_query_sees_have_no_programs_and_gradients_of_0():
     assert not dv[:, :, 40:].any()
     assert dk[:, :, :40].isnan().all()
     assert dv[:, :, :40].isnan().all()
+
+
+def test_the_sign_of_the_scale_is_in_q_and_in_dq():
+    plan, sizes = plan_backward(1, 2, 300, 64, sign=-1)
+    assert (sizes["scale"], arguments(plan.dq)["scale"]) == (0.25, -0.25)
+    assert sizes["scale_log2"] == pytest.approx(0.25 * math.log2(math.e))
+    (_, (given, *_), _), *_ = call_backward(plan, 300, 300)
+    assert torch.equal(given, -make_qkv(1, 2, 300, 64)[0])
 
 
 def call_backward(plan, seq_q, seq_k, dlse=None, layout="bhsd"):
@@ -308,7 +316,9 @@ def test_rows_are_prepared_for_a_large_p_and_counters_are_cleared(with_dlse, ord
 @interpreted_only
 def test_dq_is_scaled_and_rounded_once():
     dq_sum, dq = torch.randn(2, 3, 128, 64), torch.full((2, 3, 100, 40), math.nan, dtype=torch.float16)
+    # As `_over_all_banks` puts columns: bits 2 and 4 of their number change places.
+    places = [d & ~20 | (d & 4) << 2 | (d & 16) >> 2 for d in range(64)]
     hopper_backward._attn_bwd_hopper_dq_kernel[(6 * 2,)](
-        dq_sum, dq, dq.stride(), 3, 100, 128, -0.3, HEAD_DIM=40, BLOCK_D=64, BLOCK_M=64
+        dq_sum[..., places].contiguous(), dq, dq.stride(), 3, 100, 128, -0.3, HEAD_DIM=40, BLOCK_D=64, BLOCK_M=64
     )
     assert torch.equal(dq, (dq_sum[:, :, :100, :40] * -0.3).half())
