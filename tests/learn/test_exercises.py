@@ -205,14 +205,19 @@ ADD = exercises.find("masked_add").solution.read_text()
         ),
         ("tl.store(out_ptr + 2**44, 0.0)", "crashed", "is it masked, and is its offset that of this tensor?"),
         ("breakpoint()", "error", "line 25: no debugger under check"),
-        ("import pdb; pdb.set_trace()", "error", "no debugger under check"),
+        pytest.param("import pdb; pdb.set_trace()", "error", "no debugger under check", marks=pytest.mark.slow),
         ("import os; os._exit(3)", "crashed", "code 3"),
-        ("import sys; sys.exit(0)", "error", "SystemExit"),
-        ("undefined_name", "error", "undefined_name"),
+        pytest.param("import sys; sys.exit(0)", "error", "SystemExit", marks=pytest.mark.slow),
+        pytest.param("undefined_name", "error", "undefined_name", marks=pytest.mark.slow),
         ("1 +", "error", "SyntaxError"),
         ("raise KeyboardInterrupt", "error", "line 25, in _masked_add_kernel"),
         ("raise NotImplementedError", "unfinished", "line 25 still raises"),
-        ("import torch; b = torch.ones(1, 2, 2) > 0; b @ b", "error", "not implemented for 'Bool'"),
+        pytest.param(
+            "import torch; b = torch.ones(1, 2, 2) > 0; b @ b",
+            "error",
+            "not implemented for 'Bool'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_whatever_an_answer_does_ends_in_a_verdict(line, kind, words, learner):

@@ -361,7 +361,7 @@ def test_a_row_by_row_comparison_finds_a_single_wrong_row():
 )
 def test_the_kernels_fit_every_gpu(dtype, target):
     launches = []
-    for head_dim in (64, 256) if dtype == torch.float16 else (64,):
+    for head_dim in (64, 256) if (dtype, target) == (torch.float16, "sm_80") else (64,):  # sm_80: less shared memory
         q, k = (torch.empty(1, heads, 64, head_dim, dtype=dtype, device=runtime.DEVICE) for heads in (4, 2))
         calls = [
             lambda q=q: bottom_right_attention(q, q, q),

@@ -54,7 +54,7 @@ def test_two_runs_with_equal_seeds_are_equal_and_others_are_not():
     assert first == again != other
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_training_does_not_notice_whose_attention_it_is(dtype):
     ours, theirs = (train.train(attention, 6, dtype=dtype)[0] for attention in (flash_attention, train.sdpa()))
     assert theirs[0] > 3
@@ -64,6 +64,7 @@ def test_training_does_not_notice_whose_attention_it_is(dtype):
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < limit
 
 
+@pytest.mark.slow  # the chapter trains more of them
 def test_a_wrong_scale_shows_in_the_losses():
     def wrong(q, k, v, is_causal):
         return flash_attention(q, k, v, is_causal, scale=1.05 * q.shape[-1] ** -0.5)
