@@ -90,6 +90,21 @@ def test_an_exercise_is_one_click_away(page, readme):
     page.locator(".cm-content", has_text=EXERCISE.task.splitlines()[0]).wait_for()
 
 
+def open_chapter(page, readme, phase):
+    """Follow README's link to a chapter, until it is in front with its cells and its kernel is idle."""
+    path = phase.notebook_paths[0].relative_to(ROOT)
+    readme.get_by_role("link", name=path.stem, exact=True).click()
+    # The chapter opened before says "Idle" too, until this one is in front.
+    page.wait_for_function(
+        """path => {
+            const shown = window.jupyterapp.shell.currentWidget;
+            return shown?.context?.path === path && shown.context.isReady && shown.content.widgets.length > 0;
+        }""",
+        arg=str(path),
+    )
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
+
+
 def shown_picture(page):
     """The cell that shows a moving picture, brought into sight: JupyterLab leaves out what is not."""
     number = page.evaluate("""async () => {
@@ -98,6 +113,7 @@ def shown_picture(page):
         await cells.scrollToItem(number, "start");
         return number;
     }""")
+    assert number >= 0
     return page.locator(f'.jp-NotebookPanel:visible .jp-Cell[data-windowed-list-index="{number}"]')
 
 
@@ -107,12 +123,11 @@ def test_a_chapter_opens_with_its_formulas_and_runs(page, readme, course):
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
     nbformat.write(stored, course / NOTEBOOK)
-    readme.get_by_role("link", name="softmax", exact=True).click()
+    open_chapter(page, readme, PHASES[0])
     formula = page.locator(".jp-Notebook mjx-container").first
     formula.wait_for()
     assert formula.locator("mjx-math").count() == 1
     assert page.locator(".jp-Notebook mjx-merror").count() == 0
-    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
     page.evaluate("""async () => {
         await window.jupyterapp.commands.execute('notebook:run-all-cells');
         await window.jupyterapp.commands.execute('docmanager:save');
@@ -129,8 +144,7 @@ def test_a_chapter_opens_with_its_formulas_and_runs(page, readme, course):
 
 
 def test_a_chapter_that_nobody_trusts_shows_a_picture_and_says_how_to_see_it_move(page, readme):
-    readme.get_by_role("link", name="tiling", exact=True).click()
-    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
+    open_chapter(page, readme, PHASES[1])
     cell = shown_picture(page)
     cell.get_by_text(moving.INSTEAD).wait_for()
     assert cell.locator("img").count() == 1

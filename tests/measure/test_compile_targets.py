@@ -142,7 +142,7 @@ def test_trap26_trap27_products_run_on_the_right_cores(name, target):
         assert "f16.f16" not in c.assembly.replace("bf16.bf16", "")
 
 
-@pytest.mark.parametrize("target", map(for_target, TWO))
+@pytest.mark.parametrize("target", [for_target(name) for name in TWO])
 @pytest.mark.parametrize(
     "name", [name for name, (dtype, _, _) in PRODUCTS.items() if "forward" in name and dtype != FP32]
 )

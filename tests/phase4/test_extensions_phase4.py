@@ -227,7 +227,7 @@ def test_varlen_refuses_other_types_and_shapes():
 # --- offline -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", map(for_target, ["sm_80", "sm_90"]))
+@pytest.mark.parametrize("target", [for_target(name) for name in ["sm_80", "sm_90"]])
 def test_the_kernels_fit_every_gpu(target):
     def both():
         leaves = [torch.empty(1, 2, 64, 64, dtype=torch.float16, device=runtime.DEVICE, requires_grad=True)] * 3
