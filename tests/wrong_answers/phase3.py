@@ -353,4 +353,98 @@ WRONG = {
             "as if there were no key at all",
         ),
     ],
+    "lse_test": [
+        Wrong(
+            "the variance",
+            {
+                "(of_exponentials + of_sum + of_storing).sqrt()": "of_exponentials + of_sum + of_storing",
+            },
+            "this is the variance",
+        ),
+        Wrong(
+            "no exponentials",
+            {"(of_exponentials + of_sum + of_storing)": "(of_sum + of_storing)"},
+            "the exponentials are left out",
+        ),
+        Wrong(
+            "no sum",
+            {"(of_exponentials + of_sum + of_storing)": "(of_exponentials + of_storing)"},
+            "the sum over keys is left out",
+        ),
+        Wrong(
+            "no store",
+            {"(of_exponentials + of_sum + of_storing)": "(of_exponentials + of_sum)"},
+            "the store is left out",
+        ),
+        Wrong(
+            "p rho^2",
+            {"(p * rho).square().sum(dim=-1)": "(p * rho.square()).sum(dim=-1)"},
+            "counts with its weight p squared",
+        ),
+        Wrong(
+            "no weights",
+            {"(p * rho).square().sum(dim=-1)": "rho.square().masked_fill(p == 0, 0.0).sum(dim=-1)"},
+            "its share of l is p",
+        ),
+        Wrong(
+            "errors in one direction",
+            {"(p * rho).square().sum(dim=-1)": "(p * rho).sum(dim=-1).square()"},
+            "the errors of exponentials are added up",
+        ),
+        Wrong(
+            "sigmas add up",
+            {
+                "(of_exponentials + of_sum": "(of_exponentials.sqrt() + of_sum.sqrt()",
+                "+ of_storing).sqrt()": "+ of_storing.sqrt())",
+            },
+            "so their squares add up",
+        ),
+        Wrong(
+            "hidden keys", {"s.isfinite().sum(dim=-1)": "torch.full((len(s),), s.shape[1])"}, "hidden keys are counted"
+        ),
+        Wrong(
+            "P rounded",
+            {"(of_exponentials + of_sum": "((2.0**-11 * p).square().sum(-1) + of_exponentials + of_sum"},
+            "P is rounded to 16 bits for the product with V only",
+        ),
+        Wrong(
+            "a row without keys",
+            {"    p = torch.exp(s - lse.nan_to_num(neginf=0.0)[:, None])": "    p = torch.exp(s - lse[:, None])"},
+            "sigma, rows that see 900, 100, 3 keys and none: NaN",
+        ),
+        Wrong(
+            "NaN passes",
+            {
+                "torch.where(lse.isfinite() & truth.isfinite(), z, torch.inf)": "z",
+                "largest <= Z_MAX": "not largest > Z_MAX",
+            },
+            "A comparison with NaN is False",
+        ),
+        Wrong(
+            "rows without keys are left out",
+            {"torch.where(lse == truth, 0.0, z)": "torch.where((lse == truth) | truth.isinf(), 0.0, z)"},
+            "the row that sees no key has 0: passed",
+        ),
+        Wrong(
+            "a row without keys never passes",
+            {"    z = torch.where(lse == truth, 0.0, z)\n": ""},
+            "one row sees no key, and has -inf: passed is False",
+        ),
+        Wrong(
+            "no absolute value",
+            {"(lse.double() - truth).abs()": "(lse.double() - truth)"},
+            "5.99 sigma too small: largest z",
+        ),
+        Wrong(
+            "the rms of the largest",
+            {"z.square().mean().sqrt().item()": "z.square().max().sqrt().item()"},
+            "rms of z is 2",
+        ),
+        Wrong("the mean", {"z.square().mean().sqrt().item()": "z.mean().item()"}, "rms of z is 0.5"),
+        Wrong(
+            "verdict is not begun",
+            {"    z = (lse.double()": "    raise NotImplementedError\n    z = (lse.double()"},
+            "sigma_of_lse is right; verdict is still to be written (line",
+        ),
+    ],
 }
