@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -134,12 +135,16 @@ def record_launches(call: Callable[[], object]) -> list[Launch]:
 
 
 def compile_launches(
-    launches: Iterable[Launch], targets: Iterable[str] = ("sm_90",), *, sass: bool = False
+    launches: Iterable[Launch],
+    targets: Iterable[str] = ("sm_90",),
+    *,
+    sass: bool = False,
+    processes: int = 1,
 ) -> list[Compiled]:
-    """Compile each launch for each target ("sm_80", "sm_90", "sm_100", "gfx942", ...), in one child
-    process.
+    """Compile each launch for each target ("sm_80", "sm_90", "sm_100", "gfx942", ...), in so many
+    child processes. A child takes seconds to start.
 
-    A kernel that the compiler refuses comes back with `error` set. Raises RuntimeError if the child
+    A kernel that the compiler refuses comes back with `error` set. Raises RuntimeError if a child
     itself fails.
     """
     jobs = [
@@ -147,6 +152,17 @@ def compile_launches(
         for launch in launches
         for target in targets
     ]
+    made = [None] * len(jobs)
+    with ThreadPoolExecutor(processes) as pool:
+        parts = pool.map(_in_child, [jobs[i::processes] for i in range(processes)])
+        for i, part in enumerate(parts):
+            made[i::processes] = part
+    return made
+
+
+def _in_child(jobs: list[dict]) -> list[Compiled]:
+    if not jobs:
+        return []
     env = os.environ | {"TRITON_INTERPRET": "0"}
     folders = [str(ROOT), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
