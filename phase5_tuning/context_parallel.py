@@ -248,7 +248,7 @@ def context_parallel_attention(
 
     Raises on a rank what `flash_attention` raises there, and ValueError on all others; ValueError on
     all ranks if they disagree or if the shards are not those that `shard` gives. A rank that never
-    calls makes the others fail with the process group's own error or timeout.
+    calls makes the others fail with the process group's own error or timeout; heartbeat.py names it.
     """
     return _attend(
         "context_parallel_attention", _around, q, k, v, is_causal, scale, enable_gqa, group

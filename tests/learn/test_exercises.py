@@ -238,7 +238,7 @@ LOOP = "    for i in range(2):\n        if i == 1:\n            {}\n"
 @pytest.mark.parametrize(
     ("name", "before", "line", "kernel"),
     [
-        ("masked_add", "    tl.store(", "break", "_masked_add_kernel"),
+        pytest.param("masked_add", "    tl.store(", "break", "_masked_add_kernel", marks=pytest.mark.slow),
         ("online_step", "    m_new = tl.maximum(", "continue", "_row_state_kernel"),  # which calls this function
     ],
 )

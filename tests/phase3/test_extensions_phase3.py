@@ -269,7 +269,11 @@ def test_split_trap13_offsets_are_64_bit(axis):
 
 @every_dtype
 @pytest.mark.parametrize(
-    ("seq_q", "seq_k"), [(1, 1), (1, 100), (100, 1), (40, 90), (90, 40), (65, 63), (64, 64), (128, 64), (33, 0)]
+    ("seq_q", "seq_k"),
+    [
+        *((1, 100), (90, 40), (65, 63), (33, 0)),
+        *(pytest.param(*of, marks=pytest.mark.slow) for of in [(1, 1), (100, 1), (40, 90), (64, 64), (128, 64)]),
+    ],
 )
 def test_bottom_right_alignment(seq_q, seq_k, dtype):
     q, k, v = make_qkv(2, 2, seq_q, 40, seq_k=seq_k, dtype=dtype)
@@ -300,7 +304,9 @@ def test_bottom_right_kernel_visits_the_tiles_of_exercise_1(seq_q, seq_k):
 
 @every_layout
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("heads_q", "heads_kv"), [(6, 2), (6, 3), (4, 1), (4, 4)])
+@pytest.mark.parametrize(
+    ("heads_q", "heads_kv"), [(6, 2), (4, 1), *(pytest.param(6, n, marks=pytest.mark.slow) for n in (3, 6))]
+)
 def test_grouped_heads(heads_q, heads_kv, is_causal, layout):
     q, k, v = made(layout, 2, heads_q, 33, 24, heads_kv=heads_kv, seq_k=40)
     verify_results(guarded(grouped_attention), q, k, v, is_causal=is_causal, enable_gqa=True).check()
