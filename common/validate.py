@@ -8,7 +8,7 @@ import warnings
 from common import runtime
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
 from torch.autograd import forward_ad
 
 MAX_HEAD_DIM = 256
@@ -185,25 +185,37 @@ def check_saved(q, k, v, o, lse, do, dlse, scale, is_causal) -> float:
 
 
 NO_FORWARD_MODE = "flash_attention: forward-mode derivatives are not implemented; use SDPA's math backend for them"
+NO_FUNC = (
+    "flash_attention: derivatives by torch.func are not implemented; use torch.autograd's, or SDPA"
+)
 
 
-def refuse_forward_mode(*tensors) -> None:
-    """Raise RuntimeError if a tensor carries a forward-mode derivative, which an operator would
-    drop without a word.
+def refuse_transforms(*tensors) -> None:
+    """Raise RuntimeError where a derivative is wanted that is not implemented: in forward mode, which
+    an operator would drop without a word, or by torch.func.grad, vjp or jacrev.
 
     Whoever is inside torch.func.jvp, or another transform around it or within it, is taken to carry
-    one: a transform hides the derivatives that belong to those around it. Ordinarily this costs a
-    look at one number.
+    a forward-mode derivative: a transform hides those that belong to the ones around it. Ordinarily
+    all this costs a look at one number and at three tensors.
     """
-    if forward_ad._current_level < 0:
-        return
-    if torch.compiler.is_compiling():  # a graph shows no derivatives; the call itself does
-        torch._dynamo.graph_break(msg=NO_FORWARD_MODE)
-    if any(
-        is_functorch_wrapped_tensor(t) or forward_ad.unpack_dual(t).tangent is not None
-        for t in tensors
-    ):
-        raise RuntimeError(NO_FORWARD_MODE)
+    if forward_ad._current_level >= 0:
+        if torch.compiler.is_compiling():  # a graph shows no derivatives; the call itself does
+            torch._dynamo.graph_break(msg=NO_FORWARD_MODE)
+        if any(
+            is_functorch_wrapped_tensor(t) or forward_ad.unpack_dual(t).tangent is not None
+            for t in tensors
+        ):
+            raise RuntimeError(NO_FORWARD_MODE)
+    if not torch.compiler.is_compiling() and any(map(_tracked_by_func, tensors)):
+        raise RuntimeError(NO_FUNC)
+
+
+def _tracked_by_func(t: torch.Tensor) -> bool:
+    while isinstance(t, torch.Tensor) and is_functorch_wrapped_tensor(t):
+        if is_gradtrackingtensor(t):
+            return True
+        t = get_unwrapped(t)
+    return False
 
 
 def check_heads(q, k, enable_gqa: bool, names=("q", "k", "v")) -> None:

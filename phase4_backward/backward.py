@@ -281,7 +281,7 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal=False, scale=None):
         scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa=True)
-        validate.refuse_forward_mode(q, k, v)
+        validate.refuse_transforms(q, k, v)
         o, lse = _forward_op(q, k, v, is_causal, scale)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.is_causal, ctx.scale = is_causal, scale
@@ -323,7 +323,7 @@ def flash_attention(
     """
     q, k, v = validate.cast_like_sdpa(q, k, v)
     scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
-    validate.refuse_forward_mode(q, k, v)
+    validate.refuse_transforms(q, k, v)
     if torch.compiler.is_compiling():  # torch.export loses the Function and keeps the operator
         return _forward_op(q, k, v, is_causal, scale)[0]
     return FlashAttention.apply(q, k, v, is_causal, scale)[0]

@@ -82,7 +82,7 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, is_causal=False, scale=None, enable_gqa=True):
         if _traced(q, k, v):
             validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
-            validate.refuse_forward_mode(q, k, v)
+            validate.refuse_transforms(q, k, v)
             o, lse = _forward_op(q, k, v, is_causal, scale)
         else:
             o, lse = attention_forward(q, k, v, is_causal, scale, enable_gqa)
@@ -151,7 +151,7 @@ def flash_attention(
             f"dropout_p: expected 0, got {dropout_p!r}; exercise 4.7 has a kernel for it"
         )
     query, key, value = validate.cast_like_sdpa(query, key, value)
-    validate.refuse_forward_mode(query, key, value)
+    validate.refuse_transforms(query, key, value)
     options = scale, is_causal, enable_gqa
     if _traced(query, key, value):  # torch.export loses the Function and keeps the operator
         validate.check_qkv(query, key, value, *options, names=NAMES)

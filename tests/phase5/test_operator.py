@@ -173,6 +173,28 @@ def test_trap43_forward_mode_derivatives_are_refused_and_not_zero(fn, way):
         WAYS_FORWARD[way](fn, *tensors)
 
 
+def by_func(fn, q, k, v):
+    return torch.func.grad(lambda q: fn(q, k, v).sum())(q)
+
+
+WAYS_OF_FUNC = {
+    "grad": by_func,
+    "vjp": lambda fn, *qkv: torch.func.vjp(fn, *qkv),
+    "jacrev": lambda fn, q, k, v: torch.func.jacrev(by_q(fn, k, v))(q),
+    "by the value alone": lambda fn, q, k, v: torch.func.grad(lambda v: fn(q, k, v).sum())(v),
+    "vmap of grad": lambda fn, *qkv: torch.func.vmap(functools.partial(by_func, fn))(*(t[None] for t in qkv)),
+    "grad of vmap": lambda fn, *qkv: by_func(torch.func.vmap(fn), *(t[None] for t in qkv)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_OF_FUNC)
+@BOTH_PHASES
+def test_trap43_derivatives_by_torch_func_are_refused_by_name(fn, way):
+    tensors = make_qkv(1, 1, 5, 16, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=r"derivatives by torch\.func are not implemented"):
+        WAYS_OF_FUNC[way](fn, *tensors)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_trap43_forward_mode_is_noticed_by_what_was_compiled_before():
     tensors = make_qkv(1, 1, 5, 16, dtype=torch.float32)
