@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from common import runtime
 from phase2_tiling.tiling import head_base, load_tile, store_tile
 from phase5_tuning import configs, hopper_forward
+from phase5_tuning import hopper_tma as tma
 from phase5_tuning.hopper_forward import LOG2E, ROWS, columns_of
 from phase5_tuning.hopper_parts import (
     aggregate,
@@ -43,7 +44,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from common import runtime
 from phase5_tuning import configs
+from phase5_tuning import hopper_tma as tma
 from phase5_tuning.hopper_parts import aggregate, in_heads
 from phase5_tuning.launch import Launch, cdiv, descriptors_allowed
 
@@ -27,7 +28,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
