@@ -24,7 +24,7 @@ from common.phases import PHASES, ROOT
 from common.site import moving
 
 HERE = Path(__file__).parent
-BESIDE = "GLOSSARY", "WHY_SLOW", "CONTRIBUTING"  # pages that lie beside the README
+BESIDE = "GLOSSARY", "WHY_SLOW", "CONTRIBUTING", "VERSIONS"  # pages that lie beside the README
 SOURCE, PAGES = (ROOT / "build" / "site" / name for name in ("source", "html"))
 
 
@@ -100,6 +100,7 @@ def index() -> str:
         "code",
         "api",
         "contributing",
+        "versions",
     ]
     trees = "".join(
         f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```\n"
