@@ -5,12 +5,13 @@ import io
 import math
 from unittest import mock
 
-from common import make_qkv, runtime
+from common import make_qkv, runtime, verify_results
 from common.measure.offline import record_launches
 from phase3_forward import attention_forward
 from phase4_backward import backward
 from phase4_backward.backward import FlashAttention, flash_attention
 
+import cs336_adapters
 import pytest
 import torch
 import torch.nn.functional as F
@@ -306,3 +307,13 @@ def test_a_transformers_model_generates_the_same_tokens():
         model.set_attn_implementation(implementation)
         written.append(model.generate(prompt, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0))
     assert torch.equal(*written)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_adapter_of_cs336_is_attention_and_saves_one_lse(is_causal):
+    q, k, v = leaves(1, 1, 33, 16, dtype=torch.float32)
+    run = cs336_adapters.get_flashattention_autograd_function_triton().apply
+    attention = lambda q, k, v, is_causal, **_: run(q[:, 0], k[:, 0], v[:, 0], is_causal)[:, None]  # noqa: E731
+    verify_results(attention, q, k, v, do=torch.randn_like(q), is_causal=is_causal).check()
+    saved = run(q[:, 0], k[:, 0], v[:, 0], is_causal).grad_fn.saved_tensors
+    assert [t.dtype for t in saved if t.shape == (1, 33)] == [torch.float32]
