@@ -538,6 +538,26 @@ WRONG = {
         Wrong("a tile twice", {"return ticket\n": "return ticket // 2\n"}, "each tile must be there once"),
         Wrong("floats", {"return n - lowest": "return (n - lowest) / 1"}, "expected an int"),
     ],
+    "read_profile": [
+        Wrong("the largest kind of wavefronts", {"sum(profile.wavefronts": "max(profile.wavefronts"}, "add them up"),
+        Wrong(
+            "FLOP as wavefronts", {'flop / RATES["tensor cores"]': 'flop / RATES["exponentials"]'}, "divide what was"
+        ),
+        Wrong("clocks upside down", {"profile.exponentials / RATES": "profile.exponentials * RATES"}, "divide what"),
+        Wrong("more than 80 %", {"clocks >= 0.8": "clocks > 0.8"}, "80.0%"),
+        Wrong(
+            "the busiest unit always", {'if clocks >= 0.8 * profile.clocks else "waiting"': ""}, "expected 'waiting'"
+        ),
+        Wrong(
+            "nothing waits", {"max(profile.clocks - spared, *after.values())": "max(after.values())"}, "goes on waiting"
+        ),
+        Wrong(
+            "below the busiest", {"max(profile.clocks - spared, *after.values())": "profile.clocks - spared"}, "no unit"
+        ),
+        Wrong(
+            "more work spares", {"max(0.0, before[unit] - after[unit])": "before[unit] - after[unit]"}, "make up for"
+        ),
+    ],
     "merge_ranks": [
         Wrong(
             "lse first",

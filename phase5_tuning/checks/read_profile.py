@@ -1,0 +1,115 @@
+"""Compares clocks, verdicts and bounds on the notebook's two kernels and on profiles drawn at random."""
+
+import dataclasses
+import math
+import random
+
+from common.learn.judge import reject
+
+RATES = {"tensor cores": 4096, "exponentials": 16, "shared memory": 1}
+
+
+def check(answer):
+    drawn = random.Random()
+    profiles = [
+        answer.BEFORE,
+        answer.FLASH_ATTENTION_4,
+        *(_drawn(answer, drawn) for _ in range(60)),
+    ]
+    for profile in profiles:
+        _check_needed(answer, profile)
+    for profile in [*profiles, *_edges(answer)]:
+        _check_limit(answer, profile)
+    for profile in profiles:
+        _check_bound(answer, profile, _changed(profile, drawn))
+    return f"{len(profiles)} profiles, 60 of them drawn at random: the units' clocks, what limits, what a change can save"
+
+
+def _drawn(answer, drawn):
+    wavefronts = {
+        what: drawn.randint(0, 2000)
+        for what in ("products", "LSE, delta", "shuffles", "dS", "dQ", "spills")
+    }
+    flop, exponentials = drawn.randint(0, 4000) * 4096, drawn.randint(0, 4000) * 16
+    profile = answer.Profile(1, flop, exponentials, wavefronts)
+    busiest = max(_needed(profile).values())
+    return dataclasses.replace(
+        profile, clocks=math.ceil(max(1, busiest) / drawn.choice((0.4, 0.6, 0.75, 0.85, 0.95)))
+    )
+
+
+def _edges(answer):
+    """Exactly 80 %, and just below."""
+    return [answer.Profile(clocks, 800 * 4096, 16, {"dQ": 1}) for clocks in (1000, 1001)]
+
+
+def _changed(profile, drawn):
+    spared = {what: drawn.randint(0, n) for what, n in profile.wavefronts.items()}
+    more = drawn.choice((0, 0, 500 * 16))
+    flop = drawn.choice((profile.flop, profile.flop // 2))
+    return dataclasses.replace(
+        profile, clocks=0, flop=flop, exponentials=profile.exponentials + more, wavefronts=spared
+    )
+
+
+def _needed(profile):
+    counts = profile.flop, profile.exponentials, sum(profile.wavefronts.values())
+    return {unit: count / rate for (unit, rate), count in zip(RATES.items(), counts, strict=True)}
+
+
+def _check_needed(answer, profile):
+    got, right = answer.needed(profile), _needed(profile)
+    if not isinstance(got, dict) or got.keys() != right.keys():
+        reject(f"needed: expected a dict with the units {', '.join(RATES)}, got {got!r}")
+    for unit, clocks in right.items():
+        if not _same(got[unit], clocks):
+            largest = max(profile.wavefronts.values(), default=0)
+            why = (
+                "shared memory moves all of them, one after another: add them up"
+                if _same(got[unit], largest)
+                else ""
+            )
+            why = why or "divide what was counted by what the unit does in a clock"
+            reject(
+                f"needed({profile}): expected {clocks:g} clocks of the unit {unit!r}, got {got[unit]!r}: {why}"
+            )
+
+
+def _check_limit(answer, profile):
+    clocks, unit = max((clocks, unit) for unit, clocks in _needed(profile).items())
+    right = unit if clocks >= 0.8 * profile.clocks else "waiting"
+    got = answer.limit(profile)
+    if got != right:
+        share = f"{unit!r}, the busiest, needs {clocks:g} of {profile.clocks:g} clocks, {clocks / profile.clocks:.1%}"
+        reject(f"limit({profile}): expected {right!r}, got {got!r}: {share}")
+
+
+def _check_bound(answer, profile, changed):
+    before, after = _needed(profile), _needed(changed)
+    spared = {unit: before[unit] - after[unit] for unit in RATES}
+    right = max(profile.clocks - sum(max(0.0, n) for n in spared.values()), *after.values())
+    got = answer.fewest_clocks(profile, changed)
+    if _same(got, right):
+        return
+    mistakes = {
+        "no unit can need more clocks than the step takes": profile.clocks
+        - sum(max(0.0, n) for n in spared.values()),
+        "what one unit is spared does not make up for what another has to do more": max(
+            profile.clocks - sum(spared.values()), *after.values()
+        ),
+        "a kernel that waits goes on waiting: a spared clock saves one clock at most": max(
+            after.values()
+        ),
+        "several units may be spared some: add up what each is spared": max(
+            profile.clocks - max(0.0, *spared.values()), *after.values()
+        ),
+    }
+    why = next(
+        (sentence for sentence, value in mistakes.items() if _same(got, value)),
+        "both bounds hold: the larger",
+    )
+    reject(f"fewest_clocks({profile}, {changed}): expected {right:g}, got {got!r}: {why}")
+
+
+def _same(got, right):
+    return isinstance(got, int | float) and math.isclose(got, right, rel_tol=1e-9, abs_tol=1e-9)
