@@ -22,12 +22,13 @@ def check(answer):
         _check_limit(answer, profile)
     for profile in profiles:
         _check_bound(answer, profile, _changed(profile, drawn))
-    return f"{len(profiles)} profiles, 60 of them drawn at random: the units' clocks, what limits, what a change can save"
+    text = "the units' clocks, what limits, what a change can save"
+    return f"{len(profiles)} profiles, 60 of them drawn at random: {text}"
 
 
 def _drawn(answer, drawn):
     wavefronts = {
-        what: drawn.randint(0, 2000)
+        what: drawn.randint(0, 700)
         for what in ("products", "LSE, delta", "shuffles", "dS", "dQ", "spills")
     }
     flop, exponentials = drawn.randint(0, 4000) * 4096, drawn.randint(0, 4000) * 16
@@ -76,12 +77,15 @@ def _check_needed(answer, profile):
 
 
 def _check_limit(answer, profile):
-    clocks, unit = max((clocks, unit) for unit, clocks in _needed(profile).items())
-    right = unit if clocks >= 0.8 * profile.clocks else "waiting"
+    clocks = max(_needed(profile).values())
+    busiest = [unit for unit, needed in _needed(profile).items() if needed == clocks]
+    right = busiest if clocks >= 0.8 * profile.clocks else ["waiting"]
     got = answer.limit(profile)
-    if got != right:
-        share = f"{unit!r}, the busiest, needs {clocks:g} of {profile.clocks:g} clocks, {clocks / profile.clocks:.1%}"
-        reject(f"limit({profile}): expected {right!r}, got {got!r}: {share}")
+    if got not in right:
+        share = f"{clocks:g} of {profile.clocks:g} clocks, {clocks / profile.clocks:.1%}"
+        reject(
+            f"limit({profile}): expected {right[0]!r}, got {got!r}: {busiest[0]!r}, the busiest, needs {share}"
+        )
 
 
 def _check_bound(answer, profile, changed):
