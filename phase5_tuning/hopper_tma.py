@@ -6,5 +6,8 @@ Triton 3.8 gave the copies new names, and 3.9 has these only.
 from triton.experimental.gluon.language.nvidia.hopper import tma as _tma
 
 tensor_descriptor, store_wait = _tma.tensor_descriptor, _tma.store_wait
-async_copy_global_to_shared = getattr(_tma, "async_load", _tma.async_copy_global_to_shared)
-async_copy_shared_to_global = getattr(_tma, "async_store", _tma.async_copy_shared_to_global)
+if hasattr(_tma, "async_load"):
+    async_copy_global_to_shared, async_copy_shared_to_global = _tma.async_load, _tma.async_store
+else:
+    async_copy_global_to_shared = _tma.async_copy_global_to_shared
+    async_copy_shared_to_global = _tma.async_copy_shared_to_global
