@@ -230,8 +230,8 @@ def attention_backward(
 
 # --- autograd ------------------------------------------------------------------------------------------------------
 
-# torch.compile cannot look into a Triton launch. As custom operators with a description of their
-# results ("fake"), the two launchers are single, opaque nodes of its graph.
+# As custom operators with a description of their results ("fake"), the two launchers are single
+# nodes of torch.compile's graph, into which it does not look.
 
 
 @torch.library.custom_op("flash_attention_course::forward", mutates_args=())
