@@ -12,7 +12,7 @@ For each patient write the line as it was, in `DIAGNOSIS`: the name of the line,
 First ask which of dq, dk and dv are wrong, and which lines all the wrong ones share. Then look at the numbers: is one
 of them a multiple of the right one? Does each row add up to something?
 
-Notebook: phase4_backward/backward.ipynb, section 4.4, "Which tensor betrays which mistake?".
+Notebook: phase4_backward/backward.ipynb, section 4.4, "Which gradients does each mistake spoil?".
 """
 
 import torch
