@@ -147,7 +147,14 @@ def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
 
 
 def _as_kernels_take(q, k, v, sign: int):
-    """The tensors with the scale's sign in q, and in the dtype in which kernels compute here."""
+    """The tensors with the scale's sign in q, and in the dtype in which kernels compute here; K
+    with contiguous rows where head_dim is padded to 32.
+
+    Triton's ptxas (12.8) forgets there where V's tile lies, if K's rows are not contiguous and V's
+    are not aligned to 16 bytes: the tensor cores read another place (tests/phase5/test_ptxas.py).
+    """
+    if k.stride(3) != 1 and configs.padded(k.shape[3]) == 32:
+        k = k.contiguous()
     return runtime.to_kernel_dtype(q if sign == 1 else sign * q, k, v)
 
 

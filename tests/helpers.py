@@ -55,6 +55,20 @@ def without_plans():
 
 
 @contextlib.contextmanager
+def hopper_at_any_size():
+    """Inside it, the Hopper kernels take small calls too, and no plan from before is used."""
+    few = {64: 0, 128: 0}
+    with (
+        mock.patch("phase5_tuning.hopper_forward.NARROW", 0),
+        mock.patch("phase5_tuning.hopper_forward.SHORT_KEYS", 300),  # calls on both sides are small here
+        mock.patch.dict("phase5_tuning.hopper_forward.FEW", few),
+        mock.patch.dict("phase5_tuning.hopper_backward.FEW", few),
+        without_plans() as plans,
+    ):
+        yield plans
+
+
+@contextlib.contextmanager
 def guards():
     """Raise at the end if something was stored outside of a result. An element that no program writes stays NaN.
 

@@ -1,6 +1,6 @@
 """Inputs at random against the truth, in memory with guards, for every attention of the course.
 
-`make test` tries the same 200 each time, `make fuzz` 2,000 others.
+`make test` tries the same 200 each time, `make fuzz` 2,000 others, `make fuzz-gpu` 20,000 on a GPU.
 """
 
 from common import runtime, verify_results
@@ -12,18 +12,22 @@ from phase5_tuning.attention import FlashAttention as Phase5
 from phase5_tuning.ladder import LADDER
 
 import pytest
+import torch
 from anything import anything
+from helpers import hopper_at_any_size
 from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of numbers that are masked later
-# Compiled, each new head_dim costs a compilation.
-HEAD_DIMS = range(1, 131) if runtime.INTERPRETED else [16, 24, 40, 64, 80, 128]
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+HEAD_DIMS = range(1, 131) if runtime.INTERPRETED else [1, 16, 24, 40, 64, 80, 128]
+
+
+DTYPES = pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)
 
 
 def share(part: float) -> settings:
-    """So large a part of the examples that a test gets by default."""
-    return settings(max_examples=max(1, round(part * settings.default.max_examples)))
+    """So large a part of the examples that a test gets by default, the same for each dtype."""
+    return settings(max_examples=max(1, round(part * settings.default.max_examples / len(runtime.DTYPES))))
 
 
 def verify(fn, tensors, **options):
@@ -33,27 +37,26 @@ def verify(fn, tensors, **options):
     assert not any(result.stored_outside for result in results)
 
 
+@DTYPES
 @share(0.55)
-@given(
-    inputs=anything(100, 130, [16, 32, 64, 128]),
-    fn=st.sampled_from([attention, attention_resident, attention_unfused]),
-)
-def test_phase2(inputs, fn):
+@given(inputs=anything(100, 130, [16, 32, 64, 128], [attention, attention_resident, attention_unfused]))
+def test_phase2(inputs, dtype):
     assume(inputs.batch)
-    if fn is attention_resident and not runtime.INTERPRETED:
+    if inputs.fn is attention_resident and not runtime.INTERPRETED:
         assume(inputs.seq_k <= 64)  # all keys on chip: this is the wall
 
     def one_head(q, k, v, *, scale, is_causal, enable_gqa):
-        return fn(q[0, 0], k[0, 0], v[0, 0], scale)[None, None]
+        return inputs.fn(q[0, 0], k[0, 0], v[0, 0], scale)[None, None]
 
-    q, k, v, _ = (t[:1, :1] for t in inputs.tensors())
+    q, k, v, _ = (t[:1, :1] for t in inputs.tensors(dtype))
     verify(one_head, (q, k, v, None), scale=inputs.scale)
 
 
+@DTYPES
 @share(0.85)
 @given(inputs=anything(100, 140, [*HEAD_DIMS, 200, 256]))
-def test_phase3(inputs):
-    *qkv, _ = inputs.tensors()
+def test_phase3(inputs, dtype):
+    *qkv, _ = inputs.tensors(dtype)
     verify(attention_forward, (*qkv, None), **inputs.options)
 
 
@@ -66,19 +69,32 @@ def operator(function):
     return attention
 
 
+@DTYPES
 @share(0.35)
 @given(inputs=anything(70, 80, HEAD_DIMS))
-def test_phase4(inputs):
-    verify(operator(Phase4), inputs.tensors(), **inputs.options)
+def test_phase4(inputs, dtype):
+    verify(operator(Phase4), inputs.tensors(dtype), **inputs.options)
 
 
+@DTYPES
 @share(0.6)
 @given(inputs=anything(150, 150, HEAD_DIMS))
-def test_phase5(inputs):
-    verify(operator(Phase5), inputs.tensors(), **inputs.options)
+def test_phase5(inputs, dtype):
+    verify(operator(Phase5), inputs.tensors(dtype), **inputs.options)
 
 
+@DTYPES
 @share(0.15)
-@given(inputs=anything(100, 100, [16, 24, 40, 64]), rung=st.sampled_from(LADDER))
-def test_every_rung(inputs, rung):
-    verify(rung.attention, inputs.tensors(), **inputs.options)
+@given(inputs=anything(100, 100, [16, 24, 40, 64], [rung.attention for rung in LADDER]))
+def test_every_rung(inputs, dtype):
+    verify(inputs.fn, inputs.tensors(dtype), **inputs.options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@share(0.5)
+@given(inputs=anything(400, 500, [8, 40, 64, 80, 128]))
+def test_hopper(inputs, dtype):
+    with hopper_at_any_size():
+        verify(operator(Phase5), inputs.tensors(dtype), **inputs.options)

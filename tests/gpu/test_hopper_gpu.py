@@ -18,7 +18,7 @@ from phase5_tuning.hopper_forward import HopperForwardPlan
 
 import pytest
 import torch
-from helpers import embedded, guards, without_plans
+from helpers import embedded, guards, hopper_at_any_size, without_plans
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")]
@@ -30,13 +30,7 @@ MASKS = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal
 
 @pytest.fixture(autouse=True)
 def _calls_of_any_size():
-    """Small calls take the kernels too."""
-    with (
-        mock.patch.object(hopper_forward, "NARROW", 0),
-        mock.patch.object(hopper_forward, "SHORT_KEYS", 300),  # calls on both sides are small here
-        mock.patch.dict(hopper_forward.FEW, {64: 0, 128: 0}),
-        mock.patch.dict(hopper_backward.FEW, {64: 0, 128: 0}),
-    ):
+    with hopper_at_any_size():
         yield
 
 

@@ -88,6 +88,18 @@ def gradients(q, k, v, do, is_causal=True):
 
 @DTYPES
 @MASKS
+@pytest.mark.parametrize("head_dim", [17, 20, 24, 32])
+@pytest.mark.parametrize("programs", ["few", "many"])
+def test_transposed_keys_beside_values_that_are_not_aligned(programs, head_dim, is_causal, dtype):
+    """What the assembler gets wrong, see tests/phase5/test_ptxas.py."""
+    q, k, v = make_qkv(1, 3, 117, head_dim, heads_kv=1, dtype=dtype)
+    k = k.mT.contiguous().mT
+    with tiles_for(programs), guards():
+        verify(q, k, embedded(v, 0.0, margin=1), is_causal=is_causal)
+
+
+@DTYPES
+@MASKS
 @pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.name)
 def test_every_rung(rung, is_causal, dtype):
     tensors = make_qkv(2, 4, 333, 64, heads_kv=2, seq_k=500, dtype=dtype)

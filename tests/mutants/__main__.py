@@ -122,7 +122,7 @@ def _pytest(tree: Path, tests: Sequence[str], gpu: bool) -> NoReturn:
         os.setsid()
         os.chdir(tree)
         os.dup2(os.open(tree.with_suffix(".out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-        os.dup2(os.open(os.devnull, os.O_RDWR), 2)
+        os.dup2(1, 2)
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - until the child ends
         os.environ |= dict(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1", TRITON_INTERPRET=str(int(not gpu)))
         sys.dont_write_bytecode = True
@@ -191,6 +191,8 @@ def run(mutants: Sequence[Mutant], results: Results, workers: int) -> None:
                     results.add(mutant, verdict, by)
                     done += 1
                     print(f"{done:>3}/{len(mutants)} {seconds:4.0f} s  {mutant.name}: {verdict} {by}", flush=True)
+                    if verdict.startswith("broken"):
+                        print(output[-2000:], flush=True)
                 time.sleep(0.05)
         finally:
             trees.stop()
