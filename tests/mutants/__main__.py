@@ -256,6 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no such mutant: {', '.join(unknown)}")
     chosen = [m for m in mutants if any(fnmatch(m.name, name) for name in args.names)] if args.names else mutants
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask must not keep children from using it
     gpu = torch.cuda.is_available()
     here = [m for m in chosen if gpu or not m.gpu]
     todo = [m for m in here if args.names or not results.killed(m)]
