@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from common import runtime  # before anything imports triton
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # The same examples on every run and every machine, but for `make fuzz`. Compiled, each new shape costs a compilation,
@@ -23,6 +24,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("course")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _dynamo_has_looked():
+    """Dynamo remembers PyTorch's functions when it first runs: it must not see those that a guard has replaced."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
 
 
 def pytest_collection_modifyitems(items):
