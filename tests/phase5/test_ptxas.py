@@ -32,7 +32,8 @@ def never_written(sass: str) -> list[str]:
         for i, operand in enumerate(operands):
             # Of a product's two descriptors only the second is asked about: the first may be registers.
             first = [n + 2 for n in numbers[i]] if "gdesc" in operand else numbers[i]
-            wide = "desc[" in operand or pairs or ("WIDE" in name and i == len(operands) - 1 > 2)
+            last = i == len(operands) - 1 > 2
+            wide = "desc" in operand or ("[" not in operand and (pairs or ("WIDE" in name and last)))
             read = {n + k for n in first for k in range(1 + wide)} if i != at else set()
             if read - written:
                 found.append(f"{name} {text}")
