@@ -54,8 +54,11 @@ def _check_sigma(answer):
         exponentials, of_sum, stored, p = _terms(s, rho)
         everything = torch.full((len(s),), s.shape[1])
         right = (exponentials + of_sum + stored).sqrt()
-        if isinstance(got, torch.Tensor) and got.shape == right.shape and got.isnan().any():
-            reject(f"sigma, {what}: NaN. Is -inf subtracted from -inf in a row that sees no key?")
+        seen = s.isfinite().any(dim=-1)  # what a row without a key gets is not asked about
+        if isinstance(got, torch.Tensor) and got.shape == right.shape:
+            got = torch.where(seen, got, right.to(got.dtype))
+        of_larger = torch.exp(s - s.amax(dim=-1, keepdim=True).nan_to_num(neginf=0.0))
+        n = s.isfinite().sum(dim=-1).double()
         rounded_p = ((2.0**-11 * p) ** 2).sum(dim=-1)
         mistakes = {
             "this is the variance: sigma is its square root": right**2,
@@ -69,6 +72,16 @@ def _check_sigma(answer):
             "an exponential counts with its weight p squared: (p rho)^2, not p rho^2": (
                 (p * rho**2).sum(dim=-1) + of_sum + stored
             ).sqrt(),
+            "p is not divided by l, the sum of its row": (
+                ((of_larger * rho) ** 2).sum(dim=-1) + of_sum + stored
+            ).sqrt(),
+            "the error of a sum is never below 2 U32: max(2, ...)": (
+                exponentials + (U32 * n.sqrt() / 2) ** 2 + stored
+            ).sqrt(),
+            "the error of a sum grows with sqrt(n) / 2": (
+                exponentials + (U32 * n.sqrt().clamp(min=2.0)) ** 2 + stored
+            ).sqrt(),
+            "storing x costs U32 |x|": (exponentials + of_sum + U32**2).sqrt(),
             "every exponential counts as much as the others: its share of l is p": (
                 (rho**2).masked_fill(s == -INF, 0.0).sum(dim=-1) + of_sum + stored
             ).sqrt(),
@@ -86,6 +99,7 @@ def _check_sigma(answer):
             ).sqrt(),
         }
         # A term that is small in one case is large in another, so each must be right everywhere.
+        mistakes = {why: torch.where(seen, wrong, right) for why, wrong in mistakes.items()}
         require(f"sigma, {what}", got, right, mistakes=mistakes, rtol=1e-6, atol=0.0)
 
 
@@ -107,7 +121,29 @@ def _check_verdict(answer):
         ("the row that sees no key has 0", exact.nan_to_num(neginf=0.0), (INF, INF)),
         ("the row that sees no key has NaN", exact.index_fill(0, torch.tensor([3]), NAN), (INF, INF)),
     ]  # fmt: skip
-    for what, lse, expected in cases:
+    few, at_limit = torch.zeros(200), exact.clone()
+    few[7], at_limit[1] = 7.0, truth[1] + 6 * sigma[1]
+    ones, between = torch.ones(200).double(), torch.full((2,), 1 + 2.0**-30, dtype=torch.float64)
+    asked = [(what, lse, truth, sigma, expected) for what, lse, expected in cases]
+    asked += [
+        (
+            "the row that sees no key has inf",
+            exact.nan_to_num(neginf=INF),
+            truth,
+            sigma,
+            (INF, INF),
+        ),
+        ("one row is 6 sigma too large", at_limit, truth, sigma, (6.0, 3.0)),
+        ("one row of 200 is 7 sigma too large", few, 0 * ones, ones, (7.0, 7 / 200**0.5)),
+        (
+            "the truth lies between two fp32 numbers",
+            torch.ones(2),
+            between,
+            between - 1,
+            (1.0, 1.0),
+        ),
+    ]
+    for what, lse, truth, sigma, expected in asked:
         got = answer.verdict(lse.clone(), truth.clone(), sigma.clone())
         if not isinstance(got, tuple | list) or len(got) != 3:
             reject(f"verdict: expected (largest z, rms of z, passed), got {type(got).__name__}")

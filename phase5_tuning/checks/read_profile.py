@@ -20,6 +20,8 @@ def check(answer):
         _check_needed(answer, profile)
     for profile in [*profiles, *_edges(answer)]:
         _check_limit(answer, profile)
+    _check_bound(answer, answer.BEFORE, answer.FLASH_ATTENTION_4)
+    _check_bound(answer, answer.FLASH_ATTENTION_4, answer.BEFORE)
     for profile in profiles:
         _check_bound(answer, profile, _changed(profile, drawn))
     text = "the units' clocks, what limits, what a change can save"
@@ -31,7 +33,7 @@ def _drawn(answer, drawn):
         what: drawn.randint(0, 700)
         for what in ("products", "LSE, delta", "shuffles", "dS", "dQ", "spills")
     }
-    flop, exponentials = drawn.randint(0, 4000) * 4096, drawn.randint(0, 4000) * 16
+    flop, exponentials = drawn.randint(0, 4000 * 4096), drawn.randint(0, 4000 * 16)
     profile = answer.Profile(1, flop, exponentials, wavefronts)
     busiest = max(_needed(profile).values())
     return dataclasses.replace(
@@ -40,8 +42,10 @@ def _drawn(answer, drawn):
 
 
 def _edges(answer):
-    """Exactly 80 %, and just below."""
-    return [answer.Profile(clocks, 800 * 4096, 16, {"dQ": 1}) for clocks in (1000, 1001)]
+    """Exactly 80 %, and just below; two units above 80 %."""
+    busy = [answer.Profile(clocks, 800 * 4096, 16, {"dQ": 1}) for clocks in (1000, 1001)]
+    both = (850, 950), (950, 850)
+    return busy + [answer.Profile(1000, a * 4096, b * 16, {"dQ": 900}) for a, b in both]
 
 
 def _changed(profile, drawn):
@@ -70,6 +74,11 @@ def _check_needed(answer, profile):
                 if _same(got[unit], largest)
                 else ""
             )
+            missing = [
+                k for k, n in profile.wavefronts.items() if n and _same(got[unit], clocks - n)
+            ]
+            if unit == "shared memory" and missing:
+                why = f"{missing[0]!r} is missing: add up all that there are"
             why = why or "divide what was counted by what the unit does in a clock"
             reject(
                 f"needed({profile}): expected {clocks:g} clocks of the unit {unit!r}, got {got[unit]!r}: {why}"
@@ -95,7 +104,15 @@ def _check_bound(answer, profile, changed):
     got = answer.fewest_clocks(profile, changed)
     if _same(got, right):
         return
+    kinds = {**profile.wavefronts, **changed.wavefronts}
+    of_kinds = sum(
+        max(0, profile.wavefronts.get(kind, 0) - changed.wavefronts.get(kind, 0)) for kind in kinds
+    )
+    of_units = sum(max(0.0, n) for unit, n in spared.items() if unit != "shared memory")
     mistakes = {
+        "what one kind of access spares shared memory another may take: compare its sums": max(
+            profile.clocks - of_units - of_kinds, *after.values()
+        ),
         "no unit can need more clocks than the step takes": profile.clocks
         - sum(max(0.0, n) for n in spared.values()),
         "what one unit is spared does not make up for what another has to do more": max(

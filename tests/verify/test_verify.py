@@ -504,6 +504,30 @@ def test_a_gradient_that_does_not_arrive_fails():
     assert "no gradient arrives" in str(report)
 
 
+def test_a_last_bit_that_changes_in_an_input_fails():
+    q, k, v = make_qkv(1, 1, 20, 16, dtype=FP32)
+
+    def writes(q, k, v, **options):
+        result = emulate(q, k, v, **options)
+        q[0, 0, 3, 5] = torch.nextafter(q[0, 0, 3, 5], torch.tensor(9.0))
+        return result
+
+    assert "fn wrote into this input" in str(verify_results(writes, q, k, v))
+
+
+def test_an_lse_that_is_not_a_number_fails():
+    q, k, v = make_qkv(1, 1, 20, 16)
+    report = verify_results(bent(lambda o, lse: (o, lse.index_fill(2, torch.tensor([7]), math.nan))), q, k, v)
+    assert report.verdict == "o PASS, lse FAIL"
+
+
+def test_rms_z_is_the_root_of_the_mean_square():
+    truth = torch.zeros(1, 1, 1, 2, dtype=torch.float64)
+    actual, expected = truth + torch.tensor([3.0, -4.0]), harness._Expected(truth, torch.ones_like(truth))
+    result = harness._compare("o", actual, expected, FP32, None)
+    assert (result.z, result.rms_z) == (4, pytest.approx(12.5**0.5))
+
+
 def test_nan_z_fails():
     truth = torch.ones(1, 1, 2, 2, dtype=torch.float64)
     sigma = torch.tensor([[[[1.0, 1.0], [math.nan, 1.0]]]], dtype=torch.float64)

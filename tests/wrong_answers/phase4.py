@@ -396,5 +396,10 @@ WRONG = {
         Wrong("no scale", {"dq_out = dq_sum * scale": "dq_out = dq_sum"}, "the scale is missing"),
         Wrong("scaled twice", {"(there, part, mask=inside, sem": "(there, part * scale, mask=inside, sem"}, "twice"),
         Wrong("no mask", {"(there, part, mask=inside, sem": "(there, part, sem"}, "is the mask there?"),
+        Wrong(
+            "in dq's dtype",
+            {"dq_sum = torch.zeros(q.shape, dtype=torch.float32,": "dq_sum = torch.zeros(q.shape, dtype=dq.dtype,"},
+            "dq_sum is fp32, and is rounded to dq once",
+        ),
     ],
 }

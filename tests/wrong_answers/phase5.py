@@ -555,6 +555,34 @@ WRONG = {
             "below the busiest", {"max(profile.clocks - spared, *after.values())": "profile.clocks - spared"}, "no unit"
         ),
         Wrong(
+            "spared by kinds",
+            {
+                "sum(max(0.0, before[unit] - after[unit]) for unit in RATES)": (
+                    'sum(max(0.0, before[unit] - after[unit]) for unit in RATES if unit != "shared memory") + sum('
+                    "max(0, n - changed.wavefronts.get(k, 0)) for k, n in profile.wavefronts.items())"
+                )
+            },
+            "what one kind of access spares",
+        ),
+        Wrong(
+            "the first busy unit",
+            {
+                "clocks, unit = max((clocks, unit) for unit, clocks in needed(profile).items())": (
+                    "busy = [(n, u) for u, n in needed(profile).items() if n >= 0.8 * profile.clocks]\n"
+                    '    clocks, unit = busy[0] if busy else (0, "waiting")'
+                )
+            },
+            "the busiest, needs",
+        ),
+        Wrong(
+            "a kind left out",
+            {"sum(profile.wavefronts.values())": "sum(n for k, n in profile.wavefronts.items() if k != 'dS')"},
+            "'dS' is missing",
+        ),
+        Wrong(
+            "whole clocks", {'profile.flop / RATES["tensor cores"]': 'profile.flop // RATES["tensor cores"]'}, "divide"
+        ),
+        Wrong(
             "more work spares", {"max(0.0, before[unit] - after[unit])": "before[unit] - after[unit]"}, "make up for"
         ),
     ],
@@ -592,6 +620,35 @@ WRONG = {
             "the part is scaled in place",
             {"o_part * (lse_part - shift).exp()[..., None]": "o_part.mul_((lse_part - shift).exp()[..., None])"},
             "read only",
+        ),
+        Wrong(
+            "in 16 bits",
+            {"o.mul_((lse - shift).exp()[..., None])": "o.copy_(o.to(o_part.dtype) * (lse - shift).exp()[..., None])"},
+            "parts in fp16: o",
+        ),
+        Wrong(
+            "weights in 16 bits",
+            {"(lse_part - shift).exp()[..., None]": "(lse_part - shift).exp()[..., None].to(o_part.dtype)"},
+            "parts in fp16: o",
+        ),
+        Wrong(
+            "one maximum for all queries",
+            {
+                "torch.logaddexp(lse, lse_part)": (
+                    "torch.log(torch.exp(lse - lse.max()) + torch.exp(lse_part - lse.max())) + lse.max()"
+                )
+            },
+            "near -1000",
+        ),
+        Wrong("new memory for the caller's tensor", {"lse.copy_(both)": "lse.data = both"}, "lse is what it was"),
+        Wrong(
+            "weights of the larger one",
+            {
+                'shift = both.masked_fill(both == float("-inf"), 0.0)': (
+                    'shift = torch.maximum(lse, lse_part).masked_fill(both == float("-inf"), 0.0)'
+                )
+            },
+            "do not add up to 1",
         ),
     ],
     "balance_causal": [
