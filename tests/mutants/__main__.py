@@ -81,12 +81,12 @@ class Trees:
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, tree / name)
 
-    def start(self, tests: Sequence[str], mutant: Mutant | None = None) -> None:
+    def start(self, tests: Sequence[str], gpu: bool, mutant: Mutant | None = None) -> None:
         tree = self.free.pop()
         if mutant:
             (tree / mutant.file).write_text(mutant.applied_to((ROOT / mutant.file).read_text()))
         sys.stdout.flush()
-        process = os.fork() or _pytest(tree, tests, gpu=bool(mutant and mutant.gpu))
+        process = os.fork() or _pytest(tree, tests, gpu)
         self.running[tree] = process, mutant, time.monotonic()
 
     def ended(self, limit: float) -> Iterator[tuple]:
@@ -185,7 +185,7 @@ def run(mutants: Sequence[Mutant], results: Results, workers: int) -> None:
             while todo or trees.running:
                 while todo and trees.free:
                     mutant = todo.pop()
-                    trees.start(["-x", *mutant.covered_by], mutant)
+                    trees.start(["-x", *mutant.covered_by], mutant.gpu, mutant)
                 for mutant, output, code, seconds in trees.ended(HANGS):
                     verdict, by = outcome(output, code)
                     results.add(mutant, verdict, by)
@@ -201,14 +201,16 @@ def run(mutants: Sequence[Mutant], results: Results, workers: int) -> None:
 def check_killers(mutants: Sequence[Mutant], results: Results, workers: int) -> None:
     """Run the tests that have killed without any mistake: a verdict counts only if they pass."""
     unsure = [m for m in mutants if results.of(m)["by"] and not results.of(m)["sure"]]
-    tests = sorted({results.of(m)["by"] for m in unsure})
-    print(f"the {len(tests)} tests that have killed, without a mistake", flush=True)
-    parts, lines = [part for part in (tests[i::workers] for i in range(workers)) if part], []
+    lines, parts = [], []  # a part: (tests, whether they need a GPU)
+    for gpu in (False, True):
+        tests = sorted({results.of(m)["by"] for m in unsure if m.gpu == gpu})
+        parts += [(part, gpu) for part in (tests[i::workers] for i in range(workers)) if part]
+    print(f"the {sum(len(part) for part, _ in parts)} tests that have killed, without a mistake", flush=True)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees = Trees(Path(folder), len(parts))
         try:
-            for part in parts:
-                trees.start(part)
+            for part, gpu in parts:
+                trees.start(part, gpu)
             while trees.running:
                 for _, output, *_ in trees.ended(10 * HANGS):
                     lines += output.splitlines()
