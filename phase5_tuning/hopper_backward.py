@@ -30,6 +30,7 @@ from phase5_tuning.hopper_parts import (
     in_pairs,
     in_rows,
     meet,
+    out_of_pairs,
     release_count,
     tma_add,
     under_all_rows,
@@ -62,8 +63,9 @@ def _attn_bwd_hopper_rows_kernel(
     stride_o, stride_do, heads_q, seq_q, padded_q,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """LSE and delta of a tile of queries, as `_attn_bwd_rows_kernel`, for a P that is P_SCALE times
-    as large; and everything that `_attn_bwd_hopper_kernel` counts and adds up, set to 0.
+    """-LSE and -delta of a tile of queries, for a P that is P_SCALE times as large; and everything
+    that `_attn_bwd_hopper_kernel` counts and adds up, set to 0. That kernel adds what a shuffle
+    returns: to subtract it, the compiler would negate it first.
 
     Grid: (padded_q / BLOCK_M * batch * heads_q,), so that each program has a query tile's counter.
     Program 0 clears the ticket, which follows the counters. Rows beyond seq_q get an LSE of +inf:
@@ -86,8 +88,8 @@ def _attn_bwd_hopper_rows_kernel(
     lse = tl.load(lse_ptr + rows, mask=offs_m < seq_q, other=float("-inf"))
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E - P_SCALE_LOG2)
     rows = pid_bh.to(tl.int64) * padded_q + offs_m
-    tl.store(row_lse_ptr + rows, lse)
-    tl.store(delta_ptr + rows, delta / P_SCALE)
+    tl.store(row_lse_ptr + rows, -lse)
+    tl.store(delta_ptr + rows, -delta / P_SCALE)
     tl.store(count_ptr + pid, 0)
     if pid == 0:
         tl.store(count_ptr + tl.num_programs(0), 0)
@@ -125,7 +127,9 @@ class Work:
     k: tma.tensor_descriptor  # tiles (1, 1, 2 ROWS, BLOCK_D), as v's
     v: tma.tensor_descriptor
     do: tma.tensor_descriptor
-    lse: tma.tensor_descriptor  # tiles (BLOCK_M,) of (batch x heads_q x padded_q,), as delta's
+    lse: (
+        tma.tensor_descriptor
+    )  # negated: tiles (BLOCK_M,) of (batch x heads_q x padded_q,), as delta's
     delta: tma.tensor_descriptor
     dq_sum: tma.tensor_descriptor  # tiles (ROWS, 64) of (batch x heads_q x padded_q, BLOCK_D)
     dk: tma.tensor_descriptor  # tiles (1, 1, ROWS, BLOCK_D), as dv's
@@ -345,7 +349,7 @@ def _add_queries(
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     lse_row = memory.lse.index(slot)
     if not MASKED:  # while S is computed; across a branch the registers would be held for long
-        lse = under_all_rows(lse_row, BLOCK_M, S)
+        minus_lse = under_all_rows(lse_row, BLOCK_M, S)
     s = warpgroup_mma_wait(1, deps=(s,))
     if MASKED and m < masked_end:
         offs_n = work.n * (CONSUMERS * ROWS) + ME * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
@@ -356,14 +360,14 @@ def _add_queries(
             visible = visible & (offs_n <= offs_m)
         s = gl.where(visible, s, float("-inf"))
     if MASKED:
-        lse = under_all_rows(lse_row, BLOCK_M, S)
-    p = gl.exp2(s * scale_log2 - lse)
+        minus_lse = under_all_rows(lse_row, BLOCK_M, S)
+    p = gl.exp2(s * scale_log2 + minus_lse)
     p16 = gl.convert_layout(in_pairs(p, DTYPE), LEFT, assert_trivial=True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     if BLOCK_D == 64:  # frees the registers of p, of which BLOCK_M = 128 takes 64
-        p = gl.convert_layout(p16, S, assert_trivial=True).to(gl.float32)
-    delta = under_all_rows(memory.delta.index(slot), BLOCK_M, S)
-    ds = (p * (dp / P_SCALE - delta)).to(DTYPE)
+        p = out_of_pairs(gl.convert_layout(p16, S, assert_trivial=True))
+    minus_delta = under_all_rows(memory.delta.index(slot), BLOCK_M, S)
+    ds = (p * (dp / P_SCALE + minus_delta)).to(DTYPE)
     ds_all.slice(ME * ROWS, ROWS).store(ds)
     ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
     dv_soon = warpgroup_mma(p16, do, dv, is_async=True)

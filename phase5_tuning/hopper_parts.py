@@ -111,6 +111,21 @@ def in_pairs(x, DTYPE: gl.constexpr):
         return x.to(DTYPE)
 
 
+@gluon.jit
+def out_of_pairs(x):
+    """fp16 or bf16 as fp32, from registers that hold two numbers each and stay as they are."""
+    if gl.bfloat16 == x.dtype:
+        code: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    else:
+        code: gl.constexpr = """{
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.f32.f16 $0, low;
+            cvt.f32.f16 $1, high;
+            }"""
+    return gl.inline_asm_elementwise(code, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
 @gluon.constexpr_function
 def _from_lane(eighth):
     # Four lanes hold an eighth; a lane asks the one that stands in them where it does in its own.
@@ -139,7 +154,7 @@ def _lanes_of_rows(columns):
 @gluon.jit
 def _eighth(part, EIGHTH: gl.constexpr):
     code: gl.constexpr = _from_lane(EIGHTH)
-    return gl.inline_asm_elementwise(code, "=r,r", [part], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(code, "=f,f", [part], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -304,11 +304,11 @@ def test_rows_are_prepared_for_a_large_p_and_counters_are_cleared(with_dlse, ord
         o, do, lse, dlse, row_lse, delta, dq_sum, count, o.stride(), do.stride(), 3, seq, padded,
         HEAD_DIM=40, BLOCK_D=64, BLOCK_M=block_m, ORDERED=ordered,
     )  # fmt: skip
-    expected = torch.where(lse == -math.inf, math.inf, lse * math.log2(math.e) - 14)
+    expected = torch.where(lse == -math.inf, -math.inf, 14 - lse * math.log2(math.e))
     torch.testing.assert_close(row_lse[..., :seq], expected)
-    assert (row_lse[..., seq:] == math.inf).all()
+    assert (row_lse[..., seq:] == -math.inf).all()
     expected = (o.double() * do.double()).sum(-1) - (dlse.double() if with_dlse else 0)
-    torch.testing.assert_close(delta[..., :seq].double(), expected / 2**14, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(delta[..., :seq].double(), -expected / 2**14, rtol=1e-5, atol=1e-8)
     assert count.tolist() == [0] * 13 + [7]  # the ticket follows the counters
     assert dq_sum.isnan().all() if ordered else (dq_sum == 0).all()
 
