@@ -9,6 +9,7 @@ kernel. "beside" is the time of the call's other kernels / that of the longest.
 """
 
 import csv
+import re
 import statistics
 import subprocess
 import sys
@@ -80,18 +81,16 @@ def launch() -> None:
 def parsed(lines: Iterable[str]) -> dict[int, dict]:
     """What ncu counted, by the number of the call: "counted" and "beside".
 
-    lines: its page "raw" as CSV: names, units, a line for each kernel. Raises ValueError for a
-    kernel outside of all calls, KeyError if a counter is missing.
+    lines: its page "raw" as CSV: names, units, a line for each kernel, "call 0./name". Raises
+    ValueError for a kernel outside of all calls, KeyError if a counter is missing.
     """
-    rows = list(csv.DictReader(line for line in lines if line.startswith('"')))[1:]
     kernels = {}
-    for row in rows:
-        said = next((field for field in row.values() if field.startswith("call ")), None)
-        if said is None:
-            raise ValueError(f"ncu counted a kernel outside of all calls: {row}")
+    for row in list(csv.DictReader(line for line in lines if line.startswith('"')))[1:]:
+        of = re.match(r"call (\d+)\./", row["Kernel Name"])
+        if not of:
+            raise ValueError(f"ncu counted {row['Kernel Name']!r}, which is of no call")
         counted = {name: float(row[metric].replace(",", "")) for name, metric in COUNTERS.items()}
-        number = int(said.removeprefix("call ").partition(".")[0])
-        kernels.setdefault(number, []).append(counted)
+        kernels.setdefault(int(of[1]), []).append(counted)
     made = {}
     for number, counted in kernels.items():
         longest = max(counted, key=lambda kernel: kernel["ns"])

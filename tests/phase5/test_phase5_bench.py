@@ -11,7 +11,7 @@ from unittest import mock
 from common import runtime
 from common.measure import pictures, records, timing
 from common.verify import VerificationError
-from phase5_tuning import bench, power
+from phase5_tuning import bench, counters, power
 from phase5_tuning.attention import FlashAttention
 from phase5_tuning.ladder import LADDER
 
@@ -319,3 +319,33 @@ def test_watching_begins_when_nvidia_smi_does_and_ends_it():
         raise KeyboardInterrupt
     assert [watts for *_, watts, _ in samples] == [670.1, 670.1]
     assert started[0].poll() is not None
+
+
+# --- counters ------------------------------------------------------------------------------------------------------
+
+
+def counted(name, ns, clocks):
+    others = [metric for metric in counters.COUNTERS.values() if "__time_" not in metric and "__cycles_e" not in metric]
+    return {"Kernel Name": name, "gpu__time_duration.sum": ns, "sm__cycles_elapsed.avg": clocks} | dict.fromkeys(
+        others, "59.50"
+    )
+
+
+def as_ncu_writes(*kernels):
+    rows = [[*kernels[0]], ["" for _ in kernels[0]], *([*kernel.values()] for kernel in kernels)]
+    return ["==PROF== Connected", *(",".join(f'"{field}"' for field in row) for row in rows)]
+
+
+def test_a_calls_counters_are_those_of_its_longest_kernel():
+    rows, main = counted("call 0./rows", "100", "1"), counted("call 0./main", "2,000.5", "4,950,137.21")
+    dq = counted("call 0./dq", "100.1", "1")
+    found = counters.parsed(as_ncu_writes(rows, main, dq, counted("call 11./alone", "7", "8")))
+    assert found[0]["counted"] | dict(ns=2000.5, clocks=4950137.21, tensor_cores=59.5) == found[0]["counted"]
+    assert set(found[0]["counted"]) == set(counters.COUNTERS)
+    assert found[0]["beside"] == 0.1
+    assert found[11]["beside"] == 0
+    with pytest.raises(ValueError, match="'warm-up', which is of no call"):
+        counters.parsed(as_ncu_writes(main, counted("warm-up", "1", "1")))
+    del main["dram__bytes.sum"]
+    with pytest.raises(KeyError, match="dram__bytes"):
+        counters.parsed(as_ncu_writes(main))
