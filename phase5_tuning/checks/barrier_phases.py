@@ -16,6 +16,7 @@ CASES += [(2, [6, 3], [0, 4])]
 
 def check(answer):
     _check_places(answer)
+    _check_parities(answer)
     drawn = random.Random()
     cases = list(CASES)
     for _ in range(20):
@@ -50,6 +51,16 @@ def _check_places(answer):
             laps.append((f"the lap in place_and_lap{given}", got[1], number // stages, passed))
     require_ints(places)
     require_ints(laps)
+
+
+def _check_parities(answer):
+    for lap in range(5):
+        got = answer.parities(lap)
+        if not isinstance(got, tuple) or len(got) != 2 or not all(p in (0, 1) for p in got):
+            reject(
+                f"parities({lap}): expected a pair of parities, each 0 or 1, got {got!r}. "
+                "A phase's parity is its number modulo 2"
+            )
 
 
 def _check_run(answer, stages, lengths, unseen):
@@ -94,7 +105,8 @@ def _why(answer, unseen):
 def _why_unseen(answer):
     """What the consumer does with tiles that it does not see."""
     ring = Ring("kv", 1, 1)
-    done = [op.kind for op in answer.consume(ring, [1], 1)][len(ring.empty) :]
+    operations = list(answer.consume(ring, [1], 1))[len(ring.empty) :]
+    done = [op.kind for op in operations]
     if "arrive" not in done:
         return (
             "Every consumer must let go of every tile: `empty` counts the arrivals of all of them"
@@ -106,4 +118,9 @@ def _why_unseen(answer):
         )
     if done.index("arrive") < done.index("wait"):
         return "First comes the wait for the tile, then the arrival that lets it go"
+    waited = next(op for op in operations if op.kind == "wait")
+    if waited.barrier is not ring.full[0]:
+        return "Whether a tile has arrived is said by `full`. `empty` is the producer's to wait for"
+    if waited.parity != answer.parities(0)[1]:
+        return "A tile that is not seen arrives in the same phase as one that is: the parity is the same"
     return "What does a consumer do with a tile that it does not see?"

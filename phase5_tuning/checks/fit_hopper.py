@@ -80,9 +80,7 @@ def _check_budgets(head_dim, shape):
         reject(f"{what}: the kernel has 2 or 3 consumers, not {consumers}")
     for name in ("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"):
         if shape[name] % 8 or not 24 <= shape[name] <= 240:
-            reject(
-                f"{what}: {name} is {shape[name]}; setmaxnreg takes multiples of 8 from 24 to 240"
-            )
+            reject(f"{what}: {name} is {shape[name]}; expected a multiple of 8 from 24 to 240")
     shared = _shared(head_dim, consumers, stages)
     if shared + BARRIERS > LIMIT:
         q, kv = _shared(head_dim, consumers, 0), _shared(head_dim, 0, 1)

@@ -72,6 +72,8 @@ def _require(what, got, right, mine, part):
     lse_mistakes = {
         "this is the larger one; the sums of exponentials are what adds up": larger,
         "this is the sum; the sums of exponentials are what adds up": lse_mine + lse_part,
+        "this is rounded to fp16; o_part may have 16 bits, but both lse are fp32": both.half().float(),
+        "this is rounded to bf16; o_part may have 16 bits, but both lse are fp32": both.bfloat16().float(),
     }
     require(f"{what}: lse", lse, both, mistakes=lse_mistakes, rtol=1e-4, atol=1e-4)
     shift = both.masked_fill(both == -INF, 0)

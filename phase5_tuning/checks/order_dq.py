@@ -13,7 +13,7 @@ HOP = 0.8
 def check(answer):
     sizes = list(_sizes())
     for case in sizes:
-        _check_numbers(answer, *case)
+        _check_numbers(answer, sizes, *case)
     drawn = random.Random()
     for case in sizes:
         _check_waiting(answer, drawn, case)
@@ -44,46 +44,77 @@ def _lowest_first(m, n, _, block_m, block_n, window):
     return n - max(0, m * block_m - window + 1) // block_n
 
 
-def _check_numbers(answer, tiles_m, tiles_n, block_m, block_n, window):
+def _check_numbers(answer, cases, tiles_m, tiles_n, block_m, block_n, window):
     given = f"{tiles_n} tiles of {block_n} keys"
     owned = [answer.take_tile(ticket, tiles_n) for ticket in range(tiles_n)]
     if sorted(owned) != list(range(tiles_n)):
         reject(f"take_tile: {given}: the tickets get {owned}; each tile must be there once")
     sizes = block_m, block_n, window
-    wrong = {}
     for m in range(tiles_m):
         seen = [n for n in range(tiles_n) if _sees(m, n, *sizes)]
         numbers = {n: answer.order(m, n, tiles_n, *sizes) for n in seen}
         require_ints([(f"order for m={m}, n={n}, {given}", x, x, {}) for n, x in numbers.items()])
         if sorted(numbers.values()) != list(range(len(seen))):
-            wrong[m] = numbers
-    if wrong:
-        m, numbers = next(iter(wrong.items()))
-        reject(
-            f"order: {given}, block_m={block_m}, window={window}: query tile {m} sees key tiles {list(numbers)}, and "
-            f"their programs are given {list(numbers.values())}; expected each of 0 to {len(numbers) - 1} once"
-            f"{_why_numbers(wrong, sizes)}"
+            reject(
+                f"order: {given}, block_m={block_m}, window={window}: query tile {m} sees key tiles {seen}, and their "
+                f"programs are given {list(numbers.values())}; expected each of 0 to {len(seen) - 1} once"
+                f"{_why_numbers(answer, cases)}"
+            )
+
+
+def _after(key):
+    """The order that counts from the tile of the key that `key` returns."""
+    return lambda m, n, tiles_n, block_m, block_n, window: n - key(m, block_m, window) // block_n
+
+
+def _before(key):
+    """The order that counts down from the tile of the key that `key` returns."""
+    return lambda m, n, tiles_n, block_m, block_n, window: key(m, block_m) // block_n - n
+
+
+MISTAKES = {
+    "The tile of queries does not see the keys before its window: count from the lowest that it sees": _after(
+        lambda m, block_m, window: 0
+    ),
+    "The lowest tile of keys is seen by the tile's first query, not by its last": _after(
+        lambda m, block_m, window: max(0, (m + 1) * block_m - window)
+    ),
+    "A query's own key is one of the window: its first key is i - window + 1, not i - window": _after(
+        lambda m, block_m, window: max(0, m * block_m - window)
+    ),
+    "The first key of a window is i - window + 1, not i - window + 2": _after(
+        lambda m, block_m, window: max(0, m * block_m - window + 2)
+    ),
+    "No tile of keys stands before tile 0, however long the window is": _after(
+        lambda m, block_m, window: m * block_m - window + 1
+    ),
+    "A window need not begin where a tile does: first the key, then its tile": (
+        lambda m, n, tiles_n, block_m, block_n, window: (
+            n - max(0, m * block_m // block_n - window // block_n)
         )
+    ),
+    "A tile of queries has block_m queries, and a tile of keys has block_n keys": (
+        lambda m, n, tiles_n, block_m, block_n, window: (
+            n - max(0, m * block_n - window + 1) // block_m
+        )
+    ),
+    "The last key that a tile of queries sees may lie past the last tile of keys": _before(
+        lambda m, block_m: (m + 1) * block_m - 1
+    ),
+    "Every program is given the same number": lambda m, n, *_: 0,
+}
 
 
-def _why_numbers(wrong, sizes):
-    """The sentence that explains the numbers of all these tiles of queries, if one does."""
-    block_m, block_n, window = sizes
-    first_key = {m: m * block_m - window + 1 for m in wrong}
-    causes = {
-        "The tile of queries does not see the keys before its window: count from the lowest that it sees": {
-            m: 0 for m in wrong
-        },
-        "The lowest tile of keys is seen by the tile's first query, not by its last": {
-            m: max(0, key + block_m - 1) for m, key in first_key.items()
-        },
-        "A query's own key is one of the window: its first key is i - window + 1": {
-            m: max(0, key - 1) for m, key in first_key.items()
-        },
-        "No tile of keys stands before tile 0, however long the window is": first_key,
-    }
-    for cause, keys in causes.items():
-        if all(wrong[m] == {n: n - keys[m] // block_n for n in wrong[m]} for m in wrong):
+def _why_numbers(answer, cases):
+    """The sentence of the mistake that gives all numbers of all cases, if one does."""
+    given = [
+        (m, n, tiles_n, *sizes)
+        for tiles_m, tiles_n, *sizes in cases
+        for m, n in itertools.product(range(tiles_m), range(tiles_n))
+        if _sees(m, n, *sizes)
+    ]
+    for cause, mistake in MISTAKES.items():
+        if all(answer.order(*numbers) == mistake(*numbers) for numbers in given):
             return f". {cause}"
     return ""
 

@@ -446,6 +446,17 @@ WRONG = {
         Wrong("two places", {"return number % stages": "return number % 2"}, "whatever the parity"),
         Wrong("the lap as place", {"return number % stages": "return number // stages"}, "modulo the number of places"),
         Wrong("a list", {"return number % stages, number // stages": "return [number, 0]"}, "expected a pair of ints"),
+        Wrong("phases", {"return lap & 1, lap & 1\n": "return lap, lap\n"}, "each 0 or 1, got (2, 2)"),
+        Wrong(
+            "waits for the producer's barrier",
+            {WAIT_AND_ARRIVE: f"yield wait(ring.empty[i], full_parity){LINE}yield arrive(ring.empty[i]){LINE}# end"},
+            "the producer's to wait for",
+        ),
+        Wrong(
+            "another phase for unseen tiles",
+            {WAIT_AND_ARRIVE: f"yield wait(ring.full[i], full_parity ^ 1){LINE}yield arrive(ring.empty[i]){LINE}# end"},
+            "in the same phase as one that is",
+        ),
         Wrong(
             "not let go",
             {"yield arrive(ring.empty[i])\n                # end": "pass\n                # end"},
@@ -470,7 +481,9 @@ WRONG = {
     "fit_hopper": [
         Wrong("queries of one tile", {"q = 2 * consumers": "q = consumers"}, "queries of two tiles are held"),
         Wrong("the producer left out", {"128 * (consumers + 1)": "128 * consumers"}, "the producer's warpgroup"),
-        Wrong("too many registers", {"CONSUMER_REGISTERS=240": "CONSUMER_REGISTERS=248"}, "multiples of 8 from 24 to"),
+        Wrong(
+            "too many registers", {"CONSUMER_REGISTERS=240": "CONSUMER_REGISTERS=248"}, "a multiple of 8 from 24 to 240"
+        ),
         Wrong("not rounded", {" // 8 * 8": ""}, "round down to a multiple of 8"),
         Wrong("the producer as one warp", {"128 * (consumers + 1)": "(128 * consumers + 32)"}, "counts as four warps"),
         Wrong(
@@ -535,6 +548,27 @@ WRONG = {
             "by the tile's first query",
         ),
         Wrong("one key too many", {"- window + 1)": "- window)"}, "A query's own key is one of the window"),
+        Wrong("two keys too few", {"- window + 1)": "- window + 2)"}, "not i - window + 2"),
+        Wrong(
+            "the window in whole tiles",
+            {"max(0, m * block_m - window + 1) // block_n": "max(0, m * block_m // block_n - window // block_n)"},
+            "A window need not begin where a tile does",
+        ),
+        Wrong(
+            "sizes exchanged",
+            {"max(0, m * block_m - window + 1) // block_n": "max(0, m * block_n - window + 1) // block_m"},
+            "block_m queries, and a tile of keys",
+        ),
+        Wrong(
+            "past the last tile",
+            {
+                "lowest = max(0, m * block_m - window + 1) // block_n": "last = ((m + 1) * block_m - 1) // block_n",
+                "return n - lowest": "return last - n",
+            },
+            "may lie past the last tile",
+        ),
+        Wrong("nobody waits", {"return n - lowest": "return 0"}, "the same number"),
+        Wrong("two windows", {"- window + 1)": "- 2 * window + 1)"}, "expected each of 0 to 0 once"),
         Wrong("a tile twice", {"return ticket\n": "return ticket // 2\n"}, "each tile must be there once"),
         Wrong("floats", {"return n - lowest": "return (n - lowest) / 1"}, "expected an int"),
     ],
@@ -587,6 +621,7 @@ WRONG = {
         ),
     ],
     "merge_ranks": [
+        Wrong("lse in 16 bits", {"    lse.copy_(both)": "    lse.copy_(both.half())"}, "both lse are fp32"),
         Wrong(
             "lse first",
             {"    shift = both.masked": "    lse.copy_(both)\n    shift = both.masked"},
