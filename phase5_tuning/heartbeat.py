@@ -1,4 +1,4 @@
-"""Name the ranks that die or stall, which the error of a process group does not.
+"""Name the ranks that are killed or stopped, which the error of a process group does not.
 
     with heartbeat():
         train()
