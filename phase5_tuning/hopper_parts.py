@@ -1,7 +1,8 @@
 """What Gluon has no public word for in the releases this course runs on (3.6.0 and 3.7.1).
 
-Each function is one instruction, or two that belong together. Gluon 3.8.0 adds a TMA reduction of
-its own; it has no named barriers up to 3.9.0.
+Most functions wrap one instruction or a few. The others describe tiles to descriptors, and spread a
+row over a product's layout. Gluon 3.8.0 adds a TMA reduction of its own; it has no named barriers
+up to 3.9.0.
 
 aggregate: a class whose fields may be tensors, descriptors and shared memory, and that a kernel can
 pass around. Triton's own Gluon kernels import it by the same private name.
