@@ -283,7 +283,7 @@ CUSTOMARY_RULES: dict[str, Callable] = {
     "rtol=atol=1e-2": _close(1e-2),
     "rtol=atol=1e-3": _close(1e-3),
     "max error 1e-3, cosine > 0.999": _small_and_parallel,
-    "twice the naive error": _twice_naive,  # the rule of the flash-attention repository's own tests
+    "twice the naive error": _twice_naive,  # after the flash-attention repository's tests
 }
 DEFAULTS = "assert_close, its defaults"  # torch.testing.assert_close, which chooses by dtype
 OURS = "verify_results"

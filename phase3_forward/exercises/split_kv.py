@@ -108,7 +108,7 @@ def split_parts(q, k, v, splits: int, scale: float | None = None, enable_gqa: bo
     lse_parts = torch.empty(splits, *q.shape[:3], dtype=torch.float32, device=q.device)
     if lse_parts.numel() == 0:
         return o_parts, lse_parts
-    tiles = runtime.tile_sizes(head_dim, q.dtype) | dict(BLOCK_M=16)  # queries are few: the least that tl.dot takes
+    tiles = runtime.tile_sizes(head_dim, q.dtype) | dict(BLOCK_M=16)  # queries are few
     q, k, v = runtime.to_kernel_dtype(q, k, v)
     grid = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * splits * batch * heads_q,)
     with runtime.on_device_of(q):
