@@ -1,6 +1,6 @@
-"""What a profiler counts in the Hopper kernels and in FlashAttention-4's, where ours are slower, and
-which clock and power each one settles at: `python -m phase5_tuning.counters --name
-h200_hopper_counters`.
+"""What a profiler counts in every rung, and in the Hopper kernels and FlashAttention-4's where ours
+are slower, and which clock and power each one settles at: `python -m phase5_tuning.counters --name
+h200_counters`.
 
 NVIDIA's profiler `ncu` starts this module once more, with `--launch`, and counts one call of each
 provider. Afterwards each provider works for a while without it (power.py). A row has "ms" of a call
@@ -23,16 +23,21 @@ from phase5_tuning import bench, hopper_bench, power
 
 import torch
 
+IDEAS = "one stage", "no overlap", "one tile a program", "all heads together"
+PLAIN = [name for name in bench.LADDER_PROVIDERS if "dK" not in name]  # a rung of the backward pass
+RUNGS = *PLAIN, *(f"hopper: {idea}" for idea in IDEAS), "hopper"
 FORWARD = "hopper", "flash-attn-4"
 FIXED_ORDER = "hopper", "flash-attn-4-det"
 ANY_ORDER = "hopper in any order", "flash-attn-4"
 CASES = [  # dtype, mode, head_dim, is_causal, seq, providers
+    ("fp16", "fwd", 128, True, 16384, RUNGS),
     ("fp16", "fwd", 128, False, 16384, FORWARD),
     ("bf16", "fwd", 128, False, 16384, FORWARD),
     ("bf16", "bwd", 64, False, 4096, FIXED_ORDER),
     ("bf16", "bwd", 64, True, 1024, FIXED_ORDER),
     ("bf16", "bwd", 64, True, 16384, FIXED_ORDER),
     ("bf16", "bwd", 128, False, 16384, FIXED_ORDER),
+    ("fp16", "bwd", 128, True, 16384, FIXED_ORDER),
     ("fp16", "bwd", 64, True, 16384, ANY_ORDER),
     ("fp16", "bwd", 128, True, 16384, ANY_ORDER),
 ]
@@ -45,6 +50,7 @@ COUNTERS = {
     "exponentials": f"sm__inst_executed_pipe_xu.{SHARE}",
     "shared_memory": f"l1tex__data_pipe_lsu_wavefronts.{SHARE}",
     "issue": f"sm__inst_issued.{SHARE}",
+    "warps": "sm__warps_active.avg.per_cycle_active",  # on a multiprocessor
     "instructions": "sm__inst_executed.sum",
     "spills": "sm__sass_inst_executed_op_local.sum",  # warps' loads and stores of spilled values
     "dram_bytes": "dram__bytes.sum",
@@ -127,8 +133,15 @@ def run() -> list[dict]:
     return rows
 
 
-KERNELS = hopper_bench.KERNELS
-SETTINGS = *hopper_bench.SETTINGS, power.endurance, power.REST, power.SECONDS, COUNTERS
+KERNELS = *bench.KERNELS, *hopper_bench.KERNELS
+SETTINGS = (
+    *bench.SETTINGS,
+    *hopper_bench.SETTINGS,
+    power.endurance,
+    power.REST,
+    power.SECONDS,
+    COUNTERS,
+)
 
 
 if __name__ == "__main__":

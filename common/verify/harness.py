@@ -24,7 +24,7 @@ keys). Beside the largest z stands rms_z, the root mean square of z over the ten
 correct kernel in 16 bits (0.1 in fp32, where rho is cautious), and half as much again where P has
 lost a bit.
 
-Roundings count as independent, but for those of O in dk. Rows of q that are equal, or nearly, round
+Roundings count as independent, but for the errors of O in dk. Rows of q that are equal, or nearly, round
 alike, and their errors add up in dk and dv: 46 equal queries with P near 1e-24 gave a right kernel in
 fp32 a z of 6.6. So do equal rows of do: in fp32, 128 equal terms gave dv a z of 7.5; in bf16, with
 weights that were equal too, equal dS gave dk a z of 7.
@@ -288,7 +288,7 @@ def _expected(q, k, v, do, is_causal, scale) -> dict[str, _Expected]:
         heads = slice(hk * group, (hk + 1) * group)
         k1, v1 = k[b, hk].double(), v[b, hk].double()
         # Absolute values of the terms, over all query rows and heads of the group.
-        sum_dk = sum_dv = shift_dk = 0.0
+        sum_dk = sum_dv = shift_dk = lean_dk = 0.0
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
             q1 = q[b, heads, rows[part]].double()  # (group, rows, head_dim)
@@ -303,11 +303,11 @@ def _expected(q, k, v, do, is_causal, scale) -> dict[str, _Expected]:
                     truth[name][b, hk] += t[name]
                     var[name][b, hk] += m[name]
                 sum_dk, sum_dv = sum_dk + m["sum_dk"], sum_dv + m["sum_dv"]
-                shift_dk = shift_dk + m["shift_dk"]
+                shift_dk, lean_dk = shift_dk + m["shift_dk"], lean_dk + m["lean_dk"]
         if do is not None:
             error = sum_error(group * seq_q)
             var["dk"][b, hk] += u**2 * truth["dk"][b, hk] ** 2 + (error * sum_dk) ** 2
-            var["dk"][b, hk] += shift_dk**2
+            var["dk"][b, hk] += shift_dk**2 + lean_dk**2
             var["dv"][b, hk] += u**2 * truth["dv"][b, hk] ** 2 + (error * sum_dv) ** 2
     for name in var:
         var[name] += (HALF_SUBNORMAL[torch.float32] if name == "lse" else h) ** 2
@@ -380,7 +380,9 @@ def _variances(q, k, v, do, mask, scale, truth, dtype) -> dict[str, torch.Tensor
     var["sum_dv"] = (p.mT @ do.abs()).sum(dim=0)
     abs_delta = (do * truth["o"]).abs().sum(dim=-1)
     var_delta = (do**2 * (u**2 * truth["o"] ** 2 + w @ v**2)).sum(dim=-1)
-    var_delta += (sum_error(head_dim) * abs_delta) ** 2
+    # Of the fp32 sums over head_dim and, within O, over keys.
+    of_sums = (sum_error(seq_k) * do.abs() * (p @ v.abs())).sum(dim=-1)
+    var_delta += (sum_error(head_dim) * abs_delta) ** 2 + of_sums**2
     dp = do @ v.T
     delta = (do * truth["o"]).sum(dim=-1, keepdim=True)
     size = do.abs() @ v.abs().T + abs_delta[..., None]  # what dP - delta is the small difference of
@@ -392,7 +394,9 @@ def _variances(q, k, v, do, mask, scale, truth, dtype) -> dict[str, torch.Tensor
     var["dq"] += (scale * sum_error(seq_k) * (abs_ds @ k.abs())) ** 2
     var["sum_dk"] = abs(scale) * (abs_ds.mT @ q.abs()).sum(dim=0)
     var["dk"] = scale**2 * (e_ds.mT @ q**2 + (p**2 * var_delta[..., None]).mT @ q**2).sum(dim=0)
-    # O is rounded before delta: where its rows are alike, so are their roundings, and they add up.
+    # Where rows of O are alike, so are their errors, and they add up: of the fp32 sums over keys
+    # (their sign is not known), and of the rounding before delta.
+    var["lean_dk"] = abs(scale) * ((p * of_sums[..., None]).mT @ q.abs()).sum(dim=0)
     of_o = (o.to(dtype).double() - o).nan_to_num(0.0, 0.0, 0.0)
     var["shift_dk"] = scale * ((p * (do * of_o).sum(dim=-1, keepdim=True)).mT @ q).sum(dim=0)
     return var
