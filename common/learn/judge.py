@@ -121,7 +121,11 @@ def _related(actual, right) -> str | None:
         return None
     factor = ((actual * right).sum() / (right * right).sum()).item()
     close = dict(rtol=1e-3, atol=1e-3 * right.abs().max().item())
-    if abs(factor) > 0.01 and torch.allclose(actual / factor, right, **close):
+    if (
+        abs(factor) > 0.01
+        and f"{factor:.4g}" != "1"
+        and torch.allclose(actual / factor, right, **close)
+    ):
         return f"every element is {factor:.4g} times what is right: which factor is that, or which is missing?"
     if (
         right.dim() > 1

@@ -19,9 +19,23 @@ def check(answer):
         ("queries that see nothing", None, torch.float32),
     ):
         _check_case(answer, what, shift, dtype)
-    return (
-        "fp32, fp16 and bf16, logits near 1000, queries that see nothing, views of larger tensors"
+    _check_heads(answer)
+    return "fp32, fp16 and bf16, logits near 1000, queries that see nothing, views of larger tensors, heads"
+
+
+def _check_heads(answer):
+    """As many queries as columns: a weight of the wrong axis fits too."""
+    generator = torch.Generator().manual_seed(4)
+    s = 3 * torch.randn(2, 3, 5, 24, generator=generator)
+    v = torch.randn(2, 3, 24, 5, generator=generator)
+    (o, lse), part = (
+        _attended(s[..., keys], v[..., keys, :]) for keys in (slice(0, 10), slice(10, 24))
     )
+    right, both = _attended(s, v)
+    answer.merge_ranks(o, lse, *part)
+    require("lse of (2, 3, 5)", lse, both)
+    signs = {"a query's weight belongs to all its columns: lse needs a last axis of 1": True}
+    require("o of (2, 3, 5, 5)", o, right, signs=signs)
 
 
 def _attended(s, v):
@@ -61,12 +75,12 @@ def _check_case(answer, what, shift, dtype):
             f"{what}: there is a NaN. Is -inf - (-inf) computed where neither set has a key that is seen, "
             "or has an exponential left the range of numbers?"
         )
-    _require(what, (o, lse), (right, both), mine, (o_part, part[1]))
+    _require(what, (o, lse), (right, both), mine, (o_part, part[1]), dtype)
     if not ((whole_o[:, :2] == 7).all() and (whole_o[:, 7:] == 7).all()):
         reject(f"{what}: rows beside the view have changed")
 
 
-def _require(what, got, right, mine, part):
+def _require(what, got, right, mine, part, dtype):
     (o, lse), (right_o, both), (o_mine, lse_mine), (o_part, lse_part) = got, right, mine, part
     larger = torch.maximum(lse_mine, lse_part)
     lse_mistakes = {
@@ -90,5 +104,12 @@ def _require(what, got, right, mine, part):
         "o counts as if it had all the keys: is it scaled down, and by the lse from before the merge?": o_mine
         + w_part * o_part,
     }
+    if dtype != torch.float32:
+        o_mistakes["o is rounded to 16 bits: o and the weights are fp32, only o_part is not"] = (
+            w * o_mine.to(dtype) + w_part * o_part
+        )
+        o_mistakes["the weights are rounded to 16 bits: they come from lse, which is fp32"] = (
+            w * o_mine + w_part.to(dtype) * o_part.to(dtype)
+        )
     # All of it is fp32 arithmetic, also where o_part has 16 bits.
     require(f"{what}: o", o, right_o, mistakes=o_mistakes, rtol=2e-5, atol=2e-5)

@@ -659,12 +659,17 @@ WRONG = {
         Wrong(
             "in 16 bits",
             {"o.mul_((lse - shift).exp()[..., None])": "o.copy_(o.to(o_part.dtype) * (lse - shift).exp()[..., None])"},
-            "parts in fp16: o",
+            "o is rounded to 16 bits",
         ),
         Wrong(
             "weights in 16 bits",
             {"(lse_part - shift).exp()[..., None]": "(lse_part - shift).exp()[..., None].to(o_part.dtype)"},
-            "parts in fp16: o",
+            "the weights are rounded to 16 bits",
+        ),
+        Wrong(
+            "without a head axis",
+            {"o_part * (lse_part - shift).exp()[..., None]": "o_part * (lse_part - shift).exp()[:, :, None]"},
+            "(2, 3, 5, 5)",
         ),
         Wrong(
             "one maximum for all queries",
@@ -686,6 +691,52 @@ WRONG = {
             "do not add up to 1",
         ),
     ],
+    "pass_keys": [
+        Wrong(
+            "all send first",
+            {
+                "            sending, coming = rank.send(kv), rank.receive()\n": (
+                    "            rank.send(kv).wait()\n            coming = rank.receive()\n"
+                ),
+                "            sending.wait()\n": "",
+            },
+            "start both, then wait",
+        ),
+        Wrong(
+            "nothing travels while it attends",
+            {
+                "        part = rank.attend(q, kv)\n": "",
+                "        if not last:\n            sending, coming": (
+                    "        part = rank.attend(q, kv)\n        if not last:\n            sending, coming"
+                ),
+            },
+            "computes while the keys stand still",
+        ),
+        Wrong("sent in the last step too", {"last = step + 1 == rank.ranks": "last = False"}, "nobody needs its keys"),
+        Wrong("its own keys again", {"            kv = coming.wait()": "            coming.wait()"}, "again and again"),
+        Wrong(
+            "not merged", {"            merge_(o, lse, *part)": "            o, lse = part"}, "of the last step alone"
+        ),
+        Wrong("its own keys alone", {"            merge_(o, lse, *part)": "            pass"}, "its own keys alone"),
+        Wrong(
+            "added up",
+            {"            merge_(o, lse, *part)": "            o, lse = o + part[0], lse + part[1]"},
+            "are added up",
+        ),
+        Wrong("a send not waited for", {"            sending.wait()\n": ""}, "has not waited for a send"),
+        Wrong("into its own keys", {"kv = coming.wait()": "kv.copy_(coming.wait())"}, "written into its inputs"),
+        Wrong(
+            "into keys that are being sent",
+            {
+                "            sending.wait()\n            kv = coming.wait()": (
+                    "            kv += 0 * coming.wait()\n            sending.wait()"
+                )
+            },
+            "changed the tensor of its send 1",
+        ),
+        Wrong("one step short", {"in range(rank.ranks)": "in range(rank.ranks - 1)"}, "its own keys alone"),
+        Wrong("o alone", {"return o, lse": "return o"}, "expected (o, lse)"),
+    ],
     "balance_causal": [
         Wrong(
             "neighbors", {"return rank, 2 * ranks - 1 - rank": "return 2 * rank, 2 * rank + 1"}, "Neighbors go together"
@@ -701,6 +752,82 @@ WRONG = {
             "a list",
             {"return rank, 2 * ranks - 1 - rank": "return [rank, 2 * ranks - 1 - rank]"},
             "expected a pair of ints",
+        ),
+    ],
+    "bring_home": [
+        Wrong(
+            "no way home",
+            {
+                "        sending_sum, coming_sum = rank.send(dkv)": (
+                    "        if not last:\n            sending_sum, coming_sum = rank.send(dkv)"
+                ),
+                "    sending_sum.wait()\n    return dq, coming_sum.wait()": "    return dq, dkv",
+            },
+            "one move more than the keys",
+        ),
+        Wrong("what comes is not added", {"dkv += coming_sum.wait()": "coming_sum.wait()"}, "this is one rank's term"),
+        Wrong(
+            "into a sum that is being sent",
+            {
+                "            sending_sum.wait()\n            dkv += coming_sum.wait()\n": (
+                    "            total += dkv + 0 * coming_sum.wait()\n            sending_sum.wait()\n"
+                    "        else:\n            total = dkv\n"
+                ),
+                "rank.send(dkv)": "rank.send(total)",
+            },
+            "changed the tensor of its send",
+        ),
+        Wrong(
+            "the sum stays with its queries",
+            {
+                "            dkv += coming_sum.wait()\n": (
+                    "            coming_sum.wait()\n            dkv += total\n        total = dkv\n"
+                )
+            },
+            "must go where its keys go",
+        ),
+        Wrong(
+            "nothing travels while it computes",
+            {
+                "        if not last:\n            sending.wait()": (
+                    "        sending_sum.wait()\n        coming_sum.wait()\n"
+                    "        if not last:\n            sending.wait()"
+                )
+            },
+            "computes while the sums stand still",
+        ),
+        Wrong(
+            "all send first",
+            {
+                "        sending_sum, coming_sum = rank.send(dkv), rank.receive()\n": (
+                    "        sending_sum = rank.send(dkv)\n        sending_sum.wait()\n"
+                    "        coming_sum = rank.receive()\n"
+                )
+            },
+            "start both, then wait",
+        ),
+        Wrong(
+            "keys sent in the last step too", {"step + 1 == rank.ranks": "step == rank.ranks"}, "nobody needs its keys"
+        ),
+        Wrong(
+            "dq of the last step",
+            {"dq_part if step == 0 else dq + dq_part": "dq_part"},
+            "the last step alone: add the terms up",
+        ),
+        Wrong(
+            "dq of its own keys",
+            {"dq_part if step == 0 else dq + dq_part": "dq_part if step == 0 else dq"},
+            "own keys alone",
+        ),
+        Wrong(
+            "o and lse of a part",
+            {"kv, o, lse, do)\n        dq": "kv, *rank.attend(q, kv), do)\n        dq"},
+            "use the o and lse",
+        ),
+        Wrong(
+            "lse of a part",
+            {"kv, o, lse, do)\n        dq": "kv, o, rank.attend(q, kv)[1], do)\n        dq"},
+            "use the lse that",
         ),
     ],
 }

@@ -1,0 +1,72 @@
+"""Runs an answer on rings of 1 to 5 ranks: gradients, deadlocks, races, and what travels meanwhile."""
+
+from common.learn.judge import reject, require
+from phase5_tuning import ring_model
+from phase5_tuning.checks.pass_keys import made, played, require_meanwhile
+
+import torch
+
+
+def check(answer):
+    for ranks in (2, 1, 3, 4, 5):
+        inputs = [_made(rank, ranks) for rank in range(ranks)]
+        got, ring = played(
+            f"{ranks} ranks", lambda rank, of: answer.backward(rank, *of), inputs, "(dq, dkv)"
+        )
+        for rank, (dq, dkv) in zip(ring, got, strict=True):
+            _check_result(f"{ranks} ranks: rank {rank.number}", rank.number, inputs, dq, dkv)
+        for rank in ring:
+            require_meanwhile(ranks, rank, "gradients", "the keys")
+            require_meanwhile(ranks, rank, "gradients", "the sums", kinds=2, first=1)
+            if len(rank.sends) > 2 * ranks - 1:
+                reject(
+                    f"{ranks} ranks: each rank sends {len(rank.sends)} times. {2 * ranks - 1} are enough: in the last "
+                    "step nobody needs its keys any more"
+                )
+    return "1 to 5 ranks: right, nobody waits for ever, keys and sums travel while ranks compute"
+
+
+def _made(number, ranks):
+    q, kv, do = made(number)
+    everybody = torch.cat([made(other)[1] for other in range(ranks)], dim=1)
+    return q, kv, *ring_model.Rank(None, 0, 1).attend(q, everybody), do
+
+
+def _check_result(what, number, inputs, dq, dkv):
+    gradients = ring_model.Rank(None, 0, 1).gradients
+
+    def terms(query, keys):
+        q, _, o, lse, do = inputs[query]
+        return gradients(q, inputs[keys][1], o, lse, do)
+
+    ranks = range(len(inputs))
+    of_queries = [terms(number, keys)[0] for keys in ranks]
+    sums = [sum(terms(query, keys)[1] for query in ranks) for keys in ranks]
+    dq_mistakes, mistakes = {}, {}
+    if len(inputs) > 1:
+        after = (number + 1) % len(inputs)
+        q, _, o, _, do = inputs[number]
+        alone = [(kv, *ring_model.Rank(None, 0, 1).attend(q, kv)) for _, kv, *_ in inputs]
+        dq_mistakes["the weights must be those of the whole row: use the lse that was given"] = sum(
+            gradients(q, kv, o, lse, do)[0] for kv, _, lse in alone
+        )
+        dq_mistakes["delta and the weights belong to the whole row: use the o and lse given"] = sum(
+            gradients(q, kv, *part, do)[0] for kv, *part in alone
+        )
+        dq_mistakes["this is the term of its own keys alone"] = of_queries[number]
+        dq_mistakes["this is the term of the last step alone: add the terms up"] = of_queries[after]
+        mistakes[
+            f"these are the gradients of rank {after}'s keys: the sums need one move more than the keys"
+        ] = sums[after]
+        mistakes[
+            "a rank has added up its own terms, of all keys: the sum must go where its keys go"
+        ] = sum(terms((number - 1) % len(inputs), keys)[1] for keys in ranks)
+    require(f"{what}: dq", dq, sum(of_queries), mistakes=dq_mistakes, rtol=1e-4, atol=1e-4)
+    single = [terms(query, number)[1] for query in ranks]
+    alike = isinstance(dkv, torch.Tensor) and dkv.shape == sums[number].shape
+    signs = {
+        "this is one rank's term: add it to the sum that comes": alike
+        and any(torch.allclose(dkv, term, rtol=1e-4, atol=1e-4) for term in single)
+    }
+    close = dict(rtol=1e-4, atol=1e-4)
+    require(f"{what}: dkv", dkv, sums[number], mistakes=mistakes, signs=signs, **close)

@@ -1,0 +1,40 @@
+"""Go round the ring once more for the gradients, and bring dK and dV home.
+
+As in exercise 5.13, with the same `rank`. Queries stay, and so does their dQ. Each rank computes a term of dK and dV
+for the keys that are here, and these keys belong to another rank. So a sum of such terms travels with the keys: a rank
+adds its term to the sum that comes, and sends the sum on. At the end every rank has the whole sum for its own keys.
+
+    rank.gradients(q, kv, o, lse, do)   (dq, dkv): the terms of these keys alone, shaped as q and kv
+
+    q, kv    as in exercise 5.13
+    o, lse   of this rank's queries over the keys of all ranks
+    do       (seq_q, head_dim), the gradient of o
+    returns  (dq, dkv) of this rank's queries, and of its keys and values
+
+Keys and values must be on their way while the rank computes, and so must the sums, from the second step on. A tensor
+that is being sent must not change.
+
+Notebook: phase5_tuning/context_parallel.ipynb, section 4.
+"""
+
+
+def backward(rank, q, kv, o, lse, do):
+    """Gradients of this rank's queries, keys and values."""
+    # your code: as many steps as there are ranks, and the way home
+    dq = sending_sum = coming_sum = None
+    for step in range(rank.ranks):
+        last = step + 1 == rank.ranks
+        if not last:
+            sending, coming = rank.send(kv), rank.receive()
+        dq_part, dkv = rank.gradients(q, kv, o, lse, do)
+        dq = dq_part if step == 0 else dq + dq_part
+        if step > 0:
+            sending_sum.wait()
+            dkv += coming_sum.wait()
+        sending_sum, coming_sum = rank.send(dkv), rank.receive()
+        if not last:
+            sending.wait()
+            kv = coming.wait()
+    sending_sum.wait()
+    return dq, coming_sum.wait()
+    # end of your code
