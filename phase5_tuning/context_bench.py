@@ -63,7 +63,7 @@ def ring_peak_bytes(ranks: int, heads_q: int, heads_kv: int, seq: int, head_dim:
     gradients = (
         4 * q + q * itemsize + 2 * kv * itemsize
     )  # dQ, its term; terms of dK, dV, and as one
-    return saved + shares + gradients + 2 * 4 * kv  # this rank's sums and those that come
+    return saved + shares + gradients + 3 * 4 * kv  # sums that leave, sums that come, own terms
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------

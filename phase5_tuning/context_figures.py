@@ -1,23 +1,38 @@
 """Pictures of the chapter on context parallelism."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from common import style
 from common.style import COLORS, TINT
 
+from matplotlib.patches import Rectangle
+
 GREYS = ["#1A1A1A", "#6B6B6B", "#A8A8A8", "#DEDEDE"]  # of four ranks, in order
 
 
-def longest(lengths: Mapping[int, float]) -> None:
-    """Bars: the longest sequence by number of GPUs."""
-    fig, ax = style.new(6.5, 2.6)
-    bars = ax.bar(
-        [str(n) for n in lengths], [s / 1e3 for s in lengths.values()], color=COLORS["tiled"]
+def ring(ranks: int) -> None:
+    """Ranks in a circle: each keeps its queries, and keys and values go on to the next."""
+    fig, ax = style.new(6.5, 3.6)
+    angles = [math.pi / 2 - 2 * math.pi * rank / ranks for rank in range(ranks)]
+    at = [(2.2 * math.cos(angle), math.sin(angle)) for angle in angles]
+    for rank, (x, y) in enumerate(at):
+        to_x, to_y = at[(rank + 1) % ranks]
+        ax.annotate(
+            "", (to_x, to_y), (x, y),
+            arrowprops=dict(arrowstyle="-|>", color=COLORS["k"], lw=2, shrinkA=46, shrinkB=46),
+        )  # fmt: skip
+        ax.text((x + to_x) / 2, (y + to_y) / 2, "K, V", ha="center", va="center", fontsize=9,
+                bbox=dict(facecolor=TINT["k"], edgecolor=COLORS["k"], boxstyle="round"))  # fmt: skip
+        ax.text(x, y, f"rank {rank}\nkeeps Q{rank}, O{rank}", ha="center", va="center",
+                bbox=dict(facecolor="white", edgecolor=COLORS["ink"], boxstyle="round,pad=0.5"))  # fmt: skip
+    ax.set(xlim=(-3.4, 3.4), ylim=(-1.5, 1.5))
+    ax.axis("off")
+    style.show(
+        fig,
+        alt=f"{ranks} ranks in a circle. Each keeps its queries and outputs; keys and values go from "
+        "each rank to the next.",
     )
-    ax.bar_label(bars, fmt="%.0f")
-    ax.set(xlabel="GPUs", ylabel="thousands of tokens")
-    said = ", ".join(f"{n} GPUs {s / 1e3:.0f} thousand" for n, s in lengths.items())
-    style.show(fig, alt=f"Longest sequence by the formula: {said} tokens. It grows in proportion.")
 
 
 def turns(sources: Sequence[Sequence[int]]) -> None:
@@ -51,15 +66,54 @@ def triangles(owners: Mapping[str, Sequence[int]]) -> None:
     style.show(fig, alt=f"Bars that grow with the number of a chunk, shaded by rank. {said}.")
 
 
-def work(by_split: Mapping[str, Sequence[float]]) -> None:
-    """Bars: the work of each rank under each split."""
-    fig, axes = style.new(8, 2.8, columns=len(by_split), sharey=True)
-    for ax, (title, of) in zip(axes, by_split.items(), strict=True):
-        bars = ax.bar([str(rank) for rank in range(len(of))], of, color=COLORS["tiled"])
-        ax.bar_label(bars, fmt="%g")
-        ax.set(title=title, xlabel="rank", ylabel="chunk pairs")
-    said = "; ".join(f"{title}: {list(of)}" for title, of in by_split.items())
-    style.show(fig, alt=f"Work of the ranks in chunk pairs. {said}.")
+def meetings(owner: Sequence[int], ranks: int) -> None:
+    """The causal triangle of chunk pairs: who computes a pair (its shade) and in which step."""
+    fig, ax = style.new(5.4, 4.6)
+    for queries, rank in enumerate(owner):
+        for keys in range(queries + 1):
+            step = (rank - owner[keys]) % ranks
+            ax.add_patch(
+                Rectangle(
+                    (keys - 0.5, queries - 0.5), 1, 1, facecolor=GREYS[rank], edgecolor="white"
+                )
+            )
+            half = " (½)" if keys == queries else ""
+            color = "white" if rank < 2 else COLORS["ink"]
+            ax.text(
+                keys, queries, f"{step}{half}", ha="center", va="center", color=color, fontsize=9
+            )
+        ax.text(queries + 0.65, queries, f"rank {rank}", va="center", fontsize=9)
+    ax.set(xlim=(-0.5, len(owner) + 1), ylim=(len(owner) - 0.5, -0.5))
+    ax.set(xlabel="chunk of keys", ylabel="chunk of queries")
+    ax.grid(False)
+    by_rank = [
+        [sum((rank - owner[j]) % ranks == step for i, r in enumerate(owner) if r == rank for j in range(i))
+         + (step == 0) for step in range(ranks)] for rank in range(ranks)
+    ]  # fmt: skip
+    style.show(
+        fig,
+        alt="Triangle of chunk pairs. The shade is the rank, the number the step. Pairs by rank and "
+        f"step, two halves as one: {by_rank}.",
+    )
+
+
+def lanes(cases: Mapping[str, tuple[float, float]], ranks: int) -> None:
+    """A rank's products and transfers over the steps; cases: title -> (products, transfer) of a step."""
+    fig, axes = style.new(9.5, 2.2, columns=len(cases), sharex=True, sharey=True)
+    said = []
+    for ax, (title, (products, transfer)) in zip(axes, cases.items(), strict=True):
+        at = 0.0
+        for step in range(ranks):
+            moving = transfer if step < ranks - 1 else 0.0
+            ax.broken_barh([(at, products)], (1.1, 0.8), color=COLORS["tiled"], edgecolor="white")
+            ax.text(at + products / 2, 1.5, f"step {step}", ha="center", va="center", color="white")
+            ax.broken_barh([(at, moving)], (0.1, 0.8), color=TINT["k"], edgecolor=COLORS["k"])
+            at += max(products, moving)
+        ax.set(title=title, yticks=[0.5, 1.5], yticklabels=["transfer", "products"], ylim=(0, 2))
+        ax.grid(False)
+        ax.set(xlabel="time (products of a step = 1)")
+        said.append(f"{title}: {at:g} units of time, of which products {ranks * products:g}")
+    style.show(fig, alt=f"Two lanes, products and transfers, of {ranks} steps. {'; '.join(said)}.")
 
 
 def hiding(

@@ -162,6 +162,7 @@ class _Sharded(torch.autograd.Function):
             dkv = torch.zeros_like(kv, dtype=torch.float32)
             dkv[:, :, :, cols] = torch.stack(dkv_part)
             sums = collect(ring, sums, dkv, lengths_k, source)
+            del dkv  # else it would live until the next one stands beside it
         dkv = _wait(sums) if shares is _around else _brought_home(ring, sums, lengths_k)
         dk, dv = dkv.to(k.dtype)
         return dq.to(q.dtype), dk, dv, *(None,) * 6
