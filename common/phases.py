@@ -104,7 +104,7 @@ PHASES = (
         ),
         RUNGS["descriptors"],
         ("tuning.ipynb", "hopper.ipynb", "context_parallel.ipynb"),
-        (5, 4, 1.5),
+        (5, 4, 2),
     ),
 )
 

@@ -10,7 +10,7 @@ NCCL, and a deadlock or a race is an error that names itself.
                                 started to receive; until then x must not change
     rank.receive()              starts to receive from the rank before. Its result's wait() returns the tensor
     rank.attend(q, kv)          (o, lse) over these keys alone
-    merge_(o, lse, *part)       exercise 5.12's merge, in place
+    merge_(o, lse, *part)       the merge of merge_ranks.py, in place
 
     q        (seq_q, head_dim), fp32
     kv       (2, seq_k, head_dim): keys and values of this rank; the same shape on all ranks

@@ -1,12 +1,12 @@
 """Go round the ring once more for the gradients, and bring dK and dV home.
 
-As in exercise 5.13, with the same `rank`. Queries stay, and so does their dQ. Each rank computes a term of dK and dV
+As in pass_keys.py, with the same `rank`. Queries stay, and so does their dQ. Each rank computes a term of dK and dV
 for the keys that are here, and these keys belong to another rank. So a sum of such terms travels with the keys: a rank
 adds its term to the sum that comes, and sends the sum on. At the end every rank has the whole sum for its own keys.
 
     rank.gradients(q, kv, o, lse, do)   (dq, dkv): the terms of these keys alone, shaped as q and kv
 
-    q, kv    as in exercise 5.13
+    q, kv    as in pass_keys.py
     o, lse   of this rank's queries over the keys of all ranks
     do       (seq_q, head_dim), the gradient of o
     returns  (dq, dkv) of this rank's queries, and of its keys and values

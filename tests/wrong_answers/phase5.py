@@ -693,16 +693,6 @@ WRONG = {
     ],
     "pass_keys": [
         Wrong(
-            "all send first",
-            {
-                "            sending, coming = rank.send(kv), rank.receive()\n": (
-                    "            rank.send(kv).wait()\n            coming = rank.receive()\n"
-                ),
-                "            sending.wait()\n": "",
-            },
-            "start both, then wait",
-        ),
-        Wrong(
             "nothing travels while it attends",
             {
                 "        part = rank.attend(q, kv)\n": "",
@@ -711,6 +701,16 @@ WRONG = {
                 ),
             },
             "computes while the keys stand still",
+        ),
+        Wrong(
+            "all send first",
+            {
+                "            sending, coming = rank.send(kv), rank.receive()\n": (
+                    "            rank.send(kv).wait()\n            coming = rank.receive()\n"
+                ),
+                "            sending.wait()\n": "",
+            },
+            "start both, then wait",
         ),
         Wrong("sent in the last step too", {"last = step + 1 == rank.ranks": "last = False"}, "nobody needs its keys"),
         Wrong("its own keys again", {"            kv = coming.wait()": "            coming.wait()"}, "again and again"),
