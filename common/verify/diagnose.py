@@ -389,8 +389,8 @@ def _size(name, error, truth, wrong, finite) -> str:
     share, size = wrong.double().mean().item(), (error.norm() / truth[finite].norm()).item()
     if size < 0.05:
         return (
-            f"{name} is off by {size:.0e} of its size, all over: was P, S, dS, delta or an accumulator rounded to 16 "
-            "bits too early, is a product in TF32, exp too coarse?"
+            f"{name} is off by {size:.0e} of its size, all over: was q * scale, P, S, dS, delta or an accumulator "
+            "rounded to 16 bits too early, is a product in TF32, exp too coarse?"
         )
     return (
         f"{share:.0%} of the elements are wrong, by {size:.1g} of the size of {name}: no mistake known here explains "

@@ -4,8 +4,11 @@ common.learn.judge).
 
 import ast
 import inspect
+import sys
+from collections.abc import Callable
+from unittest import mock
 
-from common import make_qkv, verify_results
+from common import make_qkv, runtime, verify_results
 from common.learn.judge import reject
 
 import torch
@@ -41,6 +44,34 @@ def require_ieee(answer):
                 f'line {node.lineno}: tl.dot without input_precision="ieee". The result is right here, but on a GPU '
                 "this product cuts fp32 inputs to the 10 bits of TF32, which the interpreter does not imitate"
             )
+
+
+def require_narrow_products(answer, attention: Callable) -> None:
+    """Reject a product of two fp32 tiles where q, k and v are fp16: it is right, but tensor cores
+    do not take it. attention(q, k, v) runs the answer's kernel.
+    """
+    if not runtime.INTERPRETED:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    create_dot, wide = InterpreterBuilder.create_dot, set()
+
+    def watched(builder, a, b, *args):
+        if a.data.dtype.itemsize == b.data.dtype.itemsize == 4:
+            frame = sys._getframe(1)
+            while frame and frame.f_code.co_filename != answer.__file__:
+                frame = frame.f_back
+            wide.add(frame.f_lineno if frame else 0)
+        return create_dot(builder, a, b, *args)
+
+    with mock.patch.object(InterpreterBuilder, "create_dot", watched):
+        attention(*one_head(32, 64, 16, dtype=FP16))
+    if wide:
+        reject(
+            f"line {min(wide)}: this product takes two tiles in fp32, though q, k and v are fp16. The result is right, "
+            "but on a GPU such a product does not run on the tensor cores. Convert p down to v's type, p.to(v.dtype), "
+            "not v up; q and k go in as they are loaded"
+        )
 
 
 def attention_cases(*lengths):

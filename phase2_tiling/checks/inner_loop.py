@@ -13,6 +13,7 @@ from phase2_tiling.checks import (
     attention_cases,
     one_head,
     require_ieee,
+    require_narrow_products,
     require_own_loop,
     verify,
     with_own_strides,
@@ -43,6 +44,7 @@ def check(answer):
                     f"{programs * t.nbytes}: does the load have a mask, is each tile loaded once?"
                 )
     _check_lowest_logits(answer.attention)
+    require_narrow_products(answer, answer.attention)
     require_ieee(answer)
     return f"{len(cases)} cases against SDPA: fp16, bf16 and fp32, ragged lengths, peaked rows, logits far below zero"
 

@@ -16,6 +16,7 @@ from phase2_tiling.checks import (
     attention_cases,
     one_head,
     require_ieee,
+    require_narrow_products,
     require_own_loop,
     verify,
     with_own_strides,
@@ -35,6 +36,9 @@ def check(answer):
     _check_plain_attention(fn)
     _check_hidden_keys(fn)
     _check_traffic(fn)
+    require_narrow_products(
+        answer, lambda q, k, v: fn(q, k, v, torch.zeros(len(k), device=q.device))
+    )
     require_ieee(answer)
     compiled = _check_compiled(answer)
     return f"known mistakes, dtypes, ragged lengths, hidden keys, bytes; compiled for {compiled}"
@@ -196,5 +200,9 @@ def _check_compiled(answer):
             limit = offline.SHARED_LIMIT[c.target] // 1024
             reject(
                 f"it asks for {c.shared // 1024} KiB of shared memory; {c.target} has {limit}: take smaller tiles"
+            )
+        if not any(c.instructions[name] for name in ("mma.sync", "wgmma")):
+            reject(
+                f"compiled for {c.target}, no product of fp16 tiles runs on the tensor cores: is it tl.dot?"
             )
     return " and ".join(targets)

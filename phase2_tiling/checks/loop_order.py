@@ -11,6 +11,7 @@ from phase2_tiling.checks import (
     nan_around,
     one_head,
     require_ieee,
+    require_narrow_products,
     state_of,
     surrounded,
     verify,
@@ -29,6 +30,7 @@ def check(answer):
         for seq_q, seq_k, head_dim, dtype, options in cases:
             q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
             verify(answer.attention_keys_outside, q, k, v)
+    require_narrow_products(answer, answer.attention_keys_outside)
     require_ieee(answer)
     return f"{len(cases)} cases against SDPA; the state travels as often as it must, and stays normalized in between"
 
@@ -78,8 +80,10 @@ def _require_state(state, right, before, q, k, v, block_m, block):
     twice = torch.allclose(visits, visits.round(), atol=1e-3) and (visits > 1.5).any()
     sentence = "some queries meet a tile of keys more than once: a tile of queries has BLOCK_M rows"
     signs = {sentence: bool(twice)}
-    acc = acc / right[2][:, None]
-    of_o = {"it is acc that waits in memory: divide by l' at every visit": acc} | {
+    of_o = {
+        "it is acc that waits in memory: divide by l' at every visit": acc / right[2][:, None],
+        "it is acc, which is never divided: what waits in memory is acc' / l', at every visit": acc,
+    } | {
         sentence: _visits(q, k, v, before, block, update)
         for sentence, update in _WRONG_UPDATES.items()
     }

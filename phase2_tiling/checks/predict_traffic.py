@@ -87,7 +87,11 @@ def _wrong_bytes(name, right, seq_q, seq_k, head_dim, dtype):
     programs = triton.cdiv(seq_q, block_m)
     mistakes = {"these are elements: how many bytes has each?": right // dtype.itemsize}
     if name in ("q", "o"):
-        return mistakes | {"what a mask hides is not moved": programs * block_m * row}
+        return mistakes | {
+            "what a mask hides is not moved": programs * block_m * row,
+            "a program loads its queries once, before the loop, and stores o once, after it": right
+            * triton.cdiv(seq_k, block_n),
+        }
     return mistakes | {
         "every program reads all keys and values": seq_k * row,
         "what a mask hides is not moved": programs * triton.cdiv(seq_k, block_n) * block_n * row,
@@ -96,6 +100,9 @@ def _wrong_bytes(name, right, seq_q, seq_k, head_dim, dtype):
         * seq_k
         * row,
         "a part of a program is a whole program: round up": seq_q / block_m * seq_k * row,
+        "is the number of programs that of tiles of queries?": triton.cdiv(seq_k, block_m)
+        * seq_k
+        * row,
         "the tile of queries depends on dtype: ask runtime.tile_sizes": triton.cdiv(seq_q, 64)
         * seq_k
         * row,

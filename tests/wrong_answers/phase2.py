@@ -87,6 +87,21 @@ WRONG = {
         ),
         Wrong("start_n is missing", {"start_n + tl.arange": "tl.arange"}, "do the offsets contain start_n?"),
         Wrong("a product in TF32", {'tl.trans(k), input_precision="ieee"': "tl.trans(k)"}, "the 10 bits of TF32"),
+        Wrong(
+            "q times scale in fp16",
+            {
+                'tl.dot(q, tl.trans(k), input_precision="ieee") * scale': (
+                    'tl.dot((q * scale).to(k.dtype), tl.trans(k), input_precision="ieee")'
+                )
+            },
+            "was q * scale",
+        ),
+        Wrong("v is converted up", {"p.to(v.dtype), v, ": "p, v.to(tl.float32), "}, "not v up"),
+        Wrong(
+            "q and k are converted up",
+            {"tl.dot(q, tl.trans(k)": "tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32))"},
+            "q and k go in as they are loaded",
+        ),
     ],
     "key_bias": [
         Wrong("added to rows", {"bias[None, :]": "bias[:, None]"}, "is a column", kind="error"),
@@ -112,6 +127,12 @@ WRONG = {
             "compiled anew for another length",
         ),
         Wrong("a product in TF32", {'tl.trans(k), input_precision="ieee"': "tl.trans(k)"}, "the 10 bits of TF32"),
+        Wrong("v is converted up", {"p.to(v.dtype), v, ": "p, v.to(tl.float32), "}, "not v up"),
+        Wrong(
+            "q and k are converted up",
+            {"tl.dot(q, tl.trans(k)": "tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32))"},
+            "q and k go in as they are loaded",
+        ),
         Wrong(
             "break",
             {"        k = load_tile(": "        if start_n >= seq_k:\n            break\n        k = load_tile("},
@@ -133,6 +154,12 @@ WRONG = {
         Wrong("elements", {"k = seq_k * head_dim * dtype.itemsize": "k = seq_k * head_dim"}, "these are elements"),
         Wrong("whole tiles", {'"o": q': '"o": -(-seq_q // 64) * 64 * head_dim * dtype.itemsize'}, "a mask hides"),
         Wrong("rounded down", {"triton.cdiv(seq_q, ": "int.__floordiv__(seq_q, "}, "it reads every key too"),
+        Wrong(
+            "a program for each tile of keys",
+            {"triton.cdiv(seq_q, ": "triton.cdiv(seq_k, "},
+            "that of tiles of queries?",
+        ),
+        Wrong("q at every turn", {'"q": q': '"q": q * triton.cdiv(seq_k, 64)'}, "loads its queries once"),
     ],
     "loop_order": [
         Wrong("o is taken for acc", {"(alpha * l_i)[:, None]": "alpha[:, None]"}, "by alpha alone"),
@@ -148,6 +175,11 @@ WRONG = {
                 "tl.where(l_new == 0.0, 1.0, l_new)": "tl.where(start_n + BLOCK_N < seq_k, 1.0, l_new)",
             },
             "acc that waits in memory",
+        ),
+        Wrong(
+            "acc is kept and never divided",
+            {"(alpha * l_i)[:, None]": "alpha[:, None]", " / tl.where(l_new == 0.0, 1.0, l_new)[:, None]": ""},
+            "it is acc, which is never divided",
         ),
         Wrong(
             "l is not stored", {"            tl.store(l_ptr + offs_m, l_new, mask=rows)\n": ""}, "l: it is as it was"
@@ -166,5 +198,6 @@ WRONG = {
         ),
         Wrong("start_m is missing", {"start_m + tl.arange": "tl.arange"}, "do the offsets contain start_m?"),
         Wrong("a store is not masked", {"l_new, mask=rows": "l_new"}, "do the stores have a mask?"),
+        Wrong("v is converted up", {"p.to(v.dtype), v, ": "p, v.to(tl.float32), "}, "not v up"),
     ],
 }
