@@ -84,30 +84,43 @@ def data_flow() -> None:
             left, (start, 3.1), (center[name] - (0.6 if name in "SP" else 0), 5.3), COLORS["bad"]
         )
 
-    center = {n: matrix(right, x, n) for n, x in dict(Q=2.4, K=4.4, V=6.4, O=13.0).items()}
-    _box(right, 2.2, 0.9, 12.0, 2.6)
-    for x, name, tint in ((4.6, "S", "s"), (7.4, "P", "s"), (10.0, "m, l, acc", "state")):
-        _box(
-            right,
-            x,
-            1.5,
-            1.3 if tint == "s" else 2.8,
-            1.3,
-            name,
-            TINT[tint],
-            size=10,
-            weight="bold",
-        )
-    _arrow(right, (5.95, 2.15), (7.35, 2.15))
-    _arrow(right, (8.75, 2.15), (9.95, 2.15))
-    for name in "QKV":
-        _arrow(right, (center[name], 5.3), (center[name], 3.6))
-    _arrow(right, (13.4, 3.6), (center["O"], 5.3), COLORS["bad"])
+    def tiled(x, name, chosen):
+        """A matrix cut into four tiles; the center of tile number `chosen` is returned."""
+        tint = TINT[name.lower()]
+        for i in range(4):
+            on = chosen in (i, None)
+            _box(right, x, 7.95 - 0.85 * i, 1.2, 0.85, "", tint if on else "white", lw=0.6)
+        right.text(x + 0.6, 9.2, name, ha="center", va="center", size=11, weight="bold", color=INK)
+        return x + 0.6
+
+    _box(right, 0.3, 0.9, 15.8, 2.6)
+    center = {n: tiled(x, n, chosen) for n, x, chosen in (("Q", 2.2, 1), ("O", 14.2, 1))}
+    center |= {n: tiled(x, n, None) for n, x in dict(K=5.35, V=7.85).items()}
+    for x, width, name, tint in (
+        (2.15, 1.3, "Q", "q"),
+        (5.3, 1.3, "S", "s"),
+        (7.8, 1.3, "P", "s"),
+        (10.3, 2.8, "m, l, acc", "state"),
+    ):
+        _box(right, x, 1.5, width, 1.3, name, TINT[tint], size=10, weight="bold")
+    for start, end in ((3.5, 5.2), (6.65, 7.7), (9.15, 10.2)):
+        _arrow(right, (start, 2.15), (end, 2.15))
+    _arrow(right, (center["Q"], 7.1), (center["Q"], 2.9))
+    _arrow(right, (center["K"], 5.3), (center["K"], 2.9))
+    _arrow(right, (center["V"], 5.3), (center["V"], 2.9))
+    look = dict(arrowstyle="-|>", mutation_scale=11, lw=1.3, color=INK)
+    bend = "arc3,rad=0.75"
+    right.add_patch(FancyArrowPatch((9.3, 5.5), (9.3, 8.7), connectionstyle=bend, **look))
+    text = "all tiles,\nonce for each\ntile of queries"
+    right.text(10.75, 7.1, text, va="center", size=8.5, color=INK)
+    _arrow(right, (center["O"], 2.15), (center["O"], 7.1), COLORS["bad"])
+    right.plot([13.1, center["O"]], [2.15, 2.15], color=COLORS["bad"], lw=1.3)
     style.show(
         fig,
         "Left, three kernels: QK^T reads Q and K from HBM and writes S there, the softmax reads S and writes P, and PV "
-        "reads P and V and writes O. Right, one kernel: it reads Q, K and V, keeps tiles of S and P and the state "
-        "m, l, acc on chip, and writes O.",
+        "reads P and V and writes O. Right, one kernel, for one tile of Q: all tiles of K and V come in one after "
+        "another, once for each tile of queries. Tiles of S and P and the state m, l, acc stay on chip, and one tile "
+        "of O is written at the end.",
     )
 
 
@@ -278,6 +291,52 @@ def loop_orders(tiles: int = 4) -> None:
 
 
 # --- 3. the kernel ------------------------------------------------------------------------------------------------
+
+
+def masked_tile(memory, x, tile) -> None:
+    """A tile that sticks out of its matrix.
+
+    memory: a 2-D tensor whose numbers are their own addresses; x: a part of it; tile: the addresses of the tile,
+    whose first column is that of x.
+    """
+    rows, cols = memory.shape
+    fig, ax = style.new(8.6, 4.6)
+    style.blank(ax)
+    ax.set_aspect("equal")
+    first = divmod(x.storage_offset(), cols)
+    corner = divmod(int(tile[0, 0]), cols)
+    exists = {int(a) for a in x.flatten()}
+    inside = {int(a) for a in tile.flatten()}
+    for i in range(rows):
+        for j in range(cols):
+            address = int(memory[i, j])
+            tint = "white"
+            if address in inside:
+                tint = TINT["q"] if address in exists else COLORS["limit"] + "33"
+            _box(ax, j, rows - 1 - i, 1, 1, str(address), tint, lw=0.4, edge=COLORS["s"], size=8)
+
+    def framed(row, col, height, width, **look):
+        ax.add_patch(Rectangle((col, rows - row - height), width, height, fill=False, **look))
+
+    framed(*first, *x.shape, ec=INK, lw=2)
+    framed(*corner, *tile.shape, ec=COLORS["bad"], lw=2, ls="--")
+    for i, row in enumerate(tile):
+        good = int(row[0]) in exists
+        y = rows - 1 - corner[0] - i
+        _box(ax, cols + 0.6, y, 1.2, 1, "1" if good else "0", size=9, lw=0.6)
+    for j, address in enumerate(tile[0]):
+        good = int(address) in exists
+        _box(ax, corner[1] + j, -1.7, 1, 1, "1" if good else "0", size=9, lw=0.6)
+    ax.text(cols + 2.1, rows - corner[0] - 2, "rows\nthat exist", va="center", size=9, color=INK)
+    ax.text(corner[1] - 0.3, -1.2, "columns that exist", ha="right", va="center", size=9, color=INK)
+    ax.set(xlim=(-3.2, cols + 5), ylim=(-2.0, rows + 0.9))
+    ax.set_title("A tile (dashed) of a matrix x (framed); each element of memory shows its address")
+    style.show(
+        fig,
+        f"Memory of {rows} x {cols} elements. x is a part of it, {x.shape[0]} x {x.shape[1]}. A tile of "
+        f"{tile.shape[0]} x {tile.shape[1]} begins at element {int(tile[0, 0])} and sticks out of x below and on the "
+        f"right: {len(inside & exists)} of its elements exist, where both the mask of rows and that of columns are 1.",
+    )
 
 
 def memory_wall(shared: Mapping[int, int], limits: Mapping[str, int]) -> None:
