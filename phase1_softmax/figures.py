@@ -152,8 +152,15 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
     )
 
 
-def roofline(points: Mapping[str, tuple[float, float]], copy: float, gemm: float) -> None:
-    """`points`: name -> (FLOPs, bytes). The roof: `copy` bytes/s and `gemm` FLOP/s, as measured."""
+def roofline(
+    points: Mapping[str, tuple[float, float]],
+    copy: float,
+    gemm: float,
+    hollow: tuple[str, float, float],
+) -> None:
+    """`points`: name -> (FLOPs, bytes), on the roof: `copy` bytes/s and `gemm` FLOP/s, as measured.
+    `hollow`: name, FLOPs per byte and FLOP/s of a point under the roof.
+    """
     _, ax = style.new(7.6, 3.6)
     x = np.logspace(-0.5, 4.5, 200)
     ridge = gemm / copy
@@ -168,8 +175,18 @@ def roofline(points: Mapping[str, tuple[float, float]], copy: float, gemm: float
         color = style.COLORS["bad"] if bound else style.COLORS["tiled"]
         height = min(intensity * copy, gemm) / 1e12
         ax.plot(intensity, height, "o" if bound else "s", color=color, ms=7)
-        offset, side = ((-7, 4), "right") if bound else ((0, -16), "center")
-        ax.annotate(name, (intensity, height), offset, textcoords="offset points", size=9, ha=side)
+        ax.annotate(
+            name,
+            (intensity, height),
+            (-7, 4) if bound else (-8, -11),
+            textcoords="offset points",
+            size=9,
+            ha="right",
+        )
+    name, intensity, height = hollow
+    ax.plot(intensity, height / 1e12, "s", color=style.COLORS["tiled"], mfc="white", ms=7)
+    place = dict(textcoords="offset points", size=9, ha="center")
+    ax.annotate(name, (intensity, height / 1e12), (0, -16), **place)
     ax.set(
         xlabel="arithmetic intensity in FLOP per byte of HBM traffic", ylabel="attainable TFLOP/s"
     )
@@ -179,7 +196,8 @@ def roofline(points: Mapping[str, tuple[float, float]], copy: float, gemm: float
         ax.figure,
         f"A roofline. Attainable speed rises with arithmetic intensity at {copy / 1e12:.2f} TB/s up to "
         f"{gemm / 1e12:.0f} TFLOP/s at {ridge:.0f} FLOP per byte. In FLOP per byte: "
-        + ", ".join(f"{name} {flops / moved:.3g}" for name, (flops, moved) in points.items()),
+        + ", ".join(f"{name} {flops / moved:.3g}" for name, (flops, moved) in points.items())
+        + f". A hollow marker at {intensity:.3g} FLOP per byte and {height / 1e12:.0f} TFLOP/s: {name}.",
     )
 
 
@@ -203,7 +221,7 @@ def memory_hierarchy() -> None:
         color="#FBE7BF",
     )
     ax.text(17.5, 1, "132 of them", ha="center", size=9)
-    _box(ax, 48, 10, 15, 22, "L2 cache\n\n50 MB\n\nof all SMs", color="#DCEBF5")
+    _box(ax, 48, 10, 15, 22, "L2 cache\n\n60 MB\n\nof all SMs", color="#DCEBF5")
     _box(ax, 76, 4, 22, 33, "HBM\n\n141 GB\n\nevery tensor\nlives here", color="#E8E8E8")
     _arrow(ax, (37.5, 21), (47.5, 21), both=True)
     _arrow(ax, (63.5, 21), (75.5, 21), both=True)
@@ -215,7 +233,7 @@ def memory_hierarchy() -> None:
     style.show(
         ax.figure,
         "The memories of an H200 from near, small and fast to far, large and slow: registers (256 KiB) and shared "
-        "memory (up to 227 KiB, 30 TB/s in all SMs together) in each of 132 SMs, the L2 cache of 50 MB "
+        "memory (up to 227 KiB, 30 TB/s in all SMs together) in each of 132 SMs, the L2 cache of 60 MB "
         "shared by all SMs, and HBM with 141 GB, where every tensor lives, at 4.25 TB/s.",
     )
 
@@ -299,7 +317,7 @@ def _memory(ax, matrix, memory):
         _box(ax, 8 + address * 1.1, 1.2, 1.1, 1, str(value), color=TINTS[value // 4])
         ax.text(8.55 + address * 1.1, 0.75, f"{order[value]}", **below)
     ax.text(7.8, 1.7, "memory", ha="right", va="center", size=8)
-    ax.text(7.8, 0.75, "visited as", ha="right", va="center", size=8)
+    ax.text(7.8, 0.75, "visited as number", ha="right", va="center", size=8)
 
 
 # --- 2. the mathematics -------------------------------------------------------------------------------------------

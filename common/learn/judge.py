@@ -20,7 +20,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -149,6 +149,30 @@ def require_verified(
 def counted(**tensors: torch.Tensor) -> contextlib.AbstractContextManager[traffic.Traffic | None]:
     """traffic.measure where kernels are interpreted; otherwise None in its place."""
     return traffic.measure(**tensors) if runtime.INTERPRETED else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def masked_loads_undefined() -> Iterator[None]:
+    """Inside, interpreted loads that have a mask and no `other` find NaN where the mask is false,
+    not the interpreter's zeros: compiled, neither is promised.
+    """
+    if not runtime.INTERPRETED:
+        yield
+        return
+    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    load = builder.create_masked_load
+
+    def undefined(ptrs, mask, other, *args, **kwargs):
+        dtype = ptrs.get_element_ty()
+        if other is None and dtype.is_floating():
+            zeros = load(ptrs, TensorHandle(mask.data & False, mask.dtype), None, *args, **kwargs)
+            other = TensorHandle(zeros.data + zeros.data.dtype.type("nan"), dtype)
+        return load(ptrs, mask, other, *args, **kwargs)
+
+    with mock.patch.object(builder, "create_masked_load", undefined):
+        yield
 
 
 def tiles_of(block_m: int, block_n: int) -> contextlib.AbstractContextManager:

@@ -5,7 +5,7 @@ around everything, and that each logit is read once.
 import math
 
 from common import runtime
-from common.learn.judge import counted, reject, require
+from common.learn.judge import counted, masked_loads_undefined, reject, require
 from common.verify import guard
 from phase1_softmax.checks import INF, called, pair, randn, require_sane
 
@@ -107,10 +107,11 @@ def _check_case(answer, what, s, v, question):
         with _NoHelp():
             return answer.attend_rows(s, v)
 
-    with guard.watched() as results, counted(s=s, v=v) as moved:
+    with guard.watched() as results, masked_loads_undefined(), counted(s=s, v=v) as moved:
         o_got, lse_got = pair(f"attend_rows, {what}", attend(s, v))
     o, lse = _attend(s.double(), v.double())
     _require_written(what, (o_got, lse_got), results)
+    _require_padded(what, (o_got, lse_got), (o, lse), lambda: attend(s, v))
     if s.dtype in runtime.KERNEL_DTYPE:
         question = "fp16 is right: is bf16 converted before the launch, by runtime.to_kernel_dtype?"
     watched = moved and s.dtype not in runtime.KERNEL_DTYPE  # otherwise the kernel sees copies
@@ -130,6 +131,24 @@ def _check_case(answer, what, s, v, question):
 def _attend(s, v):
     lse = torch.logsumexp(s, -1)
     return torch.exp(s - torch.where(lse == -INF, 0.0, lse)[:, None]) @ v, lse
+
+
+def _require_padded(what, got, right, anew):
+    """Reject NaN that disappears where a masked load without `other` finds zeros."""
+    spoiled = [_nan(g) and not _nan(r) for g, r in zip(got, right, strict=True)]
+    if not any(spoiled):
+        return
+    with guard.watched():
+        with_zeros = pair(what, anew())
+    if any(bad and not _nan(g) for bad, g in zip(spoiled, with_zeros, strict=True)):
+        reject(
+            f"{what}: a load has a mask but no `other`: what it returns beyond the end is undefined, here NaN, and "
+            "0 * NaN is NaN. Which number changes neither sum?"
+        )
+
+
+def _nan(t):
+    return isinstance(t, torch.Tensor) and bool(t.isnan().any())
 
 
 def _require_written(what, returned, results):
@@ -168,6 +187,7 @@ def _require_right(what, s, v, got, right, question):
     p = torch.exp(wide - torch.where(lse == -INF, 0.0, lse)[:, None])
     of_o = {
         "the sum is not divided by l": torch.exp(lse - top)[:, None] * o,
+        **_divided_in_the_loop(wide, v.double()),
         "v is read with the strides of s": p @ _as(v, s.stride()),
         "v is read as if it were contiguous": p @ _as(v, (v.shape[1], 1)),
     }
@@ -178,6 +198,30 @@ def _require_right(what, s, v, got, right, question):
     require_sane(f"{what}: o", o_got, o, f" Or: {question}")
     tolerance = dict(rtol=1.02 * u + 1e-5, atol=1e-5)
     require(f"{what}: o", o_got, o, mistakes=of_o, signs=signs, **tolerance)
+
+
+def _divided_in_the_loop(s, v):
+    """What comes of p v / l in every step, without and with a division after the loop, for tiles of every size."""
+    results = {}
+    for cols in (2**k for k in range(4, 11)):
+        m = s.new_full((s.shape[0], 1), -INF)
+        l, acc = torch.zeros_like(m), s.new_zeros(s.shape[0], v.shape[1])
+        for tile, values in zip(s.split(cols, 1), v.split(cols), strict=True) if v.shape[0] else ():
+            m_new = torch.maximum(m, tile.amax(1, keepdim=True))
+            shift = torch.where(m_new == -INF, 0.0, m_new)
+            alpha, p = torch.exp(m - shift), torch.exp(tile - shift)
+            m, l = m_new, alpha * l + p.sum(1, keepdim=True)
+            acc = alpha * acc + p @ values / torch.where(l == 0, 1.0, l)
+        for again, result in (
+            ("", acc),
+            (", and again after it", acc / torch.where(l == 0, 1.0, l)),
+        ):
+            sentence = (
+                f"p v is divided by l inside the loop{again} (tiles of {cols}): l is not complete there, so divide "
+                "acc once, after the last tile"
+            )
+            results[sentence] = result
+    return results
 
 
 def _padded_with_0(got, right):

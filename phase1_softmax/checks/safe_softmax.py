@@ -41,7 +41,7 @@ def check(answer):
 def _cases():
     """(kind, logits, dtypes, what to ask where they fail)."""
     too_large = "NaN or 0: exp of a large logit is inf. What may be subtracted from a row without changing its weights?"
-    one_row = "the weights of some rows are all 0: is the maximum that of each row, and not of the whole tensor or 0?"
+    one_row = "some rows are all 0 or NaN: is the maximum that of each row, and not of the whole tensor or 0?"
     of_the_row = (
         "exp of the largest logit overflows: subtract the maximum of the row, no other statistic"
     )

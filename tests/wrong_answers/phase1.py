@@ -10,6 +10,11 @@ WRONG = {
         Wrong("-inf minus -inf", {"torch.where(m == -math.inf, 0.0, m)": "m"}, "no logit is left, so the maximum"),
         Wrong("0 divided by 0", {"torch.where(l == 0, 1.0, l)": "l"}, "and so is 0/0"),
         Wrong("the maximum of the whole tensor", {"s.amax(dim=-1, keepdim=True)": "s.max()"}, "that of each row"),
+        Wrong(
+            "the maximum of the whole tensor, and no guard",
+            {"torch.where(m == -math.inf, 0.0, m)": "x.float().max()", "torch.where(l == 0, 1.0, l)": "l"},
+            "some rows are all 0 or NaN: is the maximum that of each row",
+        ),
         Wrong("the maximum is at least 0", {"keepdim=True)\n    e": "keepdim=True).clamp(min=0)\n    e"}, "each row"),
         Wrong("the mean", {"s.amax(dim=-1, keepdim=True)": "s.mean(dim=-1, keepdim=True)"}, "no other statistic"),
         Wrong("the first logit", {"s.amax(dim=-1, keepdim=True)": "s[..., :1]"}, "no other statistic"),
@@ -106,7 +111,25 @@ WRONG = {
             {'mask=offs_n < n, other=float("-inf")': "mask=offs_n < n, other=0.0"},
             "count as logits of 0",
         ),
+        Wrong(
+            "no `other` at the load of v", {"mask=inside, other=0.0": "mask=inside"}, "a load has a mask but no `other`"
+        ),
+        Wrong(
+            "no `other` at the load of s",
+            {'mask=offs_n < n, other=float("-inf")': "mask=offs_n < n"},
+            "a load has a mask but no `other`",
+        ),
         Wrong("no division", {"(acc / norm)": "acc"}, "the sum is not divided by l"),
+        Wrong(
+            "divided in the loop",
+            {"tl.sum(p[:, None] * v, axis=0)\n": "tl.sum(p[:, None] * v, axis=0) / l\n", "(acc / norm)": "acc"},
+            "p v is divided by l inside the loop (tiles of 64)",
+        ),
+        Wrong(
+            "divided in the loop and after it",
+            {"tl.sum(p[:, None] * v, axis=0)\n": "tl.sum(p[:, None] * v, axis=0) / l\n"},
+            "p v is divided by l inside the loop, and again after it (tiles of 64)",
+        ),
         Wrong(
             "v with the strides of s",
             {"s.stride(), v.stride()": "s.stride(), s.stride()"},
