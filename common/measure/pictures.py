@@ -41,13 +41,13 @@ def bytes_for_a_head(
 
 def softmax_times(record: dict) -> None:
     """Phase 1: time against row length, beside what one to three matrices take at a copy's rate."""
-    fig, ax = new(8, 4)
+    fig, ax = new(8, 4.6)
     looks = {
         "softmax_fused": dict(color=COLORS["tiled"], marker="o"),
         "softmax_online": dict(color=COLORS["state"], marker="s"),
         "torch.softmax": dict(color=COLORS["s"], marker="^", linestyle="--"),
         "logsumexp": dict(color=COLORS["v"], marker="D"),
-        "torch.logsumexp": dict(color=COLORS["s"], marker="v", linestyle=":"),
+        "torch.logsumexp": dict(color=COLORS["s"], marker="v", linestyle="--"),
     }
     said = []
     for provider, look in looks.items():
