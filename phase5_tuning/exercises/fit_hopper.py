@@ -15,14 +15,15 @@ moves them: producers give some back, consumers take more. Write
        CONSUMERS             2 or 3
        STAGES                pairs of tiles of K and V in the ring
        OVERLAP               multiply with the P of the step before under the exponentials: it needs registers for S and
-                             for that P in 16 bits
+                             for that P in 16 bits. The assembler may undo it
        CONSUMER_REGISTERS    of a thread, after setmaxnreg: a multiple of 8, from 24 to 240
        PRODUCER_REGISTERS    the same. The warpgroups together cannot have more than they had at launch.
 
 The check compares the counts with numbers of its own, has the compiler make both kernels for sm_90 (without a GPU, in
-some ten seconds), and asks the model of phase5_tuning/hopper_model.py how fast the shape is. Right is a shape that
-fits, in whose kernels nothing is spilled and no product waits for the one before (ptxas calls that serialized), and
-that reaches 550 TFLOP/s in the model.
+some ten seconds), and asks the model of phase5_tuning/hopper_model.py how fast the shape is. Where the machine code has
+no exponential under a product of the same warps, the model is asked without overlap. Right is a shape that fits, in
+whose kernels nothing is spilled and no product waits for the one before (ptxas calls that serialized), and that reaches
+550 TFLOP/s in the model.
 
 Notebook: phase5_tuning/hopper.ipynb, section 4, "5.9 Choose a shape that fits".
 """

@@ -1,4 +1,4 @@
-"""Read a profile: which unit is busy, and what can a change save at most?
+"""Read a profile: which unit is busy, and what does a change save?
 
 A profiler counts what a kernel does. A unit of the multiprocessor does so much of it in a clock (`RATES`). From both
 follows for how many clocks a unit must work, and for what share of the measured clocks it is busy.
@@ -7,14 +7,18 @@ follows for how many clocks a unit must work, and for what share of the measured
    whatever it is for. The tensor cores count FLOP, and their rate is that of 16-bit products.
 2. `limit`: the unit that is busy for at least 80 % of the measured clocks, the busiest if there are several. If there
    is none, the kernel spends its time on something that was not counted: "waiting".
-3. `fewest_clocks`: the fewest clocks that the kernel can take after a change, as far as the profile can say. Two bounds
-   hold. A clock of work that a unit is spared shortens the step by one clock at most, also if several units are
-   spared some. And no unit can need more clocks than the step takes.
+3. `estimated_clocks`: an estimate of the clocks after a change. It assumes that the change alters nothing but these
+   counts. Each clock of work that a unit is spared then shortens the step by one clock, also if several units are
+   spared some. What a unit has to do more costs nothing, as long as the unit has the time: no unit can need more
+   clocks than the step takes.
+
+Spilled values, latencies and waits are part of the measured clocks, but `RATES` has no unit for them. The estimate
+takes them as they were. If a change removes some of them, the kernel gains more than the estimate says.
 
     profile, changed    a `Profile` each: before and after the change. The clocks of `changed` are not known: 0
     needed              {unit: clocks}, a float for each unit of RATES
     limit               a unit of RATES, or "waiting"
-    fewest_clocks       a float. A change that gives units more to do spares nothing.
+    estimated_clocks    a float
 
 `BEFORE` and `FLASH_ATTENTION_4` are the two kernels of the notebook: a step of 128 keys times 128 queries, head_dim 64.
 
@@ -56,7 +60,7 @@ def limit(profile: Profile) -> str:
     raise NotImplementedError
 
 
-def fewest_clocks(profile: Profile, changed: Profile) -> float:
-    """A lower bound for the clocks of the changed kernel."""
+def estimated_clocks(profile: Profile, changed: Profile) -> float:
+    """Clocks of the changed kernel, if nothing changes but the counts."""
     # your code: return it
     raise NotImplementedError

@@ -502,6 +502,15 @@ WRONG = {
             },
             "own exponentials stand between",
         ),
+        Wrong(
+            "two consumers whose overlap the assembler undoes",
+            {
+                "CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32": (
+                    "CONSUMERS=2, STAGES=4, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24"
+                )
+            },
+            "0 of 66 exponentials stand under a product",
+        ),
         Wrong("three consumers overlap", {"OVERLAP=False": "OVERLAP=True"}, "+ 32 (P in 16 bits) = 128 of the 160"),
         Wrong(
             "three consumers at head_dim 128",
