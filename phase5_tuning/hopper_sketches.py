@@ -24,14 +24,23 @@ PRODUCTS = {
 def turns(bodies: Mapping[str, Sequence[listing.Instruction]], names: Sequence[str] = ()) -> None:
     """Turns of loops in machine code, one strip each: what may be under way at which instruction.
 
-    bodies: title -> the instructions of a turn. names: of the products, for the words, if they are
-    not S and PV.
+    bodies: title -> the instructions of a turn. names: of the products, if they are not S and PV;
+    then each has a lane of its own, and copies have none.
     """
     style.use()
+    height = 0.4 * (len(names) + 1) if names else 1.75
     fig, axes = plt.subplots(
-        len(bodies), 1, figsize=(8.6, 1.75 * len(bodies) + 0.7), layout="constrained", squeeze=False
+        len(bodies),
+        1,
+        figsize=(8.6, height * len(bodies) + 0.7),
+        layout="constrained",
+        squeeze=False,
     )
     for ax, (title, body) in zip(axes[:, 0], bodies.items(), strict=True):
+        if names:
+            _named_lanes(ax, body, names)
+            ax.set_title(title, fontsize=10)
+            continue
         taken = [0.0, 0.0]  # up to where the two halves of the lane of products are drawn
         for name, first, last in listing.under_way(body):
             if name == "copy":
@@ -58,6 +67,23 @@ def turns(bodies: Mapping[str, Sequence[listing.Instruction]], names: Sequence[s
     ]
     fig.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
     style.show(fig, alt=" ".join(_said(*item, names) for item in bodies.items()))
+
+
+def _named_lanes(ax, body, names):
+    """A strip of `turns` with a lane for each product, in the order in which they start."""
+    lanes = [*(name.replace("^T", "$^T$") for name in names), LANES[-1]]
+    products = [span for span in listing.under_way(body) if span[0] != "copy"]
+    for y, (kind, first, last) in enumerate(products):
+        box = Rectangle((first, y + 0.1), last - first, 0.8, edgecolor="white", **PRODUCTS[kind])
+        ax.add_patch(box)
+    at = [n for n, x in enumerate(body) if x.what == "exponential"]
+    ax.vlines(at, len(names) + 0.1, len(names) + 0.9, color=COLORS["state"], linewidth=1)
+    ax.set_xlim(0, len(body))
+    ax.set_ylim(len(lanes), 0)
+    ax.set_yticks([y + 0.5 for y in range(len(lanes))], lanes)
+    ax.tick_params(axis="y", length=0)
+    for y in range(1, len(lanes)):
+        ax.axhline(y, color=COLORS["faint"], linewidth=0.8)
 
 
 def _said(title, body, names):
