@@ -17,7 +17,7 @@ order in which hopper_backward.py adds to dQ is modelled in hopper_order.py.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from phase5_tuning.hopper_order import Deadlock, DqSchedule, dq_schedule
@@ -50,9 +50,9 @@ MAXIMA, REST = 68, 40
 LATENCIES = 300
 
 __all__ = [
-    "Barrier", "Deadlock", "DqSchedule", "Interval", "Operation", "Place", "Race", "Ring", "Timeline",
-    "arrive", "dq_schedule", "exponentials", "forward", "load", "plain", "predicted_plain_tflops",
-    "predicted_tflops", "product", "simulate", "wait", "wait_products", "work",
+    "Barrier", "Consumer", "Deadlock", "DqSchedule", "Interval", "Operation", "Place", "Race", "Ring",
+    "Timeline", "arrive", "dq_schedule", "exponentials", "forward", "load", "own_rings", "plain",
+    "predicted_plain_tflops", "predicted_tflops", "product", "simulate", "wait", "wait_products", "work",
 ]  # fmt: skip
 
 ROWS, BLOCK_N, ITEMSIZE = 64, 128, 2  # as in hopper_forward.py
@@ -410,6 +410,74 @@ def _consume(kv, q, overlap, head_dim, tiles_n, turns):
 def _softmax(step):
     yield work(MAXIMA + REST + LATENCIES, "max")
     yield exponentials(ROWS * BLOCK_N, f"P{step}")
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """The operations of a consumer whose K and V come through rings of their own: k and v.
+
+    Tile j of the keys, and of the values, goes to slot `j % stages` of its ring.
+    """
+
+    k: Ring
+    v: Ring
+    head_dim: int
+
+    def s(self, j: int) -> Operation:
+        """Issue S of tile j: the consumer goes on at once."""
+        return self._product("S", j, self.k)
+
+    def pv(self, j: int) -> Operation:
+        """Issue the product of P and V of tile j, which is added to acc: the consumer goes on at once."""
+        return self._product("PV", j, self.v)
+
+    def softmax(self, j: int) -> Iterator[Operation]:
+        """The maxima of S of tile j, and its exponentials."""
+        yield from _softmax(j)
+
+    def rescale(self, j: int) -> Operation:
+        """Rescale acc to the maxima of tile j, and round P of tile j to 16 bits."""
+        return work(REST + self.head_dim / 2, f"rescale {j}")
+
+    def _product(self, name, j, ring):
+        flop = 2 * ROWS * BLOCK_N * self.head_dim
+        return product(flop, f"{name}{j}", True, [(ring.places[ring.slot(j)[0]], j)])
+
+
+def own_rings(
+    head_dim: int,
+    consumers: int,
+    stages: int,
+    walk: Callable[[Consumer, int], Iterator[Operation]],
+    tiles_n: int = 8,
+) -> dict[str, Iterator[Operation]]:
+    """The actors of a program in which K and V have rings of their own, for one tile of queries.
+
+    stages: slots of each ring. walk(consumer, tiles_n): what each consumer does with its tiles.
+    """
+    k, v = (Ring(name, stages, consumers) for name in "kv")
+    q = Barrier("q_full")
+    actors = {"producer": _produce_apart(k, v, q, consumers, head_dim, tiles_n)}
+    for me in range(consumers):
+        actors[f"consumer {me}"] = _after_queries(q, walk(Consumer(k, v, head_dim), tiles_n))
+    return actors
+
+
+def _produce_apart(k, v, q, consumers, head_dim, tiles_n):
+    for step in range(tiles_n + 1):
+        for name, ring, j in (("K", k, step), ("V", v, step - 1)):
+            if 0 <= j < tiles_n:
+                slot, parity = ring.slot(j)
+                yield wait(ring.empty[slot], parity ^ 1)
+                size = BLOCK_N * head_dim * ITEMSIZE
+                yield load(ring.full[slot], size, f"{name}{j}", [(ring.places[slot], j)])
+        if step == 0:
+            yield load(q, consumers * ROWS * head_dim * ITEMSIZE, "Q")
+
+
+def _after_queries(q, walk):
+    yield wait(q, 0)
+    yield from walk
 
 
 def plain(

@@ -522,6 +522,106 @@ WRONG = {
             "= 128 of the 160",
         ),
     ],
+    "overlap_loop": [
+        Wrong(
+            "both products are waited for",
+            {"wait_products(1 if j > 0 else 0)": "wait_products(0)"},
+            "no product is under way during the exponentials of tile 1: PV0 is done already",
+        ),
+        Wrong(
+            "P V before S",
+            {
+                "            yield me.s(j)\n": "",
+                "            yield wait_products(1": "            yield me.s(j)\n            yield wait_products(1",
+            },
+            "S waits for a V that it does not need",
+        ),
+        Wrong(
+            "acc is touched too early",
+            {
+                "            yield from me.softmax(j)\n": (
+                    "            yield from me.softmax(j)\n            yield me.rescale(j)\n"
+                ),
+                "        if j < tiles:\n            yield me.rescale(j)\n": "",
+            },
+            "touches acc and the P in 16 bits, while PV0 is still under way",
+        ),
+        Wrong(
+            "K is held for long",
+            {
+                "            yield arrive(me.k.empty[slot])\n            yield from me.softmax(j)\n": (
+                    "            yield from me.softmax(j)\n            yield arrive(me.k.empty[slot])\n"
+                )
+            },
+            "K0 is held during the exponentials of tile 0",
+        ),
+        Wrong(
+            "K is let go while S reads it",
+            {"            yield me.s(j)\n": "            yield me.s(j)\n            yield arrive(me.k.empty[slot])\n"},
+            "K0 is let go before S0 is done",
+        ),
+        Wrong(
+            "V is let go while it is read",
+            {
+                "            yield wait_products(0)\n            yield arrive(me.v.empty[before])\n": (
+                    "            yield arrive(me.v.empty[before])\n            yield wait_products(0)\n"
+                )
+            },
+            "V0 is let go before PV0 is done",
+        ),
+        Wrong(
+            "the same parity in every lap",
+            {"            yield wait(me.k.full[slot], parity)": "            yield wait(me.k.full[slot], 0)"},
+            "passes at once, before K1 is",
+        ),
+        Wrong(
+            "a generator is yielded",
+            {"            yield from me.softmax(j)": "            yield me.softmax(j)"},
+            "yield from me.softmax(j)",
+        ),
+        Wrong("the last P V is missing", {"range(tiles + 1)": "range(tiles)"}, "PV0 is missing"),
+        Wrong(
+            "S is not waited for",
+            {"            yield wait_products(1 if j > 0 else 0)\n            yield arrive(me.k.empty[slot])\n": ""},
+            "reads S0, whose product is still under way",
+        ),
+        Wrong(
+            "V is never let go",
+            {"            yield arrive(me.v.empty[before])\n": ""},
+            "V0 is never let go: no arrival at me.v.empty[0]",
+        ),
+        Wrong(
+            "V is not waited for",
+            {"            yield wait(me.v.full[before], parity_before)\n": ""},
+            "PV0 reads V0, which has not been waited for",
+        ),
+        Wrong(
+            "V of the wrong tile",
+            {"before, parity_before = me.v.slot(j - 1)": "before, parity_before = me.v.slot(j)"},
+            "passes at once, before V0 is there",
+        ),
+        Wrong(
+            "S of the next tile is started early",
+            {
+                "            yield me.s(j)\n        if j > 0:\n            yield wait(me.v": (
+                    "            yield me.s(j)\n        if j + 1 < tiles and len(me.k.full) > 1:\n"
+                    "            yield wait(me.k.full[me.k.slot(j + 1)[0]], me.k.slot(j + 1)[1])\n"
+                    "            yield me.s(j + 1)\n        if j > 0:\n            yield wait(me.v"
+                )
+            },
+            "there are registers for one S",
+        ),
+        Wrong(
+            "started, not waited for at the end",
+            {"            yield wait_products(0)\n": "            yield wait_products(0 if j < tiles else 1)\n"},
+            "V0 is let go before PV0 is done",
+        ),
+        Wrong(
+            "waits for the producer",
+            {"            yield wait(me.k.full[slot]": "            yield wait(me.k.empty[slot]"},
+            "waits at full barriers",
+        ),
+    ],
     "order_dq": [
         Wrong(
             "as shipped",
