@@ -126,7 +126,10 @@ class _Reading:
         self.last = f"the wait for {name.upper()}{coming}"
 
     def _product(self, op):
-        kind, j = re.fullmatch(r"(S|PV)(-?\d+)", op.text).groups()
+        found = re.fullmatch(r"(S|PV)(-?\d+)", op.text)
+        if not found:
+            self.reject("a product of its own: start products with me.s(j) and me.pv(j)")
+        kind, j = found.groups()
         j, name, started = int(j), "k" if kind == "S" else "v", self.done | set(self.pending)
         if not 0 <= j < self.tiles:
             self.reject(f"{op.text}: the tiles are 0 to {self.tiles - 1}")
@@ -157,6 +160,10 @@ class _Reading:
         self.last = f"wait_products({op.amount:g})"
 
     def _exponentials(self, op):
+        if not re.fullmatch(r"P\d+", op.text) or int(op.text[1:]) >= self.tiles:
+            self.reject(
+                f"exponentials {op.text!r}: yield from me.softmax(j), with tiles 0 to {self.tiles - 1}"
+            )
         j = int(op.text[1:])
         if f"S{j}" in self.pending:
             older = (
