@@ -211,6 +211,9 @@ def check_quantized_attention(
     size = _attention(q, k, v.abs(), factor, hidden).max().item()
     atol = 4 * (UNIT_ROUNDOFF[FP16] + of_logits + 4 * E + of_o) * size
     mistakes = _wrong_scaling(pairs, factor, hidden) | _wrong_loop(q, k, v, factor, hidden)
+    if stretch < 0:
+        sentence = "P times the scale of v is 0 in fp16: the scale belongs to the product P V, which is fp32"
+        mistakes[sentence] = torch.zeros_like(right)
     require(what, o, right, rtol=0, atol=atol, mistakes=mistakes)
 
 

@@ -152,7 +152,7 @@ def _gain(before, after, head_dim, clocks=_serial):
 def _gain_mistakes(before, after, head_dim):
     case = before, after, head_dim
     return {
-        "it is upside down: time before, divided by time after": 1 / _gain(*case),
+        "it is upside down: clocks before, divided by clocks after": 1 / _gain(*case),
         "the turns have different tiles: divide each by its logits, block_m * block_n": _serial(
             before, head_dim
         )
@@ -208,5 +208,8 @@ def _beside_the_record(answer):
                 )
             lines.append(f"{new} {predicted:.2f} and {recorded:.2f}")
         lines[-1] += f" (D {d} {'causal' if causal else 'full'})"
-    missing = "what the model leaves out: bytes, waits at loads and barriers, and the help of other programs"
+    missing = (
+        "predicted in clocks, recorded in time: the model leaves out that the GPU's clock falls at the limit of "
+        "power; also bytes, shared memory, waits at loads and barriers, and the help of other programs"
+    )
     return f"predicted and recorded gains, each within {BOUND:.0%}: {', '.join(lines)}; {missing}"

@@ -5,7 +5,7 @@ changes a number by up to 2^-4 of its size; the largest is 448, and below 2^-6 t
 scaled to make use of that range. One scale for all of it is set by its largest element, and if that is an outlier the
 rest is left with few bits, or with none. So every BLOCK = 64 rows of a head get their own:
 
-    scale of a block = its largest |element| / 448, or 1 if all of them are 0      t8 = t / scale, in float8_e4m3fn
+    scale of a block = its largest |element| / 448, or 1 if that is 0 in fp32      t8 = t / scale, in float8_e4m3fn
 
 and t is about t8 * scale. A tile of queries and a tile of keys are such blocks, so their scales are two numbers:
 

@@ -16,10 +16,10 @@ Write, for one turn of one program,
    that the unit takes, for every other instruction (those that start products too) one.
 2. `overlapped_clocks`: everything overlaps, and the unit that is busy for longest decides. A MUFU is issued like any
    other instruction, in one clock, and then keeps its unit busy.
-3. `gain`: by what number is the time divided when a rung turns `before` into `after`, if nothing overlaps? The two may
-   have different tiles: compare the time of a logit.
+3. `gain`: by what number are the clocks divided when a rung turns `before` into `after`, if nothing overlaps? The two
+   may have different tiles: compare the clocks of a logit.
 
-Then the check puts your numbers beside the record of an H200.
+Then the check puts your numbers beside the record of an H200, which is a gain in time.
 
 Notebook: phase5_tuning/tuning.ipynb, section 4.3, "Exercise 5.3: Predict, then measure".
 """
@@ -58,7 +58,7 @@ def overlapped_clocks(turn: Turn, head_dim: int) -> float:
 
 
 def gain(before: Turn, after: Turn, head_dim: int) -> float:
-    """Time of a logit before, divided by that after, if nothing overlaps."""
+    """Clocks of a logit before, divided by those after, if nothing overlaps."""
     # your code: return the quotient
     old, new = (serial_clocks(t, head_dim) / (t.block_m * t.block_n) for t in (before, after))
     return old / new

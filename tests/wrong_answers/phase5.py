@@ -278,6 +278,19 @@ WRONG = {
         Wrong("a copy", {"from_tensor(t, [1": "from_tensor(t.clone(), [1"}, "must describe t itself"),
         Wrong("the first batch", {"from_tensor(t, [1": "from_tensor(t[:1], [1"}, "box and block are"),
         Wrong(
+            "three axes, v is copied",
+            {
+                "from_tensor(t, [1, 1, block, head_dim])": (
+                    "from_tensor(t.reshape(-1, t.shape[2], head_dim), [1, block, head_dim])"
+                ),
+                "desc.load([batch, head, start, 0])": "desc.load([batch * heads + head, start, 0])",
+                "desc.store([batch, head, start, 0], tile.reshape(1, 1, BLOCK, HEAD_DIM))": (
+                    "desc.store([batch * heads + head, start, 0], tile.reshape(1, BLOCK, HEAD_DIM))"
+                ),
+            },
+            "it describes a copy",
+        ),
+        Wrong(
             "only the store",
             {
                 "return desc.load([batch, head, start, 0]).reshape(BLOCK, HEAD_DIM)": (
@@ -374,7 +387,7 @@ WRONG = {
                 "p.to(tl.float16)": "(p * tl.load(v_scales_ptr + pid_n)).to(tl.float16)",
                 "+ pv * tl.load(v_scales_ptr + pid_n)": "+ pv",
             },
-            "is what holds a scale fp32?",
+            "P times the scale of v is 0 in fp16",
         ),
         Wrong(
             "the scale of v in V, fp16",
