@@ -6,13 +6,19 @@ and some cells later, where the answer has been computed:
 
     guess.against(answer)
 
-A notebook is stored with `yours=None`; a reader puts their own value there.
+A notebook is stored with `yours=None`; a reader puts their own value there. Where the reader derives
+a tensor instead of guessing a number, `attempt` compares it at once:
+
+    dV = None
+    attempt("dV", dV, autograd["dV"])
 """
 
 import math
 import numbers
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,25 @@ def predict(question: str, yours: Any = None) -> Prediction:
     else:
         print(f"Your prediction: {_text(_plain(yours))}. The answer comes below.")
     return Prediction(yours)
+
+
+def attempt(what: str, yours: Any, right: torch.Tensor) -> None:
+    """Print whether the reader's tensor is the right one; how to make one where it is None."""
+    if yours is None:
+        print(f"{what}: replace None in this cell by an expression, and run it again.")
+    elif not isinstance(yours, torch.Tensor):
+        print(f"{what}: wanted is a tensor of shape {tuple(right.shape)}, not {yours!r}.")
+    elif yours.shape != right.shape:
+        print(f"{what}: its shape is {tuple(yours.shape)}, where {tuple(right.shape)} is right.")
+    elif torch.allclose(yours.double(), right.double()):
+        print(f"{what}: right.")
+    else:
+        wrong = ~torch.isclose(yours.double(), right.double())
+        where = tuple(wrong.nonzero()[0].tolist())
+        print(
+            f"{what}: not right yet. {int(wrong.sum())} of {wrong.numel()} entries are wrong; the first, "
+            f"{list(where)}, is {yours[where]:.4g} where {right[where]:.4g} is right."
+        )
 
 
 def _plain(value: Any) -> Any:

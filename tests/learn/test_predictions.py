@@ -2,7 +2,7 @@
 
 import math
 
-from common.learn.predictions import Prediction, predict
+from common.learn.predictions import Prediction, attempt, predict
 
 import pytest
 import torch
@@ -54,3 +54,21 @@ def test_a_prediction_is_repeated_without_a_verdict(capsys):
 def test_a_prediction_is_compared_with_the_answer(yours, answer, verdict, capsys):
     Prediction(yours).against(answer)
     assert capsys.readouterr().out.endswith(f"\nYour prediction is {verdict}.\n")
+
+
+@pytest.mark.parametrize(
+    ("yours", "said"),
+    [
+        (None, "dV: replace None in this cell by an expression, and run it again."),
+        (3, "dV: wanted is a tensor of shape (2, 3), not 3."),
+        (torch.ones(3, 2), "dV: its shape is (3, 2), where (2, 3) is right."),
+        (torch.ones(2, 3, requires_grad=True) * 1, "dV: right."),
+        (
+            torch.tensor([[1.0, 1, 1], [1, 5, 1]], requires_grad=True),
+            "dV: not right yet. 1 of 6 entries are wrong; the first, [1, 1], is 5 where 1 is right.",
+        ),
+    ],
+)
+def test_an_attempt_is_compared_at_once(yours, said, capsys):
+    attempt("dV", yours, torch.ones(2, 3, dtype=torch.float64))
+    assert capsys.readouterr().out == f"{said}\n"
