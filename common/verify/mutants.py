@@ -222,7 +222,7 @@ MUTANTS: dict[str, Mutant] = dict(
     p_shifted=_mutant("LSE of the neighboring row", GRAD, saved_lse=lambda lse, m: lse.roll(1, dims=-1)),
     causal_forgotten=_mutant("no causal mask in the backward pass", GRAD_CAUSAL,
                              visible_backward=lambda i, j, m, n: j >= 0),
-    rows_past_end=_mutant("queries past the end enter dK and dV", GRAD, pad_rows=_repeat_last_row),
+    rows_past_end=_mutant("the last query repeated past the end", GRAD, pad_rows=_repeat_last_row),
     dq_unscaled=_mutant("dQ not scaled", GRAD, scale_dq=lambda scale: 1.0),
     dk_unscaled=_mutant("dK not scaled", GRAD, scale_dk=lambda scale: 1.0),
     dk_scaled_twice=_mutant("dK scaled twice", GRAD, scale_dk=lambda scale: scale**2),

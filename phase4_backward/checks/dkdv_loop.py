@@ -89,4 +89,8 @@ def _check_whole(attention_dkdv, block_m, block_n, dtype):
         "a tile of queries wholly before the tile's first key, pid_n * BLOCK_N, is read: "
         "where does the walk start?"
     )
-    check_bytes("dkdv", counted, **tiles, hint=hint)
+    in_tiles = (
+        "the walk starts too early: start is a number of queries, not of tiles. Which is the first "
+        "query of tile pid_n * BLOCK_N // BLOCK_M?"
+    )
+    check_bytes("dkdv", counted, **tiles, hint=hint, in_tiles=in_tiles)

@@ -92,13 +92,26 @@ class _Diagonal(torch.autograd.Function):
         return ctx.saved_tensors[0] * dp
 
 
+class _PlainMean(_Diagonal):
+    """Another wrong gradient, which is right where all logits of a row are equal."""
+
+    @staticmethod
+    def backward(ctx, dp):
+        return ctx.saved_tensors[0] * (dp - dp.mean(dim=-1, keepdim=True))
+
+
 def _check_is_right(is_right):
-    for right, function in ((True, lambda s: torch.softmax(s, dim=-1)), (False, _Diagonal.apply)):
-        said = f"is_right of a softmax whose gradient is {'right' if right else 'p * dp, which is wrong'}"
+    for right, function, gradient in (
+        (True, lambda s: torch.softmax(s, dim=-1), "right"),
+        (False, _Diagonal.apply, "p * dp, which is wrong"),
+        (False, _PlainMean.apply, "p * (dp - dp.mean()) in every row, which is wrong"),
+    ):
+        said = f"is_right of a softmax whose gradient is {gradient}"
         seen = []
 
         def watched(s, function=function, seen=seen):
-            seen.append((s.dtype, s.requires_grad))
+            equal = torch.allclose(s, s[..., :1].expand_as(s), atol=1e-4)
+            seen.append((s.dtype, s.requires_grad, equal))
             return function(s)
 
         with warnings.catch_warnings():
@@ -116,4 +129,10 @@ def _check_is_right(is_right):
         if seen[0][0] != torch.float64:
             reject(f"{said}: the logits are {seen[0][0]}: finite differences need torch.float64")
         if verdict is not right:
-            reject(f"{said}: expected {right}, got {verdict!r}")
+            equal = verdict is True and seen[0][2]
+            why = (
+                ". Equal logits hide it: the weights are equal too. Take random ones"
+                if equal
+                else ""
+            )
+            reject(f"{said}: expected {right}, got {verdict!r}{why}")

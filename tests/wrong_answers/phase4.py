@@ -23,6 +23,7 @@ WRONG = {
             "dp comes back as it came",
         ),
         Wrong("fp32", {"dtype=torch.float64, requires_grad": "requires_grad"}, "finite differences need torch.float64"),
+        Wrong("equal logits", {"s = torch.randn(3, 5,": "s = torch.zeros(3, 5,"}, "Equal logits hide it"),
         Wrong("it raises", {", raise_exception=False": ""}, "it raises gradcheck's error"),
         Wrong("no gradient asked for", {", requires_grad=True": ""}, "does the input require a gradient?"),
         Wrong(
@@ -142,6 +143,11 @@ WRONG = {
             "start in queries",
             {"pid_n * BLOCK_N // BLOCK_M * BLOCK_M": "pid_n * BLOCK_M"},
             "the first query is pid_n * BLOCK_N",
+        ),
+        Wrong(
+            "start in tiles",
+            {"pid_n * BLOCK_N // BLOCK_M * BLOCK_M": "pid_n * BLOCK_N // BLOCK_M"},
+            "start is a number of queries, not of tiles",
         ),
         Wrong("head of the group alone", {"h = h_kv * group + g": "h = g"}, "begin at h_kv * group"),
         Wrong(
