@@ -147,7 +147,7 @@ def _tflops(record, seq, ours, title, alt=None, ceiling=None) -> None:
         label, tflops = ceiling
         over = np.arange(len(cases)) - width  # our bars alone
         look = dict(color="black", linestyle="--", linewidth=1.2, label=label)
-        ax.hlines(tflops, over - width / 2, over + width / 2, **look)
+        ax.hlines([tflops] * len(cases), over - width / 2, over + width / 2, **look)
     ax.set_xticks(
         range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases]
     )
