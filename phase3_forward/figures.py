@@ -170,8 +170,14 @@ def causal_tiles(
     style.use()
     widths = [seq_k for _, seq_k in sizes]
     fig, axes = plt.subplots(
-        1, len(sizes), figsize=(8.6, 4), layout="constrained", width_ratios=widths
+        1,
+        len(sizes),
+        figsize=(8.6 if len(sizes) > 1 else 5.2, 4),
+        layout="constrained",
+        width_ratios=widths,
+        squeeze=False,
     )
+    axes = axes[0]
     tallest = max(seq_q for seq_q, _ in sizes)
     for ax, (seq_q, seq_k) in zip(axes, sizes, strict=True):
         for start_m in range(0, seq_q, block_m):
@@ -207,11 +213,12 @@ def causal_tiles(
     handles.append(
         plt.Line2D([], [], color=COLORS["ink"], linewidth=1.5, label="keys to the left are visible")
     )
-    fig.legend(handles=handles, loc="outside lower center", ncols=4)
+    fig.legend(handles=handles, loc="outside lower center", ncols=4 if len(sizes) > 1 else 2)
+    lengths = ", ".join(f"{seq_q} queries and {seq_k} keys" for seq_q, seq_k in sizes)
     style.show(
         fig,
-        "S cut into tiles, for three pairs of lengths. Tiles below the diagonal are full, those on it partial, those "
-        "above it skipped; with more queries than keys whole rows of tiles are full.",
+        f"S cut into tiles of {block_m} queries and {block_n} keys, for {lengths}. Tiles below the diagonal are full, "
+        "those that it crosses partial, those above it skipped; rows of tiles below the last key's are full.",
     )
 
 
