@@ -49,7 +49,7 @@ def check(answer):
     )
     require_verified("NaN all around", fn, q, k, v, enable_gqa=True)
     _require_wide_offsets(fn)
-    return "6 heads on 2, 6 on 3, 4 on 1, 4 on 4; four layouts; keys 2^31 elements apart"
+    return "6 heads on 2, 6 on 3, 4 on 1, 4 on 4; four layouts; batches and heads of keys 2^31 elements apart"
 
 
 def _require_heads(what, o, lse, q, k, v, group):
@@ -123,23 +123,29 @@ def _other_head(me, right, head, name):
 
 
 def _require_wide_offsets(fn):
-    """Keys whose batches lie 2^30 elements apart: a file of which only the touched pages exist."""
+    """Keys whose batches, then heads, lie 2^30 elements apart: a file of which only the touched pages exist."""
     if not runtime.INTERPRETED:
         return  # it would take gigabytes of GPU memory
-    q, k, v = make_qkv(3, 1, 8, 16)
-    expected = fn(q, k, v, enable_gqa=True)[0]
-    with tempfile.TemporaryDirectory() as folder:
-        # An offset that wraps to -2^31 lands at the beginning of the file, on zeros.
-        memory = torch.from_file(
-            str(Path(folder, "sparse")), shared=True, size=2**32 + 2**20, dtype=FP16
-        )
-        far = [
-            memory.as_strided(t.shape, (2**30, *t.stride()[1:]), 2**31 + n * 2**10)
-            for n, t in enumerate((k, v))
-        ]
-        for t, source in zip(far, (k, v), strict=True):
-            t.copy_(source)
-        if not torch.equal(fn(q, *far, enable_gqa=True)[0], expected):
-            reject(
-                "batches 2^30 elements apart: the third is not found. Is the program's number widened to 64 bits?"
+    far_apart = {
+        "batches 2^30 elements apart: the third is not found. Is the program's number widened to 64 bits?": (
+            make_qkv(3, 1, 8, 16),
+            (2**30, 8 * 16),
+        ),
+        "heads 2^30 elements apart: the third is not found. Is the number of the key head widened to 64 bits, before "
+        "it meets the stride?": (make_qkv(1, 3, 8, 16), (3 * 2**30, 2**30)),
+    }
+    for message, ((q, k, v), strides) in far_apart.items():
+        expected = fn(q, k, v, enable_gqa=True)[0]
+        with tempfile.TemporaryDirectory() as folder:
+            # An offset that wraps to -2^31 lands at the beginning of the file, on zeros.
+            memory = torch.from_file(
+                str(Path(folder, "sparse")), shared=True, size=2**32 + 2**20, dtype=FP16
             )
+            far = [
+                memory.as_strided(t.shape, (*strides, 16, 1), 2**31 + n * 2**10)
+                for n, t in enumerate((k, v))
+            ]
+            for t, source in zip(far, (k, v), strict=True):
+                t.copy_(source)
+            if not torch.equal(fn(q, *far, enable_gqa=True)[0], expected):
+                reject(message)

@@ -7,7 +7,8 @@ then the query head, then the batch. Everything after the first lines of the ker
 Write these lines: pid_m, the tile of queries that this program computes, and the pointers q_ptr, k_ptr, v_ptr, o_ptr
 moved to the beginning of its head, lse_ptr to the beginning of its row. stride_q, stride_k, stride_v and stride_o hold
 four strides each, in elements, for the axes batch, head, seq, head_dim, and may be anything: nothing is contiguous but
-lse (batch, heads_q, seq_q). Keys and values may lie more than 2^31 elements apart. Phase 2's
+lse (batch, heads_q, seq_q). Batches, and heads, of keys and values may lie more than 2^31 elements apart. An lse of
+more than 2^31 rows needs 64 bits for the same reason; the check does not try one. Phase 2's
 `head_base` does this for one tensor. It is what you are about to write, so leave it aside.
 
 Notebook: phase3_forward/forward.ipynb, sections 3.1 to 3.4.

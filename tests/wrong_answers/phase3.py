@@ -10,6 +10,11 @@ WRONG = {
         Wrong(
             "offsets of 32 bits", {"(tl.program_id(0) // tiles_m).to(tl.int64)": "tl.program_id(0) // tiles_m"}, "64"
         ),
+        Wrong(
+            "the head's number is left at 32 bits",
+            {"pid_bh // heads_q, pid_bh % heads_q": ("pid_bh // heads_q, tl.program_id(0) // tiles_m % heads_q")},
+            "heads 2^30 elements apart: the third is not found",
+        ),
         Wrong("the batch stride of k is forgotten", {"k_ptr += b * stride_k[0] + ": "k_ptr += "}, "batch"),
         Wrong(
             "v with k's strides",
