@@ -66,16 +66,66 @@ def _check_kind(answer):
 
 def _check_loop_bounds(answer):
     right, got = _all_bounds(bottom_right), [tuple(answer.loop_bounds(*row)) for row in ROWS]
+    if not all(isinstance(bound, int) for pair in got for bound in pair):
+        reject("loop_bounds: expected integers, as a loop counts with them: divide with //")
+    if got == [(full, end - full) for full, end in right]:
+        reject("loop_bounds: the end counts all tiles that are visited, the full ones too")
     for row, actual, expected in zip(ROWS, got, right, strict=True):
         if actual != expected:
             call = f"loop_bounds{row} is {actual}, counting says {expected}"
             _name_mistake(got, _all_bounds, call)
-            why = f"; there are {math.ceil(row[4] / row[2])} tiles of keys"
-            if expected == (0, 0):
-                why = ": none of its queries sees a key. Can an end be negative?"
-            reject(call + why)
-    if not all(isinstance(bound, int) for pair in got for bound in pair):
-        reject("loop_bounds: expected integers, as a loop counts with them: divide with //")
+            seen = ": none of its queries sees a key. " if expected == (0, 0) else ": "
+            reject(call + seen + _consequence(row, actual, expected))
+
+
+def _consequence(row, actual, expected):
+    """What a walk with these bounds gets wrong, or does for nothing."""
+    tiles = math.ceil(row[4] / row[2])
+    if min(actual) < 0:
+        return "Can either bound be negative?"
+    if max(actual) > tiles:
+        return f"there are {tiles} tiles of keys, and the walk goes past them"
+    (full, end), (right_full, right_end) = actual, expected
+    wrong = (_walk(row, actual) - _walk(row, expected)).abs().amax(dim=1) > 1e-6
+    first = f"attention is wrong, first in query {row[0] * row[1] + int(wrong.int().argmax())}"
+    if full > right_full:
+        return f"{_tiles(right_full, full)} walked without a mask, though not all pairs are visible: {first}"
+    if max(full, end) < right_end:
+        return f"{_tiles(max(full, end), right_end)} not visited: {first}"
+    if end < full:
+        return "the end counts all tiles that are visited, the full ones too"
+    if full < right_full:
+        return f"attention is right, but {_tiles(full, right_full)} masked for nothing"
+    return f"attention is right, but {_tiles(right_end, end)} visited for nothing"
+
+
+def _tiles(first, end):
+    return f"tile {first} is" if end == first + 1 else f"tiles {first} to {end - 1} are"
+
+
+def _walk(row, bounds):
+    """Attention of one row of tiles, on made-up logits: a loop without a mask, then one with it."""
+    tile_m, block_m, block_n, seq_q, seq_k = row
+    i = torch.arange(tile_m * block_m, min(seq_q, (tile_m + 1) * block_m))[:, None]
+    j = torch.arange(math.ceil(seq_k / block_n) * block_n)
+    generator = torch.Generator().manual_seed(0)
+    s = torch.randn(len(i), len(j), generator=generator, dtype=torch.float64)
+    v = torch.randn(len(j), 8, generator=generator, dtype=torch.float64)
+    s[:, seq_k:], v[seq_k:] = 0, 0  # as load_tile fills the last tile
+    l, acc = (
+        torch.zeros(len(i), 1, dtype=torch.float64),
+        torch.zeros(len(i), 8, dtype=torch.float64),
+    )
+    full, end = bounds
+    for n in range(full):
+        keys = slice(n * block_n, (n + 1) * block_n)
+        p = s[:, keys].exp()
+        l, acc = l + p.sum(dim=1, keepdim=True), acc + p @ v[keys]
+    for n in range(full, end):
+        keys = slice(n * block_n, (n + 1) * block_n)
+        p = s[:, keys].exp() * bottom_right(i, j[keys], seq_q, seq_k)
+        l, acc = l + p.sum(dim=1, keepdim=True), acc + p @ v[keys]
+    return acc / torch.where(l == 0, 1.0, l)
 
 
 def _name_mistake(got, of_rule, call):

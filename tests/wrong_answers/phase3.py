@@ -87,7 +87,37 @@ WRONG = {
             {"    seen_by_first =": "    raise NotImplementedError\n    seen_by_first ="},
             "kind is right; loop_bounds is still to be written (line",
         ),
-        Wrong("the end is negative", {"(max(0, seen_by_last) +": "(seen_by_last +"}, "Can an end be negative?"),
+        Wrong("the end is negative", {"(max(0, seen_by_last) +": "(seen_by_last +"}, "Can either bound be negative?"),
+        Wrong(
+            "full is negative",
+            {"full = max(0, seen_by_first)": "full = seen_by_first"},
+            "Can either bound be negative?",
+        ),
+        Wrong(
+            "full is rounded up",
+            {"max(0, seen_by_first) // block_n": "(max(0, seen_by_first) + block_n - 1) // block_n"},
+            "walked without a mask, though not all pairs are visible: attention is wrong, first in query",
+        ),
+        Wrong(
+            "all tiles are masked",
+            {"full = max(0, seen_by_first) // block_n": "full = 0"},
+            "attention is right, but tile 0 is masked for nothing",
+        ),
+        Wrong(
+            "the end is rounded down",
+            {"(max(0, seen_by_last) + block_n - 1) // block_n": "max(0, seen_by_last) // block_n"},
+            "not visited: attention is wrong, first in query",
+        ),
+        Wrong(
+            "the end counts the partial tiles alone",
+            {"    return full, end": "    return full, end - full"},
+            "the end counts all tiles that are visited",
+        ),
+        Wrong(
+            "a tile past the diagonal is visited",
+            {"    return full, end": "    return full, min(end + 1, (seq_k + block_n - 1) // block_n)"},
+            "visited for nothing",
+        ),
         Wrong("the diagonal is not visited", {"- seq_q + 1": "- seq_q"}, "loop_bounds: the diagonal is hidden"),
         Wrong(
             "top-left bounds",
