@@ -124,8 +124,16 @@ def _require_merged(what, o_got, lse_got, o_parts, lse_parts):
     shifted = torch.exp(lse_parts - torch.where(largest == -INF, 0.0, largest))[..., None]
     undivided, weights = (shifted * o_parts).sum(dim=0), shifted.sum(dim=0)
     mean, total = o_parts.mean(dim=0), o_parts.sum(dim=0)
-    no_acc, no_l, neither = (
-        _without_rescale(o_parts, lse_parts, *kept) for kept in (("acc",), ("l",), ("acc", "l"))
+    no_acc, no_l, neither, unweighted, o_unweighted, l_unweighted = (
+        _merged_without(o_parts, lse_parts, *left_out)
+        for left_out in (
+            ("alpha of acc",),
+            ("alpha of l",),
+            ("alpha of acc", "alpha of l"),
+            ("weight of acc", "weight of l"),
+            ("weight of acc",),
+            ("weight of l",),
+        )
     )
     mistakes = {
         "this is the mean of the parts: a part weighs exp(lse_a - lse)": mean,
@@ -135,6 +143,9 @@ def _require_merged(what, o_got, lse_got, o_parts, lse_parts):
         "the old accumulator is not rescaled when the maximum grows": no_acc,
         "the old sum l_i is not rescaled when the maximum grows": no_l,
         "neither l_i nor acc is rescaled when the maximum grows": neither,
+        "every part is added with weight 1: a part weighs exp(lse_a - m_i)": unweighted,
+        "o of a part is added to acc without its weight exp(lse_a - m_i)": o_unweighted,
+        "every part adds 1 to l_i: it adds its weight exp(lse_a - m_i)": l_unweighted,
     }
     right = undivided / torch.where(weights == 0, 1.0, weights)
     require(f"{what}o", o_got, right, mistakes=mistakes)
@@ -147,15 +158,21 @@ def _require_merged(what, o_got, lse_got, o_parts, lse_parts):
     require(f"{what}lse", lse_got, lse, mistakes=mistakes)
 
 
-def _without_rescale(o_parts, lse_parts, *kept):
-    """The merged o when acc, l or both are left as they are while the maximum grows."""
+def _merged_without(o_parts, lse_parts, *left_out):
+    """The merged o when some factors are left out, so that 1 stands in their place."""
     m = torch.full_like(lse_parts[0], -INF)
     l, acc = torch.zeros_like(m), torch.zeros_like(o_parts[0])
     for o, part in zip(o_parts, lse_parts, strict=True):
         new = torch.maximum(m, part)
         shift = torch.where(new == -INF, 0.0, new)
         alpha, weight = torch.exp(m - shift), torch.exp(part - shift)
-        l = (1.0 if "l" in kept else alpha) * l + weight
-        acc = (1.0 if "acc" in kept else alpha[..., None]) * acc + weight[..., None] * o
+        one = torch.ones_like(m)
+        factors = {"alpha": alpha, "weight": weight}
+        of_l, of_acc = (
+            {name: one if f"{name} of {what}" in left_out else f for name, f in factors.items()}
+            for what in ("l", "acc")
+        )
+        l = of_l["alpha"] * l + of_l["weight"]
+        acc = of_acc["alpha"][..., None] * acc + of_acc["weight"][..., None] * o
         m = new
     return acc / torch.where(l == 0, 1.0, l)[..., None]

@@ -277,6 +277,24 @@ WRONG = {
         Wrong(
             "lse in fp16", {"m_i + tl.log(l_safe)": "(m_i + tl.log(l_safe)).to(tl.float16)"}, "rounded to torch.float16"
         ),
+        Wrong(
+            "a small number is added to l",
+            {"l_safe = tl.where(l_i == 0.0, 1.0, l_i)": "l_safe = l_i + 1e-6"},
+            "Is something added to l?",
+        ),
+        Wrong(
+            "rows without a key are not stored",
+            {
+                "seq_q, HEAD_DIM, o)": "tl.where(l_i > 0, seq_q, 0), HEAD_DIM, o)",
+                "lse, mask=offs_m < seq_q": "lse, mask=(offs_m < seq_q) & (l_i > 0)",
+            },
+            "o: the rows that saw no key are never stored",
+        ),
+        Wrong(
+            "the lse of rows without a key is not stored",
+            {"lse, mask=offs_m < seq_q": "lse, mask=(offs_m < seq_q) & (l_i > 0)"},
+            "lse: the rows that saw no key are never stored",
+        ),
         Wrong("sums along columns", {"o = acc / l_safe[:, None]": "o = acc / l_safe"}, "l_i[:, None] is a column"),
     ],
     "split_kv": [
@@ -315,6 +333,18 @@ WRONG = {
             {"l_i = alpha * l_i + weight": "l_i = l_i + weight", "alpha[:, None] * acc + weight": "acc + weight"},
             "neither l_i nor acc is rescaled",
         ),
+        Wrong("no part has a weight", {"tl.exp(lse_part - shift)": "tl.exp(0.0 * l_i)"}, "added with weight 1"),
+        Wrong(
+            "the values of a part have no weight",
+            {"weight[:, None] * o_part": "o_part"},
+            "o of a part is added to acc without its weight",
+        ),
+        Wrong(
+            "equal weights for all parts",
+            {"tl.exp(m_i - shift), tl.exp(lse_part - shift)": "tl.exp(0.0 * l_i), tl.exp(0.0 * l_i)"},
+            "this is the mean of the parts",
+        ),
+        Wrong("every part counts once in l", {"alpha * l_i + weight": "alpha * l_i + 1.0"}, "every part adds 1 to l_i"),
         Wrong("no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "exp(-inf - -inf)"),
         Wrong("no maximum", {"m_new = tl.maximum(m_i, lse_part)": "m_new = tl.zeros_like(m_i)"}, "exp(-inf - -inf)"),
         Wrong("acc is not rescaled", {"alpha[:, None] * acc + weight": "acc + weight"}, "accumulator is not rescaled"),
