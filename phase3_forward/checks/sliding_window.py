@@ -2,12 +2,17 @@
 loaded.
 """
 
-import contextlib
 import math
-from unittest import mock
 
 from common import make_qkv, runtime
-from common.learn.judge import guarded, misread, reject, require, tiles_of
+from common.learn.judge import (
+    guarded,
+    masked_loads_undefined,
+    misread,
+    reject,
+    require,
+    tiles_of,
+)
 from common.measure import traffic
 from phase3_forward.checks import BF16, FP16, FP32, indices, verify_masked
 
@@ -197,30 +202,6 @@ def _wrong_keys(q, k, v, before, window):
         mask = (there <= i) & (i - there < window) & (there < end)
         mistakes[f"keys from seq_k on are visible{how}"] = _masked_attention(q, *behind, mask)
     return mistakes
-
-
-@contextlib.contextmanager
-def masked_loads_undefined():
-    """Loads that are masked and have no `other` find NaN, not the interpreter's zeros: a GPU
-    promises neither.
-    """
-    if not runtime.INTERPRETED:
-        yield
-        return
-    from triton.runtime.interpreter import TensorHandle
-    from triton.runtime.interpreter import interpreter_builder as builder
-
-    load = builder.create_masked_load
-
-    def undefined(ptrs, mask, other, *args, **kwargs):
-        dtype = ptrs.get_element_ty()
-        if other is None and dtype.is_floating():
-            zeros = load(ptrs, TensorHandle(mask.data & False, mask.dtype), None, *args, **kwargs)
-            other = TensorHandle(zeros.data + zeros.data.dtype.type("nan"), dtype)
-        return load(ptrs, mask, other, *args, **kwargs)
-
-    with mock.patch.object(builder, "create_masked_load", undefined):
-        yield
 
 
 def _masked_attention(q, k, v, mask):
