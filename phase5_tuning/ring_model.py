@@ -9,8 +9,9 @@
     run(program, [x0, x1, x2])             # what each of three ranks returns
 
 Each rank is a thread, and one thread runs at a time. A send is done when the next rank has started
-the receive that matches it: the n-th send of a rank belongs to the n-th receive of the next. So it
-is with `isend` and `irecv` over NCCL.
+the receive that matches it: the n-th send of a rank belongs to the n-th receive of the next. Transfers
+are independent of one another, as with `isend` and `irecv` over gloo. Over NCCL a send and a receive
+that are started apart may wait for one another; `batch_isend_irecv` starts them as one group.
 """
 
 import threading
@@ -83,10 +84,14 @@ class Rank:
         self._ring.look_again()
         return self.receives[-1]
 
-    def attend(self, q: torch.Tensor, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o, lse) of q (seq_q, head_dim) over keys and values kv (2, seq_k, head_dim), in fp32."""
+    def attend(self, q, kv, is_causal=False) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o, lse) of q (seq_q, head_dim) over keys and values kv (2, seq_k, head_dim), in fp32; under
+        a causal mask query i sees the keys 0 to i of these.
+        """
         self.log.append(("computed", "attend"))
         s = q @ kv[0].T / q.shape[1] ** 0.5
+        if is_causal:
+            s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), float("-inf"))
         lse = torch.logsumexp(s, dim=1)
         return torch.exp(s - lse[:, None]) @ kv[1], lse
 

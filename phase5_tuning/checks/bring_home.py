@@ -61,6 +61,9 @@ def _check_result(what, number, inputs, dq, dkv):
         mistakes[
             "a rank has added up its own terms, of all keys: the sum must go where its keys go"
         ] = sum(terms((number - 1) % len(inputs), keys)[1] for keys in ranks)
+        mistakes[
+            "these are the rank's own terms, of all keys: the sum must go where its keys go"
+        ] = sum(terms(number, keys)[1] for keys in ranks)
     require(f"{what}: dq", dq, sum(of_queries), mistakes=dq_mistakes, rtol=1e-4, atol=1e-4)
     single = [terms(query, number)[1] for query in ranks]
     alike = isinstance(dkv, torch.Tensor) and dkv.shape == sums[number].shape

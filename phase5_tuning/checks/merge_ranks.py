@@ -108,6 +108,9 @@ def _require(what, got, right, mine, part, dtype):
         o_mistakes["o is rounded to 16 bits: o and the weights are fp32, only o_part is not"] = (
             w * o_mine.to(dtype) + w_part * o_part
         )
+        o_mistakes["o and the weights are rounded to 16 bits: only o_part is not fp32"] = w.to(
+            dtype
+        ) * o_mine.to(dtype) + w_part.to(dtype) * o_part.to(dtype)
         o_mistakes["the weights are rounded to 16 bits: they come from lse, which is fp32"] = (
             w * o_mine + w_part.to(dtype) * o_part.to(dtype)
         )

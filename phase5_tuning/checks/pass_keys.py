@@ -60,12 +60,15 @@ def _why_stuck(ring):
 
 
 def require_meanwhile(ranks, rank, computed, what, kinds=1, first=0):
-    """Rejects a step, from `first` on, in which fewer than `kinds` transfers are under way."""
-    step, open_ends = 0, 0
+    """Rejects a step, from `first` on, in which fewer than `kinds` sends or receives are under way."""
+    step, under_way = 0, dict(send=0, receive=0)
     for event, of in rank.log:
-        open_ends += (event == "receive") - (event == "waited" and of == "receive")
-        if of == computed:
-            if first <= step < ranks - 1 and open_ends < kinds:
+        if event in under_way:
+            under_way[event] += 1
+        elif event == "waited":
+            under_way[of] -= 1
+        else:
+            if first <= step < ranks - 1 and min(under_way.values()) < kinds:
                 reject(
                     f"{ranks} ranks: in step {step} rank {rank.number} computes while {what} stand still: start "
                     "both transfers before, and wait for them after"

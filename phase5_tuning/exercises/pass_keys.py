@@ -3,7 +3,7 @@
 A sequence lies on a ring of ranks. This rank has its queries, and its keys and values. Its queries must meet the keys
 of all ranks. In each step it attends to the keys that are here; meanwhile they go on to the next rank, and those of the
 rank before arrive. The ranks of this exercise are threads (phase5_tuning/ring_model.py): their messages behave as over
-NCCL, and a deadlock or a race is an error that names itself.
+gloo, and a deadlock or a race is an error that names itself.
 
     rank.number, rank.ranks     which rank this is, and of how many
     rank.send(x)                starts to send x to the next rank. Its result's wait() returns once the next rank has

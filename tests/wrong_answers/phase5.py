@@ -834,6 +834,14 @@ WRONG = {
             },
             "start both, then wait",
         ),
+        Wrong(
+            "its send starts after the products",
+            {
+                "sending, coming = rank.send(kv), rank.receive()": "coming = rank.receive()",
+                "            sending.wait()\n": "            rank.send(kv).wait()\n",
+            },
+            "computes while the keys stand still",
+        ),
         Wrong("sent in the last step too", {"last = step + 1 == rank.ranks": "last = False"}, "nobody needs its keys"),
         Wrong("its own keys again", {"            kv = coming.wait()": "            coming.wait()"}, "again and again"),
         Wrong(
@@ -898,6 +906,17 @@ WRONG = {
                 "rank.send(dkv)": "rank.send(total)",
             },
             "changed the tensor of its send",
+        ),
+        Wrong(
+            "its sends start after the products",
+            {
+                "sending, coming = rank.send(kv), rank.receive()": "coming = rank.receive()",
+                "        dq_part, dkv = rank.gradients(q, kv, o, lse, do)\n": (
+                    "        dq_part, dkv = rank.gradients(q, kv, o, lse, do)\n"
+                    "        if not last:\n            sending = rank.send(kv)\n"
+                ),
+            },
+            "computes while the keys stand still",
         ),
         Wrong(
             "the sum stays with its queries",
