@@ -112,7 +112,7 @@ def lanes(cases: Mapping[str, tuple[float, float]], ranks: int) -> None:
             at += max(products, moving)
         ax.set(title=title, yticks=[0.5, 1.5], yticklabels=["transfer", "products"], ylim=(0, 2))
         ax.grid(False)
-        ax.set(xlabel="time (products of a step = 1)")
+        ax.set(xlabel="time (products of a step on the left = 1)")
         said.append(f"{title}: {at:g} units of time, of which products {ranks * products:g}")
     style.show(fig, alt=f"Two lanes, products and transfers, of {ranks} steps. {'; '.join(said)}.")
 

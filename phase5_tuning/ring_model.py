@@ -63,12 +63,13 @@ class Transfer:
 class Rank:
     """One rank: `number` of `ranks`, two ends of messages, and what its GPU computes.
 
-    log: ("send", ""), ("waited", "receive"), ("computed", "attend") and so on, in order.
+    log: ("send", ""), ("waited", "receive"), ("computed", "attend") and so on, in order. attended:
+    (queries, keys) of each `attend`.
     """
 
     def __init__(self, ring: "_Ring", number: int, ranks: int):
         self._ring, self.number, self.ranks = ring, number, ranks
-        self.sends, self.receives, self.log = [], [], []
+        self.sends, self.receives, self.log, self.attended = [], [], [], []
 
     def send(self, x: torch.Tensor) -> Transfer:
         """Start to send x to the next rank. x must not change before `wait` has returned."""
@@ -89,6 +90,7 @@ class Rank:
         a causal mask query i sees the keys 0 to i of these.
         """
         self.log.append(("computed", "attend"))
+        self.attended.append((len(q), kv.shape[1]))
         s = q @ kv[0].T / q.shape[1] ** 0.5
         if is_causal:
             s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), float("-inf"))

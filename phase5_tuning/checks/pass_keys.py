@@ -18,7 +18,7 @@ def check(answer):
             _check_result(f"{ranks} ranks: rank {rank.number}", rank.number, inputs, o, lse)
         for rank in ring:
             require_meanwhile(ranks, rank, "attend", "the keys")
-            _check_sends(rank)
+            check_sends(rank)
     return "1 to 5 ranks: right, nobody waits for ever, keys travel while ranks attend"
 
 
@@ -76,7 +76,7 @@ def require_meanwhile(ranks, rank, computed, what, kinds=1, first=0):
             step += 1
 
 
-def _check_sends(rank):
+def check_sends(rank):
     if len(rank.sends) > rank.ranks - 1:
         reject(
             f"{rank.ranks} ranks: each rank sends {len(rank.sends)} times. In the last step nobody needs its "

@@ -884,6 +884,50 @@ WRONG = {
             "expected a pair of ints",
         ),
     ],
+    "causal_ring": [
+        Wrong("keys of the next rank", {"(rank.number - step)": "(rank.number + step)"}, "(number - step) % ranks"),
+        Wrong(
+            "no mask at all",
+            {
+                "rank.attend(q, kv, True)": "rank.attend(q, kv)",
+                "elif source < rank.number:": "else:",
+                "rank.attend(q, kv[:, early])": "rank.attend(q, kv)",
+                "        else:\n            merge_(o[late], lse[late], *rank.attend(q[late], kv))\n": "",
+            },
+            "there is no mask",
+        ),
+        Wrong(
+            "everybody else's keys are seen",
+            {
+                "elif source < rank.number:": "else:",
+                "rank.attend(q, kv[:, early])": "rank.attend(q, kv)",
+                "        else:\n            merge_(o[late], lse[late], *rank.attend(q[late], kv))\n": "",
+            },
+            "all keys of other ranks are seen",
+        ),
+        Wrong(
+            "a copy of the rows",
+            {
+                "merge_(o[late], lse[late], *rank.attend(q[late], kv))": (
+                    "merge_(o[late].clone(), lse[late].clone(), *rank.attend(q[late], kv))"
+                )
+            },
+            "its own keys alone",
+        ),
+        Wrong("late keys of a rank before", {"kv[:, early]": "kv[:, late]"}, "elements are wrong"),
+        Wrong(
+            "rows that see nothing",
+            {
+                "merge_(o[late], lse[late], *rank.attend(q[late], kv))": (
+                    "part = rank.attend(q, kv)\n            merge_(o[late], lse[late], part[0][late], part[1][late])"
+                )
+            },
+            "chunks among them that see nothing",
+        ),
+        Wrong(
+            "keys sent in the last step too", {"step + 1 == rank.ranks": "step == rank.ranks"}, "nobody needs its keys"
+        ),
+    ],
     "bring_home": [
         Wrong(
             "no way home",

@@ -1,0 +1,95 @@
+"""Runs an answer on causal rings of 1 to 5 ranks: results, work of each step, and what travels meanwhile."""
+
+from common.learn.judge import reject, require
+from phase5_tuning.checks.pass_keys import check_sends, played, require_meanwhile
+
+import torch
+
+ROWS = 3  # of a chunk
+
+
+def check(answer):
+    for ranks in (2, 1, 3, 4, 5):
+        q, kv = _whole(ranks)
+        rows = [_rows(rank, ranks) for rank in range(ranks)]
+        inputs = [(q[of], kv[:, of]) for of in rows]
+        got, ring = played(
+            f"{ranks} ranks", lambda rank, of: answer.forward(rank, *of), inputs, "(o, lse)"
+        )
+        for rank, (o, lse) in zip(ring, got, strict=True):
+            _check_result(ranks, rank.number, rows, q, kv, o, lse)
+        for rank in ring:
+            _check_work(rank)
+            require_meanwhile(ranks, rank, "attend", "the keys")
+            check_sends(rank)
+    return "1 to 5 ranks: right, every step has the same work, keys travel while ranks attend"
+
+
+def _whole(ranks):
+    generator = torch.Generator().manual_seed(ranks)
+    q, k, v = torch.randn(3, 2 * ranks * ROWS, 4, generator=generator)
+    return q, torch.stack((k, v))
+
+
+def _rows(rank, ranks):
+    chunks = torch.arange(2 * ranks * ROWS).split(ROWS)
+    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
+
+
+def _check_work(rank):
+    pairs = [queries * keys for queries, keys in rank.attended]
+    expected = [4 * ROWS**2] + [2 * ROWS**2] * (rank.ranks - 1)
+    if len(pairs) == len(expected) and pairs != expected:
+        step = next(
+            i for i, (n, right) in enumerate(zip(pairs, expected, strict=True)) if n != right
+        )
+        queries, keys = rank.attended[step]
+        reject(
+            f"{rank.ranks} ranks: in step {step} rank {rank.number} attends with {queries} rows of queries to {keys} "
+            f"of keys, of {2 * ROWS} each: are there chunks among them that see nothing?"
+        )
+
+
+def _attended(q, kv, mask):
+    s = (q @ kv[0].T / q.shape[1] ** 0.5).masked_fill(~mask, float("-inf"))
+    lse = torch.logsumexp(s, 1)
+    shift = lse.masked_fill(lse.isinf(), 0.0)
+    return torch.exp(s - shift[:, None]) @ kv[1], lse
+
+
+def _check_result(ranks, number, rows, q, kv, o, lse):
+    what, mine = f"{ranks} ranks: rank {number}", rows[number]
+    keys = torch.arange(len(q))
+    right = _attended(q[mine], kv, mine[:, None] >= keys)
+
+    def seen(source_of):
+        """The mask if the keys of a step are taken for those of `source_of(step)`."""
+        mask = torch.zeros(len(mine), len(q), dtype=torch.bool)
+        for step in range(ranks):
+            actual, believed = (number - step) % ranks, source_of(step)
+            if believed == number:
+                block = torch.ones(len(mine), len(mine), dtype=torch.bool).tril()
+            else:
+                block = torch.zeros(len(mine), len(mine), dtype=torch.bool)
+                if believed < number:
+                    block[:, :ROWS] = True
+                else:
+                    block[ROWS:] = True
+            mask[:, rows[actual]] = block
+        return mask
+
+    own = torch.zeros(len(mine), len(q), dtype=torch.bool)
+    own[:, mine] = torch.ones(len(mine), len(mine), dtype=torch.bool).tril()
+    masks = {
+        "these are its own keys alone": own,
+        "there is no mask": torch.ones(len(mine), len(q), dtype=torch.bool),
+        "all keys of other ranks are seen": own | ~torch.isin(keys, mine)[None, :],
+        "the keys of a step are those of rank (number - step) % ranks: they have come from the rank before": seen(
+            lambda step: (number + step) % ranks
+        ),
+    }
+    truth = mine[:, None] >= keys
+    wrong = {s: _attended(q[mine], kv, m) for s, m in masks.items() if not torch.equal(m, truth)}
+    for i, name, got in ((1, "lse", lse), (0, "o", o)):
+        mistakes = {sentence: of[i] for sentence, of in wrong.items()}
+        require(f"{what}: {name}", got, right[i], mistakes=mistakes, rtol=1e-4, atol=1e-4)
