@@ -95,7 +95,7 @@ def data_flow() -> None:
 
     _box(right, 0.3, 0.9, 15.8, 2.6)
     center = {n: tiled(x, n, chosen) for n, x, chosen in (("Q", 2.2, 1), ("O", 14.2, 1))}
-    center |= {n: tiled(x, n, None) for n, x in dict(K=5.35, V=7.85).items()}
+    center |= {n: tiled(x, n, None) for n, x in dict(K=5.35, V=11.3).items()}
     for x, width, name, tint in (
         (2.15, 1.3, "Q", "q"),
         (5.3, 1.3, "S", "s"),
@@ -110,9 +110,9 @@ def data_flow() -> None:
     _arrow(right, (center["V"], 5.3), (center["V"], 2.9))
     look = dict(arrowstyle="-|>", mutation_scale=11, lw=1.3, color=INK)
     bend = "arc3,rad=0.75"
-    right.add_patch(FancyArrowPatch((9.3, 5.5), (9.3, 8.7), connectionstyle=bend, **look))
-    text = "all tiles,\nonce for each\ntile of queries"
-    right.text(10.75, 7.1, text, va="center", size=8.5, color=INK)
+    right.add_patch(FancyArrowPatch((6.8, 5.5), (6.8, 8.7), connectionstyle=bend, **look))
+    text = "all tiles of\nK and V, once\nfor each tile\nof queries"
+    right.text(8.1, 7.1, text, va="center", size=8, color=INK)
     _arrow(right, (center["O"], 2.15), (center["O"], 7.1), COLORS["bad"])
     right.plot([13.1, center["O"]], [2.15, 2.15], color=COLORS["bad"], lw=1.3)
     style.show(

@@ -134,6 +134,12 @@ _WRONG_UPDATES = {
     ),
     "it is not divided by l' at every visit": lambda o, l, new, alpha, pv: alpha * l * o + pv,
     "it is divided by the old l, not by l'": lambda o, l, new, alpha, pv: alpha * o + pv / l,
+    "(alpha l / l') o is divided by l' once more: p v alone has yet to be divided": (
+        lambda o, l, new, alpha, pv: (alpha * l / new * o + pv) / new
+    ),
+    "p v is not divided by l', only the old o": lambda o, l, new, alpha, pv: (
+        alpha * l / new * o + pv
+    ),
     "the old o is missing": lambda o, l, new, alpha, pv: pv / new,
 }
 

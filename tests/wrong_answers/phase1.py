@@ -121,6 +121,11 @@ WRONG = {
         ),
         Wrong("no division", {"(acc / norm)": "acc"}, "the sum is not divided by l"),
         Wrong(
+            "p v is rescaled too",
+            {"alpha * acc + tl.sum(p[:, None] * v, axis=0)": "alpha * (acc + tl.sum(p[:, None] * v, axis=0))"},
+            "alpha rescales p v as well (tiles of 64)",
+        ),
+        Wrong(
             "divided in the loop",
             {"tl.sum(p[:, None] * v, axis=0)\n": "tl.sum(p[:, None] * v, axis=0) / l\n", "(acc / norm)": "acc"},
             "p v is divided by l inside the loop (tiles of 64)",

@@ -177,6 +177,19 @@ WRONG = {
             "acc that waits in memory",
         ),
         Wrong(
+            "o is divided once more",
+            {"(alpha * l_i)[:, None]": "(alpha * l_i / tl.where(l_new == 0.0, 1.0, l_new))[:, None]"},
+            "p v alone has yet to be divided",
+        ),
+        Wrong(
+            "p v is not divided",
+            {
+                "(alpha * l_i)[:, None]": "(alpha * l_i / tl.where(l_new == 0.0, 1.0, l_new))[:, None]",
+                " / tl.where(l_new == 0.0, 1.0, l_new)[:, None]": "",
+            },
+            "p v is not divided by l'",
+        ),
+        Wrong(
             "acc is kept and never divided",
             {"(alpha * l_i)[:, None]": "alpha[:, None]", " / tl.where(l_new == 0.0, 1.0, l_new)[:, None]": ""},
             "it is acc, which is never divided",
