@@ -91,8 +91,8 @@ class Ring:
 
 def _wait(transfer: tuple[torch.Tensor, list]) -> torch.Tensor:
     coming, works = transfer
-    for work in works:
-        work.wait()
+    while works:
+        works.pop(0).wait()  # a work holds what it sent: with it, that goes
     return coming
 
 

@@ -12,6 +12,8 @@ from phase5_tuning.heartbeat import heartbeat
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 GUARD = 120  # seconds
 DTYPES = dict(fp32=torch.float32, fp16=torch.float16)
@@ -110,6 +112,25 @@ def errors() -> dict:
     return heard
 
 
+class SumsAlive(TorchDispatchMode):
+    """`most`: how many fp32 tensors with five axes, as the sums of dK and dV, were alive at a time. A tensor that is
+    being sent is alive as long as its transfer holds it.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float32 and made.dim() == 5:
+            ref = StorageWeakRef(made.untyped_storage())
+            self.alive[ref.cdata] = ref
+            self.alive = {cdata: ref for cdata, ref in self.alive.items() if not ref.expired()}
+            self.most = max(self.most, len(self.alive))
+        return made
+
+
 def begin(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -128,7 +149,9 @@ def run(rank: int, ranks: int, folder: str) -> None:
         if case == "causal":
             again = attend(way, case)
             got["again"][way, case] = [torch.equal(*t) for t in zip(mine, again, strict=True)]
-    got["sent"] = context_bench.counted(lambda: attend(RING, "even shards"))
+    with SumsAlive() as sums:
+        got["sent"] = context_bench.counted(lambda: attend(RING, "even shards"))
+    got["sums"] = sums.most
     got["round trip"] = [
         torch.equal(cp.unshard(cp.shard(x)), x)
         for x in (torch.randn(2, seq, 3, generator=torch.Generator().manual_seed(seq)) for seq in range(9))

@@ -209,3 +209,9 @@ def test_the_bench_s_formula_is_the_number_of_bytes_sent(runs):
     # seq 24 can be cut into 2 W equal chunks for each W here; one head of 16, fp16, but sums of dK and dV in fp32
     expected = sum(context_bench.sent_bytes("ring", ranks, 1, 1, 24, 16))
     assert [of_rank["sent"] for of_rank in got] == [expected] * ranks
+
+
+def test_three_sums_of_dk_and_dv_are_alive_at_most(runs):
+    """Those that leave, those that come, and this rank's own terms: what context_bench.ring_peak_bytes counts."""
+    ranks, got = runs
+    assert [of_rank["sums"] for of_rank in got] == [0 if ranks == 1 else 3] * ranks
