@@ -187,8 +187,7 @@ def _require_right(what, s, v, got, right, question):
     p = torch.exp(wide - torch.where(lse == -INF, 0.0, lse)[:, None])
     of_o = {
         "the sum is not divided by l": torch.exp(lse - top)[:, None] * o,
-        **_divided_in_the_loop(wide, v.double()),
-        **_new_term_rescaled(wide, v.double()),
+        **_wrong_loops(wide, v.double()),
         "v is read with the strides of s": p @ _as(v, s.stride()),
         "v is read as if it were contiguous": p @ _as(v, (v.shape[1], 1)),
     }
@@ -201,44 +200,30 @@ def _require_right(what, s, v, got, right, question):
     require(f"{what}: o", o_got, o, mistakes=of_o, signs=signs, **tolerance)
 
 
-def _new_term_rescaled(s, v):
-    """What comes of acc = alpha (acc + p v), for tiles of every size."""
+def _wrong_loops(s, v):
+    """What comes of a wrong update of acc, for tiles of every size."""
     results = {}
     for cols in (2**k for k in range(4, 11)):
         m = s.new_full((s.shape[0], 1), -INF)
-        l, acc = torch.zeros_like(m), s.new_zeros(s.shape[0], v.shape[1])
+        l = torch.zeros_like(m)
+        rescaled = divided = s.new_zeros(s.shape[0], v.shape[1])
         for tile, values in zip(s.split(cols, 1), v.split(cols), strict=True) if v.shape[0] else ():
             m_new = torch.maximum(m, tile.amax(1, keepdim=True))
             shift = torch.where(m_new == -INF, 0.0, m_new)
             alpha, p = torch.exp(m - shift), torch.exp(tile - shift)
             m, l = m_new, alpha * l + p.sum(1, keepdim=True)
-            acc = alpha * (acc + p @ values)
-        sentence = f"alpha rescales p v as well (tiles of {cols}): p v counts against the new maximum already"
-        results[sentence] = acc / torch.where(l == 0, 1.0, l)
-    return results
-
-
-def _divided_in_the_loop(s, v):
-    """What comes of p v / l in every step, without and with a division after the loop, for tiles of every size."""
-    results = {}
-    for cols in (2**k for k in range(4, 11)):
-        m = s.new_full((s.shape[0], 1), -INF)
-        l, acc = torch.zeros_like(m), s.new_zeros(s.shape[0], v.shape[1])
-        for tile, values in zip(s.split(cols, 1), v.split(cols), strict=True) if v.shape[0] else ():
-            m_new = torch.maximum(m, tile.amax(1, keepdim=True))
-            shift = torch.where(m_new == -INF, 0.0, m_new)
-            alpha, p = torch.exp(m - shift), torch.exp(tile - shift)
-            m, l = m_new, alpha * l + p.sum(1, keepdim=True)
-            acc = alpha * acc + p @ values / torch.where(l == 0, 1.0, l)
-        for again, result in (
-            ("", acc),
-            (", and again after it", acc / torch.where(l == 0, 1.0, l)),
-        ):
-            sentence = (
-                f"p v is divided by l inside the loop{again} (tiles of {cols}): l is not complete there, so divide "
-                "acc once, after the last tile"
-            )
-            results[sentence] = result
+            rescaled = alpha * (rescaled + p @ values)
+            divided = alpha * divided + p @ values / torch.where(l == 0, 1.0, l)
+        norm = torch.where(l == 0, 1.0, l)
+        inside = f"p v is divided by l inside the loop{{}} (tiles of {cols}): l is not complete there, so divide acc "
+        inside += "once, after the last tile"
+        results |= {
+            f"alpha rescales p v as well (tiles of {cols}): p v counts against the new maximum already": (
+                rescaled / norm
+            ),
+            inside.format(""): divided,
+            inside.format(", and again after it"): divided / norm,
+        }
     return results
 
 
