@@ -26,13 +26,13 @@ _HEADS = (
 )
 _COLUMNS = ("offs_d = tl.arange(0, BLOCK_D)", "offs_d = tl.arange(0, HEAD_DIM)")
 _STATE = ("acc = tl.zeros((BLOCK_M, BLOCK_D)", "acc = tl.zeros((BLOCK_M, HEAD_DIM)")
-_BOUND = (
+BOUND = (
     """    if IS_CAUSAL:  # keys after this tile's last query are seen by none of its rows
         end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
 """,
     "",
 )
-_MASK = (
+MASK = (
     """        if IS_CAUSAL:  # as in SDPA, rows and columns are counted from the top left
             visible = visible & (offs_m[:, None] >= offs_n[None, :])
 """,
@@ -52,7 +52,7 @@ _EMPTY = (
 """,
 )
 _FEATURES = dict(
-    heads=[_HEADS], head_dim=[_COLUMNS, _STATE], mask=[_BOUND, _MASK], lse=[_EMPTY, _LSE]
+    heads=[_HEADS], head_dim=[_COLUMNS, _STATE], mask=[BOUND, MASK], lse=[_EMPTY, _LSE]
 )
 # The kernel grows from the first of these to the last, which is the module's.
 GROWTH = ("phase 2", "heads", "head_dim", "mask", "lse")
@@ -94,8 +94,8 @@ _WRONG = {
         )
     ],
     "keys past the end are visible": [(KERNEL, _VISIBLE, "visible = (offs_n >= 0)[None, :]")],
-    "mask without a loop bound": [(KERNEL, *_BOUND)],
-    "loop bound without a mask": [(KERNEL, *_MASK)],
+    "mask without a loop bound": [(KERNEL, *BOUND)],
+    "loop bound without a mask": [(KERNEL, *MASK)],
     "diagonal hidden": [(KERNEL, "offs_m[:, None] >= offs_n", "offs_m[:, None] > offs_n")],
     "loop ends a tile early": [(KERNEL, "(pid_m + 1) * BLOCK_M)", "pid_m * BLOCK_M)")],
     "hidden keys at -1e6": [(STEP, 'float("-inf")', "-1e6")],
