@@ -141,6 +141,7 @@ class Work:
     tiles_m: gl.tensor
     tiles_n: gl.tensor
     n: gl.tensor  # this program's tile of keys
+    toward: gl.tensor  # 1 if it walks to later queries, -1 to earlier ones
     b: gl.tensor
     h: gl.tensor  # its head of keys
     BLOCK_M: gl.constexpr
@@ -150,12 +151,13 @@ class Work:
     @gluon.constexpr_function
     def __init__(
         self, q, k, v, do, lse, delta, dq_sum, dk, dv, count_ptr, heads_q, group, seq_k, tiles_m, tiles_n,
-        n, b, h, BLOCK_M, BLOCK_D, IS_CAUSAL,
+        n, toward, b, h, BLOCK_M, BLOCK_D, IS_CAUSAL,
     ):  # fmt: skip
         self.q, self.k, self.v, self.do, self.lse, self.delta = q, k, v, do, lse, delta
         self.dq_sum, self.dk, self.dv, self.count_ptr = dq_sum, dk, dv, count_ptr
         self.heads_q, self.group, self.seq_k = heads_q, group, seq_k
-        self.tiles_m, self.tiles_n, self.n, self.b, self.h = tiles_m, tiles_n, n, b, h
+        self.tiles_m, self.tiles_n, self.n, self.toward = tiles_m, tiles_n, n, toward
+        self.b, self.h = b, h
         self.BLOCK_M, self.BLOCK_D = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_D)
         self.IS_CAUSAL = gl.constexpr(IS_CAUSAL)
 
@@ -168,6 +170,17 @@ class Work:
         return m
 
     @gluon.jit
+    def steps(self):
+        """Tiles of queries that see this tile of keys, in one head."""
+        return self.tiles_m - self.first_m()
+
+    @gluon.jit
+    def tile_m(self, i):
+        """The i-th of them on this program's walk."""
+        start = gl.where(self.toward > 0, self.first_m(), self.tiles_m - 1)
+        return start + self.toward * i
+
+    @gluon.jit
     def query_tile(self, member, m):
         """The index of a tile of queries among all heads' tiles; member: of the group."""
         return (self.b * self.heads_q + self.h * self.group + member) * self.tiles_m + m
@@ -176,14 +189,15 @@ class Work:
     def order(self, m):
         """How many programs add to query tile m before this one.
 
-        Under a causal mask, the program on the diagonal is first: it begins there, and from then on
-        whoever comes after it has more to do before. Under a full mask the first tile of keys is.
-        Programs wait only for lower tickets (`_take_tile`).
+        Programs that begin at their diagonal: the one whose diagonal m is comes first, since from
+        there on whoever comes after it has more to do before. Programs that begin at the same tile
+        of queries: the first tile of keys. They wait only for lower tickets (`_take_tile`).
         """
         before = self.n
         if self.IS_CAUSAL:
             last = ((m + 1) * self.BLOCK_M - 1) // (CONSUMERS * ROWS)
-            before = gl.minimum(last, self.tiles_n - 1) - self.n
+            of_diagonal = gl.minimum(last, self.tiles_n - 1) - self.n
+            before = gl.where(self.toward > 0, of_diagonal, before)
         return before
 
 
@@ -226,19 +240,25 @@ class Memory:
 
 @gluon.jit
 def _take_tile(ticket, tiles_n, heads, together, IS_CAUSAL: gl.constexpr):
-    """(n, head) of a ticket. Tickets are numbered as programs begin, and nobody waits for a higher
-    one.
+    """(n, head, toward) of a ticket. Tickets are numbered as programs begin, and nobody waits for a
+    higher one.
 
     The tiles of a head follow each other in the order in which they add to dQ. Heads take turns, so
     that programs that end together do not begin together in one head again.
+
+    Under a causal mask the first keys have the longest walks. They come last, as programs that begin
+    at their diagonal never wait. In the last heads they come first, and walk back from the last
+    queries: else the GPU would end with a few long walks.
     """
     first = ticket // (tiles_n * together) * together
-    heads = gl.minimum(together, heads - first)
+    taking_turns = gl.minimum(together, heads - first)
     within = ticket - first * tiles_n
-    n = within // heads
+    n = within // taking_turns
+    toward = 1
     if IS_CAUSAL:
-        n = tiles_n - 1 - n
-    return n, first + within % heads
+        toward = gl.where(first + together < heads, 1, -1)
+        n = gl.where(toward > 0, tiles_n - 1 - n, n)
+    return n, first + within % taking_turns, toward
 
 
 @gluon.jit
@@ -252,7 +272,8 @@ def _produce(work, memory):
     step = 0
     for member in range(work.group):
         h = work.h * work.group + member
-        for m in range(work.first_m(), work.tiles_m):
+        for i in range(work.steps()):
+            m = work.tile_m(i)
             slot, parity = step % memory.STAGES, step // memory.STAGES & 1
             row = work.query_tile(member, m) * BLOCK_M
             full = memory.row_full.index(slot)
@@ -280,10 +301,9 @@ def _write(work, memory, ORDERED: gl.constexpr, ME: gl.constexpr):
     dq_0 = memory.dq.index(2 * ME)
     dq_1 = memory.dq.index(2 * ME + 1)
     parity = 0
-    steps = work.tiles_m - work.first_m()
-    for step in range(ME, steps * work.group, WRITERS):
-        m = work.first_m() + step % steps
-        tile = work.query_tile(step // steps, m)
+    for step in range(ME, work.steps() * work.group, WRITERS):
+        m = work.tile_m(step % work.steps())
+        tile = work.query_tile(step // work.steps(), m)
         order = work.order(m)
         row = tile * BLOCK_M
         # The second half: the queries that follow, or the other half of head_dim.
@@ -404,17 +424,17 @@ def _consume(work, memory, scale, scale_log2, MASKED: gl.constexpr, ME: gl.const
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, GRAD)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, GRAD)
     mbarrier.wait(memory.kv_full, 0)
-    first_m = work.first_m()
     masked_end = 0
     if MASKED:
         if work.IS_CAUSAL:
             masked_end = gl.cdiv(start_n + CONSUMERS * ROWS, work.BLOCK_M)
         if start_n + CONSUMERS * ROWS > work.seq_k:
             masked_end = work.tiles_m
-    m = first_m
-    for step in range((work.tiles_m - first_m) * work.group):
+    i = 0
+    for step in range(work.steps() * work.group):
+        m = work.tile_m(i)
         dk, dv = _add_queries(work, memory, m, step, dk, dv, scale_log2, masked_end, MASKED, ME)
-        m = gl.where(m + 1 == work.tiles_m, first_m, m + 1)  # the group's next head
+        i = gl.where(i + 1 == work.steps(), 0, i + 1)  # 0: the group's next head
 
     meet(0, 256)  # nobody reads K any more
     dk_tile = memory.k.reshape((CONSUMERS * ROWS, BLOCK_D)).slice(ME * ROWS, ROWS)
@@ -451,11 +471,12 @@ def _attn_bwd_hopper_kernel(
     BLOCK_N: gl.constexpr = CONSUMERS * ROWS
     DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ticket = gl.atomic_add(count_ptr + heads * group * tiles_m, 1)
-    n, bh = _take_tile(ticket, tiles_n, heads, together, IS_CAUSAL)
+    n, bh, toward = _take_tile(ticket, tiles_n, heads, together, IS_CAUSAL)
     work = Work(
         q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, count_ptr,
         gl.to_tensor(heads_q), gl.to_tensor(group), gl.to_tensor(seq_k), gl.to_tensor(tiles_m), gl.to_tensor(tiles_n),
-        gl.to_tensor(n), gl.to_tensor(bh // heads_kv), gl.to_tensor(bh % heads_kv), BLOCK_M, BLOCK_D, IS_CAUSAL,
+        gl.to_tensor(n), gl.to_tensor(toward), gl.to_tensor(bh // heads_kv), gl.to_tensor(bh % heads_kv),
+        BLOCK_M, BLOCK_D, IS_CAUSAL,
     )  # fmt: skip
     memory = Memory(
         gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_N, BLOCK_D], k_desc.layout),

@@ -19,9 +19,20 @@ def first_m(n: int, block_m: int, block_n: int, is_causal: bool) -> int:
     return n * block_n // block_m if is_causal else 0
 
 
-def order(m: int, n: int, tiles_n: int, block_m: int, block_n: int, is_causal: bool) -> int:
+def walk(
+    n: int, tiles_m: int, block_m: int, block_n: int, is_causal: bool, toward: int = 1
+) -> range:
+    """The tiles of queries that see key tile n, in the order of the kernel's `Work.tile_m`. toward: 1
+    from the first to the last, -1 from the last to the first.
+    """
+    return range(first_m(n, block_m, block_n, is_causal), tiles_m)[::toward]
+
+
+def order(
+    m: int, n: int, tiles_n: int, block_m: int, block_n: int, is_causal: bool, toward: int = 1
+) -> int:
     """How many programs add to query tile m before that of key tile n, as the kernel's `Work.order`."""
-    if not is_causal:
+    if not is_causal or toward < 0:
         return n
     last = ((m + 1) * block_m - 1) // block_n
     return min(last, tiles_n - 1) - n
@@ -29,13 +40,15 @@ def order(m: int, n: int, tiles_n: int, block_m: int, block_n: int, is_causal: b
 
 def take_tile(
     ticket: int, tiles_n: int, heads: int, together: int, is_causal: bool
-) -> tuple[int, int]:
-    """(key tile, head) of a ticket, as the kernel's `_take_tile`."""
+) -> tuple[int, int, int]:
+    """(key tile, head, which way it walks) of a ticket, as the kernel's `_take_tile`."""
     first = ticket // (tiles_n * together) * together
-    heads = min(together, heads - first)
+    taking_turns = min(together, heads - first)
     within = ticket - first * tiles_n
-    n = within // heads
-    return (tiles_n - 1 - n if is_causal else n), first + within % heads
+    n, head = within // taking_turns, first + within % taking_turns
+    if not is_causal:
+        return n, head, 1
+    return (tiles_n - 1 - n, head, 1) if first + together < heads else (n, head, -1)
 
 
 @dataclass
@@ -46,6 +59,7 @@ class Program:
     slot: int
     n: int  # its tile of keys
     head: int  # of keys
+    toward: int  # 1 if it walks to later queries, -1 to earlier ones
     start: float
     finish: float = 0.0
     waited: float = 0.0  # how much later than if it had been alone
@@ -92,10 +106,9 @@ def dq_schedule(
     together: int = 1,
     writers: int = 2,
     late: Sequence[float] = (),
-    take_tile: Callable[[int], tuple[int, int]] | None = None,
-    first_m: Callable[[int], int] | None = None,
-    walk: Callable[[int], Sequence[int]] | None = None,
-    order: Callable[[int, int], int] | None = None,
+    take_tile: Callable[[int], tuple[int, int, int]] | None = None,
+    walk: Callable[[int, int], Sequence[int]] | None = None,
+    order: Callable[[int, int, int], int] | None = None,
 ) -> DqSchedule:
     """Run the programs of all tiles of keys, and return when each computed, added and ended.
 
@@ -106,16 +119,15 @@ def dq_schedule(
     which programs are dispatched.
 
     heads: batch x heads_kv. group: heads of queries for each. together: heads that take turns.
-    take_tile(ticket), first_m(n), order(m, n): the kernel's rules unless others are given. walk(n):
-    the tiles of queries of key tile n, one after another; from first_m(n) to the last by default.
-    Raises Deadlock if programs are left and all of them wait.
+    take_tile(ticket), walk(n, toward), order(m, n, toward): the kernel's rules unless others are
+    given. Raises Deadlock if programs are left and all of them wait.
     """
     here = globals()  # this module's rules, which have the same names
-    first = first_m or (lambda n: here["first_m"](n, block_m, block_n, is_causal))
+    blocks = block_m, block_n, is_causal
     rules = {
         "take": take_tile or (lambda t: here["take_tile"](t, tiles_n, heads, together, is_causal)),
-        "walk": walk or (lambda n: range(first(n), tiles_m)),
-        "order": order or (lambda m, n: here["order"](m, n, tiles_n, block_m, block_n, is_causal)),
+        "walk": walk or (lambda n, toward: here["walk"](n, tiles_m, *blocks, toward)),
+        "order": order or (lambda m, n, toward: here["order"](m, n, tiles_n, *blocks, toward)),
     }
     return _Run(tiles_n * heads, slots, hop, step, group, writers, late, rules).run()
 
@@ -154,14 +166,13 @@ class _Run:
 
     def _begin(self, now, slot):
         ticket = len(self.programs)
-        n, head = self.rules["take"](ticket)
-        program = Program(ticket, slot, n, head, now)
+        program = Program(ticket, slot, *self.rules["take"](ticket), now)
         self.programs.append(program)
         self._at(now + self.step, self._ready, (program, now + self.step))
 
     def _tile(self, program, part):
         """(tile, m, how many parts the program has) of one of its parts."""
-        walk = self.rules["walk"](program.n)
+        walk = self.rules["walk"](program.n, program.toward)
         steps = len(walk)
         m = walk[part % steps] if steps else 0
         return (program.head, part // steps if steps else 0, m), m, steps * self.group
@@ -174,7 +185,7 @@ class _Run:
             self._end(now, program)
             return
         tickets = self.added.setdefault(tile, [])
-        wanted = self.rules["order"](m, program.n)
+        wanted = self.rules["order"](m, program.n, program.toward)
         if wanted != len(tickets):
             self.blocked.setdefault((tile, wanted), []).append(what)
             return

@@ -123,9 +123,9 @@ def _schedule(sizes, slots, late=(), *, take_tile=None, order=_lowest_first):
     tiles_m, tiles_n, *rest = sizes
     return dq_schedule(
         tiles_m, tiles_n, slots=slots, hop=HOP, late=late,
-        take_tile=lambda ticket: (take_tile(ticket, tiles_n) if take_tile else ticket, 0),
-        walk=lambda n: _walk(n, tiles_m, *rest),
-        order=lambda m, n: order(m, n, tiles_n, *rest),
+        take_tile=lambda ticket: (take_tile(ticket, tiles_n) if take_tile else ticket, 0, -1),
+        walk=lambda n, toward: _walk(n, tiles_m, *rest),
+        order=lambda m, n, toward: order(m, n, tiles_n, *rest),
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def as_python(function, old="", new="", **others):
     text = textwrap.dedent(inspect.getsource(function.fn))
     text = text[text.index("def ") :]
     assert old in text, old
-    stub = SimpleNamespace(minimum=min, maximum=max, cdiv=cdiv, constexpr=int)
+    stub = SimpleNamespace(minimum=min, maximum=max, cdiv=cdiv, constexpr=int, where=lambda yes, a, b: a if yes else b)
     names = dict(gl=stub, CONSUMERS=CONSUMERS, ROWS=ROWS, **others)
     exec(text.replace(old, new) if old else text, names)
     return names[function.fn.__name__]
@@ -63,19 +63,26 @@ def as_python(function, old="", new="", **others):
 class Rules:
     """The kernel's rules for one set of sizes, as `dq_schedule` takes them. edits: function: (old, new)."""
 
-    def __init__(self, tiles_n, block_m, is_causal, heads, together, edits=None):
+    def __init__(self, tiles_m, tiles_n, block_m, is_causal, heads, together, edits=None):
         edits = edits or {}
         take = as_python(hopper_backward._take_tile, *edits.get("_take_tile", ()))
-        of_work = {
-            name: as_python(getattr(hopper_backward.Work, name), *edits.get(name, ())) for name in ("first_m", "order")
-        }
+        names = "first_m", "steps", "tile_m", "order"
+        rules = {name: as_python(getattr(hopper_backward.Work, name), *edits.get(name, ())) for name in names}
 
-        def work(n):
-            return SimpleNamespace(n=n, BLOCK_M=block_m, IS_CAUSAL=is_causal, tiles_n=tiles_n)
+        def work(n, toward):
+            sizes = dict(tiles_m=tiles_m, tiles_n=tiles_n, BLOCK_M=block_m, IS_CAUSAL=is_causal)
+            made = SimpleNamespace(n=n, toward=toward, **sizes)
+            for name, rule in rules.items():
+                setattr(made, name, functools.partial(rule, made))
+            return made
+
+        def walk(n, toward):
+            of_program = work(n, toward)
+            return [of_program.tile_m(i) for i in range(of_program.steps())]
 
         self.take_tile = lambda ticket: take(ticket, tiles_n, heads, together, is_causal)
-        self.first_m = lambda n: of_work["first_m"](work(n))
-        self.order = lambda m, n: of_work["order"](work(n), m)
+        self.walk = walk
+        self.order = lambda m, n, toward: work(n, toward).order(m)
 
 
 def possible(tiles_m, tiles_n, block_m, is_causal):
@@ -99,11 +106,11 @@ def check_schedule(drawn, tiles_m, tiles_n, block_m, is_causal, edits=None):
         late = [0.01 * (programs - i) for i in range(programs)]
     elif dispatch == "any":
         late = [drawn.choice((0.0, 0.1, 3.0)) for _ in range(programs)]
-    rules = Rules(tiles_n, block_m, is_causal, heads, together, edits)
+    rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, together, edits)
     schedule = dq_schedule(
         tiles_m, tiles_n, block_m, BLOCK_N, is_causal, slots, drawn.choice((0.3, 1.0, 2.5)), 1.0,
         heads=heads, group=group, together=together, late=late,
-        take_tile=rules.take_tile, first_m=rules.first_m, order=rules.order,
+        take_tile=rules.take_tile, walk=rules.walk, order=rules.order,
     )  # fmt: skip
     assert sorted((p.n, p.head) for p in schedule.programs) == list(itertools.product(range(tiles_n), range(heads)))
     tiles = itertools.product(range(heads), range(group), range(tiles_m))
@@ -112,7 +119,7 @@ def check_schedule(drawn, tiles_m, tiles_n, block_m, is_causal, edits=None):
         seen = [n for n in range(tiles_n) if not is_causal or n * BLOCK_N < (m + 1) * block_m]
         assert sorted(p.n for p in added) == seen
         assert {p.head for p in added} == {head}
-        assert [rules.order(m, p.n) for p in added] == list(range(len(added)))
+        assert [rules.order(m, p.n, p.toward) for p in added] == list(range(len(added)))
     for program in schedule.programs:
         for part in program.parts:
             assert part.after is None or part.after < program.ticket, "waits for a higher ticket"
@@ -136,12 +143,18 @@ def test_programs_add_to_dq_in_a_fixed_order_and_nobody_waits_for_ever():
         ("order", "(m + 1) * self.BLOCK_M - 1", "m * self.BLOCK_M"),
         ("order", "before = self.n\n", "before = self.tiles_n - 1 - self.n\n"),
         ("order", "- self.n", "- self.n + 1"),
+        ("order", "toward > 0", "toward < 0"),
+        ("tile_m", "self.tiles_m - 1", "self.tiles_m"),
+        ("tile_m", "self.toward * i", "i"),
+        ("tile_m", "toward > 0", "toward < 0"),
+        ("steps", "self.first_m()", "self.first_m() - 1"),
         ("first_m", "// self.BLOCK_M", "// self.BLOCK_M + 1"),
         ("first_m", "if self.IS_CAUSAL", "if not self.IS_CAUSAL"),
         ("_take_tile", "if IS_CAUSAL", "if not IS_CAUSAL"),
+        ("_take_tile", "where(toward > 0,", "where(toward < 0,"),
         ("_take_tile", "gl.minimum(together, heads - first)", "together"),
-        ("_take_tile", "within // heads", "within % tiles_n"),
-        ("_take_tile", "first + within % heads", "within % heads"),
+        ("_take_tile", "within // taking_turns", "within % tiles_n"),
+        ("_take_tile", "first + within % taking_turns", "within % taking_turns"),
     ],
 )
 def test_a_mistake_in_the_kernels_rules_is_found(function, old, new):
@@ -152,14 +165,32 @@ def test_a_mistake_in_the_kernels_rules_is_found(function, old, new):
 def test_the_models_rules_are_the_kernels():
     for tiles_m, tiles_n, block_m, is_causal in SIZES:
         for heads, together in ((1, 1), (5, 2), (4, 4)):
-            rules = Rules(tiles_n, block_m, is_causal, heads, together)
+            rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, together)
             for ticket in range(tiles_n * heads):
                 given = ticket, tiles_n, heads, together, is_causal
                 assert rules.take_tile(ticket) == hopper_order.take_tile(*given)
-        for n in range(tiles_n):
-            assert rules.first_m(n) == hopper_order.first_m(n, block_m, BLOCK_N, is_causal)
-            for m in range(rules.first_m(n), tiles_m):
-                assert rules.order(m, n) == hopper_order.order(m, n, tiles_n, block_m, BLOCK_N, is_causal)
+        blocks = block_m, BLOCK_N, is_causal
+        for n, toward in itertools.product(range(tiles_n), (1, -1) if is_causal else (1,)):
+            visited = list(hopper_order.walk(n, tiles_m, *blocks, toward))
+            assert rules.walk(n, toward) == visited
+            for m in visited:
+                assert rules.order(m, n, toward) == hopper_order.order(m, n, tiles_n, *blocks, toward)
+
+
+def test_a_gpu_does_not_end_with_a_few_long_walks():
+    """Under a causal mask the last heads' longest walks come first. The programs are never done later for it."""
+
+    def total(heads, together, slots, all_from_the_diagonal):
+        def take_tile(ticket):
+            return hopper_order.take_tile(ticket, 8, heads + together, together, True)  # no head is among the last
+
+        sizes = dict(tiles_m=16, tiles_n=8, block_m=64, is_causal=True, slots=slots, heads=heads, together=together)
+        return dq_schedule(**sizes, take_tile=take_tile if all_from_the_diagonal else None).total
+
+    for heads, together in ((1, 1), (2, 1), (4, 2), (8, 4)):
+        for slots in (2, 5, 8, 13):
+            assert total(heads, together, slots, False) <= total(heads, together, slots, True)
+    assert total(4, 2, 16, True) / total(4, 2, 16, False) > 1.2
 
 
 def test_every_tile_of_queries_has_a_counter_of_its_own():
@@ -175,12 +206,13 @@ def test_every_tile_of_queries_has_a_counter_of_its_own():
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_writers_take_the_parts_in_the_order_in_which_consumers_make_them(is_causal):
-    rule = {name: as_python(getattr(hopper_backward.Work, name)) for name in ("first_m", "order", "query_tile")}
+    names = "first_m", "steps", "tile_m", "order", "query_tile"
+    rule = {name: as_python(getattr(hopper_backward.Work, name)) for name in names}
     nothing = mock.MagicMock()
-    for block_m, group, n in itertools.product((64, 128), (1, 3), (0, 1, 2)):
+    for block_m, group, n, toward in itertools.product((64, 128), (1, 3), (0, 1, 2), (1, -1) if is_causal else (1,)):
         work = SimpleNamespace(
-            n=n, b=1, h=1, heads_q=2 * group, group=group, tiles_m=7, tiles_n=3, count_ptr=0, dq_sum=None,
-            BLOCK_M=block_m, BLOCK_D=128, IS_CAUSAL=is_causal,
+            n=n, toward=toward, b=1, h=1, heads_q=2 * group, group=group, tiles_m=7, tiles_n=3, count_ptr=0,
+            dq_sum=None, BLOCK_M=block_m, BLOCK_D=128, IS_CAUSAL=is_causal,
         )  # fmt: skip
         for name, function in rule.items():
             setattr(work, name, functools.partial(function, work))
@@ -191,7 +223,8 @@ def test_writers_take_the_parts_in_the_order_in_which_consumers_make_them(is_cau
         )  # fmt: skip
         write(work, nothing, True, 0)
         write(work, nothing, True, 1)
-        steps = [(member, m) for member in range(group) for m in range(work.first_m(), 7)]
+        walk = range(work.first_m(), 7)[::toward]
+        steps = [(member, m) for member in range(group) for m in walk]
         right = [mock.call(work.query_tile(member, m), work.order(m)) for member, m in steps]
         assert await_count.mock_calls == right[0::2] + right[1::2]
 
@@ -212,9 +245,9 @@ def test_waiting_and_total_of_two_programs():
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_a_program_of_a_lower_ticket_may_not_wait_for_a_higher_one(is_causal):
-    def turned_round(m, n):
+    def turned_round(m, n, toward):
         last = 7 if not is_causal else m
-        return last - hopper_order.order(m, n, 8, 128, 128, is_causal)
+        return last - hopper_order.order(m, n, 8, 128, 128, is_causal, toward)
 
     options = dict(is_causal=is_causal, order=turned_round)
     assert dq_schedule(8, 8, slots=8, **options).total > 0  # all of them are there
@@ -222,7 +255,7 @@ def test_a_program_of_a_lower_ticket_may_not_wait_for_a_higher_one(is_causal):
         dq_schedule(8, 8, slots=7, **options)
 
 
-@pytest.mark.parametrize("order", [lambda m, n: 0, lambda m, n: n + 1, lambda m, n: 2 * n])
+@pytest.mark.parametrize("order", [lambda m, n, _: 0, lambda m, n, _: n + 1, lambda m, n, _: 2 * n])
 def test_an_order_with_a_gap_or_a_turn_given_twice_deadlocks(order):
     with pytest.raises(Deadlock):
         dq_schedule(4, 4, slots=4, order=order)
@@ -266,7 +299,7 @@ def test_every_tile_of_queries_is_taken_once():
         ("gl.minimum(self.together, self.heads - first)", "self.together"),
         ("tiles_m - 1 - m", "tiles_m - m"),
         ("within // heads", "within % tiles_m"),
-        ("first + within % heads", "within % heads"),
+        ("first + within % taking_turns", "within % taking_turns"),
         ("if self.IS_CAUSAL", "if not self.IS_CAUSAL"),
         ("bh // self.heads_q, bh % self.heads_q", "bh % self.heads_q, bh // self.heads_q"),
     ],
@@ -477,4 +510,4 @@ def test_pictures_show_every_program(monkeypatch):
     plt.close("all")
     assert labels[0] == ["TMA", "tensor cores", "consumer 0"]
     assert labels[1] == [*labels[0], *labels[0], "consumer 1"]
-    assert labels[2:] == [["0", "1", "2"], ["0", "1", "2", "2", "1", "0"]]
+    assert labels[2:] == [["0", "1", "2"], ["0", "1", "2", "0", "1", "2"]]
