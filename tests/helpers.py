@@ -61,6 +61,7 @@ def hopper_at_any_size():
     with (
         mock.patch("phase5_tuning.hopper_forward.NARROW", 0),
         mock.patch("phase5_tuning.hopper_forward.SHORT_KEYS", 300),  # calls on both sides are small here
+        mock.patch("phase5_tuning.hopper_backward.MOST_TOGETHER", 2),  # few heads walk in both ways
         mock.patch.dict("phase5_tuning.hopper_forward.FEW", few),
         mock.patch.dict("phase5_tuning.hopper_backward.FEW", few),
         without_plans() as plans,

@@ -74,7 +74,7 @@ LENGTHS = [1, 63, 64, 65, 127, 128, 129, 191, 193, 257, 321, 385, 1000]
 @pytest.mark.parametrize("seq_q", LENGTHS)
 def test_ragged_lengths(seq_q, head_dim, is_causal):
     for seq_k in (1, 64, 127, 128, 130, 385, 500):
-        verify(*make_qkv(1, 3, seq_q, head_dim, heads_kv=1, seq_k=seq_k), is_causal=is_causal)
+        verify(*make_qkv(1, 6, seq_q, head_dim, heads_kv=3, seq_k=seq_k), is_causal=is_causal)
 
 
 @MASKS
