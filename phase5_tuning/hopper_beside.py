@@ -125,7 +125,7 @@ def clocks(left: str, own: str, of_the_other: str) -> dict[str, float]:
     """Clocks of a "product" and of "arithmetic", where there are any: the median of all
     multiprocessors and launches.
     """
-    programs = configs.multiprocessors()
+    programs = configs.multiprocessors(torch.cuda.current_device())
     sums = torch.empty(programs, 2, device=runtime.DEVICE)
     seen = {"product": [], "arithmetic": []}
     for _ in range(LAUNCHES):
