@@ -21,7 +21,7 @@ except ImportError:
 endef
 export CHECK
 
-.PHONY: course test test-slow test-gpu fuzz fuzz-gpu mutants compile-all site site-test lab style clean
+.PHONY: course test test-slow test-gpu fuzz fuzz-gpu sanitize mutants compile-all site site-test lab style clean
 
 course: $(READY)
 	$(PY) -m common.learn.cli run
@@ -55,6 +55,10 @@ mutants: $(READY)
 # The same phases compiled, and what only a GPU can show.
 test-gpu: $(READY)
 	$(PY) -m pytest tests/gpu tests/phase1 tests/phase2 tests/phase3 tests/phase4 tests/phase5 tests/learn/test_exercises.py
+
+# Every kernel under NVIDIA's compute-sanitizer, on a GPU.
+sanitize: $(READY)
+	$(PY) -m tests.sanitize
 
 # Phase 5's rungs, and all tiles of the last, for three generations of GPUs, without one: about ten minutes.
 compile-all: export TRITON_INTERPRET = 1
