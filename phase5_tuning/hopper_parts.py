@@ -3,10 +3,9 @@
 Most functions wrap one instruction or a few. The others describe tiles to descriptors, and spread a
 row over a product's layout. Gluon 3.8.0 adds a TMA reduction of its own; it has no named barriers
 up to 3.9.0.
-
-aggregate: a class whose fields may be tensors, descriptors and shared memory, and that a kernel can
-pass around. Triton's own Gluon kernels import it by the same private name.
 """
+
+import inspect
 
 from phase5_tuning.launch import Described, head_tiles
 
@@ -16,7 +15,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.core import _aggregate as aggregate  # noqa: F401  for the kernels
+from triton.language.core import _aggregate
+
+
+def aggregate(cls: type) -> type:
+    """A class whose fields may be tensors, descriptors and shared memory, and that a kernel can pass
+    around. Triton's own Gluon kernels import it by the same private name.
+
+    From Python 3.14 on, a class has a function `__annotate__`. Triton would take it for one that
+    kernels call, and refuse it.
+    """
+    made = _aggregate(cls)
+    made.hash_attrs = [member for member in made.hash_attrs if not inspect.isfunction(member)]
+    return made
 
 
 def in_heads(t: torch.Tensor, rows: int, columns: int) -> Described:
