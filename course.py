@@ -16,3 +16,7 @@ def main() -> None:
     from common.learn.cli import main
 
     main()
+
+
+if __name__ == "__main__":
+    main()

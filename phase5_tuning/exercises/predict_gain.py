@@ -8,7 +8,7 @@ multiprocessor of Hopper has three kinds of units for them:
     exponentials    MUFU: 16 results in a clock, for the four schedulers together. A warp's instruction has 32 results,
                     and a scheduler's share is a quarter of the unit
     schedulers      four; each issues one instruction in a clock, of any kind, for one of its warps. The warps of a
-                    program are spread evenly over them
+                    program, 4, 8 or 16, are spread evenly over them
 
 Write, for one turn of one program,
 
