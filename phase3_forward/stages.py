@@ -103,6 +103,10 @@ _WRONG = {
     "batch of the keys forgotten": [
         (KERNEL, "stride_k, pid_bh // group,", "stride_k, pid_bh // group % (heads_q // group),")
     ],
+    "V addressed with K's strides": [
+        (KERNEL, "head_base(v_ptr, stride_v,", "head_base(v_ptr, stride_k,"),
+        (KERNEL, "load_tile(v_head, stride_v,", "load_tile(v_head, stride_k,"),
+    ],
     # For a hunt: where it is wrong is not said here.
     "suspect": [
         (

@@ -364,13 +364,18 @@ def _place(name, error, wrong, rows) -> str | None:
     first, last = bad_rows[0], bad_rows[-1]
     if stands_out(bad_heads[..., None, None]):
         place = tuple(bad_heads.nonzero()[0].tolist())
-        spilled = any(seq % tile and last < tile - seq % tile for tile in TILE_SIZES)
+        spilled = last < seq - 1 and any(
+            seq % tile and last < tile - seq % tile for tile in TILE_SIZES
+        )
         if spilled and rows is None and not bad_heads.flatten()[0]:
             return (
                 f"rows 0 to {last} of (batch, head) {place} are wrong, the first head is right: does the partial tile "
                 "of the head before it store past its end?"
             )
-        return f"only some (batch, head) are wrong, first {place}: are base pointers and the head mapping right?"
+        return (
+            f"only some (batch, head) are wrong, first {place}: are base pointers, each tensor's own strides and the "
+            "head mapping right?"
+        )
     if rows is None:
         after = torch.arange(seq, device=wrong.device)[:, None] >= first
         tail = next((t for t in TILE_SIZES if t < seq and seq % t and first >= seq // t * t), None)

@@ -143,6 +143,16 @@ def _check_verdict(answer):
             (1.0, 1.0),
         ),
     ]
+    negative = sigma.nan_to_num(nan=-1.0)  # in a row without a key sigma may be anything
+    asked += [
+        (
+            "the row that sees no key has 0",
+            exact.nan_to_num(neginf=0.0),
+            truth,
+            negative,
+            (INF, INF),
+        )
+    ]
     for what, lse, truth, sigma, expected in asked:
         got = answer.verdict(lse.clone(), truth.clone(), sigma.clone())
         if not isinstance(got, tuple | list) or len(got) != 3:

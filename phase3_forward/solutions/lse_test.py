@@ -10,7 +10,7 @@ sigma_of_lse   the square root of their sum, for every row. A small relative err
                rho_ij is the relative error of exp(s_ij - m). A sum of n positive fp32 numbers has a relative error of
                U32 * max(2, sqrt(n) / 2). Storing x in fp32 costs U32 * |x|. Errors are independent.
 verdict        the largest z, the root mean square of z, and whether the result passes (the limit is Z_MAX). Where lse
-               equals the truth, -inf included, z is 0. Any other number that is not finite never passes: its z is inf.
+               equals the truth, -inf included, z is 0. Elsewhere, if lse or the truth is not finite, z is inf.
 
     s        (seq_q, seq_k), fp64: the logits; -inf where a key is hidden. A row may see no key; seq_k is at least 1
     rho      (seq_q, seq_k), fp64, finite
@@ -18,7 +18,8 @@ verdict        the largest z, the root mean square of z, and whether the result 
     truth    (seq_q,), fp64: finite, or -inf in a row that sees no key
     sigma    (seq_q,), fp64: positive where truth is finite, anything else elsewhere
 
-The limit decides on the largest z only. In fp32 the harness allows LSE more than this exercise does.
+The limit decides on the largest z only. The harness allows LSE more than this exercise does: instead of the sum's and
+the store's terms it has (2 U32 (4 + max|s| + |lse|))^2, since kernels scale and round m in different ways.
 
 Notebook: phase3_forward/forward.ipynb, sections 6.2 to 6.4.
 """

@@ -30,6 +30,7 @@ WRONG = {  # a call that the wrong form gets wrong: None where it does not
     "hidden keys at -1e6": dict(qkv=make_qkv(1, 1, 40, 32, seq_k=96, kind="low"), is_causal=True, scale=2000.0),
     "LSE without the maximum": CALLS["lse"],
     "batch of the keys forgotten": GROUPED,
+    "V addressed with K's strides": dict(qkv=make_qkv(1, 2, 20, 16, seq_k=70, layout_v="expanded")),
     "suspect": GROUPED,
 }
 

@@ -420,6 +420,13 @@ WRONG = {
     ],
     "lse_test": [
         Wrong(
+            "finite where no key is seen",
+            {
+                "lse.isfinite() & truth.isfinite(), z": "lse.isfinite(), z",
+            },
+            "the row that sees no key has 0",
+        ),
+        Wrong(
             "the variance",
             {
                 "(of_exponentials + of_sum + of_storing).sqrt()": "of_exponentials + of_sum + of_storing",
