@@ -69,9 +69,40 @@ def _check_bias(fn):
         misread = named[name].as_strided(named[name].shape, named[other].stride())
         sentence = f"{name} is read with the strides of {other}: it has its own"
         mistakes[sentence] = _attention(**named | {name: misread}, bias=bias)
+    right = _attention(*tensors, bias)
+    if isinstance(o, torch.Tensor) and o.shape == right.shape:
+        sentence = (
+            "the first 32 rows are right, the others are not: has the grid a program for each tile of queries, and "
+            "does each begin at its own?"
+        )
+        mistakes[sentence] = torch.cat([right[:32], o[32:].double()])
+    require("o, 50 queries, 150 keys, head_dim 16", o, right, mistakes=mistakes)
+    _check_large_biases(fn)
+
+
+def _check_large_biases(fn):
+    """Biases that 16 bits cannot hold, and biases as low as fp32 goes: no number is below all of them."""
+    q, k, v = one_head(50, 150, 16, dtype=FP16)
+    bias = 1000 + _bias(150, q)
+    rounded = {
+        "the bias is rounded to 16 bits: it comes in fp32, and is added to s in fp32": bias.half()
+    }
+    mistakes = {sentence: _attention(q, k, v, wrong) for sentence, wrong in rounded.items()}
+    right = _attention(q, k, v, bias)
     require(
-        "o, 50 queries, 150 keys, head_dim 16", o, _attention(*tensors, bias), mistakes=mistakes
+        "o, biases near 1000, q in fp16",
+        fn(q, k, v, bias, SCALE),
+        right,
+        mistakes=mistakes,
+        rtol=0.0,
+        atol=5e-3,
     )
+    q, k, v = one_head(50, 150, 16, dtype=FP32)
+    low = torch.full((150,), torch.finfo(FP32).min, device=q.device)
+    o, right = fn(0 * q, k, v, low, SCALE), _attention(0 * q, k, v, low)
+    smaller = "keys past the end count: a finite number stands for -inf in them, and these biases are no larger"
+    shrunk = bool(isinstance(o, torch.Tensor) and o.abs().sum() < 0.99 * right.abs().sum())
+    require("o, all biases at fp32's lowest number", o, right, signs={smaller: shrunk})
 
 
 def _wrong_biases(q, k, v, bias):

@@ -118,6 +118,16 @@ WRONG = {
             "do its offsets contain start_n?",
         ),
         Wrong("the bias is forgotten", {" + bias[None, :]": ""}, "the bias has no effect"),
+        Wrong("missing keys at -1e9", {'other=float("-inf"))  #': "other=-1e9)  #"}, "a finite number stands for -inf"),
+        Wrong(
+            "missing keys at -1e38", {'other=float("-inf"))  #': "other=-1e38)  #"}, "a finite number stands for -inf"
+        ),
+        Wrong("bias in 16 bits", {" + bias[None, :]": " + bias.to(q.dtype)[None, :]"}, "rounded to 16 bits"),
+        Wrong(
+            "a grid of one program",
+            {'grid = (triton.cdiv(q.shape[0], tiles["BLOCK_M"]),)': "grid = (1,)"},
+            "a program for each tile of queries",
+        ),
         Wrong("v with k's strides", {"(v_ptr, stride_v": "(v_ptr, stride_k"}, "v is read with the strides of k"),
         Wrong("acc is not rescaled", {"acc * alpha[:, None]": "acc"}, "not rescaled by alpha"),
         Wrong("no guard", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i"}, "a row that sees no key gives NaN"),
