@@ -6,6 +6,7 @@ import math
 
 from common import runtime
 from common.learn.judge import counted, masked_loads_undefined, reject, require
+from common.measure import offline
 from common.verify import guard
 from phase1_softmax.checks import INF, called, pair, randn, require_sane
 
@@ -29,7 +30,21 @@ def check(answer):
     for name, t in zip(("o", "lse"), pair("attend_rows", answer.attend_rows(s, v)), strict=True):
         if t.reshape(3, -1).isnan().all(1).tolist() != [False, True, False]:
             reject(f"a NaN in row 1 of s: {name} must be NaN in row 1 and nowhere else")
+    _require_tiles(answer)
     return "sizes, strides and dtypes of every kind; rows that see nothing; each logit read once"
+
+
+def _require_tiles(answer):
+    """The same kernel for rows of any length."""
+    launches = []
+    for n in (512, 8192):
+        s, v = (torch.empty(shape, device=runtime.DEVICE) for shape in ((4, n), (n, 64)))
+        launches.append(offline.record_launches(lambda s=s, v=v: answer.attend_rows(s, v)))
+    if launches[0] != launches[1]:
+        reject(
+            "the kernel is compiled anew for rows of another length: does a tile hold a whole row? A long one does not "
+            "fit on the chip. Take a row a tile of columns at a time, by the recurrence of section 2.5"
+        )
 
 
 # Cases are (kind, s, v, dtypes, what to ask where it fails).

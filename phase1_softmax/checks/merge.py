@@ -3,6 +3,7 @@ order.
 """
 
 import itertools
+import math
 
 from common.learn.judge import reject, require
 from phase1_softmax.checks import EXACT, INF, called, pair, randn, require_sane
@@ -54,7 +55,15 @@ def check(answer):
     while len(tree) > 1:
         tree = [answer.merge(*a, *b) for a, b in zip(tree[::2], tree[1::2], strict=True)]
     require("o, eight parts merged in pairs", tree[0][0], whole[0], **EXACT)
-    return "fp64 and fp32: rows in two parts and in eight, any order; parts that see nothing"
+    o_a, lse_a, o_b, lse_b = (t.clone() for t in (*parts[0], *parts[1]))
+    o_a[0, 0], lse_a[0, 0], lse_b[1, 0] = math.nan, math.nan, math.nan
+    for name, t in zip(("o", "lse"), answer.merge(o_a, lse_a, o_b, lse_b), strict=True):
+        spoiled = t.reshape(*lse_a.shape, -1).isnan().all(dim=-1)
+        if not (spoiled[0, 0] and spoiled[1, 0] and spoiled.sum() == 2):
+            reject(
+                f"one row of a is NaN, and in another row lse_b: {name} must be NaN in these rows, and only there"
+            )
+    return "fp64 and fp32: rows in two parts and in eight, any order; parts that see nothing; NaN"
 
 
 def _attend(s, v):

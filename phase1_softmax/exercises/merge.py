@@ -6,7 +6,7 @@ all the keys. Section 2.5 merges outputs by m and l; here you have only lse = m 
 
 Logits go into the hundreds, so exp(lse_a) and exp(lse_b) may overflow. A set in which a query saw no key has o = 0 and
 lse = -inf there. If one of the two sets is such a set, the result is the pair of the other one. If both are, the result
-is o = 0 and lse = -inf again.
+is o = 0 and lse = -inf again. A NaN in lse or o makes that row NaN.
 
     o_a, o_b       (..., head_dim), fp32 or fp64; left as they are
     lse_a, lse_b   (...), the same dtype

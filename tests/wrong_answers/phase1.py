@@ -42,6 +42,15 @@ WRONG = {
         Wrong("no guard", {"torch.where(lse == -math.inf, 0.0, lse)": "lse"}, "both: o is NaN"),
         Wrong("the larger lse", {"torch.logaddexp(lse_a, lse_b)": "torch.maximum(lse_a, lse_b)"}, "the larger one"),
         Wrong("swapped weights", {"w_a, w_b =": "w_b, w_a ="}, "swapped"),
+        Wrong(
+            "NaN is hidden",
+            {
+                "torch.logaddexp(lse_a, lse_b)\n": (
+                    "torch.logaddexp(lse_a, lse_b).nan_to_num(nan=-math.inf, neginf=-math.inf)\n"
+                )
+            },
+            "must be NaN in these rows",
+        ),
         Wrong("the plain average", {"w_a[..., None] * o_a + w_b[..., None] * o_b": "(o_a + o_b) / 2"}, "plain average"),
     ],
     "masked_add": [
@@ -96,6 +105,11 @@ WRONG = {
         ),
     ],
     "attend_rows": [
+        Wrong(
+            "a tile holds the whole row",
+            {"BLOCK_N=64,": "BLOCK_N=triton.next_power_of_2(max(1, n)),"},
+            "compiled anew for rows of another length",
+        ),
         Wrong(
             "acc is not rescaled",
             {"acc = alpha * acc + tl": "acc = acc + tl"},
