@@ -31,6 +31,10 @@ def check(answer):
 
 
 def _check_patient(answer, patient, line, expression):
+    if "[[" in expression.replace(" ", "") or "PATIENTS" in expression:
+        reject(
+            f"{patient}: what stood in the line is asked for, in the names of LINES, not the numbers that came out"
+        )
     theirs, right = answer.PATIENTS[patient], answer.RIGHT
     wrong = {name for name in right if theirs[name] != right[name]}
     if REACHES[line] != wrong:

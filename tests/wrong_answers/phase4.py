@@ -169,6 +169,11 @@ WRONG = {
         Wrong("dK scaled twice", {"tl.trans(ds.to": "tl.trans((ds * scale).to"}, "the scale is in it twice"),
     ],
     "broken_gradient": [
+        Wrong(
+            "the patient's numbers",
+            {"scale**2 * ds.T @ q": "torch.tensor([[0.428, 0.265], [0.002, -0.151], [0.187, -0.12], [-0.617, 0.006]])"},
+            "not the numbers that came out",
+        ),
         Wrong("dk unscaled for scaled twice", {"scale**2 * ds.T @ q": "ds.T @ q"}, "but not in this way: dk[0, 0]"),
         Wrong("not named", {'"B": {"delta": "0 * lse"},': '"B": {},'}, "B: no line is named yet"),
         Wrong(
