@@ -334,25 +334,25 @@ class Ring:
 
 
 def forward(
-    head_dim: int, consumers: int, stages: int, overlap: bool, tiles_n: int = 8, turns: int = 1
+    head_dim: int, consumers: int, stages: int, overlap: bool, tiles_n: int = 8, tiles_m: int = 1
 ) -> dict[str, Iterator[Operation]]:
-    """The actors of hopper_forward.py's program, for `turns` tiles of queries that each see all of
+    """The actors of hopper_forward.py's program, for `tiles_m` tiles of queries that each see all of
     `tiles_n` tiles of 128 keys.
 
     stages: pairs of K and V in the ring. overlap: issue the next S before the exponentials.
     """
     kv, q = Ring("kv", stages, consumers), Ring("q", 2, consumers)
-    sizes = head_dim, tiles_n, turns
+    sizes = head_dim, tiles_n, tiles_m
     actors = {"producer": _produce(kv, q, consumers, *sizes)}
     for me in range(consumers):
         actors[f"consumer {me}"] = _consume(kv, q, overlap, *sizes)
     return actors
 
 
-def _produce(kv, q, consumers, head_dim, tiles_n, turns):
+def _produce(kv, q, consumers, head_dim, tiles_n, tiles_m):
     tile = BLOCK_N * head_dim * ITEMSIZE
     pair = 0
-    for turn in range(turns):
+    for nth in range(tiles_m):
         for step in range(tiles_n + 1):
             slot, parity = kv.slot(pair)
             yield wait(kv.empty[slot], parity ^ 1)
@@ -360,30 +360,30 @@ def _produce(kv, q, consumers, head_dim, tiles_n, turns):
             into = [(kv.places[slot], pair)]
             yield load(kv.full[slot], tile * len(what), " ".join(what), into)
             pair += 1
-            if step == 0:  # the first keys are needed before the queries of a later turn
-                side, parity = q.slot(turn)
+            if step == 0:  # the first keys are needed before the queries of a later tile
+                side, parity = q.slot(nth)
                 yield wait(q.empty[side], parity ^ 1)
                 size = consumers * ROWS * head_dim * ITEMSIZE
-                yield load(q.full[side], size, "Q", [(q.places[side], turn)])
+                yield load(q.full[side], size, "Q", [(q.places[side], nth)])
 
 
-def _consume(kv, q, overlap, head_dim, tiles_n, turns):
+def _consume(kv, q, overlap, head_dim, tiles_n, tiles_m):
     flop = 2 * ROWS * BLOCK_N * head_dim
     pair = 0
-    for turn in range(turns):
-        side, parity = q.slot(turn)
+    for nth in range(tiles_m):
+        side, parity = q.slot(nth)
         yield wait(q.full[side], parity)
         for step in range(tiles_n + 1):
             slot, parity = kv.slot(pair)
             tiles = [(kv.places[slot], pair)]
             yield wait(kv.full[slot], parity)
-            s = product(flop, f"S{step}", True, [*tiles, (q.places[side], turn)])
+            s = product(flop, f"S{step}", True, [*tiles, (q.places[side], nth)])
             pv = product(flop, f"PV{step - 1}", True, tiles)
             if step == 0:
                 yield s
                 yield wait_products(0)
                 yield arrive(kv.empty[slot])
-                if turn > 0:  # its O, which left from there, has arrived
+                if nth > 0:  # its O, which left from there, has arrived
                     yield arrive(q.empty[side ^ 1])
                 yield from _softmax(step)
             elif step == tiles_n:
@@ -512,9 +512,9 @@ def predicted_tflops(
     head_dim: int, consumers: int, stages: int, overlap: bool, seq_k: int = 4096
 ) -> float:
     """TFLOP/s of the forward pass on a whole H200, without a mask, as the model has it."""
-    turns, tiles_n = 2, -(-seq_k // BLOCK_N)
-    total = simulate(forward(head_dim, consumers, stages, overlap, tiles_n, turns)).total
-    return turns * _flop(consumers * ROWS, tiles_n, head_dim) / total * MULTIPROCESSORS / 1e6
+    tiles_m, tiles_n = 2, -(-seq_k // BLOCK_N)
+    total = simulate(forward(head_dim, consumers, stages, overlap, tiles_n, tiles_m)).total
+    return tiles_m * _flop(consumers * ROWS, tiles_n, head_dim) / total * MULTIPROCESSORS / 1e6
 
 
 def predicted_plain_tflops(

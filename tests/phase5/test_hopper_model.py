@@ -469,7 +469,7 @@ def test_overlap_helps(head_dim):
 
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_all_products_are_made_once(consumers):
-    timeline = simulate(forward(128, consumers, 2, True, tiles_n=5, turns=3))
+    timeline = simulate(forward(128, consumers, 2, True, tiles_n=5, tiles_m=3))
     names = sorted([f"S{j}" for j in range(5)] + [f"PV{j}" for j in range(5)])
     for me in range(consumers):
         mine = [i for i in timeline.of("tensor cores") if i.actor == f"consumer {me}"]
