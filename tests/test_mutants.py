@@ -49,6 +49,7 @@ def test_the_table_is_of_these_mutants():
         ("tests/a.py::test_x[a b] PASSED [ 50%]\ntests/a.py::test_y[1] FAILED", 1, ("killed", "tests/a.py::test_y[1]")),
         ("tests/a.py::test_x ERROR [ 50%]", 1, ("killed", "tests/a.py::test_x")),
         ("tests/a.py::test_x PASSED\ntests/a.py::test_y ", -11, ("killed by a crash", "tests/a.py::test_y")),
+        ("tests/a.py::test_x[a b] Fatal Python error: Aborted\n", -6, ("killed by a crash", "tests/a.py::test_x[a b]")),
         ("tests/a.py::test_x ", None, ("killed by a hang", "tests/a.py::test_x")),
         ("ERROR tests/a.py", 2, ("broken: pytest ends with 2, no test has failed", "")),
         ("collected 0 items", 5, ("broken: pytest ends with 5, no test has failed", "")),

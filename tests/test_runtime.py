@@ -330,12 +330,23 @@ def test_the_interpreter_is_patched_once_a_launch_and_restored(monkeypatch):
 
 
 @interpreted_only
-def test_interpreted_kernels_of_two_threads_do_not_meet():
+def test_interpreted_kernels_of_two_threads_do_not_meet(monkeypatch):
+    from triton.runtime.interpreter import InterpretedFunction
+
     q, k, v = make_qkv(1, 2, 100, 16, dtype=torch.float32)
     whole = attention_forward(q, k, v)[0]
-    with ThreadPoolExecutor(2) as pool:
-        for o, _ in pool.map(lambda _: attention_forward(q, k, v), range(8)):
-            assert torch.equal(o, whole)
+    run, launched = InterpretedFunction.run, threading.Event()
+
+    def watch(self, *args, **kwargs):
+        launched.set()
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", watch)
+    with ThreadPoolExecutor(1) as pool:
+        with runtime.on_device_of(q):
+            others = pool.submit(attention_forward, q, k, v)
+            assert not launched.wait(0.5)
+        assert torch.equal(others.result()[0], whole)
 
 
 @interpreted_only

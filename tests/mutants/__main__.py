@@ -45,7 +45,8 @@ DESELECTED = [
     "tests/phase5/test_hopper_model.py::test_a_mistake_in_the_kernels_rules_is_found",
     "tests/phase5/test_hopper_model.py::test_a_mistake_in_the_queue_is_found",
 ]
-LINE = re.compile(r"(tests/\S+\.py::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*| *)")
+# A crash says its last words in the line of the test that runs.
+LINE = re.compile(r"(tests/\S+\.py::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*| Fatal Python error: .*| *)")
 
 
 def outcome(output: str, code: int | None) -> tuple[str, str]:
