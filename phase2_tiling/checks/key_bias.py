@@ -129,7 +129,7 @@ def _wrong_biases(q, k, v, bias):
         wrong[sentence] = _attention(q, k, v, bias[key % block])
         missing = -len(bias) % block
         padded = [torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (k, v)]
-        sentence = f"{missing} keys past the end count as logit 0: which bias has a key that does not exist?"
+        sentence = f"{missing} keys past the end count as logit 0 (section 3.1): which bias has a missing key?"
         wrong[sentence] = _attention(q, *padded, torch.nn.functional.pad(bias, (0, missing)))
         sentence = f"the bias has no effect, and {missing} keys past the end count as logit 0"
         wrong[sentence] = _attention(q, *padded, torch.zeros(len(bias) + missing, device=q.device))
@@ -140,7 +140,7 @@ def _wrong_biases(q, k, v, bias):
 
 
 _WRONG_UPDATES = {
-    "the accumulator is not rescaled by alpha": lambda acc, alpha, pv: acc + pv,
+    "the accumulator is not rescaled by alpha (section 3.4)": lambda acc, alpha, pv: acc + pv,
     "the new tile is rescaled too": lambda acc, alpha, pv: alpha * (acc + pv),
     "o holds the last tile of keys alone": lambda acc, alpha, pv: pv,
 }
@@ -173,7 +173,7 @@ def _check_hidden_keys(fn):
 
 def _check_traffic(fn):
     q, k, v = one_head(300, 200, 32, dtype=FP16)
-    bias = torch.zeros(200, device=q.device)
+    bias = _bias(200, q)
     with counted(q=q, k=k, v=v, bias=bias) as moved:
         o = fn(q, k, v, bias)
     if moved:
@@ -194,8 +194,13 @@ def _check_traffic(fn):
             )
         for name, t in (("v", v), ("bias", bias)):
             if loaded[name] != programs * t.nbytes:
+                copied = (
+                    ""
+                    if loaded[name]
+                    else ". Is a copy of it read? The kernel is to take its stride"
+                )
                 reject(
-                    f"{loaded[name]} bytes of {name} are loaded: {int(programs)} programs need {t.nbytes} each"
+                    f"{loaded[name]} bytes of {name} are loaded: {int(programs)} programs need {t.nbytes} each{copied}"
                 )
     _require_one_launch(fn)
 
@@ -211,8 +216,8 @@ def _require_one_launch(fn):
         reject(f"{len(launches[0])} kernels are launched: it is to be one")
     if launches[0] != launches[1]:
         reject(
-            "the kernel is compiled anew for another length: a tile's size may not depend on seq_q or seq_k, or it "
-            "meets the wall of section 3.2"
+            "the kernel is compiled anew for another length: seq_q or seq_k is a tl.constexpr, or a tile's size "
+            "depends on one of them and meets the wall of section 3.2"
         )
     return launches[0][0]
 

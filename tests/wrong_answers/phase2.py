@@ -128,6 +128,16 @@ WRONG = {
             {'grid = (triton.cdiv(q.shape[0], tiles["BLOCK_M"]),)': "grid = (1,)"},
             "a program for each tile of queries",
         ),
+        Wrong(
+            "a copy of the bias",
+            {"q, k, v, bias, o, q.stride()": "q, k, v, bias := bias.contiguous(), o, q.stride()"},
+            "Is a copy of it read?",
+        ),
+        Wrong(
+            "the length is a constexpr",
+            {"seq_q, seq_k, scale,\n    HEAD_DIM": "seq_q, seq_k: tl.constexpr, scale,\n    HEAD_DIM"},
+            "seq_q or seq_k is a tl.constexpr",
+        ),
         Wrong("v with k's strides", {"(v_ptr, stride_v": "(v_ptr, stride_k"}, "v is read with the strides of k"),
         Wrong("acc is not rescaled", {"acc * alpha[:, None]": "acc"}, "not rescaled by alpha"),
         Wrong("no guard", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i"}, "a row that sees no key gives NaN"),
