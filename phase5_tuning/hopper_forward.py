@@ -5,7 +5,7 @@ tensor memory accelerator fetch tiles into shared memory; each consumer attends 
 own to them. Programs stay: each takes one tile of queries after another.
 
                      K V K V ...           kv_full, kv_empty: a ring of pairs
-    producer  ---->  Q Q Q                 q_full, q_empty: this tile's and the next's
+    producer  ---->  Q Q Q                 q_full, q_empty: two turns of queries
                        |
                  consumer 0, 1, (2)  ----> O (in Q's place), LSE
 
@@ -108,10 +108,10 @@ class Memory:
     1, which on a fresh barrier is already past.
     """
 
-    q: gl.shared_memory_descriptor  # two sides x consumers x (ROWS, BLOCK_D); O leaves from here
+    q: gl.shared_memory_descriptor  # two turns x consumers x (ROWS, BLOCK_D); O leaves from here
     k: gl.shared_memory_descriptor  # STAGES x (BLOCK_N, BLOCK_D)
     v: gl.shared_memory_descriptor
-    tile: gl.shared_memory_descriptor  # two sides: which tile it is
+    tile: gl.shared_memory_descriptor  # two turns: which tile it is
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     kv_full: gl.shared_memory_descriptor
@@ -135,10 +135,10 @@ class Memory:
         return pair % self.STAGES, pair // self.STAGES & 1
 
     @gluon.jit
-    def read_tile(self, nth):
-        """Which tile is the program's nth, once its queries are there."""
-        side = nth % 2
-        mbarrier.wait(self.q_full.index(side), nth // 2 & 1)
+    def read_tile(self, turn):
+        """The turn's tile of queries, once its queries are there."""
+        side = turn % 2
+        mbarrier.wait(self.q_full.index(side), turn // 2 & 1)
         return gl.max(self.tile.index(side).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
     @gluon.jit
@@ -170,12 +170,12 @@ def _produce(work, memory):
     """Fetch queries, keys and values, as far ahead as there is room.
 
     A pair is the keys of one step and the values of the step before, since a consumer multiplies
-    with both at once. The first pair of a tile of queries has keys alone, the last has values alone.
+    with both at once. The first pair of a turn has keys alone, the last has values alone.
     """
     CONSUMERS: gl.constexpr = work.CONSUMERS
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     pair = 0
-    nth = 0
+    turn = 0
     tile = gl.program_id(0)
     while tile < work.tiles():
         row, b, h = work.place(tile)
@@ -184,9 +184,9 @@ def _produce(work, memory):
         start_n = (tiles_n - 1) * memory.BLOCK_N
         _fetch_pair(work, memory, pair, b, h_kv, start_n, True, False)
 
-        side = nth % 2
+        side = turn % 2
         q_full = memory.q_full.index(side)
-        mbarrier.wait(memory.q_empty.index(side), nth // 2 & 1 ^ 1)
+        mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)
         memory.tile.index(side).store(gl.full([1], tile, gl.int32, ONE))
         mbarrier.expect(q_full, CONSUMERS * work.q.block_type.nbytes)
         for c in gl.static_range(CONSUMERS):
@@ -198,10 +198,10 @@ def _produce(work, memory):
             _fetch_pair(work, memory, pair + step, b, h_kv, start_n, True, True)
         _fetch_pair(work, memory, pair + tiles_n, b, h_kv, -memory.BLOCK_N, False, True)
         pair += tiles_n + 1
-        nth += 1
+        turn += 1
         tile = gl.num_programs(0) + gl.atomic_add(work.taken_ptr, 1, sem="relaxed")
-    side = nth % 2
-    mbarrier.wait(memory.q_empty.index(side), nth // 2 & 1 ^ 1)
+    side = turn % 2
+    mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)
     memory.tile.index(side).store(gl.full([1], tile, gl.int32, ONE))
     mbarrier.arrive(
         memory.q_full.index(side), count=1
@@ -232,7 +232,7 @@ def _consume(
     work, memory, scale,
     MASKED: gl.constexpr, OVERLAP: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
-    """Attend ROWS queries of each tile to all keys that they see."""
+    """Attend ROWS queries of each turn's tile to all keys that they see."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
     BLOCK_D: gl.constexpr = memory.BLOCK_D
     CONSUMERS: gl.constexpr = work.CONSUMERS
@@ -244,12 +244,12 @@ def _consume(
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O)
     pair = 0
     p = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
-    nth = 0
+    turn = 0
     tile = memory.read_tile(0)
     while tile < work.tiles():
         tile_row, b, h = work.place(tile)
         row = tile_row + ME * ROWS
-        side = nth % 2
+        side = turn % 2
         q = memory.q.index(side * CONSUMERS + ME).reshape((ROWS, BLOCK_D))
         tiles_n = work.tiles_n(row + ROWS, BLOCK_N)
         if work.IS_CAUSAL and CONSUMERS * ROWS > BLOCK_N:
@@ -270,8 +270,8 @@ def _consume(
         tma.store_wait(0)
         s = warpgroup_mma_wait(0, deps=(s,))
         mbarrier.arrive(memory.kv_empty.index(slot))
-        # O of the tile before has left its place.
-        mbarrier.arrive(memory.q_empty.index(side ^ 1), pred=nth > 0)
+        # The turn before has left its place.
+        mbarrier.arrive(memory.q_empty.index(side ^ 1), pred=turn > 0)
         pair += 1
         if MASKED:
             start_n = (tiles_n - 1) * BLOCK_N
@@ -322,8 +322,8 @@ def _consume(
         offs_m = row + gl.arange(0, ROWS, S_ROWS)
         lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
         gl.store(lse_row + offs_m, lse, mask=offs_m < work.seq_q)
-        nth += 1
-        tile = memory.read_tile(nth)
+        turn += 1
+        tile = memory.read_tile(turn)
     tma.store_wait(0)
 
 
@@ -400,9 +400,7 @@ BLOCK_N = 128
 # head_dim 64 with 512, 1024 and 2048 keys.
 SHORT_KEYS = 1024
 SHORT = SHAPES[128] | dict(STAGES=4, BLOCK_N=64, maxnreg=REGISTERS[128])
-CACHED = (
-    16 * 2**20
-)  # bytes of keys and values that may be in use at once: a quarter of an H200's L2
+CACHED = 16 * 2**20  # bytes of keys and values that may be in use at once: a quarter of an H200's L2
 
 
 def columns_of(head_dim: int) -> int:

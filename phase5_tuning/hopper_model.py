@@ -352,7 +352,7 @@ def forward(
 def _produce(kv, q, consumers, head_dim, tiles_n, tiles_m):
     tile = BLOCK_N * head_dim * ITEMSIZE
     pair = 0
-    for nth in range(tiles_m):
+    for turn in range(tiles_m):
         for step in range(tiles_n + 1):
             slot, parity = kv.slot(pair)
             yield wait(kv.empty[slot], parity ^ 1)
@@ -361,29 +361,29 @@ def _produce(kv, q, consumers, head_dim, tiles_n, tiles_m):
             yield load(kv.full[slot], tile * len(what), " ".join(what), into)
             pair += 1
             if step == 0:  # the first keys are needed before the queries of a later tile
-                side, parity = q.slot(nth)
+                side, parity = q.slot(turn)
                 yield wait(q.empty[side], parity ^ 1)
                 size = consumers * ROWS * head_dim * ITEMSIZE
-                yield load(q.full[side], size, "Q", [(q.places[side], nth)])
+                yield load(q.full[side], size, "Q", [(q.places[side], turn)])
 
 
 def _consume(kv, q, overlap, head_dim, tiles_n, tiles_m):
     flop = 2 * ROWS * BLOCK_N * head_dim
     pair = 0
-    for nth in range(tiles_m):
-        side, parity = q.slot(nth)
+    for turn in range(tiles_m):
+        side, parity = q.slot(turn)
         yield wait(q.full[side], parity)
         for step in range(tiles_n + 1):
             slot, parity = kv.slot(pair)
             tiles = [(kv.places[slot], pair)]
             yield wait(kv.full[slot], parity)
-            s = product(flop, f"S{step}", True, [*tiles, (q.places[side], nth)])
+            s = product(flop, f"S{step}", True, [*tiles, (q.places[side], turn)])
             pv = product(flop, f"PV{step - 1}", True, tiles)
             if step == 0:
                 yield s
                 yield wait_products(0)
                 yield arrive(kv.empty[slot])
-                if nth > 0:  # its O, which left from there, has arrived
+                if turn > 0:  # its O, which left from there, has arrived
                     yield arrive(q.empty[side ^ 1])
                 yield from _softmax(step)
             elif step == tiles_n:
