@@ -400,7 +400,7 @@ BLOCK_N = 128
 # head_dim 64 with 512, 1024 and 2048 keys.
 SHORT_KEYS = 1024
 SHORT = SHAPES[128] | dict(STAGES=4, BLOCK_N=64, maxnreg=REGISTERS[128])
-CACHED = 16 * 2**20  # bytes of keys and values that may be in use at once: a quarter of an H200's L2
+CACHED = 16 * 2**20  # bytes of keys and values in use at once: a quarter of an H200's L2
 
 
 def columns_of(head_dim: int) -> int:
