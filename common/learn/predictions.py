@@ -82,6 +82,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, set) and value:  # whose order may be another one in the next run
+        return "{" + ", ".join(sorted(map(repr, value))) + "}"
     if not _is_number(value):
         return str(value)
     return f"{value:,}" if isinstance(value, numbers.Integral) else f"{value:.4g}"

@@ -59,8 +59,12 @@ def _check_result(ranks, number, rows, q, kv, o, lse):
     keys = torch.arange(len(q))
     right = _attended(q[mine], kv, mine[:, None] >= keys)
 
-    def seen(source_of):
-        """The mask if the keys of a step are taken for those of `source_of(step)`."""
+    early, late = slice(0, ROWS), slice(ROWS, None)
+
+    def seen(source_of=lambda step: (number - step) % ranks, keys=early, queries=late):
+        """The mask if the keys of a step are taken for those of `source_of(step)`. keys: those of a rank before that
+        are seen. queries: those that see the keys of a rank after.
+        """
         mask = torch.zeros(len(mine), len(q), dtype=torch.bool)
         for step in range(ranks):
             actual, believed = (number - step) % ranks, source_of(step)
@@ -69,9 +73,9 @@ def _check_result(ranks, number, rows, q, kv, o, lse):
             else:
                 block = torch.zeros(len(mine), len(mine), dtype=torch.bool)
                 if believed < number:
-                    block[:, :ROWS] = True
+                    block[:, keys] = True
                 else:
-                    block[ROWS:] = True
+                    block[queries] = True
             mask[:, rows[actual]] = block
         return mask
 
@@ -83,6 +87,13 @@ def _check_result(ranks, number, rows, q, kv, o, lse):
         "all keys of other ranks are seen": own | ~torch.isin(keys, mine)[None, :],
         "the keys of a step are those of rank (number - step) % ranks: they have come from the rank before": seen(
             lambda step: (number + step) % ranks
+        ),
+        "number - step is negative for a rank after: % ranks": seen(lambda step: number - step),
+        "of a rank before, the late keys are seen here: are they before these queries?": seen(
+            keys=late
+        ),
+        "the early queries see the keys of a rank after here: are these before them?": seen(
+            queries=early
         ),
     }
     truth = mine[:, None] >= keys

@@ -79,8 +79,8 @@ def require_meanwhile(ranks, rank, computed, what, kinds=1, first=0):
 def check_sends(rank):
     if len(rank.sends) > rank.ranks - 1:
         reject(
-            f"{rank.ranks} ranks: each rank sends {len(rank.sends)} times. In the last step nobody needs its "
-            "keys any more"
+            f"{rank.ranks} ranks: each rank sends {len(rank.sends)} times, where {rank.ranks - 1} are enough: keys and "
+            "values travel together, and in the last step nobody needs them any more"
         )
 
 

@@ -26,6 +26,13 @@ def test_a_prediction_is_repeated_without_a_verdict(capsys):
     )
 
 
+def test_a_set_is_printed_in_order(capsys):
+    Prediction().against({"dv", "dq", "dk"})
+    assert capsys.readouterr().out == "The answer: {'dk', 'dq', 'dv'}.\n"
+    Prediction().against(set())
+    assert capsys.readouterr().out == "The answer: set().\n"
+
+
 @pytest.mark.parametrize(
     ("yours", "answer", "verdict"),
     [

@@ -842,7 +842,7 @@ WRONG = {
             },
             "computes while the keys stand still",
         ),
-        Wrong("sent in the last step too", {"last = step + 1 == rank.ranks": "last = False"}, "nobody needs its keys"),
+        Wrong("sent in the last step too", {"last = step + 1 == rank.ranks": "last = False"}, "nobody needs them"),
         Wrong("its own keys again", {"            kv = coming.wait()": "            coming.wait()"}, "again and again"),
         Wrong(
             "not merged", {"            merge_(o, lse, *part)": "            o, lse = part"}, "of the last step alone"
@@ -914,7 +914,17 @@ WRONG = {
             },
             "its own keys alone",
         ),
-        Wrong("late keys of a rank before", {"kv[:, early]": "kv[:, late]"}, "elements are wrong"),
+        Wrong("late keys of a rank before", {"kv[:, early]": "kv[:, late]"}, "the late keys are seen here"),
+        Wrong("no modulo", {"(rank.number - step) % rank.ranks": "rank.number - step"}, "is negative for a rank after"),
+        Wrong(
+            "early queries of a rank before",
+            {
+                "merge_(o[late], lse[late], *rank.attend(q[late], kv))": (
+                    "merge_(o[early], lse[early], *rank.attend(q[early], kv))"
+                )
+            },
+            "the early queries see the keys of a rank after here",
+        ),
         Wrong(
             "rows that see nothing",
             {
@@ -924,9 +934,7 @@ WRONG = {
             },
             "chunks among them that see nothing",
         ),
-        Wrong(
-            "keys sent in the last step too", {"step + 1 == rank.ranks": "step == rank.ranks"}, "nobody needs its keys"
-        ),
+        Wrong("keys sent in the last step too", {"step + 1 == rank.ranks": "step == rank.ranks"}, "nobody needs them"),
     ],
     "bring_home": [
         Wrong(
@@ -991,9 +999,7 @@ WRONG = {
             },
             "start both, then wait",
         ),
-        Wrong(
-            "keys sent in the last step too", {"step + 1 == rank.ranks": "step == rank.ranks"}, "nobody needs its keys"
-        ),
+        Wrong("keys sent in the last step too", {"step + 1 == rank.ranks": "step == rank.ranks"}, "nobody needs them"),
         Wrong(
             "dq of the last step",
             {"dq_part if step == 0 else dq + dq_part": "dq_part"},
