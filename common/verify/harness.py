@@ -379,11 +379,12 @@ def _variances(q, k, v, do, mask, scale, truth, dtype) -> dict[str, torch.Tensor
     var["dv"] = (w.mT @ do**2 + h**2 * (visible.mT @ do**2)).sum(dim=0)
     var["sum_dv"] = (p.mT @ do.abs()).sum(dim=0)
     abs_delta = (do * truth["o"]).abs().sum(dim=-1)
-    var_delta = (do**2 * (u**2 * truth["o"] ** 2 + w @ v**2)).sum(dim=-1)
+    dp = do @ v.T
+    # O rounded when it is stored; the rounding of P before P V, which reaches all columns of O.
+    var_delta = (do**2 * u**2 * truth["o"] ** 2).sum(dim=-1) + (w * dp**2).sum(dim=-1)
     # Of the fp32 sums over head_dim and, within O, over keys.
     of_sums = (sum_error(seq_k) * do.abs() * (p @ v.abs())).sum(dim=-1)
     var_delta += (sum_error(head_dim) * abs_delta) ** 2 + of_sums**2
-    dp = do @ v.T
     delta = (do * truth["o"]).sum(dim=-1, keepdim=True)
     size = do.abs() @ v.abs().T + abs_delta[..., None]  # what dP - delta is the small difference of
     e_ds = w * (dp - delta) ** 2 + h**2 * visible + (sum_error(head_dim) * p * size) ** 2

@@ -14,6 +14,8 @@ import torch
 
 
 def check(answer):
+    for race in ("FIRST", "LOST", "LAST"):
+        _check_order(race, getattr(answer, race, None))
     if runtime.INTERPRETED:
         _check_races(answer)
     _check_result(answer)
@@ -33,6 +35,40 @@ def _case(seq_q=40, seq_k=70, heads=2, head_dim=16, dtype=torch.float32):
     delta = (o * do.double()).sum(-1).float()
     right = naive_attention_backward(*(t.double() for t in (q, k, v, do)))
     return (q, k, v, do, lse.float(), delta), dict(zip(("dq", "dk", "dv"), right, strict=True))
+
+
+# --- orders ----------------------------------------------------------------------------------------------------------
+
+
+def _check_order(race, order):
+    """Reject an order of three programs that does not spoil dq, or that does so by another race."""
+    if order is None:
+        raise NotImplementedError
+    if not isinstance(order, list) or sorted(map(str, order)) != list("011222"):
+        reject(
+            f"{race} is {order!r}: expected a list with program 0 once, 1 twice and 2 three times"
+        )
+    at = {
+        (p, n): i for p in range(3) for n, i in enumerate(i for i, x in enumerate(order) if x == p)
+    }
+    spoils = {
+        "FIRST": at[0, 0]
+        > min(at[1, 0], at[2, 0]),  # what program 0 stores comes over another's part
+        "LOST": at[1, 0] < at[2, 1] and at[2, 0] < at[1, 1],  # both have loaded, neither has stored
+        "LAST": at[2, 2] < at[1, 1],
+    }
+    others = [name for name, does in spoils.items() if does and name != race]
+    if not spoils[race]:
+        whose = (
+            f"; {' and '.join(others)} would be its name"
+            if others
+            else ": each program comes at its time"
+        )
+        reject(f"{race} = {order}: this race does not spoil dq in it{whose}")
+    if others:
+        reject(
+            f"{race} = {order}: {' and '.join(others)} is in it too. Give an order with one race alone"
+        )
 
 
 # --- races -----------------------------------------------------------------------------------------------------------
@@ -74,14 +110,20 @@ def _noted():
 
 
 def _check_races(answer):
-    inputs, _ = _case()
-    with _noted() as launches, guard.watched():
-        answer.attention_gradients(*inputs, block_m=32, block_n=32)
+    for head_dim in (16, 40):  # the second fills no tile
+        inputs, _ = _case(head_dim=head_dim)
+        with _noted() as launches, guard.watched():
+            answer.attention_gradients(*inputs, block_m=32, block_n=32)
+        _require_no_race(launches, inputs)
+
+
+def _require_no_race(launches, inputs):
     for touched in launches:
         added_to = sum(bool(by["add"]) for by in touched.values())
         if added_to > inputs[0].numel():
             reject(
-                f"{added_to} elements are added to, where dq_sum has {inputs[0].numel()}: is the mask there?"
+                f"{added_to} elements are added to, where dq_sum has {inputs[0].numel()}: is the mask there, of "
+                "rows and of columns?"
             )
         races = [_race(by) for by in touched.values()]
         for cause in _CAUSES:

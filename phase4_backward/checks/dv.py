@@ -26,6 +26,9 @@ def check(answer):
     options = dict(seq_k=20, layout="sliced", do_layout="transposed", scale=-0.3)
     verify(theirs, 1, 2, 50, 32, tiles=(16, 32), **options)
     verify(theirs, 1, 1, 40, 16, tiles=(16, 32), kind="low")
+    # A scale that is no power of two, and large logits: q * scale would lose bits in fp16.
+    options = dict(seq_k=80, dtype=torch.float16, scale=0.7, kind="peaked")
+    verify(theirs, 1, 1, 64, 32, tiles=(16, 32), **options)
     return (
         "dv in fp16, bf16 and fp32, ragged lengths, strides, NaN all around, logits far below zero"
     )

@@ -7,11 +7,16 @@ to `dq_sum`, which is fp32 and lies in memory.
 As shipped, the kernel has three races: places where the result depends on which program comes first. On a GPU programs
 run at the same time, and an instruction of one may come between any two of another. None of that can happen in the
 interpreter, which runs programs one after another, by their number. So every result is right here, and comparing
-results finds nothing. Read what each program does to dq_sum and dq, and look for an order that spoils it.
+results finds nothing. Read what each program does to dq_sum and dq, and look for orders that spoil it.
 
-Then mend the three places, with `tl.atomic_add(pointers, values, mask=mask, sem="relaxed")`: no other program can come
-between its reading and its writing, and "relaxed" promises nothing beyond that. One event is surely later than all
-programs of a launch: its end, and with it the next launch.
+1. Give three orders. Say that there are three programs. To one element of dq_sum program 0 does one thing: it stores.
+   Program 1 does two: it loads and stores. Program 2 does three: it loads, stores, and stores dq. An order is a list of
+   programs, in which each entry is the next thing that this program does: in [0, 1, 1, 2, 2, 2], which is right, each
+   does all of its own before the next. Give an order for each race, in which this race alone spoils dq: FIRST, as
+   program 0 is not the first one; LOST, as two programs load before either has stored; LAST, as program 2 is not
+   the last one.
+2. Mend the three places, with `tl.atomic_add(pointers, values, mask=mask, sem="relaxed")`: no other program can come
+   between its reading and its writing, and "relaxed" promises nothing beyond that.
 
 The check notes which program loads, stores and adds to which element of memory. Two programs that touch the same
 element in one launch, at least one of them to change it, are a race unless both do so atomically.
@@ -29,6 +34,9 @@ from phase4_backward.backward import recompute_tile
 import torch
 import triton
 import triton.language as tl
+
+# your code: an order for each race
+FIRST, LOST, LAST = None, None, None
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 A program owns one tile of keys. The forward pass left one number for each query, LSE_i, and that is enough to have P
 back, tile by tile, and to add up
 
-    dV_j = sum_i P_ij dO_i,      P_ij = exp(S_ij - LSE_i),      S = scale Q K^T
+    dV_j = sum_i P_ij dO_i,      S = scale Q K^T
 
 without ever having all of P. No mask but the ends of the sequences: every query sees every key. The
 loop over queries is there, with its loads: past the end q, do and lse are 0. Write what is done with

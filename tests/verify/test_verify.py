@@ -214,7 +214,7 @@ def model_by_the_book(q, k, v, do, is_causal, scale):
         + (c_k * P @ V.abs()) ** 2
     )
     var_dv = w.T @ dO**2 + u**2 * dV**2 + h**2 * (Mk.T @ dO**2) + (c_q * P.T @ dO.abs()) ** 2
-    var_dlt = (dO**2 * (u**2 * O**2 + w @ V**2)).sum(-1, keepdim=True)
+    var_dlt = (dO**2 * u**2 * O**2).sum(-1, keepdim=True) + (w * dP**2).sum(-1, keepdim=True)
     of_sums = c_k * (dO.abs() * (P @ V.abs())).sum(-1, keepdim=True)  # in O
     var_dlt += (c_d * (dO * O).abs().sum(-1, keepdim=True)) ** 2 + of_sums**2
     A = dO.abs() @ V.abs().T + (dO * O).abs().sum(-1, keepdim=True)
@@ -248,10 +248,19 @@ def test_error_model_formulas(dtype, is_causal, group, kind):
 
 
 def test_rows_of_o_that_are_rounded_alike_are_expected():
-    """Weights that are almost equal, do of one sign: the roundings of O add up in dk. If by chance, z would be 9.5."""
-    q, k, v = make_qkv(1, 1, 200, 64, seq_k=3, dtype=BF16, kind="positive", seed=3)
+    """Weights that are almost equal, do of one sign: the roundings of O add up in dk. If by chance, z would be 10."""
+    q, k, v = make_qkv(1, 1, 200, 64, seq_k=30, dtype=BF16, kind="positive", seed=4)
     do = make_tensor(q.shape, dtype=BF16, kind="positive", generator=torch.Generator().manual_seed(1))
     assert verify_results(emulate, q, k, v, do=do, scale=1e-4)["dk"].passed
+
+
+def test_a_rounding_of_p_reaches_delta_through_all_columns_of_o():
+    """As values are alike, it moves them in one direction. Column by column, z of dq would be 13, and of dk 7."""
+    q, k, v = make_qkv(1, 1, 256, 256, seq_k=3, dtype=FP16, seed=1)
+    v = (v + 3)[..., :1].expand_as(v)
+    report = verify_results(emulate, q, k, v, do=torch.ones_like(q), compare_sdpa=False)
+    assert 1 < report["dq"].z < 3
+    assert 1 < report["dk"].z < 3
 
 
 def test_sums_of_o_that_lean_one_way_are_expected():

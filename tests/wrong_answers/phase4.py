@@ -68,6 +68,15 @@ WRONG = {
         Wrong("dlse of head 0", {"dlse_ptr + pid_bh * seq_q": "dlse_ptr"}, "the dlse of head 0"),
     ],
     "dv": [
+        Wrong(
+            "q scaled in 16 bits",
+            {
+                's = tl.dot(q, tl.trans(k), input_precision="ieee") * scale': (
+                    's = tl.dot((q * scale).to(q.dtype), tl.trans(k), input_precision="ieee")'
+                )
+            },
+            "was q * scale",
+        ),
         Wrong("LSE forgotten", {"tl.exp(s - lse[:, None])": "tl.exp(s)"}, "subtract the LSE"),
         Wrong("scale forgotten", {'input_precision="ieee") * scale': 'input_precision="ieee")'}, "by the scale"),
         Wrong("the last tile of queries alone", {"do, dv, input": "do, input"}, "do not overwrite"),
@@ -402,11 +411,20 @@ WRONG = {
             },
             "What atomic_add returns is the sum so far",
         ),
+        Wrong("an order that is right", {"[0, 1, 2, 1, 2, 2]": "[0, 1, 1, 2, 2, 2]"}, "each program comes at its time"),
+        Wrong("another race's order", {"[1, 1, 0, 2, 2, 2]": "[0, 2, 1, 1, 2, 2]"}, "LOST would be its name"),
+        Wrong("two races at once", {"[0, 2, 2, 2, 1, 1]": "[0, 1, 2, 2, 2, 1]"}, "LOST is in it too"),
+        Wrong("not an order", {"[0, 2, 2, 2, 1, 1]": "[0, 1, 2]"}, "program 0 once, 1 twice and 2 three times"),
         Wrong("no zeros", {"dq_sum = torch.zeros(": "dq_sum = torch.empty("}, "with which numbers does dq_sum begin"),
         Wrong("dq is never stored", {"    dq_out = dq_sum * scale\n": ""}, "who stores dq?"),
         Wrong("no scale", {"dq_out = dq_sum * scale": "dq_out = dq_sum"}, "the scale is missing"),
         Wrong("scaled twice", {"(there, part, mask=inside, sem": "(there, part * scale, mask=inside, sem"}, "twice"),
-        Wrong("no mask", {"(there, part, mask=inside, sem": "(there, part, sem"}, "is the mask there?"),
+        Wrong("no mask", {"(there, part, mask=inside, sem": "(there, part, sem"}, "is the mask there"),
+        Wrong(
+            "no mask of columns",
+            {"(there, part, mask=inside, sem": "(there, part, mask=(offs_m < seq_q)[:, None], sem"},
+            "of rows and of columns?",
+        ),
         Wrong(
             "in dq's dtype",
             {"dq_sum = torch.zeros(q.shape, dtype=torch.float32,": "dq_sum = torch.zeros(q.shape, dtype=dq.dtype,"},
