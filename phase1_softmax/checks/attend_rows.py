@@ -96,6 +96,13 @@ def _values(v):
     return [
         ("logits near 1000", randn(2, 100) + 1000, v, ONE, "is the maximum subtracted before exp?"),
         ("logits near -10000", randn(2, 100) - 10000, v, ONE, "does m start from -inf?"),
+        (
+            "logits near -20000",
+            randn(2, 100) - 20000,
+            v,
+            ONE,
+            "what is subtracted: is -1e4 larger than m?",
+        ),
         (masked, seen, v, ALL, "what is subtracted where m is -inf?"),
     ]
 

@@ -61,6 +61,7 @@ def _states():
         ("a tile like those before", m, l, tile),
         ("the first tile", fresh, none, tile),
         ("the first tile, logits near -10000", fresh, none, tile - 10000),
+        ("the first tile, logits near -20000", fresh, none, tile - 20000),
         ("a tile that is masked in part", mixed, l.where(mixed == m, 0.0), some),
         ("a tile of -inf", m, l, nothing),
         ("a first tile of -inf", fresh, none, nothing),

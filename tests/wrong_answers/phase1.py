@@ -66,6 +66,11 @@ WRONG = {
         Wrong("one element too many", {"offsets < n": "offsets <= n"}, "offsets < n, not <= n"),
     ],
     "online_step": [
+        Wrong(
+            "PyTorch: a guard at -1e4",
+            {"torch.where(m_new == -math.inf, 0.0, m_new)": "m_new.clamp(min=-1e4)"},
+            "logits near -20000",
+        ),
         Wrong("PyTorch: no rescale", {"l * torch.exp(m - shift)": "l"}, "measured against the old maximum: is it resc"),
         Wrong("PyTorch: rescaled the wrong way around", {"torch.exp(m - shift)": "torch.exp(shift - m)"}, "never grow"),
         Wrong("PyTorch: the old maximum is lost", {"torch.maximum(m, tile.amax(dim=1))": "tile.amax(dim=1)"}, "alone"),
@@ -105,6 +110,11 @@ WRONG = {
         ),
     ],
     "attend_rows": [
+        Wrong(
+            "a guard at -1e4",
+            {'tl.where(m_new == float("-inf"), 0.0, m_new)': "tl.maximum(m_new, -1e4)"},
+            "logits near -20000",
+        ),
         Wrong(
             "a tile holds the whole row",
             {"BLOCK_N=64,": "BLOCK_N=triton.next_power_of_2(max(1, n)),"},
