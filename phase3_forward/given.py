@@ -1,6 +1,6 @@
 """Pieces of kernels that this phase's exercises give: what is the task of one of them is not shown in the others.
 
-Each is what stands in `forward._attn_fwd_kernel` at that place.
+Each does what `forward._attn_fwd_kernel` does at that place. The head's number has 64 bits here from the start.
 """
 
 from phase2_tiling.tiling import head_base, store_tile

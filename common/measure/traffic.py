@@ -25,11 +25,12 @@ import triton
 @dataclass
 class Traffic:
     """Bytes loaded and stored, and the same by tensor for the tensors that were named to
-    `measure`.
+    `measure`; how many products of tiles (tl.dot) were computed.
     """
 
     loaded: int = 0
     stored: int = 0
+    products: int = 0
     loaded_from: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     stored_to: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -40,8 +41,8 @@ class Traffic:
 
 @contextlib.contextmanager
 def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
-    """Count the bytes of every load and store executed in the block. Raises RuntimeError where
-    kernels are compiled.
+    """Count the bytes of every load and store executed in the block, and the products. Raises
+    RuntimeError where kernels are compiled.
 
     Tensors passed by name are counted one by one in `loaded_from` and `stored_to`; everything else,
     such as results that do not exist yet, under "other". (bf16 is computed in fp32 when
@@ -71,7 +72,7 @@ def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
         owner = next((name for start, end, name in spans if start <= address < end), "other")
         return count * (ptrs.get_element_ty().primitive_bitwidth // 8), owner
 
-    load, store = builder.create_masked_load, builder.create_masked_store
+    load, store, dot = builder.create_masked_load, builder.create_masked_store, builder.create_dot
 
     def counting_load(ptrs, mask, *args, **kwargs):
         size, owner = size_and_owner(ptrs, mask)
@@ -85,9 +86,16 @@ def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
         traffic.stored_to[owner] += size
         return store(ptrs, value, mask, *args, **kwargs)
 
-    with mock.patch.multiple(
-        builder, create_masked_load=counting_load, create_masked_store=counting_store
-    ):
+    def counting_dot(*args, **kwargs):
+        traffic.products += 1
+        return dot(*args, **kwargs)
+
+    counting = dict(
+        create_masked_load=counting_load,
+        create_masked_store=counting_store,
+        create_dot=counting_dot,
+    )
+    with mock.patch.multiple(builder, **counting):
         yield traffic
 
 

@@ -60,6 +60,7 @@ def check(answer):
         verify_masked(windowed, q, k, v, (j <= i) & (i - j < window), what=what)
     if runtime.INTERPRETED:
         _require_few_bytes(answer.sliding_window_attention)
+        _require_end(answer.sliding_window_attention)
     return "nine windows against SDPA, in three dtypes, rows without a key among them; bytes grow like seq * window"
 
 
@@ -209,6 +210,20 @@ def _masked_attention(q, k, v, mask):
     mask = mask.to(q.device)
     o = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=mask)
     return torch.where(mask.any(dim=-1)[:, None], o, 0.0)
+
+
+def _require_end(attend):
+    """A walk that ends with the keys. Tiles behind them cost no bytes, as all their loads are masked."""
+    q, k, v = make_qkv(1, 1, 320, 16, seq_k=40)
+    block_m, block_n = TILES
+    with tiles_of(*TILES), traffic.measure() as done:
+        attend(q, k, v, LONGEST)
+    needed = sum(-(-min(40, start_m + block_m) // block_n) for start_m in range(0, 320, block_m))
+    if done.products > 2 * needed:
+        reject(
+            f"320 queries, 40 keys: {done.products // 2} tiles of keys are visited, where {needed} hold a key that is "
+            "seen: where do the keys end?"
+        )
 
 
 def _require_few_bytes(attend):

@@ -34,6 +34,14 @@ def test_softmax(fn, sweeps, rows, cols, dtype):
     assert moved.total == traffic.softmax_bytes(rows, cols, sweeps, dtype.itemsize)
 
 
+def test_products_of_tiles_are_counted():
+    q, k, v = make_qkv(1, 2, 100, 16, seq_k=70)
+    tiles = runtime.tile_sizes(16, q.dtype)
+    with traffic.measure() as moved:
+        attention_forward(q, k, v)
+    assert moved.products == 2 * 2 * -(-100 // tiles["BLOCK_M"]) * -(-70 // tiles["BLOCK_N"])
+
+
 @each_dtype
 def test_logsumexp_reads_once(dtype):
     x = matrix(33, 1500, dtype)

@@ -126,6 +126,11 @@ WRONG = {
         ),
     ],
     "sliding_window": [
+        Wrong(
+            "the walk goes on behind the keys",
+            {"tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)": "(pid_m + 1) * BLOCK_M"},
+            "where do the keys end?",
+        ),
         Wrong("a key too many", {"(age < window)": "(age <= window)"}, "one key too many"),
         Wrong("no left edge", {" & (age < window)": ""}, "left edge of the band are not masked"),
         Wrong("no right edge", {" & (age >= 0)": ""}, "keys after the query's own are visible"),
