@@ -106,11 +106,16 @@ def lanes(cases: Mapping[str, tuple[float, float]], ranks: int) -> None:
         for step in range(ranks):
             moving = transfer if step < ranks - 1 else 0.0
             ax.broken_barh([(at, products)], (1.1, 0.8), color=COLORS["tiled"], edgecolor="white")
-            ax.text(at + products / 2, 1.5, f"step {step}", ha="center", va="center", color="white")
+            ax.text(at + products / 2, 1.5, f"{step}", ha="center", va="center", color="white")
             if moving:
                 ax.broken_barh([(at, moving)], (0.1, 0.8), color=TINT["k"], edgecolor=COLORS["k"])
             at += max(products, moving)
-        ax.set(title=title, yticks=[0.5, 1.5], yticklabels=["transfer", "products"], ylim=(0, 2))
+        ax.set(
+            title=title,
+            yticks=[0.5, 1.5],
+            yticklabels=["transfer", "products of step"],
+            ylim=(0, 2),
+        )
         ax.grid(False)
         ax.set(xlabel="time (products of a step on the left = 1)")
         said.append(f"{title}: {at:g} units of time, of which products {ranks * products:g}")

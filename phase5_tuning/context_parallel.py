@@ -16,8 +16,8 @@ Two other ways stand beside the ring, to compare with: `all_gather_attention` br
 
 Builds on: `attention_forward` and `attention_backward` of this phase, ranks.py (who holds which
 rows, and whether the ranks agree), and torch.distributed.
-Source: Liu, Zaharia, Abbeel, arXiv 2310.01889 (ring); Brandon et al., arXiv 2311.09431 (two chunks
-a rank).
+Source: Liu, Zaharia, Abbeel, arXiv 2310.01889 (ring); Llama 3, arXiv 2407.21783, section 3.3.2 (two
+chunks a rank); Jacobs et al., arXiv 2309.14509 (Ulysses).
 """
 
 import math

@@ -1,7 +1,7 @@
 """Which rows of a sequence each rank holds, which of them meet, and whether all ranks mean the same call.
 
 Builds on: torch.distributed; the arithmetic of rows needs no process group.
-Source: Brandon et al., arXiv 2311.09431 (two chunks a rank).
+Source: Llama 3, arXiv 2407.21783, section 3.3.2 (two chunks a rank).
 """
 
 from collections.abc import Sequence
