@@ -136,7 +136,8 @@ def _check_no_copies(answer):
             )
             reject(
                 f"`describe`: of a tensor whose elements lie as {order} it describes a copy, not the tensor itself. "
-                "`reshape` copies where strides do not allow one axis for two: give the box all four axes"
+                "`contiguous` copies, and `reshape` does where strides do not allow one axis for two. A descriptor with "
+                "all four axes takes t's strides as they are"
             )
 
 
