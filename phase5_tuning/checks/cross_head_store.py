@@ -136,8 +136,8 @@ def _check_no_copies(answer):
             )
             reject(
                 f"`describe`: of a tensor whose elements lie as {order} it describes a copy, not the tensor itself. "
-                "`contiguous` copies, and `reshape` does where strides do not allow one axis for two. A descriptor with "
-                "all four axes takes t's strides as they are"
+                "`contiguous` copies, and `reshape` does where strides do not allow one axis for two. With all four "
+                "axes a descriptor takes the strides of t as they are"
             )
 
 
