@@ -93,7 +93,7 @@ def _said(title, body, names):
     if names:
         products = [span for span in found if span[0] != "copy"]
         found = [(name, a, b) for name, (_, a, b) in zip(names, products, strict=True)]
-    spans = ", ".join(f"{name} from {a} to {b}" for name, a, b in found)
+    spans = ", ".join(f"{name} from {a + 1} to {b + 1}" for name, a, b in found)
     return (
         f"{title}: {len(body)} instructions; under way: {spans}; {hidden} of {exponentials} exponentials "
         "stand between the start of a product and its wait."

@@ -12,7 +12,7 @@ from itertools import groupby
 # What an instruction does, by the beginning of its name. Others are arithmetic.
 WHAT = {
     "HGMMA": "product",
-    "WARPGROUP.ARRIVE": "open a group of products",
+    "WARPGROUP.ARRIVE": "hand registers to products",
     "WARPGROUP.DEPBAR": "wait for products",
     "UTMALDG": "ask for a tile",
     "UTMAREDG": "add a tile in memory",
@@ -123,7 +123,7 @@ def under_way(body: list[Instruction]) -> list[tuple[str, int, int]]:
             if opened is None or opened[1] != x.left_in_registers:
                 opened = [n, x.left_in_registers]
                 groups.append(opened)
-        elif x.what == "open a group of products":
+        elif x.what == "hand registers to products":
             opened = None
         elif x.what == "wait for products":
             done = groups[: len(groups) - x.still_under_way]
