@@ -18,8 +18,10 @@ verdict        the largest z, the root mean square of z, and whether the result 
     truth    (seq_q,), fp64: finite, or -inf in a row that sees no key
     sigma    (seq_q,), fp64: positive where truth is finite, anything else elsewhere
 
-The limit decides on the largest z only. The harness allows LSE more than this exercise does: instead of the sum's and
-the store's terms it has (2 U32 (4 + max|s| + |lse|))^2, since kernels scale and round m in different ways.
+The limit decides on the largest z only. The harness allows LSE more than this exercise does. Instead of the sum's and
+the store's terms it has (2 U32 (4 + max|s| + |lse|))^2, since kernels scale and round m in different ways. And its
+exponentials cost more, as their errors may be alike: a scale that is rounded moves all logits of a row. Here they are
+independent, and n is the number of keys that a row sees, where the harness takes all keys for n.
 
 Notebook: phase3_forward/forward.ipynb, sections 6.2 to 6.4.
 """
