@@ -9,7 +9,7 @@ from collections.abc import Callable
 from unittest import mock
 
 from common import make_qkv, runtime, verify_results
-from common.learn.judge import reject
+from common.learn.judge import reject, require
 
 import torch
 
@@ -126,6 +126,17 @@ def nan_around(x):
     is untouched.
     """
     return int((~x._base.isnan()).sum()) == x.numel()
+
+
+def require_any_scale(attention: Callable) -> None:
+    """Reject attention(q, k, v, scale) that masks keys before it scales."""
+    q, k, v = one_head(20, 70, 16, dtype=FP32)
+    for scale in (0.0, -0.1):
+        o = attention(q, k, v, scale)
+        right = torch.softmax(scale * q.double() @ k.double().T, dim=1) @ v.double()
+        early = "it is NaN: is s masked before it is scaled? -inf * 0 is NaN, and a negative scale makes it +inf"
+        nan = bool(isinstance(o, torch.Tensor) and o.isnan().any())
+        require(f"o, scale {scale}, 70 keys", o, right, signs={early: nan})
 
 
 def state_of(q, k, v):

@@ -12,6 +12,7 @@ from phase2_tiling.checks import (
     FP32,
     attention_cases,
     one_head,
+    require_any_scale,
     require_ieee,
     require_narrow_products,
     require_own_loop,
@@ -44,6 +45,7 @@ def check(answer):
                     f"{programs * t.nbytes}: does the load have a mask, is each tile loaded once?"
                 )
     _check_lowest_logits(answer.attention)
+    require_any_scale(answer.attention)
     require_narrow_products(answer, answer.attention)
     require_ieee(answer)
     return f"{len(cases)} cases against SDPA: fp16, bf16 and fp32, ragged lengths, peaked rows, logits far below zero"
@@ -136,6 +138,9 @@ def _wrong_loops(q, k, v):
         ),
         "a tile has BLOCK_M keys: keys are counted by BLOCK_N": loop(q, k, v, width=BLOCK_M),
         "keys past the end count as logit 0: replace s by -inf there": loop(q, k, v, past_end=0.0),
+        "one key past the end counts, as logit 0: those below seq_k exist": loop(
+            q, *(torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
+        ),
         "the last, partial tile of keys is dropped: the loop ends at seq_k": loop(
             q, k[:whole], v[:whole]
         ),
@@ -149,5 +154,10 @@ def _check_lowest_logits(attention):
     q.zero_()[:, 0], k.zero_()[:, 0] = 1.0, -1e30
     right = v.double().mean(dim=0).expand(3, 16)
     o = attention(q, k, v, 1.0)
-    sentence = "keys past the end win: their logit is a finite number, and logits may be lower. Only -inf will do"
-    require("o, all logits -1e30", o, right, mistakes={sentence: torch.zeros_like(right)})
+    finite = "their logit is a finite number, and logits may be lower. Only -inf will do"
+    mistakes = {f"keys past the end win: {finite}": torch.zeros_like(right)}
+    for block in (16, 32, 64, 128):
+        counted = 70 / (triton.cdiv(70, block) * block)
+        sentence = f"keys past the end count like the others (tiles of {block} keys): {finite}"
+        mistakes[sentence] = counted * right
+    require("o, all logits -1e30", o, right, mistakes=mistakes)

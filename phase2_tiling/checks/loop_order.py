@@ -10,6 +10,7 @@ from phase2_tiling.checks import (
     attention_cases,
     nan_around,
     one_head,
+    require_any_scale,
     require_ieee,
     require_narrow_products,
     state_of,
@@ -30,6 +31,7 @@ def check(answer):
         for seq_q, seq_k, head_dim, dtype, options in cases:
             q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
             verify(answer.attention_keys_outside, q, k, v)
+    require_any_scale(answer.attention_keys_outside)
     require_narrow_products(answer, answer.attention_keys_outside)
     require_ieee(answer)
     return f"{len(cases)} cases against SDPA; the state travels as often as it must, and stays normalized in between"
@@ -70,7 +72,7 @@ def _check_strides(answer):
 
 def _require_state(state, right, before, q, k, v, block_m, block):
     """Hold (o, m, l) against `right`; `before` is the state without the keys k, in tiles of `block`."""
-    last = state_of(q, k[block:], v[block:])
+    of_keys, last = state_of(q, k, v), state_of(q, k[block:], v[block:])
     acc = _visits(q, k, v, before, block, lambda o, l, new, alpha, pv: alpha * o + pv)
     row = torch.arange(len(q), device=q.device)
     first = row < block_m
@@ -90,6 +92,7 @@ def _require_state(state, right, before, q, k, v, block_m, block):
     for i, name in ((1, "m"), (2, "l"), (0, "o")):  # a wrong m or l makes o wrong, too
         mistakes = {
             "it is as it was: is it stored on every visit?": before[i],
+            "the state that was in memory is forgotten at the first visit": of_keys[i],
             "it is that of the last tile of keys alone: are o, m and l loaded and taken along?": (
                 last[i]
             ),

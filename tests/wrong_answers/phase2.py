@@ -35,6 +35,20 @@ WRONG = {
         Wrong("a sentinel of -1e6", {'s, float("-inf"))\n        #': "s, -1e6)\n        #"}, "with the logit -1e+06"),
     ],
     "inner_loop": [
+        Wrong(
+            "masked before it is scaled",
+            {
+                's = tl.dot(q, tl.trans(k), input_precision="ieee") * scale': (
+                    's = tl.dot(q, tl.trans(k), input_precision="ieee")'
+                ),
+                's = tl.where((offs_n < seq_k)[None, :], s, float("-inf"))': (
+                    's = tl.where((offs_n < seq_k)[None, :], s, float("-inf")) * scale'
+                ),
+            },
+            "is s masked before it is scaled?",
+        ),
+        Wrong("-1e30 for a missing key", {'s, float("-inf"))': "s, -1e30)"}, "keys past the end count like the others"),
+        Wrong("one key too many", {"(offs_n < seq_k)[None, :]": "(offs_n <= seq_k)[None, :]"}, "one key past the end"),
         Wrong("acc is not rescaled", {"acc * alpha[:, None]": "acc"}, "the accumulator is not rescaled by alpha"),
         Wrong(
             "missing keys have the logit 0",
@@ -182,6 +196,29 @@ WRONG = {
         Wrong("q at every turn", {'"q": q': '"q": q * triton.cdiv(seq_k, 64)'}, "loads its queries once"),
     ],
     "loop_order": [
+        Wrong(
+            "masked before it is scaled",
+            {
+                's = tl.dot(q, tl.trans(k), input_precision="ieee") * scale': (
+                    's = tl.dot(q, tl.trans(k), input_precision="ieee")'
+                ),
+                's = tl.where((offs_n < seq_k)[None, :], s, float("-inf"))': (
+                    's = tl.where((offs_n < seq_k)[None, :], s, float("-inf")) * scale'
+                ),
+            },
+            "is s masked before it is scaled?",
+        ),
+        Wrong(
+            "the first visit starts anew",
+            {
+                "l_i = tl.load(l_ptr + offs_m, mask=rows, other=0.0)\n": (
+                    "l_i = tl.load(l_ptr + offs_m, mask=rows, other=0.0)\n"
+                    '            m_i = tl.where(start_n == 0, float("-inf"), m_i)\n'
+                    "            l_i = tl.where(start_n == 0, 0.0, l_i)\n"
+                )
+            },
+            "is forgotten at the first visit",
+        ),
         Wrong("o is taken for acc", {"(alpha * l_i)[:, None]": "alpha[:, None]"}, "by alpha alone"),
         Wrong(
             "the new l is multiplied", {"(alpha * l_i)[:, None]": "(alpha * l_new)[:, None]"}, "multiplied by the new l"

@@ -999,7 +999,9 @@ WRONG = {
             },
             "start both, then wait",
         ),
-        Wrong("keys sent in the last step too", {"step + 1 == rank.ranks": "step == rank.ranks"}, "nobody needs its keys"),
+        Wrong(
+            "keys sent in the last step too", {"step + 1 == rank.ranks": "step == rank.ranks"}, "nobody needs its keys"
+        ),
         Wrong(
             "dq of the last step",
             {"dq_part if step == 0 else dq + dq_part": "dq_part"},
