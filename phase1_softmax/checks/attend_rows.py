@@ -5,7 +5,7 @@ around everything, and that each logit is read once.
 import math
 
 from common import runtime
-from common.learn.judge import counted, masked_loads_undefined, reject, require
+from common.learn.judge import Rejected, counted, masked_loads_undefined, reject, require
 from common.measure import offline
 from common.verify import guard
 from phase1_softmax.checks import INF, called, pair, randn, require_sane
@@ -132,13 +132,14 @@ def _check_case(answer, what, s, v, question):
     with guard.watched() as results, masked_loads_undefined(), counted(s=s, v=v) as moved:
         o_got, lse_got = pair(f"attend_rows, {what}", attend(s, v))
     o, lse = _attend(s.double(), v.double())
+    # Where bf16 is not computed in, the kernel sees copies.
+    watched = moved and s.dtype not in runtime.KERNEL_DTYPE
+    if watched:
+        _require_masked(what, s, v, moved)
     _require_written(what, (o_got, lse_got), results)
     _require_padded(what, (o_got, lse_got), (o, lse), lambda: attend(s, v))
     if s.dtype in runtime.KERNEL_DTYPE:
         question = "fp16 is right: is bf16 converted before the launch, by runtime.to_kernel_dtype?"
-    watched = moved and s.dtype not in runtime.KERNEL_DTYPE  # otherwise the kernel sees copies
-    if watched:
-        _require_masked(what, s, v, moved)
     _require_right(what, s, v, (o_got, lse_got), (o, lse), question)
     if o_got.dtype != s.dtype or lse_got.dtype != torch.float32:
         reject(
@@ -197,14 +198,22 @@ def _require_right(what, s, v, got, right, question):
         "this is log(l): add m to it": lse - top,
         "this is l: lse is m + log(l)": torch.exp(lse - top),
         "this is a logarithm to base 2": lse / math.log(2),
+        "log(l) is to base 2 here": top + (lse - top) / math.log(2),
+        "this is 0: does m start from -inf? Above all logits l becomes 0": torch.zeros_like(lse),
+        "a row of s is sought at row * n: rows are a stride apart": torch.logsumexp(
+            _as(s, (s.shape[1], 1)), 1
+        ),
     }
     for n in (2**k for k in range(4, 11) if 2**k < s.shape[1]):
         first = f"this is the lse of the first {n} logits: does the loop go on?"
         of_lse[first] = torch.logsumexp(wide[:, :n], 1)
     padded = "columns that do not exist count as logits of 0: what is `other` of the load?"
-    signs = {padded: _padded_with_0(lse_got, lse), question: True}
+    short = bool(torch.equal(lse_got, lse_got.half().float())) and _near(lse_got, lse)
+    rounded = "it is rounded to 16 bits: lse is fp32"
+    signs = {padded: _padded_with_0(lse_got, lse), rounded: short}
     require_sane(f"{what}: lse", lse_got, lse, f" Or: {question}")
-    require(f"{what}: lse", lse_got, lse, mistakes=of_lse, signs=signs, rtol=1e-5, atol=1e-4)
+    tolerance = dict(rtol=1e-5, atol=1e-4)
+    _require(f"{what}: lse", lse_got, lse, question, mistakes=of_lse, signs=signs, **tolerance)
 
     p = torch.exp(wide - torch.where(lse == -INF, 0.0, lse)[:, None])
     of_o = {
@@ -216,10 +225,19 @@ def _require_right(what, s, v, got, right, question):
     u = ROUNDING[s.dtype]
     short = "it is rounded to 16 bits more than once: is everything else computed in fp32?"
     once = s.dtype in runtime.KERNEL_DTYPE  # nothing is in 16 bits inside
-    signs = {short: not once and u and _near(o_got, o), question: True}
+    signs = {short: not once and u and _near(o_got, o)}
     require_sane(f"{what}: o", o_got, o, f" Or: {question}")
     tolerance = dict(rtol=1.02 * u + 1e-5, atol=1e-5)
-    require(f"{what}: o", o_got, o, mistakes=of_o, signs=signs, **tolerance)
+    _require(f"{what}: o", o_got, o, question, mistakes=of_o, signs=signs, **tolerance)
+
+
+def _require(what, actual, right, question, **options):
+    """`require`, and a question where nothing is recognized."""
+    try:
+        require(what, actual, right, **options)
+    except Rejected as wrong:
+        unexplained = "elements are wrong" in str(wrong)
+        reject(f"{wrong}. Or: {question}" if unexplained else str(wrong))
 
 
 def _wrong_loops(s, v):

@@ -110,6 +110,14 @@ WRONG = {
         ),
     ],
     "attend_rows": [
+        Wrong("log2 in the lse", {"m + tl.log(norm)": "m + tl.log2(norm)"}, "log(l) is to base 2 here"),
+        Wrong("rows side by side", {"s_ptr + row * stride_s[0]": "s_ptr + row * n"}, "a row of s is sought at row * n"),
+        Wrong("v without a mask", {"v_ptrs, mask=inside, other=0.0": "v_ptrs"}, "is it masked?"),
+        Wrong(
+            "lse in fp16",
+            {"lse = torch.empty(rows, dtype=torch.float32,": "lse = torch.empty(rows, dtype=torch.float16,"},
+            "it is rounded to 16 bits: lse is fp32",
+        ),
         Wrong(
             "a guard at -1e4",
             {'tl.where(m_new == float("-inf"), 0.0, m_new)': "tl.maximum(m_new, -1e4)"},
@@ -123,12 +131,12 @@ WRONG = {
         Wrong(
             "acc is not rescaled",
             {"acc = alpha * acc + tl": "acc = acc + tl"},
-            "rising logits a row, float32: o: the same rows falling",
+            "the same rows falling are right",
         ),
         Wrong(
             "l is not rescaled",
             {"l = alpha * l + tl": "l = l + tl"},
-            "rising logits a row, float32: lse: the same rows falling",
+            "the same rows falling are right",
         ),
         Wrong(
             "padding of 0",
