@@ -11,6 +11,7 @@ from phase4_backward.checks import (
     gradients,
     only_head_0,
     plain_inputs,
+    require_products,
     roomy,
     verify,
     visible_pairs,
@@ -23,6 +24,11 @@ import torch
 def check(answer):
     for blocks in ((32, 16), (16, 32)):
         _check_walk(answer.attention_dkdv, *blocks)
+
+    def run(q, lse):
+        answer.attention_dkdv(q, q, q, q, lse, lse, block_m=16, block_n=16)
+
+    require_products(answer, run, 4 * 2 * 2)
     for blocks, dtype in zip(BLOCKS, runtime.DTYPES, strict=True):
         _check_whole(answer.attention_dkdv, *blocks, dtype)
     return "dk, dv in fp16, bf16, fp32, full and causal, grouped heads, three tile shapes; no query is read in vain"

@@ -9,6 +9,7 @@ from phase4_backward.checks import (
     check_bytes,
     gradients,
     plain_inputs,
+    require_products,
     roomy,
     verify,
     visible_pairs,
@@ -34,6 +35,10 @@ def check(answer):
         require(f"dq, {causal_case(block_m, block_n, 50, 70)}", dq, right["dq"], mistakes=mistakes)
     _check_keys_past_the_end(answer)
 
+    def run(q, lse):
+        answer.attention_dq(q, q, q, q, lse, lse, block_m=16, block_n=16)
+
+    require_products(answer, run, 3 * 2 * 2)
     for (block_m, block_n), dtype in zip(BLOCKS, runtime.DTYPES, strict=True):
         tiles = dict(block_m=block_m, block_n=block_n)
 

@@ -5,6 +5,7 @@ with one line changed, on section 2's two queries and four keys. What came out s
 decimals; `RIGHT` is what should have come out. No forward pass was wrong: o and lse are right.
 
 For each patient write the line as it was, in `DIAGNOSIS`: the name of the line, and the expression that stood there.
+Some patients have two diagnoses that give the same numbers; either will do.
 `report()` runs your lines and prints what they give beside the patient's numbers:
 
     python work/phase4_backward/broken_gradient.py

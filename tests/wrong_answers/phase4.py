@@ -114,6 +114,21 @@ WRONG = {
         ),
     ],
     "dq_loop": [
+        Wrong("a product in TF32", {'k, dq, input_precision="ieee"': "k, dq"}, "rounds fp32 operands to TF32"),
+        Wrong(
+            "k is converted up",
+            {"tl.dot(ds.to(k.dtype), k, dq": "tl.dot(ds, k.to(tl.float32), dq"},
+            "a product takes tiles in fp32",
+        ),
+        Wrong(
+            "no tl.dot",
+            {
+                'dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")': (
+                    "dq += tl.sum(ds.to(k.dtype).to(tl.float32)[:, :, None] * k.to(tl.float32)[None, :, :], axis=1)"
+                )
+            },
+            "a product by tl.sum",
+        ),
         Wrong(
             "v with k's strides",
             {
