@@ -39,7 +39,8 @@ def require_ieee(answer):
         if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("tl.dot")):
             continue
         given = {k.arg: ast.unparse(k.value) for k in node.keywords}
-        if given.get("input_precision") != "'ieee'" and given.get("allow_tf32") != "False":
+        precise = given.get("input_precision") in ("'ieee'", "'tf32x3'")
+        if not precise and given.get("allow_tf32") != "False":
             reject(
                 f'line {node.lineno}: tl.dot without input_precision="ieee". The result is right here, but on a '
                 "GPU this product cuts fp32 inputs to the 10 bits of TF32 (section 4.3), unseen when interpreted"

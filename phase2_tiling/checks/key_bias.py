@@ -58,10 +58,16 @@ def _bias(n, like, *, step=3):
 
 
 def _check_bias(fn):
-    """50 queries, 150 keys, head_dim 16: no two sizes and no two strides are the same."""
-    tensors = with_own_strides(*(t.clone() for t in one_head(50, 150, 16, dtype=FP32)))
+    """head_dim 16, more keys than queries and fewer: no two sizes and no two strides are the same."""
+    for seq_q, seq_k in ((50, 150), (150, 50)):
+        _check_known_mistakes(fn, seq_q, seq_k)
+    _check_large_biases(fn)
+
+
+def _check_known_mistakes(fn, seq_q, seq_k):
+    tensors = with_own_strides(*(t.clone() for t in one_head(seq_q, seq_k, 16, dtype=FP32)))
     named = dict(zip("qkv", tensors, strict=True))
-    bias = _bias(150, tensors[0])
+    bias = _bias(seq_k, tensors[0])
     with tiles_of(32, 64):
         o = fn(*tensors, bias, SCALE)
     mistakes = _wrong_biases(*tensors, bias)
@@ -71,13 +77,13 @@ def _check_bias(fn):
         mistakes[sentence] = _attention(**named | {name: misread}, bias=bias)
     right = _attention(*tensors, bias)
     if isinstance(o, torch.Tensor) and o.shape == right.shape:
-        sentence = (
-            "the first 32 rows are right, the others are not: has the grid a program for each tile of queries, and "
-            "does each begin at its own?"
-        )
-        mistakes[sentence] = torch.cat([right[:32], o[32:].double()])
-    require("o, 50 queries, 150 keys, head_dim 16", o, right, mistakes=mistakes)
-    _check_large_biases(fn)
+        for rows in (32, 64):
+            sentence = (
+                f"the first {rows} rows are right, the others are not: has the grid a program for each tile of "
+                "queries, and does each begin at its own?"
+            )
+            mistakes[sentence] = torch.cat([right[:rows], o[rows:].double()])
+    require(f"o, {seq_q} queries, {seq_k} keys, head_dim 16", o, right, mistakes=mistakes)
 
 
 def _check_large_biases(fn):
@@ -131,6 +137,13 @@ def _wrong_biases(q, k, v, bias):
         padded = [torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (k, v)]
         sentence = f"{missing} keys past the end count as logit 0 (section 3.1): which bias has a missing key?"
         wrong[sentence] = _attention(q, *padded, torch.nn.functional.pad(bias, (0, missing)))
+        for keys, also in (
+            (k, ""),
+            (padded[0], f", and {missing} keys past the end count as logit 0"),
+        ):
+            weights = torch.softmax(SCALE * q.double() @ keys.double().T, 1)[:, : len(bias)]
+            late = f"the bias reaches the weights of v, but not m and l: add it to s before the step{also}"
+            wrong[late] = (weights * bias.double().exp()) @ v.double()
         sentence = f"the bias has no effect, and {missing} keys past the end count as logit 0"
         wrong[sentence] = _attention(q, *padded, torch.zeros(len(bias) + missing, device=q.device))
         tile = dict(scale=SCALE, bias=bias, step=block, width=block)
@@ -182,6 +195,10 @@ def _check_traffic(fn):
             reject(
                 f"{moved.stored} bytes are stored, and o has {o.nbytes}: does S or P pass through memory?"
             )
+        if not loaded["q"]:
+            reject(
+                "no byte of q is loaded: the kernel reads a copy. Pass q itself, with its strides"
+            )
         if loaded["q"] != q.nbytes:
             reject(
                 f"{loaded['q']} bytes of q are loaded, and it has {q.nbytes}: each query once, by its program"
@@ -202,6 +219,12 @@ def _check_traffic(fn):
                 reject(
                     f"{loaded[name]} bytes of {name} are loaded: {int(programs)} programs need {t.nbytes} each{copied}"
                 )
+        whole = q[:256]
+        with counted(k=k) as moved:
+            fn(whole, k, v, bias)
+        programs = int(moved.loaded_from["k"] / k.nbytes)
+        if programs & (programs - 1):  # a tile holds a power of two of queries
+            reject(f"{programs} programs walk over k at seq_q = 256: one of them has no queries")
     _require_one_launch(fn)
 
 

@@ -118,6 +118,31 @@ WRONG = {
         ),
     ],
     "key_bias": [
+        Wrong(
+            "a program without queries",
+            {'triton.cdiv(q.shape[0], tiles["BLOCK_M"])': 'q.shape[0] // tiles["BLOCK_M"] + 1'},
+            "one of them has no queries",
+        ),
+        Wrong(
+            "a grid of keys",
+            {'triton.cdiv(q.shape[0], tiles["BLOCK_M"])': 'triton.cdiv(k.shape[0], tiles["BLOCK_M"])'},
+            "a program for each tile of queries",
+        ),
+        Wrong(
+            "the bias after the step",
+            {
+                " + bias[None, :]": "",
+                "online_softmax_step(m_i, l_i, s)\n": (
+                    "online_softmax_step(m_i, l_i, s)\n        p = p * tl.exp(bias)[None, :]\n"
+                ),
+            },
+            "but not m and l",
+        ),
+        Wrong(
+            "q is copied",
+            {"            q, k, v, bias, o, q.stride()": "            q := q.contiguous(), k, v, bias, o, q.stride()"},
+            "reads a copy",
+        ),
         Wrong("added to rows", {"bias[None, :]": "bias[:, None]"}, "is a column", kind="error"),
         Wrong(
             "the bias is scaled",
