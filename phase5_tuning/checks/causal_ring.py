@@ -61,21 +61,26 @@ def _check_result(ranks, number, rows, q, kv, o, lse):
 
     early, late = slice(0, ROWS), slice(ROWS, None)
 
-    def seen(source_of=lambda step: (number - step) % ranks, keys=early, queries=late):
+    def seen(
+        source_of=lambda step: (number - step) % ranks,
+        keys=early,
+        queries=late,
+        own_mask=True,
+        masked=False,
+    ):
         """The mask if the keys of a step are taken for those of `source_of(step)`. keys: those of a rank before that
-        are seen. queries: those that see the keys of a rank after.
+        are seen. queries: those that see the keys of a rank after. masked: other ranks' keys are masked too.
         """
         mask = torch.zeros(len(mine), len(q), dtype=torch.bool)
         for step in range(ranks):
             actual, believed = (number - step) % ranks, source_of(step)
             if believed == number:
-                block = torch.ones(len(mine), len(mine), dtype=torch.bool).tril()
+                block = torch.ones(len(mine), len(mine), dtype=torch.bool)
+                block = block.tril() if own_mask else block
             else:
                 block = torch.zeros(len(mine), len(mine), dtype=torch.bool)
-                if believed < number:
-                    block[:, keys] = True
-                else:
-                    block[queries] = True
+                part = block[:, keys] if believed < number else block[queries]
+                part |= torch.ones_like(part).tril() if masked else True
             mask[:, rows[actual]] = block
         return mask
 
@@ -88,7 +93,13 @@ def _check_result(ranks, number, rows, q, kv, o, lse):
         "the keys of a step are those of rank (number - step) % ranks: they have come from the rank before": seen(
             lambda step: (number + step) % ranks
         ),
-        "number - step is negative for a rank after: % ranks": seen(lambda step: number - step),
+        "the keys of a rank after are taken for those of a rank before: is number - step taken % ranks, and are the "
+        "two cases the right way round?": seen(lambda step: number - step),
+        "the two cases are exchanged: a rank before has smaller numbers, source < number": seen(
+            lambda step: 2 * number - (number - step) % ranks
+        ),
+        "its own keys need the mask": seen(own_mask=False),
+        "only its own keys need a mask; here those of other ranks have one too": seen(masked=True),
         "of a rank before, the late keys are seen here: are they before these queries?": seen(
             keys=late
         ),

@@ -915,7 +915,21 @@ WRONG = {
             "its own keys alone",
         ),
         Wrong("late keys of a rank before", {"kv[:, early]": "kv[:, late]"}, "the late keys are seen here"),
-        Wrong("no modulo", {"(rank.number - step) % rank.ranks": "rank.number - step"}, "is negative for a rank after"),
+        Wrong("the cases exchanged", {"elif source < rank.number": "elif source > rank.number"}, "the right way round"),
+        Wrong(
+            "own keys without a mask", {"rank.attend(q, kv, True)": "rank.attend(q, kv)"}, "its own keys need the mask"
+        ),
+        Wrong(
+            "a mask in every step",
+            {
+                "rank.attend(q, kv[:, early])": "rank.attend(q, kv[:, early], True)",
+                "rank.attend(q[late], kv)": "rank.attend(q[late], kv, True)",
+            },
+            "only its own keys need a mask",
+        ),
+        Wrong(
+            "no modulo", {"(rank.number - step) % rank.ranks": "rank.number - step"}, "is number - step taken % ranks"
+        ),
         Wrong(
             "early queries of a rank before",
             {
