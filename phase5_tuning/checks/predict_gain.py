@@ -123,10 +123,10 @@ def _mistakes(name, turn, head_dim):
         "the 16 results a clock are for four schedulers, and each has a quarter of them": of(
             mufu=2 * mufu
         ),
-        "each scheduler serves num_warps / 4 warps; here it serves one": of(
+        "each scheduler serves num_warps / 4 warps; yours serves one": of(
             mufu=8 * mufu / share, others=others / share, issued=mufu / share
         ),
-        "the warps are spread over four schedulers; here one serves them all": of(
+        "the warps are spread over four schedulers; yours serves them all": of(
             mufu=32 * mufu, others=4 * others, issued=4 * mufu
         ),
         "starting a product is an instruction that is issued, too": of(others=others - hgmma),
