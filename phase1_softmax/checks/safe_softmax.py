@@ -55,6 +55,9 @@ def _cases():
     partly[1:, ::3] = -INF
     masked = partly.clone()
     masked[2] = -INF
+    low = randn(4, 40) - 20000
+    low[2:, ::3] = -INF
+    finite = "does a finite number such as -1e4 stand for -inf? Logits may be lower"
     return [
         ("small logits", randn(3, 4, 50), (torch.float32,), "is the sum that of the last axis?"),
         ("logits around 200", randn(4, 100) + 200, runtime.DTYPES, too_large),
@@ -62,6 +65,7 @@ def _cases():
         ("one logit of 300", outlier, runtime.DTYPES, of_the_row),
         ("logits of -inf", partly, runtime.DTYPES, shared),
         ("a row of -inf alone", masked, runtime.DTYPES, all_masked),
+        ("logits near -20000, some of them masked", low, (torch.float32, torch.bfloat16), finite),
         ("a single value", randn(1), (torch.float32,), "its weight is 1"),
         ("logits from -12 to 0", -12 * randn(40, 200).sigmoid(), runtime.DTYPES, half),
         ("70000 equal logits", randn(1, 1).expand(1, 70000).clone(), (torch.float16,), half),

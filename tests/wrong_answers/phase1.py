@@ -6,6 +6,11 @@ _NEW_L = "l * torch.exp(m - shift) + torch.exp(tile - shift[:, None]).sum(dim=1)
 
 WRONG = {
     "safe_softmax": [
+        Wrong(
+            "a maximum of at least -1e4",
+            {"torch.where(m == -math.inf, 0.0, m)": "m.clamp(min=-1e4)"},
+            "does a finite number such as -1e4 stand for -inf?",
+        ),
         Wrong("no maximum is subtracted", {"s - torch.where(m == -math.inf, 0.0, m)": "s"}, "What may be subtracted"),
         Wrong("-inf minus -inf", {"torch.where(m == -math.inf, 0.0, m)": "m"}, "no logit is left, so the maximum"),
         Wrong("0 divided by 0", {"torch.where(l == 0, 1.0, l)": "l"}, "and so is 0/0"),
