@@ -30,7 +30,8 @@ class Prediction:
     def against(self, answer: Any) -> None:
         """Print the answer, and how far the prediction is from it if there is one.
 
-        Numbers are compared by their ratio, everything else by equality.
+        Numbers are compared by their ratio, words without regard to spaces and capitals, everything
+        else by equality.
         """
         answer = _plain(answer)
         if self.yours is None:
@@ -89,9 +90,18 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, numbers.Integral) else f"{value:.4g}"
 
 
+def _loosely(value: Any) -> Any:
+    """Words without their spaces and capitals."""
+    if isinstance(value, str):
+        return "".join(value.split()).casefold()
+    if isinstance(value, list | tuple | set):
+        return type(value)(map(_loosely, value))
+    return value
+
+
 def _verdict(yours: Any, answer: Any) -> str:
     if not (_is_number(yours) and _is_number(answer)):
-        return "right" if yours == answer else "not the answer"
+        return "right" if _loosely(yours) == _loosely(answer) else "not the answer"
     if yours == answer:
         return "right"
     if not (math.isfinite(yours) and math.isfinite(answer)) or yours * answer <= 0:

@@ -28,11 +28,20 @@ def check(answer):
         require_verified(
             f"{seq_q} queries, {seq_k} keys, {splits} parts", attention, q, k, v, enable_gqa=True
         )
-    return "12 parts one by one and merges, empty parts among them; whole results in three dtypes"
+    return "16 parts one by one and merges, empty parts among them; whole results in three dtypes"
 
 
 def _check_parts(answer):
-    for seq_k, splits, dtype in [(200, 3, FP32), (200, 2, FP16), (70, 5, FP32), (0, 2, FP32)]:
+    one_more = runtime.tile_sizes(32, FP32)["BLOCK_N"] + 1
+    cases = [
+        (200, 3, FP32),
+        (200, 2, FP16),
+        (70, 5, FP32),
+        (one_more, 2, FP32),
+        (1, 2, FP32),
+        (0, 2, FP32),
+    ]
+    for seq_k, splits, dtype in cases:
         # Of more batches, so that v read with the strides of k stays inside of memory.
         inputs = make_qkv(3, 2, 3, 32, seq_k=seq_k, dtype=dtype, layout_v="bshd")
         q, k, v = (t[:1] for t in inputs)
@@ -91,6 +100,7 @@ def _check_merge(answer):
         "lse near 200": 200 + three,
         "three parts": three,
         "lse near -200": -200 + three,
+        "lse near -2000000": -2e6 + three,
         "lse far apart": 60 * torch.randn(4, 1, 2, 20, generator=generator),
     }
     for name, empty in {

@@ -51,6 +51,8 @@ def test_a_set_is_printed_in_order(capsys):
         (math.inf, math.inf, "right"),
         ("memory", "memory", "right"),
         ("memory", "arithmetic", "not the answer"),
+        ("40X100", "40 x 100", "right"),
+        ({"Full"}, {"full"}, "right"),
         (True, False, "not the answer"),
         ((2, 3), (2, 3), "right"),
         ([2, 3], torch.tensor([2, 3]), "right"),

@@ -304,6 +304,16 @@ WRONG = {
     ],
     "split_kv": [
         Wrong(
+            "a key too few",
+            {"tl.minimum(seq_k, begin_n + keys)": "tl.minimum(seq_k - 1, begin_n + keys)"},
+            "it should take keys",
+        ),
+        Wrong(
+            "a guard at -1e6",
+            {'shift = tl.where(m_new == float("-inf"), 0.0, m_new)': "shift = tl.maximum(m_new, -1e6)"},
+            "lse near -2000000",
+        ),
+        Wrong(
             "whole tiles only",
             {"tl.cdiv(tl.cdiv(seq_k, BLOCK_N), splits)": "seq_k // BLOCK_N // splits"},
             "part 0 of 3, 200 keys in tiles of 32: it took keys 0 ... 63; it should take keys 0 ... 95",
