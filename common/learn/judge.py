@@ -7,11 +7,13 @@ a function `check` of the answer's module; it returns a few words on what was ve
 with `reject` or with any VerificationError.
 """
 
+import ast
 import bdb
 import contextlib
 import faulthandler
 import importlib
 import importlib.util
+import inspect
 import io
 import itertools
 import json
@@ -149,6 +151,55 @@ def require_verified(
 def counted(**tensors: torch.Tensor) -> contextlib.AbstractContextManager[traffic.Traffic | None]:
     """traffic.measure where kernels are interpreted; otherwise None in its place."""
     return traffic.measure(**tensors) if runtime.INTERPRETED else contextlib.nullcontext()
+
+
+def require_ieee(answer: ModuleType) -> None:
+    """Reject a tl.dot that would use TF32 on a GPU: interpreted, it cannot be seen in the result."""
+    for node in ast.walk(ast.parse(inspect.getsource(answer))):
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.dot", "dot")):
+            continue
+        given = {k.arg: ast.unparse(k.value) for k in node.keywords}
+        precision = [given.get("input_precision"), *map(ast.unparse, node.args[3:4])]
+        if not {"'ieee'", "'tf32x3'"} & set(precision) and given.get("allow_tf32") != "False":
+            reject(
+                f'line {node.lineno}: tl.dot without input_precision="ieee". The result is right here, but on a '
+                "GPU this product cuts fp32 inputs to the 10 bits of TF32, unseen when interpreted"
+            )
+
+
+def require_narrow_products(answer: ModuleType, run: Callable[[], object], products=0) -> None:
+    """Reject products of two fp32 tiles where all inputs are fp16, and fewer tl.dot than `products`:
+    either is right, but not on the tensor cores. run() runs the answer's kernel on inputs in fp16.
+    """
+    if not runtime.INTERPRETED:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    create_dot, wide, done = InterpreterBuilder.create_dot, set(), 0
+
+    def watched(builder, a, b, *args):
+        nonlocal done
+        done += 1
+        if a.data.dtype.itemsize == b.data.dtype.itemsize == 4:
+            frame = sys._getframe(1)
+            while frame and frame.f_code.co_filename != answer.__file__:
+                frame = frame.f_back
+            wide.add(frame.f_lineno if frame else 0)
+        return create_dot(builder, a, b, *args)
+
+    with mock.patch.object(InterpreterBuilder, "create_dot", watched):
+        run()
+    if done < products:
+        reject(
+            f"{done} products of tiles are computed by tl.dot, where {products} are needed: a product by tl.sum is "
+            "right, but not on the tensor cores"
+        )
+    if wide:
+        reject(
+            f"line {min(wide)}: this product takes two tiles in fp32, though all inputs are fp16. The result is right, "
+            "but on a GPU it leaves the tensor cores idle. Convert P or dS down to the dtype of the other tile, not "
+            "that one up; q and k go in as they are loaded"
+        )
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from unittest import mock
 
 from common import make_qkv, runtime, verify_results
-from common.learn.judge import reject, require
+from common.learn.judge import reject, require, require_ieee, require_narrow_products
 
 import torch
 
@@ -33,46 +33,10 @@ def require_own_loop(answer):
             )
 
 
-def require_ieee(answer):
-    """Reject a tl.dot that would use TF32 on a GPU: interpreted, it cannot be seen in the result."""
-    for node in ast.walk(ast.parse(inspect.getsource(answer))):
-        if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("tl.dot")):
-            continue
-        given = {k.arg: ast.unparse(k.value) for k in node.keywords}
-        precise = given.get("input_precision") in ("'ieee'", "'tf32x3'")
-        if not precise and given.get("allow_tf32") != "False":
-            reject(
-                f'line {node.lineno}: tl.dot without input_precision="ieee". The result is right here, but on a '
-                "GPU this product cuts fp32 inputs to the 10 bits of TF32 (section 4.3), unseen when interpreted"
-            )
-
-
-def require_narrow_products(answer, attention: Callable) -> None:
-    """Reject a product of two fp32 tiles where q, k and v are fp16: it is right, but tensor cores
-    do not take it. attention(q, k, v) runs the answer's kernel.
-    """
-    if not runtime.INTERPRETED:
-        return
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    create_dot, wide = InterpreterBuilder.create_dot, set()
-
-    def watched(builder, a, b, *args):
-        if a.data.dtype.itemsize == b.data.dtype.itemsize == 4:
-            frame = sys._getframe(1)
-            while frame and frame.f_code.co_filename != answer.__file__:
-                frame = frame.f_back
-            wide.add(frame.f_lineno if frame else 0)
-        return create_dot(builder, a, b, *args)
-
-    with mock.patch.object(InterpreterBuilder, "create_dot", watched):
-        attention(*one_head(32, 64, 16, dtype=FP16))
-    if wide:
-        reject(
-            f"line {min(wide)}: this product takes two tiles in fp32, though q, k and v are fp16. The result is right, "
-            "but on a GPU such a product does not run on the tensor cores. Convert p down to v's type, p.to(v.dtype), "
-            "not v up; q and k go in as they are loaded"
-        )
+def require_tensor_cores(answer, attention: Callable) -> None:
+    """Reject products in TF32 or off the tensor cores. attention(q, k, v) runs the answer's kernel."""
+    require_narrow_products(answer, lambda: attention(*one_head(32, 64, 16, dtype=FP16)))
+    require_ieee(answer)
 
 
 def attention_cases(*lengths):

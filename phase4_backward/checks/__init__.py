@@ -2,14 +2,12 @@
 common.learn.judge).
 """
 
-import ast
 import contextlib
-import inspect
 from collections.abc import Callable
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.learn.judge import misread, reject
+from common.learn.judge import misread, reject, require_ieee, require_narrow_products
 from common.measure import traffic
 from common.source import source
 from common.verify import Report, VerificationError
@@ -138,47 +136,14 @@ def verify(theirs, *sizes, tiles, is_causal=False, scale=None, do_layout="bhsd",
 
 
 def require_products(answer, run: Callable, products: int) -> None:
-    """Reject products that a GPU would not compute as the interpreter does, or not on its tensor
-    cores. run(q, lse) runs the answer on (1, 1, 32, 16) in fp16, which takes so many products of
-    tiles.
+    """Reject products in TF32, off the tensor cores, or by other means than tl.dot. run(q, lse) runs
+    the answer on (1, 1, 32, 16) in fp16, which takes so many products of tiles.
     """
-    _require_ieee(answer)
-    if not runtime.INTERPRETED:
-        return
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    create_dot, sizes = InterpreterBuilder.create_dot, []
-
-    def watched(builder, a, b, *args):
-        sizes.append(max(a.data.dtype.itemsize, b.data.dtype.itemsize))
-        return create_dot(builder, a, b, *args)
-
+    require_ieee(answer)
     q = make_tensor((1, 1, 32, 16), dtype=torch.float16)
-    with mock.patch.object(InterpreterBuilder, "create_dot", watched):
-        run(q, torch.zeros(1, 1, 32, device=q.device))
-    if len(sizes) < products:
-        reject(
-            f"{len(sizes)} products of tiles are computed by tl.dot, where {products} are needed: a product by tl.sum "
-            "is right, but not on the tensor cores"
-        )
-    if max(sizes) > 2:
-        reject(
-            "a product takes tiles in fp32, though all inputs are fp16. The result is right, but on a GPU it does not "
-            "run on the tensor cores: convert P or dS down to the dtype of the other tile, not that one up"
-        )
-
-
-def _require_ieee(answer):
-    """Asked by source: the interpreter never rounds the operands of a product, and a GPU does."""
-    for node in ast.walk(ast.parse(inspect.getsource(answer))):
-        if not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("tl.dot", "dot")):
-            continue
-        options = [ast.unparse(k.value) for k in node.keywords if k.arg == "input_precision"]
-        if "'ieee'" not in options + [ast.unparse(a) for a in node.args[3:4]]:
-            reject(
-                f'line {node.lineno}: tl.dot without input_precision="ieee": a GPU rounds fp32 operands to TF32, '
-                "which keeps 10 bits of the mantissa"
-            )
+    require_narrow_products(
+        answer, lambda: run(q, torch.zeros(1, 1, 32, device=q.device)), products
+    )
 
 
 class _Replaced(torch.autograd.Function):

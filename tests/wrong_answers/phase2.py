@@ -11,6 +11,14 @@ _MEASURED = """\
     return {name: moved.loaded_from[name] for name in "qkv"} | {"o": moved.stored}
 """
 
+_MASK_FIRST = {
+    's = tl.dot(q, tl.trans(k), input_precision="ieee") * scale': 's = tl.dot(q, tl.trans(k), input_precision="ieee")',
+    's = tl.where((offs_n < seq_k)[None, :], s, float("-inf"))': (
+        's = tl.where((offs_n < seq_k)[None, :], s, float("-inf")) * scale'
+    ),
+}
+
+
 WRONG = {
     "ragged_grid": [
         Wrong("the grid is rounded down", {"(triton.cdiv(seq_q, BLOCK_M),)": "(seq_q // BLOCK_M,)"}, "rounded up?"),
@@ -35,18 +43,7 @@ WRONG = {
         Wrong("a sentinel of -1e6", {'s, float("-inf"))\n        #': "s, -1e6)\n        #"}, "with the logit -1e+06"),
     ],
     "inner_loop": [
-        Wrong(
-            "masked before it is scaled",
-            {
-                's = tl.dot(q, tl.trans(k), input_precision="ieee") * scale': (
-                    's = tl.dot(q, tl.trans(k), input_precision="ieee")'
-                ),
-                's = tl.where((offs_n < seq_k)[None, :], s, float("-inf"))': (
-                    's = tl.where((offs_n < seq_k)[None, :], s, float("-inf")) * scale'
-                ),
-            },
-            "is s masked before it is scaled?",
-        ),
+        Wrong("masked before it is scaled", _MASK_FIRST, "is s masked before it is scaled?"),
         Wrong("-1e30 for a missing key", {'s, float("-inf"))': "s, -1e30)"}, "keys past the end count like the others"),
         Wrong("one key too many", {"(offs_n < seq_k)[None, :]": "(offs_n <= seq_k)[None, :]"}, "one key past the end"),
         Wrong("acc is not rescaled", {"acc * alpha[:, None]": "acc"}, "the accumulator is not rescaled by alpha"),
@@ -110,7 +107,7 @@ WRONG = {
             },
             "was q * scale",
         ),
-        Wrong("v is converted up", {"p.to(v.dtype), v, ": "p, v.to(tl.float32), "}, "not v up"),
+        Wrong("v is converted up", {"p.to(v.dtype), v, ": "p, v.to(tl.float32), "}, "not that one up"),
         Wrong(
             "q and k are converted up",
             {"tl.dot(q, tl.trans(k)": "tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32))"},
@@ -186,7 +183,7 @@ WRONG = {
             "compiled anew for another length",
         ),
         Wrong("a product in TF32", {'tl.trans(k), input_precision="ieee"': "tl.trans(k)"}, "the 10 bits of TF32"),
-        Wrong("v is converted up", {"p.to(v.dtype), v, ": "p, v.to(tl.float32), "}, "not v up"),
+        Wrong("v is converted up", {"p.to(v.dtype), v, ": "p, v.to(tl.float32), "}, "not that one up"),
         Wrong(
             "q and k are converted up",
             {"tl.dot(q, tl.trans(k)": "tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32))"},
@@ -221,18 +218,7 @@ WRONG = {
         Wrong("q at every turn", {'"q": q': '"q": q * triton.cdiv(seq_k, 64)'}, "loads its queries once"),
     ],
     "loop_order": [
-        Wrong(
-            "masked before it is scaled",
-            {
-                's = tl.dot(q, tl.trans(k), input_precision="ieee") * scale': (
-                    's = tl.dot(q, tl.trans(k), input_precision="ieee")'
-                ),
-                's = tl.where((offs_n < seq_k)[None, :], s, float("-inf"))': (
-                    's = tl.where((offs_n < seq_k)[None, :], s, float("-inf")) * scale'
-                ),
-            },
-            "is s masked before it is scaled?",
-        ),
+        Wrong("masked before it is scaled", _MASK_FIRST, "is s masked before it is scaled?"),
         Wrong(
             "the first visit starts anew",
             {
@@ -293,6 +279,6 @@ WRONG = {
         ),
         Wrong("start_m is missing", {"start_m + tl.arange": "tl.arange"}, "do the offsets contain start_m?"),
         Wrong("a store is not masked", {"l_new, mask=rows": "l_new"}, "do the stores have a mask?"),
-        Wrong("v is converted up", {"p.to(v.dtype), v, ": "p, v.to(tl.float32), "}, "not v up"),
+        Wrong("v is converted up", {"p.to(v.dtype), v, ": "p, v.to(tl.float32), "}, "not that one up"),
     ],
 }

@@ -114,11 +114,11 @@ WRONG = {
         ),
     ],
     "dq_loop": [
-        Wrong("a product in TF32", {'k, dq, input_precision="ieee"': "k, dq"}, "rounds fp32 operands to TF32"),
+        Wrong("a product in TF32", {'k, dq, input_precision="ieee"': "k, dq"}, "the 10 bits of TF32"),
         Wrong(
             "k is converted up",
             {"tl.dot(ds.to(k.dtype), k, dq": "tl.dot(ds, k.to(tl.float32), dq"},
-            "a product takes tiles in fp32",
+            "this product takes two tiles in fp32",
         ),
         Wrong(
             "no tl.dot",
