@@ -4,11 +4,9 @@ common.learn.judge).
 
 import ast
 import inspect
-import sys
 from collections.abc import Callable
-from unittest import mock
 
-from common import make_qkv, runtime, verify_results
+from common import make_qkv, verify_results
 from common.learn.judge import reject, require, require_ieee, require_narrow_products
 
 import torch
