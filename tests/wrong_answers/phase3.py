@@ -377,6 +377,24 @@ WRONG = {
             "maximum is missing",
         ),
     ],
+    "whole_forward": [
+        Wrong("v with k's strides", {"v_head, stride_v, offs_n": "v_head, stride_k, offs_n"}, "heads in other places"),
+        Wrong("heads by the remainder", {"(k_ptr, stride_k, head // group": "(k_ptr, stride_k, head % group"}, "lse"),
+        Wrong("the own key hidden", {">= offs_n[None": "> offs_n[None"}, "causal, fewer keys than queries"),
+        Wrong("bottom right", {"(offs_m[:, None] >=": "(offs_m[:, None] + seq_k - seq_q >="}, "causal, fewer keys"),
+        Wrong("no loop bound", {"tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)": "seq_k"}, "20 tiles are visited, where 16"),
+        Wrong("past the keys", {"tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)": "(pid_m + 1) * BLOCK_M"}, "are visited"),
+        Wrong("lse in base 2", {"m_i + tl.log(l_safe)": "m_i + tl.log2(l_safe)"}, "lse FAIL"),
+        Wrong("no guard", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i"}, "no keys"),
+        Wrong("missing keys seen", {"(offs_n < seq_k)[None, :]": "(offs_n <= seq_k)[None, :]"}, "one head"),
+        Wrong(
+            "padded columns stored",
+            {"seq_q, HEAD_DIM, acc": "seq_q, BLOCK_D, acc"},
+            "something was stored outside of o",
+        ),
+        Wrong("o with q's strides", {"out.stride(),": "q.stride(),"}, "heads in other places"),
+        Wrong("no lse mask", {", mask=offs_m < seq_q)": ")"}, "something was stored outside of lse"),
+    ],
     "find_bug": [
         Wrong(
             "the mask is still that of the next tile",

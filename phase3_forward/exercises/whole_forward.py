@@ -1,0 +1,41 @@
+"""Write the forward kernel that models call, from a blank page.
+
+All features of sections 3 to 5 in one kernel and its launcher: any strides, heads that share keys, a head_dim that
+is no power of two, a causal mask, and the LSE. Phase 2's `load_tile`, `store_tile`, `head_base` and
+`attention_tile_step` are at hand. `runtime.tile_sizes(head_dim, dtype)` is a dict of BLOCK_M, BLOCK_N, num_warps and
+num_stages. The sides of a tile are powers of two, at least 16. Where kernels are interpreted, bf16 is converted to
+fp32 before the launch and o back after it (`runtime.to_kernel_dtype`). On a GPU, launch `with
+runtime.on_device_of(q):`.
+
+    q, k, v   (batch, heads_q, seq_q, head_dim) and (batch, heads_kv, seq_k, head_dim), fp16, bf16 or fp32, any strides,
+              each its own; head_dim up to 256; any lengths, 0 too; heads_q is a multiple of heads_kv
+    o         as q, contiguous; 0 in a row that sees no key
+    lse       (batch, heads_q, seq_q), fp32: natural logarithm of the sum of exp of a row's logits; -inf without keys
+
+With is_causal query i sees the keys 0 to i, and tiles in which nothing is visible are not visited. The check tries the
+calls of section 1 and others, and counts tiles. It does not try offsets that need 64 bits; section 3.3 says where they
+do.
+
+Notebook: phase3_forward/forward.ipynb, section 5.3, "The whole kernel".
+"""
+
+from common import runtime, validate
+from phase2_tiling.tiling import attention_tile_step, head_base, load_tile, store_tile
+
+import torch
+import triton
+import triton.language as tl
+
+
+# your code: the kernel
+# (a function with @triton.jit)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The pair (o, lse) of softmax(scale q k^T) v; scale defaults to 1/sqrt(head_dim)."""
+    scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+    # your code: o and lse, the grid, and the launch
+    raise NotImplementedError
