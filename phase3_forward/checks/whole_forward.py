@@ -1,10 +1,12 @@
 """Checks a whole forward kernel on the calls of models, one feature after another, and counts its tiles."""
 
 import ast
+import dataclasses
 import inspect
 
 from common import make_qkv, runtime
 from common.learn.judge import (
+    Rejected,
     guarded,
     masked_loads_undefined,
     reject,
@@ -13,24 +15,35 @@ from common.learn.judge import (
     require_verified,
     tiles_of,
 )
-from common.measure import traffic
+from common.measure import offline, traffic
 from phase3_forward.checks import BF16, FP16, FP32, INF
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 # (what, batch, heads_q, heads_kv, seq_q, seq_k, head_dim, dtype, is_causal, scale, memory of make_qkv)
 CASES = [
     ("one head", 1, 1, 1, 50, 70, 16, FP32, False, None, {}),
     ("several heads and batches", 2, 3, 3, 40, 70, 32, FP16, False, None, {}),
-    ("heads in other places", 2, 2, 2, 40, 50, 32, FP32, False, None, dict(layout="bshd", layout_v="sliced")),
+    ("heads in other places: each tensor has four strides of its own", 2, 2, 2, 40, 50, 32, FP32, False, None,
+     dict(layout="bshd", layout_v="sliced")),
+    ("columns in other places: the last stride is any number, too", 1, 2, 2, 40, 50, 32, FP32, False, None,
+     dict(layout="transposed", layout_v="bshd")),
     ("query heads share key heads", 2, 6, 2, 40, 50, 16, FP32, False, None, {}),
     ("head_dim 40", 1, 2, 2, 40, 50, 40, FP32, False, None, dict(poison=True)),
     ("head_dim 5", 1, 2, 2, 20, 30, 5, FP32, False, None, dict(poison=True)),
+    ("head_dim 200", 1, 1, 1, 20, 30, 200, FP16, False, None, {}),
     ("causal, fewer keys than queries", 1, 2, 2, 90, 50, 16, FP32, True, None, {}),
     ("causal, more keys than queries", 1, 2, 1, 50, 90, 32, FP16, True, None, dict(layout_v="bshd")),
-    ("a negative scale", 1, 1, 1, 40, 70, 16, FP32, False, -0.3, {}),
+    ("a negative scale is given", 1, 1, 1, 40, 70, 16, FP32, False, -0.3, {}),
+    ("a scale of 0 is given", 1, 1, 1, 40, 70, 16, FP32, False, 0.0, {}),
     ("logits far below zero", 1, 1, 1, 40, 70, 16, FP32, False, None, dict(kind="low")),
     ("no keys", 1, 2, 2, 20, 0, 16, FP32, False, None, {}),
-    ("bf16", 2, 4, 2, 70, 100, 80, BF16, True, None, dict(layout="bshd", poison=True)),
+    ("bf16: is it converted before the launch, and o back after it?", 2, 4, 2, 70, 100, 80, BF16, True, None,
+     dict(layout="bshd", poison=True)),
 ]  # fmt: skip
+HELP = "softmax logsumexp matmul rmatmul mm bmm einsum baddbmm scaled_dot_product_attention pad repeat_interleave"
+COPIES = "contiguous clone repeat"
 
 
 def check(answer):
@@ -52,14 +65,22 @@ def check(answer):
         q, k, v = make_qkv(batch, heads, seq_q, head_dim, **sizes)
         options = dict(is_causal=is_causal, scale=scale, enable_gqa=heads != heads_kv)
 
-        def attend(q, k, v, **given):
-            with masked_loads_undefined(), tiles_of(32, 16):
-                return guarded(answer.attention)(q, k, v, **given)
+        def attend(q, k, v, what=what, **given):
+            try:
+                with _NoHelp(), masked_loads_undefined(), tiles_of(32, 16):
+                    o, lse = guarded(answer.attention, _ask)(q, k, v, **given)
+            except Rejected as wrong:
+                reject(f"{what}: {wrong}")
+            if not o.is_contiguous():
+                reject(f"{what}: o has the strides {o.stride()}; it is to be contiguous")
+            return o, lse
 
         require_verified(what, attend, q, k, v, **options)
     _check_empty(answer)
     if runtime.INTERPRETED:
-        _require_few_tiles(answer)
+        for is_causal in (False, True):
+            _require_few_tiles(answer, is_causal)
+    _require_one_launch(answer)
     require_ieee(answer)
     require_narrow_products(answer, lambda: answer.attention(*make_qkv(1, 1, 32, 16, dtype=FP16)))
     return f"{len(CASES)} calls against SDPA: strides, grouped heads, head_dim, masks, three dtypes; no tile in vain"
@@ -91,14 +112,64 @@ def _check_empty(answer):
         reject("all logits are -inf: o = 0 and lse = -inf are right, in every row")
 
 
-def _require_few_tiles(answer):
-    """A causal walk ends at the diagonal, and with the keys."""
+def _ask(unwritten, outside):
+    if outside:
+        return "is every store masked, and does its pointer stand at this head?"
+    return "do the programs cover every row of every head, and is the kernel launched?"
+
+
+class _NoHelp(TorchFunctionMode):
+    """Rejects a launcher that has PyTorch compute, or copy what the kernel should read in place."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.strip("_")
+        if name in HELP.split():
+            reject(f"PyTorch's {name} is called in the launcher: the kernel computes")
+        if name in COPIES.split():
+            reject(
+                f"PyTorch's {name} is called in the launcher: the kernel reads q, k and v in place, by their strides"
+            )
+        return function(*args, **(kwargs or {}))
+
+
+def _require_few_tiles(answer, is_causal):
+    """A walk ends with the keys, a causal one at the diagonal."""
     q, k, v = make_qkv(1, 1, 128, 16, seq_k=72)
-    with tiles_of(32, 16), traffic.measure() as done:
-        answer.attention(q, k, v, is_causal=True)
-    needed = sum(-(-min(72, start_m + 32) // 16) for start_m in range(0, 128, 32))
+    with tiles_of(32, 16), traffic.measure(k=k) as done:
+        answer.attention(q, k, v, is_causal=is_causal)
+    ends = [min(72, start_m + 32) if is_causal else 72 for start_m in range(0, 128, 32)]
+    needed = sum(-(-end // 16) for end in ends)
+    what = f"{'causal, ' * is_causal}128 queries, 72 keys, tiles of 32 and 16"
+    if done.products < 2 * needed:
+        reject(
+            f"{what}: {done.products} products of tiles are computed by tl.dot, where {2 * needed} are needed"
+        )
     if done.products > 2 * needed:
         reject(
-            f"causal, 128 queries, 72 keys, tiles of 32 and 16: {done.products // 2} tiles are visited, where {needed} "
-            "have a visible pair: where does the walk of a tile of queries end?"
+            f"{what}: {done.products // 2} tiles are visited, where {needed} have a visible pair: where does the walk "
+            "of a tile of queries end? Or are there programs without queries?"
         )
+    loaded = done.loaded_from["k"] // (16 * k.element_size())
+    whole = sum(min(72, -(-end // 16) * 16) for end in ends)
+    if loaded != whole:
+        reject(f"{what}: {loaded} keys are loaded, where the tiles that are visited hold {whole}")
+
+
+def _require_one_launch(answer):
+    """One kernel, the same for every length, that compilers take, narrow heads too."""
+    launches = []
+    for seq, head_dim in ((512, 5), (1024, 5)):
+        q = torch.empty(1, 2, seq, head_dim, dtype=FP16, device=runtime.DEVICE)
+        launches.append(offline.record_launches(lambda q=q: answer.attention(q, q, q)))
+    if len(launches[0]) != 1:
+        reject(f"{len(launches[0])} kernels are launched for 2 heads: it is to be one")
+    if launches[0] != launches[1]:
+        reject(
+            "the kernel is compiled anew for another length: a length is a tl.constexpr, or a tile depends on it"
+        )
+    launch = dataclasses.replace(launches[0][0], source=inspect.getsource(answer))
+    for c in offline.compile_launches([launch], ["sm_90"]):
+        if c.error:
+            reject(
+                f"head_dim 5, right when interpreted, but the compiler refuses it: {c.error[-1200:]}"
+            )

@@ -2,19 +2,19 @@
 
 All features of sections 3 to 5 in one kernel and its launcher: any strides, heads that share keys, a head_dim that
 is no power of two, a causal mask, and the LSE. Phase 2's `load_tile`, `store_tile`, `head_base` and
-`attention_tile_step` are at hand. `runtime.tile_sizes(head_dim, dtype)` is a dict of BLOCK_M, BLOCK_N, num_warps and
-num_stages. The sides of a tile are powers of two, at least 16. Where kernels are interpreted, bf16 is converted to
-fp32 before the launch and o back after it (`runtime.to_kernel_dtype`). On a GPU, launch `with
-runtime.on_device_of(q):`.
+`attention_tile_step` are at hand. `runtime.tile_sizes(head_dim, q.dtype)` is a dict of BLOCK_M, BLOCK_N, num_warps
+and num_stages; launch with it. The sides of a tile are powers of two, at least 16. Launch one kernel, on axis x,
+which reads q, k and v in place. Where kernels are interpreted, convert bf16 to fp32 before the launch, and o back
+after it (`runtime.to_kernel_dtype`). On a GPU, launch `with runtime.on_device_of(q):`.
 
     q, k, v   (batch, heads_q, seq_q, head_dim) and (batch, heads_kv, seq_k, head_dim), fp16, bf16 or fp32, any strides,
               each its own; head_dim up to 256; any lengths, 0 too; heads_q is a multiple of heads_kv
     o         as q, contiguous; 0 in a row that sees no key
-    lse       (batch, heads_q, seq_q), fp32: natural logarithm of the sum of exp of a row's logits; -inf without keys
+    lse       (batch, heads_q, seq_q), fp32, contiguous: natural log of the sum of exp of a row's logits; -inf if it sees none
 
-With is_causal query i sees the keys 0 to i, and tiles in which nothing is visible are not visited. The check tries the
-calls of section 1 and others, and counts tiles. It does not try offsets that need 64 bits; section 3.3 says where they
-do.
+With is_causal query i sees the keys 0 to i, and tiles in which nothing is visible are not visited. The check goes
+through the features in the order of the chapter, and counts tiles. It does not try offsets that need 64 bits; section
+3.3 says where they do.
 
 Notebook: phase3_forward/forward.ipynb, section 5.3, "The whole kernel".
 """

@@ -393,6 +393,47 @@ WRONG = {
             "something was stored outside of o",
         ),
         Wrong("o with q's strides", {"out.stride(),": "q.stride(),"}, "heads in other places"),
+        Wrong(
+            "copies",
+            {"runtime.to_kernel_dtype(q, k, v, o)": "runtime.to_kernel_dtype(q.contiguous(), k, v, o)"},
+            "in place",
+        ),
+        Wrong(
+            "PyTorch's attention",
+            {
+                "    tiles = runtime.tile_sizes(head_dim, q.dtype)\n": (
+                    "    return torch.nn.functional.scaled_dot_product_attention(q, k, v), lse\n"
+                    "    tiles = runtime.tile_sizes(head_dim, q.dtype)\n"
+                )
+            },
+            "the kernel computes",
+        ),
+        Wrong(
+            "a last stride of 1",
+            {"(q_head, stride_q, offs_m": "(q_head, (stride_q[2], 1), offs_m"},
+            "columns in other places",
+        ),
+        Wrong(
+            "tiles of 8 columns",
+            {"max(16, triton.next_power_of_2(head_dim))": "triton.next_power_of_2(head_dim)"},
+            "the compiler refuses it",
+        ),
+        Wrong(
+            "scale or",
+            {"    scale = validate.check_qkv(": "    scale = scale or None\n    scale = validate.check_qkv("},
+            "a scale of 0",
+        ),
+        Wrong(
+            "a program too many",
+            {"* batch * heads_q,)\n    with": "* batch * heads_q + 1,)\n    with"},
+            "stored outside",
+        ),
+        Wrong("bf16 as it is", {"runtime.to_kernel_dtype(q, k, v, o)": "(q, k, v, o)"}, "bf16"),
+        Wrong(
+            "o as q lies",
+            {"o = torch.empty(q.shape, dtype=q.dtype, device=q.device)": "o = torch.empty_like(q)"},
+            "contiguous",
+        ),
         Wrong("no lse mask", {", mask=offs_m < seq_q)": ")"}, "something was stored outside of lse"),
     ],
     "find_bug": [
