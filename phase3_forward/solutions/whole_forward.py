@@ -10,7 +10,7 @@ after it (`runtime.to_kernel_dtype`). On a GPU, launch `with runtime.on_device_o
     q, k, v   (batch, heads_q, seq_q, head_dim) and (batch, heads_kv, seq_k, head_dim), fp16, bf16 or fp32, any strides,
               each its own; head_dim up to 256; any lengths, 0 too; heads_q is a multiple of heads_kv
     o         as q, contiguous; 0 in a row that sees no key
-    lse       (batch, heads_q, seq_q), fp32, contiguous: natural log of the sum of exp of a row's logits; -inf if it sees none
+    lse       (batch, heads_q, seq_q), fp32, contiguous: natural log of the sum of exp of a row's logits; -inf if none
 
 With is_causal query i sees the keys 0 to i, and tiles in which nothing is visible are not visited. The check goes
 through the features in the order of the chapter, and counts tiles. It does not try offsets that need 64 bits; section
