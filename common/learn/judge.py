@@ -33,6 +33,7 @@ from common.measure import traffic
 from common.verify import VerificationError, guard, verify_results
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 class Rejected(Exception):
@@ -234,6 +235,28 @@ def tiles_of(block_m: int, block_n: int) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
     tiles = dict(BLOCK_M=block_m, BLOCK_N=block_n, num_warps=4, num_stages=1)
     return mock.patch.object(runtime, "tile_sizes", return_value=tiles)
+
+
+class NoHelp(TorchFunctionMode):
+    """Inside, a launcher that has PyTorch compute, or copy what the kernel should read in place, is
+    rejected.
+    """
+
+    COMPUTE = (
+        "softmax logsumexp exp exp2 matmul rmatmul mm bmm baddbmm addmm linear einsum pad "
+        "scaled_dot_product_attention"
+    )
+    COPY = "contiguous clone repeat repeat_interleave"
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.strip("_")
+        if name in self.COMPUTE.split():
+            reject(f"PyTorch's {name} is called in the launcher: the kernel computes")
+        if name in self.COPY.split():
+            reject(
+                f"PyTorch's {name} is called in the launcher: read the inputs in place, by their strides"
+            )
+        return function(*args, **(kwargs or {}))
 
 
 def misread(x: torch.Tensor, like: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -5,17 +5,14 @@ around everything, and that each logit is read once.
 import math
 
 from common import runtime
-from common.learn.judge import Rejected, counted, masked_loads_undefined, reject, require
+from common.learn.judge import NoHelp, Rejected, counted, masked_loads_undefined, reject, require
 from common.measure import offline
 from common.verify import guard
 from phase1_softmax.checks import INF, called, pair, randn, require_sane
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 ROUNDING = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-HELP = "softmax logsumexp exp exp2 matmul rmatmul mm bmm einsum addmm linear scaled_dot_product_attention"
-COPIES = ("contiguous", "clone")
 
 
 def check(answer):
@@ -126,7 +123,7 @@ def _copy(x, **options):
 
 def _check_case(answer, what, s, v, question):
     def attend(s, v):
-        with _NoHelp():
+        with NoHelp():
             return answer.attend_rows(s, v)
 
     with guard.watched() as results, masked_loads_undefined(), counted(s=s, v=v) as moved:
@@ -328,17 +325,3 @@ def _require_traffic(what, s, v, moved):
 
 def _short(dtype):
     return str(dtype).removeprefix("torch.")
-
-
-class _NoHelp(TorchFunctionMode):
-    """Rejects a launcher that has PyTorch compute, or copy what the kernel should read in place."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        name = function.__name__.strip("_")
-        if name in HELP.split():
-            reject(f"attend_rows: PyTorch's {name} is called in the launcher: the kernel computes")
-        if name in COPIES:
-            reject(
-                f"attend_rows: PyTorch's {name} is called in the launcher: read s and v in place, by their strides"
-            )
-        return function(*args, **(kwargs or {}))

@@ -6,6 +6,7 @@ import inspect
 
 from common import make_qkv, runtime
 from common.learn.judge import (
+    NoHelp,
     Rejected,
     guarded,
     masked_loads_undefined,
@@ -19,7 +20,6 @@ from common.measure import offline, traffic
 from phase3_forward.checks import BF16, FP16, FP32, INF
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 # (what, batch, heads_q, heads_kv, seq_q, seq_k, head_dim, dtype, is_causal, scale, memory of make_qkv)
 CASES = [
@@ -42,32 +42,19 @@ CASES = [
     ("bf16: is it converted before the launch, and o back after it?", 2, 4, 2, 70, 100, 80, BF16, True, None,
      dict(layout="bshd", poison=True)),
 ]  # fmt: skip
-HELP = "softmax logsumexp matmul rmatmul mm bmm einsum baddbmm scaled_dot_product_attention pad repeat_interleave"
-COPIES = "contiguous clone repeat"
 
 
 def check(answer):
     _require_own(answer)
-    for (
-        what,
-        batch,
-        heads,
-        heads_kv,
-        seq_q,
-        seq_k,
-        head_dim,
-        dtype,
-        is_causal,
-        scale,
-        memory,
-    ) in CASES:
+    for what, *case, memory in CASES:
+        batch, heads, heads_kv, seq_q, seq_k, head_dim, dtype, is_causal, scale = case
         sizes = dict(heads_kv=heads_kv, seq_k=seq_k, dtype=dtype) | memory
         q, k, v = make_qkv(batch, heads, seq_q, head_dim, **sizes)
         options = dict(is_causal=is_causal, scale=scale, enable_gqa=heads != heads_kv)
 
         def attend(q, k, v, what=what, **given):
             try:
-                with _NoHelp(), masked_loads_undefined(), tiles_of(32, 16):
+                with NoHelp(), masked_loads_undefined(), tiles_of(32, 16):
                     o, lse = guarded(answer.attention, _ask)(q, k, v, **given)
             except Rejected as wrong:
                 reject(f"{what}: {wrong}")
@@ -116,20 +103,6 @@ def _ask(unwritten, outside):
     if outside:
         return "is every store masked, and does its pointer stand at this head?"
     return "do the programs cover every row of every head, and is the kernel launched?"
-
-
-class _NoHelp(TorchFunctionMode):
-    """Rejects a launcher that has PyTorch compute, or copy what the kernel should read in place."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        name = function.__name__.strip("_")
-        if name in HELP.split():
-            reject(f"PyTorch's {name} is called in the launcher: the kernel computes")
-        if name in COPIES.split():
-            reject(
-                f"PyTorch's {name} is called in the launcher: the kernel reads q, k and v in place, by their strides"
-            )
-        return function(*args, **(kwargs or {}))
 
 
 def _require_few_tiles(answer, is_causal):
