@@ -127,10 +127,8 @@ class Work:
     k: tma.tensor_descriptor  # tiles (1, 1, 2 ROWS, BLOCK_D), as v's
     v: tma.tensor_descriptor
     do: tma.tensor_descriptor
-    lse: (
-        tma.tensor_descriptor
-    )  # negated: tiles (BLOCK_M,) of (batch x heads_q x padded_q,), as delta's
-    delta: tma.tensor_descriptor
+    lse: tma.tensor_descriptor  # negated; tiles (BLOCK_M,) of (batch x heads_q x padded_q,)
+    delta: tma.tensor_descriptor  # as lse
     dq_sum: tma.tensor_descriptor  # tiles (ROWS, 64) of (batch x heads_q x padded_q, BLOCK_D)
     dk: tma.tensor_descriptor  # tiles (1, 1, ROWS, BLOCK_D), as dv's
     dv: tma.tensor_descriptor
@@ -228,13 +226,9 @@ class Memory:
         self, k, v, q, do, lse, delta, ds, dq, kv_full, row_full, row_empty, dq_full, dq_empty, STAGES
     ):  # fmt: skip
         self.k, self.v, self.q, self.do, self.lse, self.delta = k, v, q, do, lse, delta
-        self.ds, self.dq, self.kv_full = ds, dq, kv_full
-        self.row_full, self.row_empty, self.dq_full, self.dq_empty = (
-            row_full,
-            row_empty,
-            dq_full,
-            dq_empty,
-        )
+        self.ds, self.dq = ds, dq
+        self.kv_full, self.row_full, self.row_empty = kv_full, row_full, row_empty
+        self.dq_full, self.dq_empty = dq_full, dq_empty
         self.STAGES = gl.constexpr(STAGES)
 
 
