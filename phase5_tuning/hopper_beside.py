@@ -7,8 +7,6 @@ done alone, by the same warpgroup while its product is under way, or by the othe
 the clocks of a product, from one to the next, and those of the arithmetic.
 """
 
-import statistics
-
 from common import runtime
 from common.measure import records
 from phase5_tuning import configs
@@ -27,7 +25,7 @@ NONE = gl.constexpr("none")
 SHARED, REGISTERS = gl.constexpr("shared memory"), gl.constexpr("registers")
 MULTIPLY, MULTIPLY_ADD = gl.constexpr("128 FMUL"), gl.constexpr("128 FFMA")
 EXPONENTIAL = gl.constexpr("32 FFMA, 32 MUFU")
-CLOCKS = 1_000_000  # of a launch
+TURNS = 1000  # that are counted
 LAUNCHES = 3
 
 
@@ -58,51 +56,49 @@ def _sum(x):
 
 @gluon.jit
 def _work(
-    a_tile, b_tile, out_ptr, dump_ptr, clocks,
+    a_tile, b_tile, out_ptr, dump_ptr, turns,
     LEFT: gl.constexpr, ARITHMETIC: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
     """Turns of a product, of arithmetic, or of arithmetic while a product of the same warps is under
-    way, until `clocks` have passed. Stores how many turns, how long they took, and of that the
-    arithmetic. Of a product or arithmetic that is NONE nothing is done.
+    way. Stores how many clocks all turns took, and the arithmetic of all turns.
     """
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    a = a_tile.load(gl.DotOperandLayout(0, SUM, 2))
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    a = a_tile.load(gl.DotOperandLayout(0, SUM, 2))
     total = gl.zeros([64, 128], gl.float32, SUM)
     x = gl.full([64, 64], 0.5, gl.float32, HALF)
-    turns = 0
     arithmetic = 0
     begin = _clock()
-    now = begin
-    if LEFT != NONE or ARITHMETIC != NONE:
-        while now - begin < clocks:
-            if LEFT == REGISTERS:
-                total = warpgroup_mma(a, b_tile.permute((1, 0)), total, is_async=True)
-            elif LEFT == SHARED:
-                total = warpgroup_mma(a_tile, b_tile.permute((1, 0)), total, is_async=True)
-            meet(ME, 128)  # the assembler moves no wait for products across it
-            issued = _clock()
-            if ARITHMETIC != NONE:
-                x = _compute(x, ARITHMETIC)
-            arithmetic += _clock() - issued
-            if LEFT != NONE:
-                total = warpgroup_mma_wait(0, deps=(total,))
-            turns += 1
-            now = _clock()
+    if LEFT == NONE and ARITHMETIC == NONE:
+        turns *= 0
+    one = gl.num_programs(1)  # which the compiler does not know: it unrolls nothing
+    while turns > 0:
+        if LEFT == REGISTERS:
+            total = warpgroup_mma(a, b_tile.permute((1, 0)), total, is_async=True)
+        elif LEFT == SHARED:
+            total = warpgroup_mma(a_tile, b_tile.permute((1, 0)), total, is_async=True)
+        meet(ME, 128)  # the assembler moves no wait for products across it
+        issued = _clock()
+        if ARITHMETIC != NONE:
+            x = _compute(x, ARITHMETIC)
+        arithmetic += _clock() - issued
+        if LEFT != NONE:
+            total = warpgroup_mma_wait(0, deps=(total,))
+        turns -= one
     place = 2 * gl.program_id(0) + ME
-    gl.store(out_ptr + 3 * place, turns)
-    gl.store(out_ptr + 3 * place + 1, now - begin)
-    gl.store(out_ptr + 3 * place + 2, arithmetic)
+    gl.store(out_ptr + 2 * place, _clock() - begin)
+    gl.store(out_ptr + 2 * place + 1, arithmetic)
     gl.store(dump_ptr + place, _sum(x) + _sum(total))  # else the compiler leaves all of it out
 
 
 @gluon.jit
 def _beside_kernel(
-    out_ptr, dump_ptr, clocks,
+    out_ptr, dump_ptr, turns, turns_of_the_other,
     LEFT: gl.constexpr, ARITHMETIC: gl.constexpr, OF_THE_OTHER: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's product and arithmetic, and the other one's arithmetic. out: for each warpgroup
-    turns, clocks, and clocks of arithmetic. Grid: as many programs as multiprocessors.
+    the clocks of all its turns, and those of their arithmetic. Grid: as many programs as
+    multiprocessors.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -113,8 +109,11 @@ def _beside_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_work, (a_tile, b_tile, out_ptr, dump_ptr, clocks, LEFT, ARITHMETIC, 0)),
-            (_work, (a_tile, b_tile, out_ptr, dump_ptr, clocks, NONE, OF_THE_OTHER, 1)),
+            (_work, (a_tile, b_tile, out_ptr, dump_ptr, turns, LEFT, ARITHMETIC, 0)),
+            (
+                _work,
+                (a_tile, b_tile, out_ptr, dump_ptr, turns_of_the_other, NONE, OF_THE_OTHER, 1),
+            ),
         ],
         [4],
         [240],
@@ -124,23 +123,32 @@ def _beside_kernel(
 def clocks(left: str, own: str, of_the_other: str) -> dict[str, float]:
     """Clocks of a "product" and of "arithmetic", where there are any: the median of all
     multiprocessors and launches.
+
+    Of two warpgroups the one whose clocks are not wanted works longer, so that every turn of the
+    other has it beside.
     """
+    none, longer = NONE.value, 8 * TURNS
+    found = {}
+    if left != none:
+        found["product"] = _launched(left, own, of_the_other, TURNS, longer)[..., 0, 0]
+    if own != none:
+        found["arithmetic"] = _launched(left, own, of_the_other, TURNS, longer)[..., 0, 1]
+    if of_the_other != none:
+        found["arithmetic"] = _launched(left, own, of_the_other, longer, TURNS)[..., 1, 1]
+    return {what: round(out.double().median().item() / TURNS, 1) for what, out in found.items()}
+
+
+def _launched(left, own, of_the_other, turns, turns_of_the_other):
+    """What LAUNCHES launches store: (launches, multiprocessors, warpgroups, 2)."""
     programs = configs.multiprocessors(torch.cuda.current_device())
+    stored = torch.empty(LAUNCHES, programs, 2, 2, dtype=torch.int32, device=runtime.DEVICE)
     sums = torch.empty(programs, 2, device=runtime.DEVICE)
-    seen = {"product": [], "arithmetic": []}
-    for _ in range(LAUNCHES):
-        out = torch.zeros(programs, 2, 3, dtype=torch.int32, device=runtime.DEVICE)
+    for out in stored:
         _beside_kernel[(programs,)](
-            out, sums, CLOCKS, LEFT=left, ARITHMETIC=own, OF_THE_OTHER=of_the_other, num_warps=4, maxnreg=240
+            out, sums, turns, turns_of_the_other,
+            LEFT=left, ARITHMETIC=own, OF_THE_OTHER=of_the_other, num_warps=4, maxnreg=240,
         )  # fmt: skip
-        for first, second in out.tolist():
-            if left != NONE.value:
-                turns, taken, _ = first
-                seen["product"].append(taken / turns)
-            if own != NONE.value or of_the_other != NONE.value:
-                turns, _, computing = first if of_the_other == NONE.value else second
-                seen["arithmetic"].append(computing / turns)
-    return {what: round(statistics.median(each), 1) for what, each in seen.items() if each}
+    return stored
 
 
 def run() -> list[dict]:
@@ -162,7 +170,7 @@ def run() -> list[dict]:
 
 
 KERNELS = (_beside_kernel,)
-SETTINGS = clocks, CLOCKS, LAUNCHES
+SETTINGS = clocks, _launched, TURNS, LAUNCHES
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs comp
 
 
 def test_every_row_has_the_clocks_of_what_it_names(monkeypatch):
-    monkeypatch.setattr(hopper_beside, "CLOCKS", 20_000)
+    monkeypatch.setattr(hopper_beside, "TURNS", 50)
     rows = hopper_beside.run()
     assert len(rows) == len({(r["where"], r["left"], r["arithmetic"]) for r in rows}) == 17
     for row in rows:
