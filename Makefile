@@ -56,7 +56,7 @@ mutants: $(READY)
 test-gpu: $(READY)
 	$(PY) -m pytest tests/gpu tests/phase1 tests/phase2 tests/phase3 tests/phase4 tests/phase5 tests/learn/test_exercises.py
 
-# Every kernel under NVIDIA's compute-sanitizer, on a GPU.
+# Every kernel under sanitizers, on a GPU: NVIDIA's, and for Hopper Triton's.
 sanitize: $(READY)
 	$(PY) -m tests.sanitize
 

@@ -1,19 +1,28 @@
-"""Every kernel under NVIDIA's compute-sanitizer, at small ragged sizes, on a GPU: `python -m tests.sanitize`, or with
-some of the tools: `python -m tests.sanitize memcheck racecheck`.
+"""Every kernel under sanitizers, at small ragged sizes, on a GPU: `python -m tests.sanitize`, or with some of the
+tools: `python -m tests.sanitize memcheck racecheck`.
 
-Each tool prints what it found; the exit code is 1 if one found something or could not run. Each tensor has memory of
-its own, so that an access beside it is noticed. The Hopper kernels run under memcheck alone: the other tools take
-barriers that the copy engine completes, and what it writes, for mistakes (PROBES).
+Four tools are of NVIDIA's compute-sanitizer. Each tensor has memory of its own, so that an access beside it is noticed.
+The Hopper kernels run under memcheck alone. The others know too little of Hopper: on an H200, synccheck rejected two
+warpgroups that meet at a named barrier and do nothing else, initcheck a tile that was stored through a descriptor and
+read again, and racecheck tiles that a barrier in shared memory guards (mbarrier).
+
+The fifth is Triton's own, ConSan. It compiles checks into a kernel: who may touch which tile of shared memory, by the
+barriers that were passed. It runs the Hopper kernels, and must find the wait that is missing in a copy of one.
+
+Each tool prints what it found. The exit code is 1 if one found something or could not run.
 """
 
+import importlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-TOOLS = "memcheck", "racecheck", "initcheck", "synccheck"
+TOOLS = "memcheck", "racecheck", "initcheck", "synccheck", "consan"
 LIMIT = 300  # seconds for a tool
+WAIT = "    mbarrier.wait(memory.kv_empty.index(slot), parity ^ 1)\n"  # of hopper_forward's producer
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = str(Path(__file__).parent)
 
@@ -101,8 +110,58 @@ def verdict(tool: str) -> bool:
     return not run.returncode
 
 
+def call_hopper(which: str, head_dim: int, module: str) -> None:
+    """One call of a Hopper kernel, causal, with grouped heads: three tiles of keys."""
+    import torch
+    import triton
+
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, heads, 320, head_dim).half() for heads in (4, 2, 2, 4))
+    scale = head_dim**-0.5
+    keys, values = (t.float().repeat_interleave(2, 1) for t in (k, v))
+    s = (q.float() @ keys.mT * scale).masked_fill(torch.ones(320, 320).tril() == 0, float("-inf"))
+    o, lse = (s.softmax(-1) @ values).half(), s.logsumexp(-1)
+    q, k, v, do, o, lse = (t.cuda() for t in (q, k, v, do, o, lse))
+    plan = importlib.import_module(module).plan
+    if which == "forward":
+        plan(q, k, v, True, scale, 1)(q, k, v)
+    else:
+        plan(q, k, v, o, lse, do, None, True, scale, 1)(q, k, v, o, lse, do, None)
+    torch.cuda.synchronize()
+
+
+def consan() -> bool:
+    """Run the Hopper kernels under ConSan, all at once since each compiles for two minutes. True if it found nothing in
+    them, and the mistake in the copy.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        right = (ROOT / "phase5_tuning" / "hopper_forward.py").read_text()
+        assert right.count(WAIT) == 1
+        (Path(folder) / "without_wait.py").write_text(right.replace(WAIT, ""))
+        path = os.pathsep.join([folder, str(ROOT)])
+        env = os.environ | dict(TRITON_INSTRUMENTATION_MODE="consan", PYTHONPATH=path)
+        wanted = {("forward", 64, "without_wait"): False}
+        for which in ("forward", "backward"):
+            wanted |= {(which, head_dim, f"phase5_tuning.hopper_{which}"): True for head_dim in (64, 128)}
+        runs = {}
+        for case in wanted:
+            command = [sys.executable, "-m", "tests.sanitize", "--hopper", *map(str, case)]
+            runs[case] = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+        as_wanted = []
+        for case, run in runs.items():
+            _, said = run.communicate(timeout=LIMIT)
+            trapped = "illegal instruction" in said  # how a check that fails ends the kernel
+            as_wanted.append(run.returncode == 0 if wanted[case] else trapped)
+            print("consan", *case, "a mistake" if trapped else said or "nothing", flush=True)
+    return all(as_wanted)
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--calls"]:
         call_all("--hopper-too" in sys.argv)
+    elif sys.argv[1:2] == ["--hopper"]:
+        call_hopper(sys.argv[2], int(sys.argv[3]), sys.argv[4])
     else:
-        raise SystemExit(0 if all([verdict(tool) for tool in sys.argv[1:] or TOOLS]) else 1)
+        found = [consan() if tool == "consan" else verdict(tool) for tool in sys.argv[1:] or TOOLS]
+        raise SystemExit(0 if all(found) else 1)

@@ -1,17 +1,22 @@
 """The calls that run under compute-sanitizer, without it."""
 
+from unittest import mock
+
 from common import runtime
+from common.measure import offline
 
 import pytest
 import sanitize
+from helpers import interpreted_only
 
 
-def test_all_phases_are_called(capsys):
-    sanitize.call_all()
+@pytest.mark.parametrize("hopper_too", [False, True])
+def test_all_phases_are_called(capsys, hopper_too):
+    sanitize.call_all(hopper_too)
     names = capsys.readouterr().out.splitlines()
     assert {name.split(",")[0].strip() for name in names} == {f"phase {n}" for n in range(1, 6)}
-    assert len(names) == 13
-    assert sum("without Hopper" in name for name in names) == 3
+    assert sum("with Hopper" in name for name in names) == 3 * hopper_too
+    assert len(names) == 10 + 3 * hopper_too
 
 
 @pytest.mark.skipif(runtime.DEVICE == "cuda", reason="it may be there")
@@ -19,3 +24,31 @@ def test_a_missing_tool_is_no_success(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert not sanitize.verdict("memcheck")
     assert "compute-sanitizer" in capsys.readouterr().out
+
+
+@interpreted_only
+@pytest.mark.parametrize(
+    ("which", "kernel"), [("forward", "_attn_fwd_hopper_kernel"), ("backward", "_attn_bwd_hopper_kernel")]
+)
+def test_a_hopper_kernel_is_called_as_it_can_be(monkeypatch, which, kernel):
+    monkeypatch.setattr("torch.Tensor.cuda", lambda t: t)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("phase5_tuning.configs.multiprocessors", lambda index: 132)
+    launches = offline.record_launches(lambda: sanitize.call_hopper(which, 64, f"phase5_tuning.hopper_{which}"))
+    assert kernel in [launch.name for launch in launches]
+
+
+NOTHING, TRAP, NO_GPU = (0, ""), (1, "an illegal instruction was encountered"), (1, "no CUDA-capable device")
+
+
+@pytest.mark.parametrize(
+    ("right", "mistaken", "verdict"),
+    [(NOTHING, TRAP, True), (NOTHING, NOTHING, False), (TRAP, TRAP, False), (NO_GPU, NO_GPU, False)],
+)
+def test_consan_wants_nothing_in_the_kernels_and_the_mistake_in_the_copy(monkeypatch, right, mistaken, verdict):
+    def started(command, **kwargs):
+        code, said = mistaken if command[-1] == "without_wait" else right
+        return mock.Mock(returncode=code, communicate=lambda timeout: ("", said))
+
+    monkeypatch.setattr(sanitize.subprocess, "Popen", started)
+    assert sanitize.consan() == verdict

@@ -45,8 +45,13 @@ def fingerprint(kernel) -> str:
 
 
 def qualified(kernel) -> str:
-    """The module and the name of a kernel: "phase3_forward.forward._attn_fwd_kernel"."""
-    return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+    """The module and the name of a kernel: "phase3_forward.forward._attn_fwd_kernel", also where
+    that module is the one that was started with -m.
+    """
+    module = kernel.fn.__module__
+    if module == "__main__":
+        module = sys.modules[module].__spec__.name
+    return f"{module}.{kernel.fn.__name__}"
 
 
 def gpu_id() -> str:

@@ -114,6 +114,15 @@ def test_peers_that_are_packages_are_signed_with_their_versions():
     )
 
 
+def test_a_kernel_has_one_name_however_its_module_was_started(monkeypatch):
+    module = importlib.import_module("phase3_forward.forward")
+    name = "phase3_forward.forward._attn_fwd_kernel"
+    assert records.qualified(module._attn_fwd_kernel) == name
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    monkeypatch.setattr(module._attn_fwd_kernel.fn, "__module__", "__main__")
+    assert records.qualified(module._attn_fwd_kernel) == name
+
+
 def test_the_fingerprint_follows_the_kernel_and_what_it_calls():
     module = importlib.import_module("phase3_forward.forward")
     step = importlib.import_module("phase2_tiling.tiling").attention_tile_step
