@@ -1,0 +1,314 @@
+"""The Hopper kernels on a CPU: right however their threads take turns, and mistakes in them noticed."""
+
+from common import make_qkv, make_tensor, verify_results
+from phase5_tuning import gluon_interpreter, hopper_backward, hopper_forward
+from phase5_tuning.gluon_interpreter import Deadlock, Interpreted, Race, Unfenced
+
+import pytest
+import torch
+from helpers import interpreted_only
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+FP16, BF16 = torch.float16, torch.bfloat16
+SHAPES = [  # batch, heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal
+    (1, 4, 2, 300, 300, 64, True),
+    (1, 2, 2, 129, 65, 64, False),
+    (2, 2, 1, 70, 200, 40, True),
+    (1, 2, 1, 300, 300, 128, True),
+    (1, 3, 1, 65, 257, 72, False),
+    (1, 1, 1, 200, 100, 128, True),
+]
+
+
+def inputs(shape, dtype=FP16):
+    batch, heads_q, heads_kv, seq_q, seq_k, head_dim, _ = shape
+    return make_qkv(batch, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype)
+
+
+@interpreted_only
+@pytest.mark.parametrize("scale", [None, -0.3])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_both_passes(shape, scale):
+    q, k, v = inputs(shape)
+    do = make_tensor(q.shape, dtype=FP16)
+    fn = gluon_interpreter.attention(seed=SHAPES.index(shape))
+    verify_results(fn, q, k, v, do=do, is_causal=shape[-1], scale=scale, enable_gqa=True).check()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_forward_pass_in_bf16(shape):
+    fn = gluon_interpreter.attention(seed=SHAPES.index(shape))
+    verify_results(fn, *inputs(shape, BF16), is_causal=shape[-1], enable_gqa=True).check()
+
+
+@interpreted_only
+@pytest.mark.parametrize("shape", [(1, 4, 2, 300, 300, 64, True), (1, 2, 1, 300, 300, 128, False)], ids=str)
+def test_every_order_of_turns_gives_the_same_bits(shape):
+    q, k, v = (t.requires_grad_() for t in inputs(shape))
+    do = make_tensor(q.shape, dtype=FP16)
+    results = []
+    for seed in range(6):
+        o = gluon_interpreter.attention(seed=seed)(q, k, v, is_causal=shape[-1], scale=None, enable_gqa=True)
+        results.append([o, *torch.autograd.grad(o, (q, k, v), do)])
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def outcome(call, seeds):
+    """What comes of a call with each seed: the error's class, "wrong", or "right"."""
+    found = set()
+    for seed in seeds:
+        try:
+            found.add("right" if call(seed) else "wrong")
+        except (Deadlock, Race, Unfenced) as error:
+            found.add(type(error).__name__)
+    return found
+
+
+FORWARD = {
+    "the producer does not wait for room": (
+        {"    mbarrier.wait(memory.kv_empty.index(slot), parity ^ 1)\n    full": "    full"},
+        {"Race"},
+    ),
+    "the producer waits with the readers' parity": (
+        {
+            "(memory.kv_empty.index(slot), parity ^ 1)": "(memory.kv_empty.index(slot), parity)",
+        },
+        {"Deadlock"},
+    ),
+    "the loop does not wait for keys and values": (
+        {"            mbarrier.wait(memory.kv_full.index(slot), parity)\n            if OVER": "            if OVER"},
+        {"Race"},
+    ),
+    "the first keys are not given back": (
+        {"        mbarrier.arrive(memory.kv_empty.index(slot))\n        # The turn": "        # The turn"},
+        {"Deadlock"},
+    ),
+    "keys and values are given back before the product's end": (
+        {
+            """                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(memory.kv_empty.index(slot))
+""": """                mbarrier.arrive(memory.kv_empty.index(slot))
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+"""
+        },
+        {"Race"},
+    ),
+    "queries are fetched before their place is free": (
+        {
+            """        mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)
+        memory.tile.index(side).store(gl.full([1], tile, gl.int32, ONE))
+        mbarrier.expect""": """        memory.tile.index(side).store(gl.full([1], tile, gl.int32, ONE))
+        mbarrier.expect"""
+        },
+        {"Race"},
+    ),
+    "O's place is given back before O has left": (
+        {"        tma.store_wait(0)\n        s = warp": "        s = warp"},
+        {"Race"},
+    ),
+    "O leaves without a fence": (
+        {"        fence_async_shared()\n        tma.async": "        tma.async"},
+        {"Unfenced"},
+    ),
+    "O is rescaled before the product's end": (
+        {"                acc = warpgroup_mma_wait(0, deps=(acc,))\n": ""},
+        {"Race"},
+    ),
+    "queries are waited for with a wrong parity": (
+        {"mbarrier.wait(self.q_full.index(side), turn // 2 & 1)": "mbarrier.wait(self.q_full.index(side), turn & 1)"},
+        {"Race", "Deadlock"},
+    ),
+    "tiles that only others see are kept": (
+        {"            for _ in range(others_n - tiles_n):": "            for _ in range(0):"},
+        {"Deadlock", "Race", "wrong"},
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", FORWARD)
+def test_a_mistake_in_the_forward_kernel_is_noticed(mistake):
+    changes, expected = FORWARD[mistake]
+    module = gluon_interpreter.changed(hopper_forward, changes)
+    calls = []
+    for shape in ((1, 2, 1, 700, 700, 128, True), (1, 5, 5, 300, 300, 64, True), (1, 5, 5, 200, 30, 64, False)):
+        q, k, v = inputs(shape)
+        right = gluon_interpreter.attention()(q, k, v, is_causal=shape[-1], scale=None, enable_gqa=True)
+
+        def call(seed, q=q, k=k, v=v, right=right, is_causal=shape[-1]):
+            fn = gluon_interpreter.attention(seed=seed, forward=module)
+            return torch.equal(fn(q, k, v, is_causal=is_causal, scale=None, enable_gqa=True), right)
+
+        calls.append(call)
+    found = set().union(*(outcome(call, range(4)) for call in calls))
+    assert found - {"right"}
+    assert found - {"right"} <= expected
+
+
+BACKWARD = {
+    "dS is read before both halves are there": (
+        {"    meet(0, 256)  # both halves of dS are there\n": ""},
+        {"Race", "Unfenced", "wrong"},
+    ),
+    "dS is not fenced": (
+        {"    fence_async_shared()\n    meet(0, 256)  # both": "    meet(0, 256)  # both"},
+        {"Unfenced"},
+    ),
+    "dS has one place": ({"memory.ds.index(step % 2)": "memory.ds.index(0)"}, {"Race", "Unfenced"}),
+    "the producer does not wait for room": (
+        {"            mbarrier.wait(memory.row_empty.index(slot), parity ^ 1)\n": ""},
+        {"Race"},
+    ),
+    "queries are given back before the product's end": (
+        {
+            """    dk = warpgroup_mma_wait(0, deps=(dk_soon,))
+    mbarrier.arrive(memory.row_empty.index(slot))
+""": """    mbarrier.arrive(memory.row_empty.index(slot))
+    dk = warpgroup_mma_wait(0, deps=(dk_soon,))
+"""
+        },
+        {"Race"},
+    ),
+    "dQ is overwritten before it has left": (
+        {"    mbarrier.wait(memory.dq_empty.index(side), step // WRITERS & 1 ^ 1)\n": ""},
+        {"Race", "Deadlock", "Unfenced"},
+    ),
+    "dQ's place is given back before it has left": (
+        {
+            "        tma.store_wait(0)\n        mbarrier.arrive(memory.dq_empty.index(2 * ME))": (
+                "        mbarrier.arrive(memory.dq_empty.index(2 * ME))"
+            )
+        },
+        {"Race"},
+    ),
+    "dQ is not fenced": (
+        {"    fence_async_shared()\n    mbarrier.arrive(memory.dq_full": "    mbarrier.arrive(memory.dq_full"},
+        {"Unfenced"},
+    ),
+    "nobody waits for the turn to add": (
+        {"        if ORDERED:\n            await_count(work.count_ptr + tile, order)\n": ""},
+        {"wrong"},
+    ),
+    "everybody waits for one more": ({"        return before\n": "        return before + 1\n"}, {"Deadlock"}),
+    "dK goes where K is still read": (
+        {"    meet(0, 256)  # nobody reads K any more\n": ""},
+        {"Race", "Unfenced", "wrong"},
+    ),
+}
+
+
+@interpreted_only
+@pytest.mark.parametrize("mistake", BACKWARD)
+def test_a_mistake_in_the_backward_kernel_is_noticed(mistake):
+    changes, expected = BACKWARD[mistake]
+    module = gluon_interpreter.changed(hopper_backward, changes)
+    found = set()
+    for shape in ((1, 2, 1, 400, 400, 128, True), (1, 2, 1, 400, 300, 64, False)):
+        q, k, v = (t.requires_grad_() for t in inputs(shape))
+        do = make_tensor(q.shape, dtype=FP16)
+
+        def gradients(seed, q=q, k=k, v=v, do=do, is_causal=shape[-1], **modules):
+            fn = gluon_interpreter.attention(seed=seed, **modules)
+            o = fn(q, k, v, is_causal=is_causal, scale=None, enable_gqa=True)
+            return torch.autograd.grad(o, (q, k, v), do)
+
+        right = gradients(0)
+
+        def call(seed, gradients=gradients, right=right):
+            return all(map(torch.equal, gradients(seed, backward=module), right))
+
+        found |= outcome(call, range(3))
+    assert found - {"right"}
+    assert found - {"right"} <= expected
+
+
+@gluon.jit
+def _add(a_ptr, out_ptr, N: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float16, [N, N], None)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    tile.store(gl.full([N, N], 1.0, gl.float32))
+
+
+def test_what_the_compiler_would_refuse_is_refused():
+    with pytest.raises(TypeError, match=r"holds torch.float16, got a tile of torch.float32"):
+        Interpreted(_add)[(1,)](torch.zeros(1), torch.zeros(1), 16)
+
+
+@gluon.jit
+def _mixed(a_ptr):
+    tile = gl.allocate_shared_memory(gl.float16, [16, 16], None)
+    left = gl.full([16, 16], 1.0, gl.bfloat16)
+    total = warpgroup_mma(left, tile, left, use_acc=False, is_async=True)
+    total = warpgroup_mma_wait(0, deps=(total,))
+
+
+def test_factors_of_two_dtypes_are_refused():
+    with pytest.raises(TypeError, match=r"two factors of one 16-bit dtype, got torch.bfloat16 and torch.float16"):
+        Interpreted(_mixed)[(1,)](torch.zeros(1))
+
+
+@gluon.jit
+def _forever(a_ptr):
+    while gl.atomic_add(a_ptr, 0) == 0:
+        pass
+
+
+@gluon.jit
+def _unknown(a_ptr):
+    gl.histogram(a_ptr, 3)
+
+
+def test_a_kernel_that_does_not_end_and_a_word_that_is_not_known(monkeypatch):
+    monkeypatch.setattr(gluon_interpreter, "STEPS", 1000)
+    with pytest.raises(Deadlock, match="has not ended after 1000 turns"):
+        Interpreted(_forever)[(2,)](torch.zeros(1, dtype=torch.int32))
+    with pytest.raises(NotImplementedError, match=r"does not know gl\.histogram"):
+        Interpreted(_unknown)[(1,)](torch.zeros(1))
+
+
+@gluon.jit
+def _ticket(count_ptr, seen_ptr):
+    seen_ptr += gl.atomic_add(count_ptr, 1)
+    gl.store(seen_ptr + gl.arange(0, 1), gl.arange(0, 1) + gl.program_id(0))
+
+
+def test_programs_begin_in_any_order():
+    orders = set()
+    for seed in range(8):
+        seen = torch.zeros(6, dtype=torch.int64)
+        Interpreted(_ticket, seed, resident=2)[(6,)](torch.zeros(1, dtype=torch.int32), seen)
+        assert sorted(seen.tolist()) == list(range(6))
+        orders.add(tuple(seen.tolist()))
+    assert len(orders) > 4
+
+
+def test_a_word_of_the_kernels_may_be_replaced():
+    q, k, v = inputs((1, 1, 1, 64, 64, 64, False))
+
+    @gluon.jit
+    def no_more(work, memory):
+        pass
+
+    fn = gluon_interpreter.attention(replaced={"_produce": no_more})
+    with pytest.raises(Deadlock, match=r"consume 0 of program 0 waits for q_full\[0\], parity 0"):
+        fn(q, k, v, is_causal=False, scale=None, enable_gqa=False)
+
+
+def test_a_change_that_changes_nothing_or_too_much_is_refused():
+    for old, times in (("not in there", 0), ("mbarrier.wait", r"\d+")):
+        with pytest.raises(ValueError, match=f"hopper_forward has {times} times '{old}': expected once"):
+            gluon_interpreter.changed(hopper_forward, {old: ""})
+
+
+@interpreted_only
+def test_in_any_order_the_last_bits_depend_on_the_turns(monkeypatch):
+    monkeypatch.setenv("FLASH_ATTENTION_ANY_ORDER", "1")
+    q, k, v = (t.requires_grad_() for t in inputs((1, 1, 1, 600, 600, 64, False)))
+    do = make_tensor(q.shape, dtype=FP16)
+    found = set()
+    for seed in range(4):
+        o = gluon_interpreter.attention(seed=seed)(q, k, v, is_causal=False, scale=None, enable_gqa=False)
+        found.add(tuple(torch.autograd.grad(o, (q, k, v), do)[0].flatten().tolist()))
+    assert len(found) > 1
