@@ -3,13 +3,19 @@
 from common import make_qkv, make_tensor, verify_results
 from phase5_tuning import gluon_interpreter, hopper_backward, hopper_forward
 from phase5_tuning.gluon_interpreter import Deadlock, Interpreted, Race, Unfenced
+from phase5_tuning.hopper_parts import meet
 
 import pytest
 import torch
 from helpers import interpreted_only
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 FP16, BF16 = torch.float16, torch.bfloat16
 SHAPES = [  # batch, heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal
@@ -41,6 +47,17 @@ def test_both_passes(shape, scale):
 def test_the_forward_pass_in_bf16(shape):
     fn = gluon_interpreter.attention(seed=SHAPES.index(shape))
     verify_results(fn, *inputs(shape, BF16), is_causal=shape[-1], enable_gqa=True).check()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_walk_that_first_meets_keys_of_minus_infinity(is_causal):
+    q, k, v = inputs((1, 2, 2, 300, 300, 64, is_causal))
+    q = q.abs() + 0.1
+    k[:, :, 130:] = float("-inf")  # whole tiles, which the walk meets first
+    fn = gluon_interpreter.attention()
+    o = fn(q, k, v, is_causal=is_causal, scale=None, enable_gqa=False)
+    right = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=is_causal)
+    torch.testing.assert_close(o.float(), right, atol=2e-3, rtol=2e-3)
 
 
 @interpreted_only
@@ -269,6 +286,38 @@ def test_a_kernel_that_does_not_end_and_a_word_that_is_not_known(monkeypatch):
 
 
 @gluon.jit
+def _store_half(tile, FENCES: gl.constexpr):
+    tile.store(gl.full([16, 16], 1.0, gl.float16))
+    if FENCES:
+        fence_async_shared()
+    meet(0, 256)
+
+
+@gluon.jit
+def _multiply_half(tile):
+    fence_async_shared()
+    meet(0, 256)
+    fence_async_shared()
+    left = gl.full([16, 16], 1.0, gl.float16)
+    product = warpgroup_mma(left, tile, left, use_acc=False, is_async=True)
+    product = warpgroup_mma_wait(0, deps=(product,))
+
+
+@gluon.jit
+def _two_jobs(a_ptr, FENCES: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float16, [16, 16], None)
+    gl.warp_specialize([(_store_half, (tile, FENCES)), (_multiply_half, (tile,))], [4], [240])
+
+
+def test_a_fence_is_of_the_thread_that_stored():
+    Interpreted(_two_jobs)[(1,)](torch.zeros(1), True)
+    with pytest.raises(
+        Unfenced, match=r"a product of multiply_half 1 of program 0 reads what store_half 0 of program 0"
+    ):
+        Interpreted(_two_jobs)[(1,)](torch.zeros(1), False)
+
+
+@gluon.jit
 def _ticket(count_ptr, seen_ptr):
     seen_ptr += gl.atomic_add(count_ptr, 1)
     gl.store(seen_ptr + gl.arange(0, 1), gl.arange(0, 1) + gl.program_id(0))
@@ -278,7 +327,7 @@ def test_programs_begin_in_any_order():
     orders = set()
     for seed in range(8):
         seen = torch.zeros(6, dtype=torch.int64)
-        Interpreted(_ticket, seed, resident=2)[(6,)](torch.zeros(1, dtype=torch.int32), seen)
+        Interpreted(_ticket, seed, resident=1)[(6,)](torch.zeros(1, dtype=torch.int32), seen)
         assert sorted(seen.tolist()) == list(range(6))
         orders.add(tuple(seen.tolist()))
     assert len(orders) > 4
