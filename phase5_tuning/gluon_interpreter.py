@@ -410,7 +410,8 @@ class _Gl:
 
     float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
     int32, int64 = torch.int32, torch.int64
-    static_range, constexpr, to_tensor = range, staticmethod(_scalar), staticmethod(_scalar)
+    static_range, to_tensor = range, staticmethod(_scalar)
+    constexpr = staticmethod(lambda value: value)
     exp2, log2 = torch.exp2, torch.log2
 
     def __getattr__(self, name):
@@ -436,7 +437,7 @@ class _Gl:
     def where(self, condition, a, b):
         if isinstance(condition, torch.Tensor):
             return torch.where(condition, a, b)
-        return a if condition else b
+        return _scalar(a if condition else b)
 
     def full(self, shape, value, dtype, layout=None):
         return _tile(torch.full([int(n) for n in shape], value, dtype=dtype))
@@ -509,6 +510,10 @@ class _Mbarrier:
     @staticmethod
     def expect(barrier, nbytes):
         _me().wait()
+        if isinstance(nbytes, Number):
+            raise TypeError(
+                "expect(barrier, nbytes): nbytes must be known when the kernel is compiled"
+            )
         barrier.announced += nbytes
         barrier.come(arrivals=1)
 
@@ -622,7 +627,11 @@ class Interpreted:
         self._modules: dict[int, dict] = {}
 
     def __getitem__(self, grid):
-        return lambda *args, **options: self._run(grid[0], [_argument(value) for value in args])
+        return lambda *args, **options: self._run(grid[0], [*map(_argument, self._known(), args)])
+
+    def _known(self) -> list[bool]:
+        """Which arguments are known when the kernel is compiled."""
+        return ["constexpr" in str(p.annotation) for p in self.kernel.signature.parameters.values()]
 
     def _run(self, programs, args):
         global _scheduler
@@ -657,7 +666,7 @@ class Interpreted:
             for name, value in module.items():
                 value = self.replaced.get(name, value)
                 if isinstance(value, gluon_language.constexpr):
-                    words[name] = _scalar(value.value)
+                    words[name] = value.value
                 elif name in WORDS:
                     words[name] = WORDS[name]
                 elif getattr(value, "__triton_aggregate__", False):
@@ -682,7 +691,9 @@ class Interpreted:
         return type(aggregate.__name__, (), members | {"__init__": __init__})
 
 
-def _argument(value):
+def _argument(known: bool, value):
+    if known:
+        return value
     if hasattr(value, "block_shape"):
         return Descriptor(value)
     return Pointer(value) if isinstance(value, torch.Tensor) else _scalar(value)

@@ -23,7 +23,7 @@ there, and no tile is overwritten while somebody multiplies with it.
 
 What actors yield is explained in hopper_model.py: load, wait, arrive, product, wait_products.
 
-Notebook: phase5_tuning/hopper.ipynb, section 2, "5.8 Repair a ring that deadlocks".
+Notebook: phase5_tuning/hopper.ipynb, section 2, "5.9 Repair a ring that deadlocks".
 """
 
 from phase5_tuning.hopper_model import (

@@ -25,7 +25,7 @@ no exponential under a product of the same warps, the model is asked without ove
 whose kernels nothing is spilled and no product waits for the one before (ptxas calls that serialized), and that reaches
 550 TFLOP/s in the model.
 
-Notebook: phase5_tuning/hopper.ipynb, section 4, "5.9 Choose a shape that fits".
+Notebook: phase5_tuning/hopper.ipynb, section 4, "5.10 Choose a shape that fits".
 """
 
 

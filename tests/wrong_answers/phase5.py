@@ -535,6 +535,121 @@ WRONG = {
             "= 128 of the 160",
         ),
     ],
+    "write_producer": [
+        Wrong(
+            "the readers' parity",
+            {"kv_empty.index(slot), parity ^ 1)": "kv_empty.index(slot), parity)"},
+            "Deadlock: nobody can go on",
+        ),
+        Wrong(
+            "no wait for room",
+            {"            mbarrier.wait(memory.kv_empty.index(slot), parity ^ 1)\n": ""},
+            "arrives once too often at kv_full",
+        ),
+        Wrong(
+            "an arrival for keys and one for values",
+            {
+                "                mbarrier.expect(full, 2 * work.k.block_type.nbytes)\n": (
+                    "                mbarrier.expect(full, work.k.block_type.nbytes)\n"
+                    "                mbarrier.expect(full, work.v.block_type.nbytes)\n"
+                )
+            },
+            "arrives once too often at kv_full",
+        ),
+        Wrong(
+            "bytes that never come",
+            {
+                "            if (step == 0) | (step == tiles_n):\n"
+                "                mbarrier.expect(full, work.k.block_type.nbytes)\n"
+                "            else:\n"
+                "                mbarrier.expect(full, 2 * work.k.block_type.nbytes)\n": (
+                    "            mbarrier.expect(full, 2 * work.k.block_type.nbytes)\n"
+                )
+            },
+            "waits for kv_full[0], parity 0",
+        ),
+        Wrong("values of the same step", {"right = start_n + BLOCK_N": "right = start_n"}, "o is wrong in"),
+        Wrong("the queries' head", {"[b, h_kv, start_n, 0]": "[b, h, start_n, 0]"}, "o is wrong in"),
+        Wrong("all consumers have the first's queries", {"row + c * ROWS": "row"}, "o is wrong in"),
+        Wrong(
+            "from the first tile to the last",
+            {
+                "(tiles_n - 1 - step) * BLOCK_N": "step * BLOCK_N",
+                "right = start_n + BLOCK_N": "right = start_n - BLOCK_N",
+            },
+            "o is wrong in",
+        ),
+        Wrong(
+            "queries come before their place is free",
+            {
+                "        mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)\n"
+                "        announce(memory, side, tile)\n        q_full": (
+                    "        announce(memory, side, tile)\n        q_full"
+                )
+            },
+            ": Race: ",
+        ),
+        Wrong(
+            "places of queries change their lap every turn",
+            {
+                "turn // 2 & 1 ^ 1)\n        announce(memory, side, tile)\n        q_full": (
+                    "turn & 1 ^ 1)\n        announce(memory, side, tile)\n        q_full"
+                )
+            },
+            "q_",
+        ),
+        Wrong(
+            "nobody is told that there is no more",
+            {"    mbarrier.arrive(memory.q_full.index(side), count=1)\n": ""},
+            "Deadlock: nobody can go on: consume 0 of program 0 waits for q_full",
+        ),
+        Wrong(
+            "the end is announced before its place is free",
+            {
+                "    mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)\n    announce(memory, side, tile)\n"
+                "    mbarrier.arrive": "    announce(memory, side, tile)\n    mbarrier.arrive"
+            },
+            "seq_q 200, seq_k 30",
+        ),
+        Wrong(
+            "keys and values in every pair",
+            {
+                "            if (step == 0) | (step == tiles_n):\n"
+                "                mbarrier.expect(full, work.k.block_type.nbytes)\n"
+                "            else:\n"
+                "                mbarrier.expect(full, 2 * work.k.block_type.nbytes)\n": (
+                    "            mbarrier.expect(full, 2 * work.k.block_type.nbytes)\n"
+                ),
+                "            if step < tiles_n:\n": "            if True:\n",
+                "            if step > 0:\n": "            if True:\n",
+            },
+            "tiles are copied into shared memory, where",
+        ),
+        Wrong(
+            "the course's own producer",
+            {
+                "import ROWS\n": "import ROWS, _fetch_pair\n",
+                "            pair += 1\n": (
+                    "            pair += 1\n            if tile < 0:\n                _fetch_pair()\n"
+                ),
+            },
+            "calls _fetch_pair of hopper_forward",
+        ),
+        Wrong(
+            "bytes that only the kernel knows",
+            {
+                "            if (step == 0) | (step == tiles_n):\n"
+                "                mbarrier.expect(full, work.k.block_type.nbytes)\n"
+                "            else:\n"
+                "                mbarrier.expect(full, 2 * work.k.block_type.nbytes)\n": (
+                    "            tiles = gl.where((step == 0) | (step == tiles_n), 1, 2)\n"
+                    "            mbarrier.expect(full, tiles * work.k.block_type.nbytes)\n"
+                )
+            },
+            "nbytes must be known when the kernel is compiled",
+            "error",
+        ),
+    ],
     "overlap_loop": [
         Wrong(
             "both products are waited for",

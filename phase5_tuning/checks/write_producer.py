@@ -1,0 +1,105 @@
+"""Runs the forward kernel with the answer's producer in many orders of turns, counts its copies, and compiles it."""
+
+import inspect
+from dataclasses import asdict, replace
+from pathlib import Path
+from unittest import mock
+
+from common import make_qkv
+from common.learn.judge import reject
+from common.measure import offline
+from phase5_tuning import configs, gluon_interpreter, hopper_forward
+from phase5_tuning.checks import FP16
+from phase5_tuning.gluon_interpreter import Deadlock, Race, Unfenced
+
+import torch
+
+CASES = [  # batch, heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal
+    (1, 1, 1, 64, 128, 64, False),
+    (1, 1, 1, 64, 300, 64, False),
+    (1, 2, 2, 200, 30, 64, False),
+    (1, 5, 5, 200, 100, 64, False),
+    (2, 4, 2, 300, 300, 64, True),
+    (1, 4, 2, 200, 400, 128, False),
+    (1, 2, 1, 700, 700, 128, True),
+]
+SEEDS = range(5)
+OURS = {"_produce", "_fetch_pair"}
+
+
+def check(answer):
+    borrowed = OURS & {*answer.produce.fn.__code__.co_names}
+    if borrowed:
+        reject(f"produce calls {min(borrowed)} of hopper_forward: write it out")
+    for case in CASES:
+        _check_case(answer, case)
+    _check_compiled(answer)
+    runs = len(CASES) * len(SEEDS)
+    return f"{runs} runs in the interpreter, the copies counted; it compiles for an H100"
+
+
+def _check_case(answer, case):
+    batch, heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal = case
+    said = f"seq_q {seq_q}, seq_k {seq_k}, {heads_q} heads of queries, {heads_kv} of keys, head_dim {head_dim}"
+    said += ", causal" * is_causal
+    q, k, v = make_qkv(batch, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=FP16)
+    right, needed = _run(q, k, v, is_causal, {})
+    for seed in SEEDS:
+        try:
+            o, copies = _run(q, k, v, is_causal, {"_produce": answer.produce}, seed)
+        except (Deadlock, Race, Unfenced) as error:
+            reject(f"{said}: {type(error).__name__}: {error}")
+        if not torch.equal(o, right):
+            reject(f"{said}: {_difference(o, right)}")
+        if copies != needed:
+            reject(
+                f"{said}: {copies} tiles are copied into shared memory, where {needed} are needed"
+            )
+
+
+def _run(q, k, v, is_causal, replaced, seed=0):
+    """(o, how many tiles were copied into shared memory)"""
+    copies = 0
+
+    def counted(*args):
+        nonlocal copies
+        copies += 1
+        return load(*args)
+
+    load = gluon_interpreter.Load
+    fn = gluon_interpreter.attention(seed=seed, replaced=replaced)
+    with mock.patch.object(gluon_interpreter, "Load", counted):
+        return fn(q, k, v, is_causal=is_causal, scale=None, enable_gqa=True), copies
+
+
+def _difference(o, right):
+    wrong = ~(o == right).all(dim=-1)
+    b, h, row = (int(i) for i in wrong.nonzero()[0])
+    where = f"o is wrong in {int(wrong.sum())} of {wrong.numel()} rows, first in query {row} of head {h}, batch {b}"
+    if o[wrong].isnan().any():
+        return f"{where}: it is NaN there, as shared memory is before the first copy into it"
+    return where
+
+
+def _check_compiled(answer):
+    """The course's kernel is compiled in a file of its own, with the answer behind it."""
+    q, k, v = make_qkv(1, 4, 300, 64, heads_kv=2, dtype=FP16)
+    with mock.patch.object(configs, "multiprocessors", return_value=132):
+        (launch,) = offline.record_launches(
+            lambda: hopper_forward.plan(q, k, v, True, 0.125, 1)(q, k, v)
+        )
+    course, own = Path(hopper_forward.__file__).read_text(), inspect.getsource(answer)
+    source = f"{course}\n\n{own}\n\n_produce = produce\n"
+    (made,) = offline.compile_launches([replace(launch, source=source)], ["sm_90"])
+    if made.error:
+        reject(
+            f"it runs in the interpreter, but it does not compile: {_reason(asdict(made)['error'])}"
+        )
+    if not made.fits:
+        reject(f"it runs in the interpreter, but no H100 can run it: {made}")
+
+
+def _reason(error):
+    lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
+    caret = max((i for i, line in enumerate(lines) if line == "^"), default=0)
+    return " ".join(lines[max(caret - 1, 0) :]).replace(" ^ ", ": ")[:300]
