@@ -448,93 +448,6 @@ WRONG = {
         ),
         Wrong("the first scale of q", {"q_scales_ptr + pid_m)": "q_scales_ptr)"}, "every tile of q has the scale"),
     ],
-    "barrier_phases": [
-        Wrong("the chapter's parities", {"return lap & 1, lap & 1\n": "return lap & 1 ^ 1, lap & 1\n"}, "its phase 0"),
-        Wrong("exchanged", {"return lap & 1, lap & 1\n": "return lap & 1, lap & 1 ^ 1\n"}, "lets parity 1 pass"),
-        Wrong("both late", {"return lap & 1, lap & 1\n": "return lap & 1 ^ 1, lap & 1 ^ 1\n"}, "lets parity 1 pass"),
-        Wrong("always the first lap's", {"return lap & 1, lap & 1\n": "return 0, 0\n"}, "both parities change"),
-        Wrong("anew with each walk", {"number = sum(lengths[:walk]) + tile": "number = tile"}, "does not begin anew"),
-        Wrong("laps of the walk", {", number // stages": ", tile // stages"}, "does not begin anew"),
-        Wrong("the walk as lap", {", number // stages": ", walk"}, "not one walk"),
-        Wrong("two places", {"return number % stages": "return number % 2"}, "whatever the parity"),
-        Wrong("the lap as place", {"return number % stages": "return number // stages"}, "modulo the number of places"),
-        Wrong("a list", {"return number % stages, number // stages": "return [number, 0]"}, "expected a pair of ints"),
-        Wrong("phases", {"return lap & 1, lap & 1\n": "return lap, lap\n"}, "each 0 or 1, got (2, 2)"),
-        Wrong(
-            "waits for the producer's barrier",
-            {WAIT_AND_ARRIVE: f"yield wait(ring.empty[i], full_parity){LINE}yield arrive(ring.empty[i]){LINE}# end"},
-            "the producer's to wait for",
-        ),
-        Wrong(
-            "another phase for unseen tiles",
-            {WAIT_AND_ARRIVE: f"yield wait(ring.full[i], full_parity ^ 1){LINE}yield arrive(ring.empty[i]){LINE}# end"},
-            "in the same phase as one that is",
-        ),
-        Wrong(
-            "not let go",
-            {"yield arrive(ring.empty[i])\n                # end": "pass\n                # end"},
-            "`empty` counts the arrivals of all of them",
-        ),
-        Wrong(
-            "let go before it is there",
-            {"yield wait(ring.full[i], full_parity)\n                yield arrive": "yield arrive"},
-            "lets go of a tile that has not arrived",
-        ),
-        Wrong(
-            "skipped",
-            {WAIT_AND_ARRIVE: f"continue{LINE}# end"},
-            "`empty` counts the arrivals of all of them",
-        ),
-        Wrong(
-            "let go first",
-            {WAIT_AND_ARRIVE: f"yield arrive(ring.empty[i]){LINE}yield wait(ring.full[i], full_parity){LINE}# end"},
-            "First comes the wait",
-        ),
-    ],
-    "fit_hopper": [
-        Wrong("queries of one tile", {"q = 2 * consumers": "q = consumers"}, "queries of two tiles are held"),
-        Wrong("the producer left out", {"128 * (consumers + 1)": "128 * consumers"}, "the producer's warpgroup"),
-        Wrong(
-            "too many registers", {"CONSUMER_REGISTERS=240": "CONSUMER_REGISTERS=248"}, "a multiple of 8 from 24 to 240"
-        ),
-        Wrong("not rounded", {" // 8 * 8": ""}, "round down to a multiple of 8"),
-        Wrong("the producer as one warp", {"128 * (consumers + 1)": "(128 * consumers + 32)"}, "counts as four warps"),
-        Wrong(
-            "elements", {"64 * head_dim * 2\n": "64 * head_dim\n", "128 * head_dim * 2\n": "128 * head_dim\n"}, "elem"
-        ),
-        Wrong("keys alone", {"stages * 2 * 128": "stages * 128"}, "a tile of keys and one of values"),
-        Wrong("more than there are", {"PRODUCER_REGISTERS=24": "PRODUCER_REGISTERS=40"}, "were shared out at launch"),
-        Wrong("three stages", {"STAGES=2": "STAGES=3"}, "65536 for each stage"),
-        Wrong("one stage", {"STAGES=2": "STAGES=1"}, "the ring is too short"),
-        Wrong(
-            "two consumers without overlap",
-            {
-                "CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32": (
-                    "CONSUMERS=2, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24"
-                )
-            },
-            "own exponentials stand between",
-        ),
-        Wrong(
-            "two consumers whose overlap the assembler undoes",
-            {
-                "CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32": (
-                    "CONSUMERS=2, STAGES=4, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24"
-                )
-            },
-            "0 of 66 exponentials stand under a product",
-        ),
-        Wrong("three consumers overlap", {"OVERLAP=False": "OVERLAP=True"}, "+ 32 (P in 16 bits) = 128 of the 160"),
-        Wrong(
-            "three consumers at head_dim 128",
-            {
-                "CONSUMERS=2, STAGES=2, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24": (
-                    "CONSUMERS=3, STAGES=2, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32"
-                )
-            },
-            "= 128 of the 160",
-        ),
-    ],
     "write_producer": [
         Wrong(
             "the readers' parity",
@@ -648,6 +561,93 @@ WRONG = {
             },
             "nbytes must be known when the kernel is compiled",
             "error",
+        ),
+    ],
+    "barrier_phases": [
+        Wrong("the chapter's parities", {"return lap & 1, lap & 1\n": "return lap & 1 ^ 1, lap & 1\n"}, "its phase 0"),
+        Wrong("exchanged", {"return lap & 1, lap & 1\n": "return lap & 1, lap & 1 ^ 1\n"}, "lets parity 1 pass"),
+        Wrong("both late", {"return lap & 1, lap & 1\n": "return lap & 1 ^ 1, lap & 1 ^ 1\n"}, "lets parity 1 pass"),
+        Wrong("always the first lap's", {"return lap & 1, lap & 1\n": "return 0, 0\n"}, "both parities change"),
+        Wrong("anew with each walk", {"number = sum(lengths[:walk]) + tile": "number = tile"}, "does not begin anew"),
+        Wrong("laps of the walk", {", number // stages": ", tile // stages"}, "does not begin anew"),
+        Wrong("the walk as lap", {", number // stages": ", walk"}, "not one walk"),
+        Wrong("two places", {"return number % stages": "return number % 2"}, "whatever the parity"),
+        Wrong("the lap as place", {"return number % stages": "return number // stages"}, "modulo the number of places"),
+        Wrong("a list", {"return number % stages, number // stages": "return [number, 0]"}, "expected a pair of ints"),
+        Wrong("phases", {"return lap & 1, lap & 1\n": "return lap, lap\n"}, "each 0 or 1, got (2, 2)"),
+        Wrong(
+            "waits for the producer's barrier",
+            {WAIT_AND_ARRIVE: f"yield wait(ring.empty[i], full_parity){LINE}yield arrive(ring.empty[i]){LINE}# end"},
+            "the producer's to wait for",
+        ),
+        Wrong(
+            "another phase for unseen tiles",
+            {WAIT_AND_ARRIVE: f"yield wait(ring.full[i], full_parity ^ 1){LINE}yield arrive(ring.empty[i]){LINE}# end"},
+            "in the same phase as one that is",
+        ),
+        Wrong(
+            "not let go",
+            {"yield arrive(ring.empty[i])\n                # end": "pass\n                # end"},
+            "`empty` counts the arrivals of all of them",
+        ),
+        Wrong(
+            "let go before it is there",
+            {"yield wait(ring.full[i], full_parity)\n                yield arrive": "yield arrive"},
+            "lets go of a tile that has not arrived",
+        ),
+        Wrong(
+            "skipped",
+            {WAIT_AND_ARRIVE: f"continue{LINE}# end"},
+            "`empty` counts the arrivals of all of them",
+        ),
+        Wrong(
+            "let go first",
+            {WAIT_AND_ARRIVE: f"yield arrive(ring.empty[i]){LINE}yield wait(ring.full[i], full_parity){LINE}# end"},
+            "First comes the wait",
+        ),
+    ],
+    "fit_hopper": [
+        Wrong("queries of one tile", {"q = 2 * consumers": "q = consumers"}, "queries of two tiles are held"),
+        Wrong("the producer left out", {"128 * (consumers + 1)": "128 * consumers"}, "the producer's warpgroup"),
+        Wrong(
+            "too many registers", {"CONSUMER_REGISTERS=240": "CONSUMER_REGISTERS=248"}, "a multiple of 8 from 24 to 240"
+        ),
+        Wrong("not rounded", {" // 8 * 8": ""}, "round down to a multiple of 8"),
+        Wrong("the producer as one warp", {"128 * (consumers + 1)": "(128 * consumers + 32)"}, "counts as four warps"),
+        Wrong(
+            "elements", {"64 * head_dim * 2\n": "64 * head_dim\n", "128 * head_dim * 2\n": "128 * head_dim\n"}, "elem"
+        ),
+        Wrong("keys alone", {"stages * 2 * 128": "stages * 128"}, "a tile of keys and one of values"),
+        Wrong("more than there are", {"PRODUCER_REGISTERS=24": "PRODUCER_REGISTERS=40"}, "were shared out at launch"),
+        Wrong("three stages", {"STAGES=2": "STAGES=3"}, "65536 for each stage"),
+        Wrong("one stage", {"STAGES=2": "STAGES=1"}, "the ring is too short"),
+        Wrong(
+            "two consumers without overlap",
+            {
+                "CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32": (
+                    "CONSUMERS=2, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24"
+                )
+            },
+            "own exponentials stand between",
+        ),
+        Wrong(
+            "two consumers whose overlap the assembler undoes",
+            {
+                "CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32": (
+                    "CONSUMERS=2, STAGES=4, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24"
+                )
+            },
+            "0 of 66 exponentials stand under a product",
+        ),
+        Wrong("three consumers overlap", {"OVERLAP=False": "OVERLAP=True"}, "+ 32 (P in 16 bits) = 128 of the 160"),
+        Wrong(
+            "three consumers at head_dim 128",
+            {
+                "CONSUMERS=2, STAGES=2, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24": (
+                    "CONSUMERS=3, STAGES=2, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32"
+                )
+            },
+            "= 128 of the 160",
         ),
     ],
     "overlap_loop": [
