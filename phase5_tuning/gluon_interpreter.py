@@ -12,7 +12,10 @@ mistake in the waits shows as wrong numbers, or as one of these errors:
     Race        shared memory or registers are used while a copy or a product needs them
     Unfenced    a copy or a product reads what ordinary stores wrote, without a fence between
 
-Layouts, registers, sizes and time are unknown here: a kernel that is right may not compile.
+Layouts, registers, sizes and time are unknown here: a kernel that is right may not compile. What
+hopper_parts.py says in instructions (`meet`, `await_count`, ...) has a stand-in (WORDS). Parts of
+shared memory are compared by their first and last byte, `//` rounds down, and a fence counts only
+for the thread that has stored.
 """
 
 import contextlib
@@ -27,7 +30,9 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+from common.validate import check_qkv
 from phase5_tuning import configs, hopper_backward, hopper_forward, launch
+from phase5_tuning.forward import positive_scale
 
 import torch
 from triton.experimental.gluon import language as gluon_language
@@ -63,7 +68,8 @@ class Thread:
         self.ready, self.why = None, ""  # a condition that it waits for, and its description
         self.speed = 10 ** scheduler.random.uniform(-2, 0)
         self.products: list[Product] = []  # under way, the oldest first
-        self.stores: list[Store] = []
+        self.stores: list[Store] = []  # under way
+        self.begun = 0  # stores so far
         self.done, self.turn = False, threading.Semaphore(0)
         threading.Thread(target=self._run, args=(body,), daemon=True).start()
 
@@ -105,8 +111,8 @@ class Scheduler:
             self._run()
         except BaseException as error:
             self.error = error
-        for thread in [*self.threads]:
-            self._step(thread)
+        while self.threads:
+            self._step(self.threads[0])
         if self.error is not None:
             raise self.error
 
@@ -128,12 +134,17 @@ class Scheduler:
     def _step(self, thread):
         self.now = thread
         thread.turn.release()
-        self.back.acquire()
+        try:
+            self.back.acquire()
+        except KeyboardInterrupt as error:  # the thread still has its turn
+            self.error = error
+            self.back.acquire()
         if thread.done:
             self.threads.remove(thread)
 
 
 _scheduler: Scheduler | None = None
+_one_at_a_time = threading.RLock()  # there is one scheduler, and one set of patched kernels
 
 
 def _me() -> Thread:
@@ -183,21 +194,26 @@ class Product(UnderWay):
     def effect(self):
         self.by.products.remove(self)
         a, b = (x.data if isinstance(x, Shared) else x for x in (self.a, self.b))
+        total = self.total.value if isinstance(self.total, Product) else self.total
         product = a.float() @ b.float()
-        self.value = _tile(product if self.total is None else product + self.total)
+        self.value = _tile(product if total is None else product + total)
 
     def __str__(self):
         return "a product"
 
     def __getattr__(self, name):
-        _use_too_early(self)
+        _use_too_early()
+
+    @classmethod
+    def __torch_function__(cls, *args):
+        _use_too_early()
 
 
-def _use_too_early(self, *others):
+def _use_too_early(*operands):
     raise Race(f"{_me().name} uses the result of a product before the wait for it")
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg"):
+for _name in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "lt", "gt", "bool"]:
     setattr(Product, f"__{_name}__", _use_too_early)
 
 
@@ -224,6 +240,8 @@ class Store(UnderWay):
         self.descriptor, self.place, self.shared, self.adds = descriptor, place, shared, adds
         self.held = None
         super().__init__(reads=(shared,))
+        self.by.begun += 1
+        self.number = self.by.begun
         self.by.stores.append(self)
 
     def happen(self):
@@ -263,7 +281,9 @@ def _scalar(x):
     return Number(x) if type(x) is int else x
 
 
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "and", "xor", "neg"):
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "neg", "and", "or", "xor", "lshift", "rshift"
+):  # fmt: skip
     setattr(Number, f"__{_name}__", _of_number(f"__{_name}__"))
 
 
@@ -279,19 +299,29 @@ def _tile(t: torch.Tensor) -> Tile:
     return t.as_subclass(Tile)
 
 
+def _inside(i, n: int):
+    if not 0 <= i < n:
+        raise IndexError(f"expected an index from 0 to {n - 1}, got {int(i)}")
+    return i
+
+
 class Shared:
-    """Shared memory, or a part of it. It begins as NaN. stored: what ordinary stores wrote to the
-    program's shared memory since their thread's last fence: {span: (part, thread)}.
+    """Shared memory, or a part of it. It begins as NaN, and as -1 for integers.
+
+    stored: what ordinary stores wrote to the program's shared memory, {span: (part, thread)}: under
+    "fence" since their thread's last fence, under "arrival" since it last arrived at a barrier.
     """
 
-    def __init__(self, data: torch.Tensor, name: str, stored: dict):
+    def __init__(self, data: torch.Tensor, name: str, stored: dict[str, dict]):
         self.data, self.name, self.stored = data, name, stored
         self.dtype = data.dtype
 
     def index(self, i):
-        return Shared(self.data[i], f"{self.name}[{int(i)}]", self.stored)
+        part = self.data[_inside(i, len(self.data))]
+        return Shared(part, f"{self.name}[{int(i)}]", self.stored)
 
     def slice(self, start, length, dim=0):
+        _inside(start, self.data.shape[dim])
         return Shared(self.data.narrow(dim, start, length), self.name, self.stored)
 
     def reshape(self, shape):
@@ -303,20 +333,30 @@ class Shared:
     def load(self, layout=None):
         _me().wait()
         self.check(f"{_me().name} reads", writing=False)
+        for part, thread in self.stored["arrival"].values():
+            if thread is not _me() and part.meets(self):
+                raise Race(
+                    f"{_me().name} reads {self.name}, which {thread.name} has stored and not arrived at a barrier since"
+                )
+        if not self.dtype.is_floating_point and (self.data == -1).all():
+            raise Race(f"{_me().name} reads {self.name}, where nobody has stored anything")
         return _tile(self.data.clone())
 
     def store(self, value):
         _me().wait()
-        if value.dtype != self.dtype:
-            raise TypeError(f"{self.name} holds {self.dtype}, got a tile of {value.dtype}")
+        if not isinstance(value, torch.Tensor) or value.dtype != self.dtype:
+            got = f"a tile of {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
+            raise TypeError(f"{self.name} holds {self.dtype}, got {got}")
         self.check(f"{_me().name} writes to", writing=True)
         self.data.copy_(value.view(self.data.shape))
-        self.stored[self.span()] = self, _me()
+        for since in self.stored.values():
+            since[self.span()] = self, _me()
 
     def overwrite(self, tile):
         self.data.copy_(tile.view(self.data.shape))
-        for span in [span for span, (part, _) in self.stored.items() if part.meets(self)]:
-            del self.stored[span]
+        for since in self.stored.values():
+            for span in [span for span, (part, _) in since.items() if part.meets(self)]:
+                del since[span]
 
     def span(self) -> tuple[int, int]:
         """The addresses of its first and last element."""
@@ -335,7 +375,7 @@ class Shared:
                 raise Race(f"{who} {self.name} while {work} of {work.by.name} is under way")
 
     def check_fence(self, who: str) -> None:
-        for part, thread in self.stored.values():
+        for part, thread in self.stored["fence"].values():
             if part.meets(self):
                 raise Unfenced(
                     f"{who} reads what {thread.name} stored to {part.name} without a fence"
@@ -350,7 +390,7 @@ class Barrier:
 
     def come(self, arrivals: int = 0, size: int = 0) -> None:
         if self.missing < arrivals:
-            raise Race(f"{_me().name} arrives once too often at {self.name}")
+            raise Race(f"{_me().name} arrives at {self.name} once too often: its phase is not over")
         self.missing -= arrivals
         self.announced -= size
         if self.missing == 0 and self.announced == 0:
@@ -463,11 +503,14 @@ class _Gl:
 
     def store(self, pointer, value, mask=None):
         mask = torch.ones_like(value, dtype=torch.bool) if mask is None else mask
-        pointer.data[pointer.offset[mask]] = value[mask].to(pointer.data.dtype)
+        offsets = pointer.offset[mask]
+        if len(offsets):
+            _inside(offsets.min(), len(pointer.data)), _inside(offsets.max(), len(pointer.data))
+        pointer.data[offsets] = value[mask].to(pointer.data.dtype)
 
     def atomic_add(self, pointer, value, sem=None):
         _me().wait()
-        before = Number(pointer.data[pointer.offset])
+        before = Number(pointer.data[_inside(pointer.offset, len(pointer.data))])
         pointer.data[pointer.offset] += value
         return before
 
@@ -481,23 +524,18 @@ class _Gl:
         )
 
     def warp_specialize(self, jobs, warps, registers):
-        program = _me().program
-        threads = [
-            Thread(
-                _scheduler,
-                f"{job.__name__.strip('_')} {number} of program {program['id']}",
-                lambda job=job, args=args: job(*args),
-                program,
-            )
-            for number, (job, args) in enumerate(jobs)
-        ]
+        program, functions, threads = _me().program, [job for job, _ in jobs], []
+        for i, (job, args) in enumerate(jobs):
+            number = f" {functions[:i].count(job)}" if functions.count(job) > 1 else ""
+            name = f"{job.__name__.strip('_')}{number} of program {program['id']}"
+            threads.append(Thread(_scheduler, name, lambda job=job, args=args: job(*args), program))
         _scheduler.threads += threads
         _me().wait(lambda: all(t.done for t in threads))
 
 
 class _Barriers(list):
     def index(self, i):
-        return self[i]
+        return self[_inside(i, len(self))]
 
 
 class _Mbarrier:
@@ -515,12 +553,13 @@ class _Mbarrier:
                 "expect(barrier, nbytes): nbytes must be known when the kernel is compiled"
             )
         barrier.announced += nbytes
-        barrier.come(arrivals=1)
+        _Mbarrier.arrive(barrier)
 
     @staticmethod
     def arrive(barrier, count=1, pred=True):
         _me().wait()
         if pred:
+            _forget_stores("arrival")
             barrier.come(arrivals=count)
 
     @staticmethod
@@ -543,9 +582,8 @@ class _Tma:
     def store_wait(n):
         """Wait until all copies of these warps but n have read shared memory."""
         _me().wait()
-        stores = _me().stores
-        for store in stores[: len(stores) - n]:
-            if store.held is None:
+        for store in [*_me().stores]:
+            if store.number <= _me().begun - n and store.held is None:
                 store.happen()
 
 
@@ -556,7 +594,8 @@ def _tma_add(descriptor, place, shared):
 
 def _warpgroup_mma(a, b, total, use_acc=True, is_async=False):
     _me().wait()
-    return Product(a, b, total if use_acc else None)
+    product = Product(a, b, total if use_acc else None)
+    return product if is_async else _warpgroup_mma_wait(0, (product,))
 
 
 def _warpgroup_mma_wait(n, deps):
@@ -568,7 +607,12 @@ def _warpgroup_mma_wait(n, deps):
 
 
 def _fence_async_shared():
-    stored = _me().program["stored"]
+    _me().wait()
+    _forget_stores("fence")
+
+
+def _forget_stores(since: str) -> None:
+    stored = _me().program["stored"][since]
     for span in [span for span, (_, thread) in stored.items() if thread is _me()]:
         del stored[span]
 
@@ -576,6 +620,7 @@ def _fence_async_shared():
 def _meet(name, threads):
     came = _me().program.setdefault(f"came to {name}", [0])
     came[0] += 1
+    _forget_stores("arrival")
     warpgroups = threads // 128
     all_of_this_time = -(-came[0] // warpgroups) * warpgroups
     _me().wait(lambda: came[0] >= all_of_this_time, f"the others at named barrier {int(name)}")
@@ -627,6 +672,8 @@ class Interpreted:
         self._modules: dict[int, dict] = {}
 
     def __getitem__(self, grid):
+        if any(n != 1 for n in grid[1:]):
+            raise ValueError(f"expected a grid of one axis, got {grid}")
         return lambda *args, **options: self._run(grid[0], [*map(_argument, self._known(), args)])
 
     def _known(self) -> list[bool]:
@@ -634,16 +681,28 @@ class Interpreted:
         return ["constexpr" in str(p.annotation) for p in self.kernel.signature.parameters.values()]
 
     def _run(self, programs, args):
+        with _one_at_a_time:
+            self._run_alone(programs, args)
+
+    def _run_alone(self, programs, args):
         global _scheduler
         scheduler = _scheduler = Scheduler(self.seed)
         body = self._function(self.kernel)
         order = list(range(programs))
         scheduler.random.shuffle(order)
 
+        def whole(program):
+            body(*args)
+            for work in scheduler.under_way:
+                if work.by.program is program and (work.reads or work.writes):
+                    raise Race(f"{work.by.name} ends while {work} is under way")
+
         def multiprocessor():
             while order:
-                program = dict(id=order.pop(), programs=programs, stored={})
-                thread = Thread(scheduler, f"program {program['id']}", lambda: body(*args), program)
+                program = dict(id=order.pop(), programs=programs, stored=dict(fence={}, arrival={}))
+                thread = Thread(
+                    scheduler, f"program {program['id']}", lambda p=program: whole(p), program
+                )
                 scheduler.threads.append(thread)
                 scheduler.now.wait(lambda thread=thread: thread.done)
 
@@ -665,7 +724,9 @@ class Interpreted:
             words = self._modules[id(module)] = dict(module)
             for name, value in module.items():
                 value = self.replaced.get(name, value)
-                if isinstance(value, gluon_language.constexpr):
+                if name in self.replaced and not isinstance(value, JITFunction):
+                    words[name] = value
+                elif isinstance(value, gluon_language.constexpr):
                     words[name] = value.value
                 elif name in WORDS:
                     words[name] = WORDS[name]
@@ -718,15 +779,28 @@ def changed(module: types.ModuleType, changes: dict[str, str]) -> types.ModuleTy
     made = importlib.util.module_from_spec(spec)
     made.folder = folder
     sys.modules[spec.name] = made
-    spec.loader.exec_module(made)
+    try:
+        spec.loader.exec_module(made)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
     return made
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, is_causal, scale, options):
-        scale = q.shape[3] ** -0.5 if scale is None else scale
-        sign, scale = (1, scale) if scale > 0 else (-1, -scale)
+    def forward(ctx, q, k, v, is_causal, scale, enable_gqa, options):
+        scale, sign = positive_scale(check_qkv(q, k, v, scale, is_causal, enable_gqa))
+        if (
+            q.dtype.itemsize != 2
+            or q.shape[3] > 128
+            or q.shape[3] % 8
+            or not (q.numel() and k.numel())
+        ):
+            raise ValueError(
+                f"expected fp16 or bf16, head_dim a multiple of 8 up to 128, and no empty tensor, got "
+                f"{q.dtype}, {tuple(q.shape)}, {tuple(k.shape)}"
+            )
         module = options.get("forward", hopper_forward)
         with interpreted(**options):
             o, lse = module.plan(q, k, v, is_causal, scale, sign)(q, k, v)
@@ -740,7 +814,7 @@ class _Attention(torch.autograd.Function):
         module = options.get("backward", hopper_backward)
         with interpreted(**options):
             gradients = module.plan(*saved, *of_call)(*saved)
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 def attention(**options) -> Callable:
@@ -749,7 +823,7 @@ def attention(**options) -> Callable:
     """
 
     def attention(q, k, v, *, is_causal, scale, enable_gqa):
-        return _Attention.apply(q, k, v, is_causal, scale, options)
+        return _Attention.apply(q, k, v, is_causal, scale, enable_gqa, options)
 
     return attention
 
@@ -766,9 +840,12 @@ def interpreted(
     plans they are. multiprocessors: of the GPU that plans are made for. replaced: as Interpreted's.
     """
     kernels = (forward, "_attn_fwd_hopper_kernel"), (backward, "_attn_bwd_hopper_kernel")
-    with contextlib.ExitStack() as patched:
+    with _one_at_a_time, contextlib.ExitStack() as patched:
         for module, name in kernels:
-            kernel = Interpreted(getattr(module, name), seed, replaced=replaced)
+            kernel = getattr(module, name)
+            if isinstance(kernel, Interpreted):  # inside of another `interpreted`
+                kernel = kernel.kernel
+            kernel = Interpreted(kernel, seed, replaced=replaced)
             patched.enter_context(mock.patch.object(module, name, kernel))
         patched.enter_context(mock.patch.object(launch.Launch, "compile"))
         patched.enter_context(

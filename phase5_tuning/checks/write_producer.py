@@ -1,5 +1,6 @@
 """Runs the forward kernel with the answer's producer in many orders of turns, counts its copies, and compiles it."""
 
+import contextlib
 import inspect
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from phase5_tuning.checks import FP16
 from phase5_tuning.gluon_interpreter import Deadlock, Race, Unfenced
 
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 CASES = [  # batch, heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal
     (1, 1, 1, 64, 128, 64, False),
@@ -33,9 +36,10 @@ def check(answer):
         reject(f"produce calls {min(borrowed)} of hopper_forward: write it out")
     for case in CASES:
         _check_case(answer, case)
+    _check_ahead(answer)
     _check_compiled(answer)
     runs = len(CASES) * len(SEEDS)
-    return f"{runs} runs in the interpreter, the copies counted; it compiles for an H100"
+    return f"{runs} runs in the interpreter, the copies counted; it runs ahead, and compiles for an H100"
 
 
 def _check_case(answer, case):
@@ -72,6 +76,45 @@ def _run(q, k, v, is_causal, replaced, seed=0):
         return fn(q, k, v, is_causal=is_causal, scale=None, enable_gqa=True), copies
 
 
+@gluon.jit
+def _stand_still(work, memory, scale, MASKED, OVERLAP, ME):
+    mbarrier.wait(memory.q_empty.index(0), 0)
+
+
+def _check_ahead(answer):
+    """Consumers stand still, and no copy arrives: the producer may stop for nothing but room."""
+    for head_dim in (64, 128):
+        q, k, v = make_qkv(1, 1, 700, head_dim, seq_k=900, dtype=FP16)
+        begun = []
+        for produce in (hopper_forward._produce, answer.produce):
+            replaced = {"_produce": produce, "_consume": _stand_still}
+            begun.append(_begun(q, k, v, replaced))
+        room, got = begun
+        if got < room:
+            reject(
+                f"head_dim {head_dim}: while consumers stand still and no copy arrives, produce begins {got} copies, "
+                f"and there is room for {room}: what else does it wait for?"
+            )
+
+
+def _begun(q, k, v, replaced):
+    """How many copies one program begins before everybody waits."""
+    begun = []
+
+    class Never(gluon_interpreter.Load):
+        def __init__(self, *args):
+            super().__init__(*args)
+            begun.append(self)
+
+        def may_happen(self):
+            return False
+
+    fn = gluon_interpreter.attention(multiprocessors=1, replaced=replaced)
+    with mock.patch.object(gluon_interpreter, "Load", Never), contextlib.suppress(Deadlock):
+        fn(q, k, v, is_causal=False, scale=None, enable_gqa=False)
+    return len(begun)
+
+
 def _difference(o, right):
     wrong = ~(o == right).all(dim=-1)
     b, h, row = (int(i) for i in wrong.nonzero()[0])
@@ -100,6 +143,8 @@ def _check_compiled(answer):
 
 
 def _reason(error):
+    if "create_mbarrier_expect" in error:
+        return "mbarrier.expect(barrier, nbytes): nbytes must be known when the kernel is compiled"
     lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
     caret = max((i for i, line in enumerate(lines) if line == "^"), default=0)
     return " ".join(lines[max(caret - 1, 0) :]).replace(" ^ ", ": ")[:300]

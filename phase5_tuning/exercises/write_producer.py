@@ -5,19 +5,23 @@ consumers stay as they are, so what they expect decides what you send.
 
 A program takes one tile of queries after another: turns 0, 1, 2, ... For each turn the producer sends
 
-- the queries, into the place `turn % 2` of two: CONSUMERS times 64 rows, and with them the tile's number, which
-  `announce` writes. `memory.q_full` and `memory.q_empty` have a barrier for each place. After the last turn it
-  announces a number past the end, in the next place, so that consumers stop. No queries come with it.
+- the queries, into the place `turn % 2` of two: CONSUMERS times 64 rows, and with them the tile's number. `announce`
+  writes it, before the place's arrival at `q_full`: consumers read it once `q_full` has completed. `memory.q_full` and
+  `memory.q_empty` have a barrier for each place. After the last turn the producer announces a number past the end in
+  the next place, once that is free, so that consumers stop. No queries come with it: `q_full` completes by `arrive`.
 - keys and values, from the last tile of keys that the queries see to the first, in pairs: the keys of one step and the
   values of the step before, which is the tile to the right. So the first pair has keys alone, and the last has values
   alone: there are tiles_n + 1. Pairs are counted through all turns. `memory.kv_full` and `memory.kv_empty` have a
   barrier for each slot of the ring.
 
 A full barrier completes a phase with one arrival and all announced bytes, an empty one when all consumers have arrived.
-Consumers arrive at `q_empty` of a turn's place when its output has left.
+Consumers arrive at `q_empty` of a turn's place when its output has left. They wait for that in the next turn, once they
+have its queries and first keys, so never wait for it before these are sent. Wait at empty barriers only: a producer
+runs ahead as far as there is room.
 
     mbarrier.wait(barrier, parity)      mbarrier.arrive(barrier, count=1)
-    mbarrier.expect(barrier, nbytes)    one arrival, and so many bytes that will come; nbytes is known at compile time
+    mbarrier.expect(barrier, nbytes)    one arrival, and so many bytes that will come. nbytes must be known when the
+                                        kernel is compiled: choose with `if` between two calls
     tma.async_copy_global_to_shared(descriptor, [b, h, row, 0], barrier, place)
     work.q, work.k, work.v              descriptors: tiles of 64 queries, of BLOCK_N keys, of BLOCK_N values
     work.q.block_type.nbytes            bytes of a tile; K's and V's are equal
@@ -25,8 +29,8 @@ Consumers arrive at `q_empty` of a turn's place when its output has left.
     memory.k.index(slot), memory.v.index(slot)
     memory.slot(pair)                   (slot, parity of its lap)
 
-The check runs the kernel in phase5_tuning/gluon_interpreter.py, in several orders of turns, counts the copies, and
-compiles it for an H100.
+The check runs the kernel in phase5_tuning/gluon_interpreter.py, in several orders of turns, counts the copies, lets
+consumers stand still, and compiles the kernel for an H100. Gluon compiles `if`, `while`, `range` and `gl.static_range`.
 
 Notebook: phase5_tuning/hopper.ipynb, section 2, "5.8 Write the forward kernel's producer".
 """

@@ -1,5 +1,7 @@
 """The Hopper kernels on a CPU: right however their threads take turns, and mistakes in them noticed."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 from common import make_qkv, make_tensor, verify_results
 from phase5_tuning import gluon_interpreter, hopper_backward, hopper_forward
 from phase5_tuning.gluon_interpreter import Deadlock, Interpreted, Race, Unfenced
@@ -138,6 +140,10 @@ FORWARD = {
         {"        fence_async_shared()\n        tma.async": "        tma.async"},
         {"Unfenced"},
     ),
+    "a program ends before O has left": (
+        {"        tile = memory.read_tile(turn)\n    tma.store_wait(0)\n": "        tile = memory.read_tile(turn)\n"},
+        {"Race"},
+    ),
     "O is rescaled before the product's end": (
         {"                acc = warpgroup_mma_wait(0, deps=(acc,))\n": ""},
         {"Race"},
@@ -181,7 +187,7 @@ BACKWARD = {
         {"    fence_async_shared()\n    meet(0, 256)  # both": "    meet(0, 256)  # both"},
         {"Unfenced"},
     ),
-    "dS has one place": ({"memory.ds.index(step % 2)": "memory.ds.index(0)"}, {"Race", "Unfenced"}),
+    "dS has one place": ({"memory.ds.index(step % 2)": "memory.ds.index(0)"}, {"Race", "Unfenced", "wrong"}),
     "the producer does not wait for room": (
         {"            mbarrier.wait(memory.row_empty.index(slot), parity ^ 1)\n": ""},
         {"Race"},
@@ -211,6 +217,24 @@ BACKWARD = {
     "dQ is not fenced": (
         {"    fence_async_shared()\n    mbarrier.arrive(memory.dq_full": "    mbarrier.arrive(memory.dq_full"},
         {"Unfenced"},
+    ),
+    "dQ is fenced after the arrival": (
+        {
+            """    fence_async_shared()
+    mbarrier.arrive(memory.dq_full.index(side))
+""": """    mbarrier.arrive(memory.dq_full.index(side))
+    fence_async_shared()
+"""
+        },
+        {"Unfenced"},
+    ),
+    "a program ends before dK and dV have left": (
+        {
+            "memory.v.slice(ME * ROWS, ROWS, dim=2)\n        )\n    tma.store_wait(0)\n": (
+                "memory.v.slice(ME * ROWS, ROWS, dim=2)\n        )\n"
+            )
+        },
+        {"Race"},
     ),
     "nobody waits for the turn to add": (
         {"        if ORDERED:\n            await_count(work.count_ptr + tile, order)\n": ""},
@@ -320,9 +344,7 @@ def _two_jobs(a_ptr, FENCES: gl.constexpr):
 
 def test_a_fence_is_of_the_thread_that_stored():
     Interpreted(_two_jobs)[(1,)](torch.zeros(1), True)
-    with pytest.raises(
-        Unfenced, match=r"a product of multiply_half 1 of program 0 reads what store_half 0 of program 0"
-    ):
+    with pytest.raises(Unfenced, match=r"a product of multiply_half of program 0 reads what store_half of program 0"):
         Interpreted(_two_jobs)[(1,)](torch.zeros(1), False)
 
 
@@ -370,3 +392,97 @@ def test_in_any_order_the_last_bits_depend_on_the_turns(monkeypatch):
         o = gluon_interpreter.attention(seed=seed)(q, k, v, is_causal=False, scale=None, enable_gqa=False)
         found.add(tuple(torch.autograd.grad(o, (q, k, v), do)[0].flatten().tolist()))
     assert len(found) > 1
+
+
+@gluon.jit
+def _send(tile, full, IN_TIME: gl.constexpr):
+    if IN_TIME:
+        tile.store(gl.full([1], 3, gl.int32))
+    mbarrier.arrive(full)
+    if not IN_TIME:
+        tile.store(gl.full([1], 3, gl.int32))
+
+
+@gluon.jit
+def _receive(out_ptr, tile, full):
+    mbarrier.wait(full, 0)
+    gl.store(out_ptr + gl.arange(0, 1), tile.load())
+
+
+@gluon.jit
+def _message(out_ptr, IN_TIME: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.int32, [1], None)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    gl.warp_specialize([(_send, (tile, full, IN_TIME)), (_receive, (out_ptr, tile, full))], [4], [240])
+
+
+def test_what_is_stored_after_the_arrival_is_a_race():
+    out = torch.zeros(1, dtype=torch.int32)
+    Interpreted(_message)[(1,)](out, True)
+    assert out.item() == 3
+    said = set()
+    for seed in range(20):
+        try:
+            Interpreted(_message, seed)[(1,)](out, False)
+            said.add("nothing")
+        except Race as race:
+            said.add(str(race).partition(", ")[2])
+    late = "which send of program 0 has stored and not arrived at a barrier since"
+    assert said == {late, "where nobody has stored anything"}
+
+
+@gluon.jit
+def _chained(out_ptr, IS_ASYNC: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float16, [16, 16], None)
+    tile.store(gl.full([16, 16], 2.0, gl.float16))
+    fence_async_shared()
+    total = gl.zeros([16, 16], gl.float32)
+    for _ in range(3):
+        total = warpgroup_mma(tile, tile, total, is_async=IS_ASYNC)
+    if IS_ASYNC:
+        total = warpgroup_mma_wait(0, deps=(total,))
+    gl.store(out_ptr + gl.arange(0, 256), total.reshape([256]))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_products_add_up_one_after_another(is_async):
+    out = torch.zeros(256)
+    Interpreted(_chained)[(1,)](out, is_async)
+    assert (out == 3 * 16 * 4).all()
+
+
+@gluon.jit
+def _outside(out_ptr, I: gl.constexpr):
+    tile = gl.allocate_shared_memory(gl.float16, [4, 16], None)
+    tile.index(I).store(gl.zeros([16], gl.float16))
+
+
+def test_an_index_outside_is_no_index_from_the_end():
+    Interpreted(_outside)[(1,)](torch.zeros(1), 3)
+    with pytest.raises(IndexError, match="expected an index from 0 to 3, got -1"):
+        Interpreted(_outside)[(1,)](torch.zeros(1), -1)
+    with pytest.raises(ValueError, match=r"expected a grid of one axis, got \(2, 2\)"):
+        Interpreted(_outside)[(2, 2)](torch.zeros(1), 0)
+
+
+def test_two_threads_wait_for_each_other_and_nothing_stays_patched():
+    q, k, v = inputs((1, 2, 2, 130, 130, 64, True))
+    original = hopper_forward._attn_fwd_hopper_kernel
+
+    def call(seed):
+        with gluon_interpreter.interpreted():  # one inside of another
+            return gluon_interpreter.attention(seed=seed)(q, k, v, is_causal=True, scale=None, enable_gqa=False)
+
+    with ThreadPoolExecutor(4) as pool:
+        results = [*pool.map(call, range(8))]
+    assert all(torch.equal(results[0], other) for other in results)
+    assert hopper_forward._attn_fwd_hopper_kernel is original
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((1, 1, 1, 64, 64, 256, False), FP16), ((1, 1, 1, 64, 64, 64, False), torch.float32)]
+)
+def test_what_the_hopper_kernels_do_not_take_is_refused(shape, dtype):
+    with pytest.raises(ValueError, match="expected fp16 or bf16, head_dim a multiple of 8 up to 128"):
+        gluon_interpreter.attention()(*inputs(shape, dtype), is_causal=False, scale=None, enable_gqa=False)

@@ -457,7 +457,7 @@ WRONG = {
         Wrong(
             "no wait for room",
             {"            mbarrier.wait(memory.kv_empty.index(slot), parity ^ 1)\n": ""},
-            "arrives once too often at kv_full",
+            "once too often: its phase is not over",
         ),
         Wrong(
             "an arrival for keys and one for values",
@@ -467,7 +467,7 @@ WRONG = {
                     "                mbarrier.expect(full, work.v.block_type.nbytes)\n"
                 )
             },
-            "arrives once too often at kv_full",
+            "once too often: its phase is not over",
         ),
         Wrong(
             "bytes that never come",
@@ -510,6 +510,29 @@ WRONG = {
                 )
             },
             "q_",
+        ),
+        Wrong(
+            "the tile's number comes after the arrival",
+            {
+                "        announce(memory, side, tile)\n        q_full": "        q_full",
+                "work.q.block_type.nbytes)\n": "work.q.block_type.nbytes)\n        announce(memory, side, tile)\n",
+            },
+            "has stored and not arrived at a barrier since",
+        ),
+        Wrong(
+            "the tile's number is forgotten",
+            {"        announce(memory, side, tile)\n        q_full": "        q_full"},
+            "where nobody has stored anything",
+        ),
+        Wrong(
+            "each pair is waited for",
+            {"            pair += 1\n": "            mbarrier.wait(full, parity)\n            pair += 1\n"},
+            "and there is room for",
+        ),
+        Wrong(
+            "queries are waited for",
+            {"        for step in range": "        mbarrier.wait(q_full, turn // 2 & 1)\n        for step in range"},
+            "and there is room for",
         ),
         Wrong(
             "nobody is told that there is no more",
