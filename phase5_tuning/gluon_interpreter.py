@@ -836,8 +836,11 @@ def interpreted(
     backward=hopper_backward,
     replaced: dict | None = None,
 ):
-    """Plans that are made inside run their Gluon kernels here. forward, backward: the modules whose
-    plans they are. multiprocessors: of the GPU that plans are made for. replaced: as Interpreted's.
+    """Plans that are made inside run their Gluon kernels here. What torch.empty returns is full of
+    NaN.
+
+    forward, backward: the modules whose plans they are. multiprocessors: of the GPU that plans are
+    made for. replaced: as Interpreted's.
     """
     kernels = (forward, "_attn_fwd_hopper_kernel"), (backward, "_attn_bwd_hopper_kernel")
     with _one_at_a_time, contextlib.ExitStack() as patched:
@@ -851,4 +854,8 @@ def interpreted(
         patched.enter_context(
             mock.patch.object(configs, "multiprocessors", return_value=multiprocessors)
         )
+        patched.callback(
+            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()
+        )
+        torch.use_deterministic_algorithms(True)
         yield

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -125,19 +125,21 @@ def _difference(o, right):
 
 
 def _check_compiled(answer):
-    """The course's kernel is compiled in a file of its own, with the answer behind it."""
     q, k, v = make_qkv(1, 4, 300, 64, heads_kv=2, dtype=FP16)
     with mock.patch.object(configs, "multiprocessors", return_value=132):
         (launch,) = offline.record_launches(
             lambda: hopper_forward.plan(q, k, v, True, 0.125, 1)(q, k, v)
         )
-    course, own = Path(hopper_forward.__file__).read_text(), inspect.getsource(answer)
-    source = f"{course}\n\n{own}\n\n_produce = produce\n"
+    require_compiled(launch, hopper_forward, answer, "_produce = produce")
+
+
+def require_compiled(launch, module, answer, replaces: str):
+    """Compile a launch in a file of its own: the course's module, the answer, and what it replaces."""
+    course, own = Path(module.__file__).read_text(), inspect.getsource(answer)
+    source = f"{course}\n\n{own}\n\n{replaces}\n"
     (made,) = offline.compile_launches([replace(launch, source=source)], ["sm_90"])
     if made.error:
-        reject(
-            f"it runs in the interpreter, but it does not compile: {_reason(asdict(made)['error'])}"
-        )
+        reject(f"it runs in the interpreter, but it does not compile: {_reason(made.error)}")
     if not made.fits:
         reject(f"it runs in the interpreter, but no H100 can run it: {made}")
 

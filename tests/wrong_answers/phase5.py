@@ -773,6 +773,65 @@ WRONG = {
             "waits at full barriers",
         ),
     ],
+    "write_dq": [
+        Wrong(
+            "nobody waits for the turn",
+            {"            await_count(count_ptr, before)\n": "            pass\n"},
+            "dq",
+        ),
+        Wrong(
+            "the first adds too",
+            {"if ORDERED and before == 0:": "if ORDERED and before < 0:"},
+            "where it is NaN: its sum or a part was used before anybody filled it",
+        ),
+        Wrong(
+            "the second stores too",
+            {"if ORDERED and before == 0:": "if ORDERED and before <= 1:"},
+            "dq is wrong in",
+        ),
+        Wrong(
+            "in any order the first stores",
+            {"if ORDERED and before == 0:": "if before == 0:"},
+            "in any order",
+        ),
+        Wrong(
+            "the places go before they are read",
+            {"        tma.store_wait(0)\n": ""},
+            ": Race: ",
+        ),
+        Wrong(
+            "one part is not waited for",
+            {"        mbarrier.wait(memory.dq_full.index(2 * ME + 1), parity)\n": ""},
+            "where it is NaN: its sum or a part was used before anybody filled it",
+        ),
+        Wrong("the parity of all steps", {"step // WRITERS & 1": "step & 1"}, "Deadlock"),
+        Wrong(
+            "the places never go",
+            {"        mbarrier.arrive(memory.dq_empty.index(2 * ME + 1))\n": ""},
+            "waits for dq_empty[1], parity 0",
+        ),
+        Wrong(
+            "nobody says that it has added",
+            {"            release_count(count_ptr)\n": "            pass\n"},
+            "waits for count 1 of tile",
+        ),
+        Wrong(
+            "the second half stands where the first does",
+            {"        row_1 = row_0 + work.BLOCK_M - ROWS\n": "        row_1 = row_0\n"},
+            "dq is wrong in",
+        ),
+        Wrong(
+            "the course's own writer",
+            {
+                "import ROWS\n": "import ROWS\nfrom phase5_tuning.hopper_backward import _write\n",
+                "        if ORDERED:\n            release_count": (
+                    "        if step < 0:\n            _write(work, memory, ORDERED, ME)\n"
+                    "        if ORDERED:\n            release_count"
+                ),
+            },
+            "write calls _write of hopper_backward",
+        ),
+    ],
     "order_dq": [
         Wrong(
             "as shipped",

@@ -1,0 +1,83 @@
+"""Runs the backward kernel with the answer's writers in many orders of turns, and compiles it."""
+
+import os
+from unittest import mock
+
+from common import make_qkv
+from common.learn.judge import reject
+from common.measure import offline
+from phase5_tuning import configs, gluon_interpreter, hopper_backward
+from phase5_tuning.checks import FP16
+from phase5_tuning.checks.write_producer import require_compiled
+from phase5_tuning.gluon_interpreter import Deadlock, Race, Unfenced
+
+import torch
+
+CASES = [  # heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal
+    (1, 1, 100, 100, 64, False),
+    (1, 1, 300, 500, 64, False),
+    (2, 1, 400, 400, 64, True),
+    (1, 1, 200, 300, 128, False),
+    (2, 1, 400, 400, 128, True),
+]
+SEEDS = range(3)
+
+
+def check(answer):
+    if answer.write.fn.__code__.co_names.count("_write"):
+        reject("write calls _write of hopper_backward: write it out")
+    for ordered in (True, False):
+        with mock.patch.dict(os.environ, FLASH_ATTENTION_ANY_ORDER=str(int(not ordered))):
+            for case in CASES if ordered else CASES[1:3]:
+                _check_case(answer, case, ordered)
+    q, k, v = make_qkv(1, 4, 300, 64, heads_kv=2, dtype=FP16)
+    given = q, k, v, q, torch.empty(1, 4, 300), q, None
+    with mock.patch.object(configs, "multiprocessors", return_value=132):
+        launches = offline.record_launches(
+            lambda: hopper_backward.plan(*given, True, 0.125, 1)(*given)
+        )
+    (launch,) = [one for one in launches if one.name == "_attn_bwd_hopper_kernel"]
+    require_compiled(launch, hopper_backward, answer, "_write = write")
+    runs = len(CASES) * len(SEEDS)
+    return f"{runs} runs in the interpreter with the same bits in each, others in any order; it compiles for an H100"
+
+
+def _check_case(answer, case, ordered):
+    heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal = case
+    said = f"seq_q {seq_q}, seq_k {seq_k}, {heads_q} heads of queries, {heads_kv} of keys, head_dim {head_dim}"
+    said += ", causal" * is_causal + ", in any order" * (not ordered)
+    q, k, v = make_qkv(1, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=FP16)
+    keys, values = (t.float().repeat_interleave(heads_q // heads_kv, 1) for t in (k, v))
+    s = q.float() @ keys.mT * head_dim**-0.5
+    if is_causal:
+        s = s.masked_fill(torch.ones(seq_q, seq_k).tril() == 0, float("-inf"))
+    o, lse, do = (s.softmax(-1) @ values).to(FP16), s.logsumexp(-1), q.flip(2)
+
+    def gradients(replaced, seed=0):
+        given = q, k, v, o, lse, do, None
+        with gluon_interpreter.interpreted(seed, replaced=replaced):
+            plan = hopper_backward.plan(*given, is_causal, head_dim**-0.5, 1)
+            return plan(*given)
+
+    right = gradients({})
+    for seed in SEEDS:
+        try:
+            found = gradients({"_write": answer.write}, seed)
+        except (Deadlock, Race, Unfenced) as error:
+            reject(f"{said}: {type(error).__name__}: {error}")
+        for name, got, wanted in zip(("dq", "dk", "dv"), found, right, strict=True):
+            close = torch.allclose(got, wanted, rtol=2e-2, atol=2e-2)
+            if not close or (ordered and not torch.equal(got, wanted)):
+                reject(f"{said}: {_difference(name, got, wanted, close)}")
+
+
+def _difference(name, got, wanted, close):
+    if close:
+        return (
+            f"the last bits of {name} are not those of the fixed order: parts are added in another"
+        )
+    wrong = ~torch.isclose(got, wanted, rtol=2e-2, atol=2e-2).all(dim=-1)
+    _, h, row = (int(i) for i in wrong.nonzero()[0])
+    where = f"{name} is wrong in {int(wrong.sum())} of {wrong.numel()} rows, first in row {row} of head {h}"
+    unfilled = ", where it is NaN: its sum or a part was used before anybody filled it"
+    return where + unfilled * bool(got[wrong].isnan().any())
