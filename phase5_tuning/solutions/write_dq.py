@@ -14,7 +14,7 @@ part. So a writer
 - lets both places go when the copies have read them, and not later,
 - says that this program has added to the tile, when the sums have arrived.
 
-With ORDERED false, programs add as they come: nobody waits or stores, and nobody says anything.
+With ORDERED false, programs add as they come: a writer waits for no count, adds in any case, and counts nothing.
 
     await_count(pointer, n)             wait until the count is n
     release_count(pointer)              add 1 to the count, when what this warp's copies wrote has arrived
