@@ -13,9 +13,9 @@ mistake in the waits shows as wrong numbers, or as one of these errors:
     Unfenced    a copy or a product reads what ordinary stores wrote, without a fence between
 
 Layouts, registers, sizes and time are unknown here: a kernel that is right may not compile. What
-hopper_parts.py says in instructions (`meet`, `await_count`, ...) has a stand-in (WORDS). Parts of
-shared memory are compared by their first and last byte, `//` rounds down, and a fence counts only
-for the thread that has stored.
+hopper_parts.py says in instructions (`meet`, `await_count`, ...) has a stand-in (STAND_INS). Parts
+of shared memory are compared by their first and last byte, `//` rounds down, and a fence counts
+only for the thread that has stored.
 """
 
 import contextlib
@@ -26,18 +26,20 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
 from common.validate import check_qkv
-from phase5_tuning import configs, hopper_backward, hopper_forward, launch
+from phase5_tuning import configs, hopper_backward, hopper_forward, hopper_parts, hopper_tma, launch
 from phase5_tuning.forward import positive_scale
 
 import torch
 from triton.experimental.gluon import language as gluon_language
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
+SOON = 0.2  # how often something under way happens, where threads could go on too
 STEPS = 2_000_000  # after so many turns of all threads a kernel is taken not to end
 
 
@@ -122,7 +124,7 @@ class Scheduler:
                 return
             able = [t for t in self.threads if t.ready is None or t.ready()]
             work = [w for w in self.under_way if w.may_happen() and not (able and w.late)]
-            if work and (not able or self.random.random() < 0.2):
+            if work and (not able or self.random.random() < SOON):
                 self.random.choice(work).happen()
             elif able:
                 self._step(self.random.choices(able, [t.speed for t in able])[0])
@@ -642,12 +644,22 @@ def _under_all_rows(row, columns, layout):
     return row.load().expand(64, columns)
 
 
-WORDS = {
-    "gl": _Gl(), "mbarrier": _Mbarrier, "tma": _Tma, "tma_add": _tma_add, "warpgroup_mma": _warpgroup_mma,
-    "warpgroup_mma_wait": _warpgroup_mma_wait, "fence_async_shared": _fence_async_shared, "meet": _meet,
-    "await_count": _await_count, "release_count": _release_count, "under_all_rows": _under_all_rows,
-    "in_pairs": lambda x, dtype: x.to(dtype), "out_of_pairs": lambda x: x.float(),
-}  # fmt: skip
+STAND_INS = [  # (what a kernel's module has, what stands for it here)
+    (gluon_language, _Gl()),
+    (hopper.mbarrier, _Mbarrier),
+    (hopper.tma, _Tma),
+    (hopper_tma, _Tma),
+    (hopper.warpgroup_mma, _warpgroup_mma),
+    (hopper.warpgroup_mma_wait, _warpgroup_mma_wait),
+    (hopper.fence_async_shared, _fence_async_shared),
+    (hopper_parts.tma_add, _tma_add),
+    (hopper_parts.meet, _meet),
+    (hopper_parts.await_count, _await_count),
+    (hopper_parts.release_count, _release_count),
+    (hopper_parts.under_all_rows, _under_all_rows),
+    (hopper_parts.in_pairs, lambda x, dtype: x.to(dtype)),
+    (hopper_parts.out_of_pairs, lambda x: x.float()),
+]
 
 
 # Kernels
@@ -656,18 +668,14 @@ WORDS = {
 class Interpreted:
     """A kernel that runs here: `Interpreted(kernel, seed)[grid](*arguments)`.
 
-    resident: how many programs run at once; they begin in any order. replaced: functions of the
-    kernel's module, by name, for which others stand in. Raises Deadlock, Race, Unfenced, or what the
-    kernel raises.
+    resident: how many programs run at once; they begin in any order. replaced: pairs of a function
+    that the kernel calls and of one that is called instead. Raises Deadlock, Race, Unfenced, or what
+    the kernel raises.
     """
 
-    def __init__(self, kernel, seed: int = 0, resident: int = 3, replaced: dict | None = None):
-        self.kernel, self.seed, self.resident, self.replaced = (
-            kernel,
-            seed,
-            resident,
-            replaced or {},
-        )
+    def __init__(self, kernel, seed: int = 0, resident: int = 3, replaced: Sequence[tuple] = ()):
+        self.kernel, self.seed, self.resident = kernel, seed, resident
+        self.stand_ins = {id(of): other for of, other in (*STAND_INS, *replaced)}
         self.arg_names = kernel.arg_names
         self._modules: dict[int, dict] = {}
 
@@ -723,14 +731,10 @@ class Interpreted:
         if id(module) not in self._modules:
             words = self._modules[id(module)] = dict(module)
             for name, value in module.items():
-                value = self.replaced.get(name, value)
-                if name in self.replaced and not isinstance(value, JITFunction):
-                    words[name] = value
-                elif isinstance(value, gluon_language.constexpr):
+                value = words[name] = self.stand_ins.get(id(value), value)
+                if isinstance(value, gluon_language.constexpr):
                     words[name] = value.value
-                elif name in WORDS:
-                    words[name] = WORDS[name]
-                elif getattr(value, "__triton_aggregate__", False):
+                elif isinstance(value, type) and hasattr(value, "__triton_aggregate__"):
                     words[name] = self._class(value)
                 elif isinstance(value, JITFunction | ConstexprFunction):
                     words[name] = self._function(value)
@@ -834,7 +838,7 @@ def interpreted(
     multiprocessors: int = 2,
     forward=hopper_forward,
     backward=hopper_backward,
-    replaced: dict | None = None,
+    replaced: Sequence[tuple] = (),
 ):
     """Plans that are made inside run their Gluon kernels here. What torch.empty returns is full of
     NaN.
@@ -855,7 +859,9 @@ def interpreted(
             mock.patch.object(configs, "multiprocessors", return_value=multiprocessors)
         )
         patched.callback(
-            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
         )
         torch.use_deterministic_algorithms(True)
         yield

@@ -48,7 +48,7 @@ NOTHING, TRAP, NO_GPU = (0, ""), (1, "an illegal instruction was encountered"), 
 def test_consan_wants_nothing_in_the_kernels_and_the_mistake_in_the_copy(monkeypatch, right, mistaken, verdict):
     def started(command, **kwargs):
         code, said = mistaken if command[-1] == "without_wait" else right
-        return mock.Mock(returncode=code, communicate=lambda timeout: ("", said))
+        return mock.Mock(poll=lambda: code, communicate=lambda timeout: ("", said))
 
     monkeypatch.setattr(sanitize.subprocess, "Popen", started)
     assert sanitize.consan() == verdict

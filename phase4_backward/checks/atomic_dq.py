@@ -119,8 +119,9 @@ def _check_races(answer):
 
 
 def _with_room(*size, zeros=torch.zeros, **options):
-    shape = zeros(*size, device="meta").shape
-    return zeros(shape.numel() + 2**14, **options)[: shape.numel()].view(shape)
+    t = zeros(*size, **options)
+    room = zeros(t.numel() + 2**14, dtype=t.dtype, device=t.device)
+    return room[: t.numel()].view(t.shape)
 
 
 def _require_no_race(launches, inputs):

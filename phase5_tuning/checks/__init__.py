@@ -2,10 +2,14 @@
 common.learn.judge).
 """
 
+import inspect
 import math
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 from common.learn.judge import reject
+from common.measure import offline
 
 import torch
 
@@ -41,3 +45,22 @@ def require_ints(calls):
 
 def padded_dim(head_dim):
     return 2 ** max(4, math.ceil(math.log2(head_dim)))
+
+
+def require_compiled(launch, module, answer, replaces: str):
+    """Compile a launch in a file of its own: the course's module, the answer, and what it replaces."""
+    course, own = Path(module.__file__).read_text(), inspect.getsource(answer)
+    source = f"{course}\n\n{own}\n\n{replaces}\n"
+    (made,) = offline.compile_launches([replace(launch, source=source)], ["sm_90"])
+    if made.error:
+        reject(f"it runs in the interpreter, but it does not compile: {_reason(made.error)}")
+    if not made.fits:
+        reject(f"it runs in the interpreter, but no H100 can run it: {made}")
+
+
+def _reason(error):
+    if "create_mbarrier_expect" in error:
+        return "mbarrier.expect(barrier, nbytes): nbytes must be known when the kernel is compiled"
+    lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
+    caret = max((i for i, line in enumerate(lines) if line == "^"), default=0)
+    return " ".join(lines[max(caret - 1, 0) :]).replace(" ^ ", ": ")[:300]

@@ -6,9 +6,9 @@ from unittest import mock
 from common import make_qkv
 from common.learn.judge import reject
 from common.measure import offline
+from common.verify.reference import naive_attention
 from phase5_tuning import configs, gluon_interpreter, hopper_backward
-from phase5_tuning.checks import FP16
-from phase5_tuning.checks.write_producer import require_compiled
+from phase5_tuning.checks import FP16, require_compiled
 from phase5_tuning.gluon_interpreter import Deadlock, Race, Unfenced
 
 import torch
@@ -24,7 +24,7 @@ SEEDS = range(3)
 
 
 def check(answer):
-    if answer.write.fn.__code__.co_names.count("_write"):
+    if "_write" in answer.write.fn.__code__.co_names:
         reject("write calls _write of hopper_backward: write it out")
     for ordered in (True, False):
         with mock.patch.dict(os.environ, FLASH_ATTENTION_ANY_ORDER=str(int(not ordered))):
@@ -47,22 +47,19 @@ def _check_case(answer, case, ordered):
     said = f"seq_q {seq_q}, seq_k {seq_k}, {heads_q} heads of queries, {heads_kv} of keys, head_dim {head_dim}"
     said += ", causal" * is_causal + ", in any order" * (not ordered)
     q, k, v = make_qkv(1, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=FP16)
-    keys, values = (t.float().repeat_interleave(heads_q // heads_kv, 1) for t in (k, v))
-    s = q.float() @ keys.mT * head_dim**-0.5
-    if is_causal:
-        s = s.masked_fill(torch.ones(seq_q, seq_k).tril() == 0, float("-inf"))
-    o, lse, do = (s.softmax(-1) @ values).to(FP16), s.logsumexp(-1), q.flip(2)
+    o, lse, _ = naive_attention(*(t.double() for t in (q, k, v)), is_causal=is_causal)
+    o, lse, do = o.to(FP16), lse.float(), q.flip(2)
 
-    def gradients(replaced, seed=0):
+    def gradients(replaced=(), seed=0):
         given = q, k, v, o, lse, do, None
         with gluon_interpreter.interpreted(seed, replaced=replaced):
             plan = hopper_backward.plan(*given, is_causal, head_dim**-0.5, 1)
             return plan(*given)
 
-    right = gradients({})
+    right = gradients()
     for seed in SEEDS:
         try:
-            found = gradients({"_write": answer.write}, seed)
+            found = gradients([(hopper_backward._write, answer.write)], seed)
         except (Deadlock, Race, Unfenced) as error:
             reject(f"{said}: {type(error).__name__}: {error}")
         for name, got, wanted in zip(("dq", "dk", "dv"), found, right, strict=True):

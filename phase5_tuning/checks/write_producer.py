@@ -1,16 +1,13 @@
 """Runs the forward kernel with the answer's producer in many orders of turns, counts its copies, and compiles it."""
 
 import contextlib
-import inspect
-from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 from common import make_qkv
 from common.learn.judge import reject
 from common.measure import offline
 from phase5_tuning import configs, gluon_interpreter, hopper_forward
-from phase5_tuning.checks import FP16
+from phase5_tuning.checks import FP16, require_compiled
 from phase5_tuning.gluon_interpreter import Deadlock, Race, Unfenced
 
 import torch
@@ -47,10 +44,10 @@ def _check_case(answer, case):
     said = f"seq_q {seq_q}, seq_k {seq_k}, {heads_q} heads of queries, {heads_kv} of keys, head_dim {head_dim}"
     said += ", causal" * is_causal
     q, k, v = make_qkv(batch, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=FP16)
-    right, needed = _run(q, k, v, is_causal, {})
+    right, needed = _run(q, k, v, is_causal)
     for seed in SEEDS:
         try:
-            o, copies = _run(q, k, v, is_causal, {"_produce": answer.produce}, seed)
+            o, copies = _run(q, k, v, is_causal, [(hopper_forward._produce, answer.produce)], seed)
         except (Deadlock, Race, Unfenced) as error:
             reject(f"{said}: {type(error).__name__}: {error}")
         if not torch.equal(o, right):
@@ -61,7 +58,7 @@ def _check_case(answer, case):
             )
 
 
-def _run(q, k, v, is_causal, replaced, seed=0):
+def _run(q, k, v, is_causal, replaced=(), seed=0):
     """(o, how many tiles were copied into shared memory)"""
     copies = 0
 
@@ -87,7 +84,7 @@ def _check_ahead(answer):
         q, k, v = make_qkv(1, 1, 700, head_dim, seq_k=900, dtype=FP16)
         begun = []
         for produce in (hopper_forward._produce, answer.produce):
-            replaced = {"_produce": produce, "_consume": _stand_still}
+            replaced = (hopper_forward._produce, produce), (hopper_forward._consume, _stand_still)
             begun.append(_begun(q, k, v, replaced))
         room, got = begun
         if got < room:
@@ -131,22 +128,3 @@ def _check_compiled(answer):
             lambda: hopper_forward.plan(q, k, v, True, 0.125, 1)(q, k, v)
         )
     require_compiled(launch, hopper_forward, answer, "_produce = produce")
-
-
-def require_compiled(launch, module, answer, replaces: str):
-    """Compile a launch in a file of its own: the course's module, the answer, and what it replaces."""
-    course, own = Path(module.__file__).read_text(), inspect.getsource(answer)
-    source = f"{course}\n\n{own}\n\n{replaces}\n"
-    (made,) = offline.compile_launches([replace(launch, source=source)], ["sm_90"])
-    if made.error:
-        reject(f"it runs in the interpreter, but it does not compile: {_reason(made.error)}")
-    if not made.fits:
-        reject(f"it runs in the interpreter, but no H100 can run it: {made}")
-
-
-def _reason(error):
-    if "create_mbarrier_expect" in error:
-        return "mbarrier.expect(barrier, nbytes): nbytes must be known when the kernel is compiled"
-    lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
-    caret = max((i for i, line in enumerate(lines) if line == "^"), default=0)
-    return " ".join(lines[max(caret - 1, 0) :]).replace(" ^ ", ": ")[:300]
