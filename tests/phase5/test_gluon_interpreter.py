@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier as bar
 
 FP16, BF16 = torch.float16, torch.bfloat16
 SHAPES = [  # batch, heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal
@@ -486,3 +487,18 @@ def test_two_threads_wait_for_each_other_and_nothing_stays_patched():
 def test_what_the_hopper_kernels_do_not_take_is_refused(shape, dtype):
     with pytest.raises(ValueError, match="expected fp16 or bf16, head_dim a multiple of 8 up to 128"):
         gluon_interpreter.attention()(*inputs(shape, dtype), is_causal=False, scale=None, enable_gqa=False)
+
+
+@gluon.jit
+def _by_another_name(out_ptr):
+    barrier = gl.allocate_shared_memory(gl.int64, [1], bar.MBarrierLayout())
+    bar.init(barrier, count=1)
+    bar.arrive(barrier)
+    bar.wait(barrier, 0)
+    gl.store(out_ptr + gl.arange(0, 1), gl.full([1], 7, gl.int32))
+
+
+def test_gluons_words_are_known_by_any_name():
+    out = torch.zeros(1, dtype=torch.int32)
+    Interpreted(_by_another_name)[(1,)](out)
+    assert out.item() == 7

@@ -1,10 +1,11 @@
 """What the compiler makes of every rung, for GPUs that are not here."""
 
 import itertools
+from collections import Counter
 from unittest import mock
 
 from common.measure import offline
-from phase5_tuning import compile_all, configs
+from phase5_tuning import compile_all, configs, hopper_beside, listing
 from phase5_tuning.backward import attention_backward
 from phase5_tuning.forward import attention_forward
 from phase5_tuning.ladder import LADDER
@@ -119,3 +120,34 @@ def test_every_rung_compiles_elsewhere(target, rung):
         assert c.error is None, c
         assert c.fits, c
         assert c.spills <= 256, c
+
+
+@interpreted_only
+@pytest.mark.parametrize(
+    ("kind", "opcodes"),
+    [
+        (hopper_beside.MULTIPLY, {"FMUL": 128}),
+        (hopper_beside.MULTIPLY_ADD, {"FFMA": 128}),
+        (hopper_beside.EXPONENTIAL, {"FFMA": 32, "MUFU": 32}),
+    ],
+    ids=lambda x: getattr(x, "value", None),
+)
+def test_what_is_measured_beside_a_product_stands_between_its_issue_and_the_wait(kind, opcodes):
+    left, none = hopper_beside.SHARED.value, hopper_beside.NONE.value
+    with (
+        mock.patch.object(configs, "multiprocessors", return_value=132),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(hopper_beside, "LAUNCHES", 1),
+    ):
+        recorded = offline.record_launches(lambda: hopper_beside.clocks(left, kind.value, none))
+    (made,) = offline.compile_launches(recorded[:1], ["sm_90"], sass=True)
+    assert not made.serialized
+    listed = listing.instructions(made.sass)
+    products = [i for i, x in enumerate(listed) if "HGMMA" in x.opcode]
+    assert len(products) == 8  # 128 deep in steps of 16, and the loop is not unrolled
+    wait = next(i for i, x in enumerate(listed) if i > products[-1] and "DEPBAR" in x.opcode and "gsb0" in x.text)
+    under = listed[products[-1] + 1 : wait]
+    clocks = [i for i, x in enumerate(under) if "SR_CLOCKLO" in x.text]
+    assert len(clocks) == 2
+    between = Counter(x.opcode.split(".")[0] for x in under[clocks[0] : clocks[1]])
+    assert {name: between[name] for name in ("FMUL", "FFMA", "MUFU") if between[name]} == opcodes
