@@ -4,7 +4,8 @@
 A row holds the time of a forward and a backward pass of one sequence (bf16, causal), that of our
 operator on one GPU, and their ratio by GPU (efficiency 1: W GPUs are W times as fast). Beside it
 stand the bytes that a rank sends and its peak memory, counted and by formula. The time is that of
-the slowest rank.
+the slowest rank. Two more rows are parts of the ring, each alone: "attention" the kernels of a
+rank's steps, "link" the move of a rank's keys and values to the next one.
 """
 
 import argparse
@@ -16,7 +17,11 @@ from common import runtime
 from common.measure import records
 from phase5_tuning import context_parallel as cp
 from phase5_tuning.attention import flash_attention
-from phase5_tuning.bench import KERNELS
+from phase5_tuning.backward import attention_backward
+from phase5_tuning.forward import attention_forward
+from phase5_tuning.hopper_bench import KERNELS
+from phase5_tuning.hopper_bench import SETTINGS as KERNEL_SETTINGS
+from phase5_tuning.ranks import meeting
 
 import torch
 import torch.distributed as dist
@@ -25,8 +30,10 @@ import torch.nn.functional as F
 WAYS = dict(
     ring=cp.context_parallel_attention, gather=cp.all_gather_attention, ulysses=cp.ulysses_attention
 )
-PROVIDERS = (*WAYS, "torch")
-WARMUP, REPEAT = 5, 20  # calls
+PARTS = "attention", "link"
+PROVIDERS = (*WAYS, "torch", *PARTS)
+WARMUP, CALLS = 5, 20  # calls before the first round, and of a round at most
+ROUNDS, ROUND_MS = 5, 300  # ms: about how long a round of long calls may take
 
 
 # --- formulas ------------------------------------------------------------------------------------------------------
@@ -44,10 +51,8 @@ def sent_bytes(
     others, sums = ranks - 1, kv // itemsize * 4  # dK and dV travel in fp32
     if ranks == 1:
         return 0, 0
-    if way == "ring":  # the sums make a whole turn, and so come home
-        return others * kv, others * kv + ranks * sums
-    if way == "gather":
-        return others * kv, others * kv + others * sums
+    if way in ("ring", "gather"):  # keys and values twice, and the sums once
+        return others * kv, others * (kv + sums)
     forward = (2 * q + kv) * others // ranks
     return forward, forward
 
@@ -59,29 +64,32 @@ def ring_peak_bytes(ranks: int, heads_q: int, heads_kv: int, seq: int, head_dim:
     rows = seq // ranks
     q, kv = heads_q * rows * head_dim, 2 * heads_kv * rows * head_dim
     saved = (3 * q + kv) * itemsize + 4 * heads_q * rows  # q, o, dO; k, v; LSE
-    shares = 2 * kv * itemsize  # here, and on their way
-    gradients = (
-        4 * q + q * itemsize + 2 * kv * itemsize
-    )  # dQ, its term; terms of dK, dV, and as one
-    return saved + shares + gradients + 3 * 4 * kv  # sums that leave, sums that come, own terms
+    shares = min(2, ranks - 1) * kv * itemsize  # here, and on their way
+    gradients = 4 * q + (q + kv) * itemsize  # dQ; terms of dQ, dK and dV
+    gradients += kv // 2 * itemsize  # one's own terms, of half of the heads
+    return saved + shares + gradients + 2 * 4 * kv  # sums that leave, sums that come
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------
 
 
-def slowest_ms(fn) -> float:
-    """Milliseconds of a call, on the rank where it takes longest."""
-    for _ in range(WARMUP):
-        fn()
+def slowest(fn) -> dict:
+    """ms, ms_min and ms_max of a call: median, least and most of ROUNDS rounds, on the rank that takes longest."""
+    calls = max(2, min(CALLS, round(ROUND_MS / _round_ms(fn, WARMUP))))
+    rounds = sorted(_round_ms(fn, calls) for _ in range(ROUNDS))
+    return dict(ms=rounds[ROUNDS // 2], ms_min=rounds[0], ms_max=rounds[-1])
+
+
+def _round_ms(fn, calls: int) -> float:
     torch.cuda.synchronize()
     dist.barrier()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(REPEAT):
+    for _ in range(calls):
         fn()
     end.record()
     torch.cuda.synchronize()
-    ms = torch.tensor([begin.elapsed_time(end) / REPEAT], device="cuda")
+    ms = torch.tensor([begin.elapsed_time(end) / calls], device="cuda")
     dist.all_reduce(ms, dist.ReduceOp.MAX)
     return ms.item()
 
@@ -106,8 +114,32 @@ def counted(fn) -> int:
     return sent
 
 
-def timed_peer(q, k, v, do) -> tuple[float, int]:
-    """(ms, peak bytes) of torch.distributed.tensor.experimental.context_parallel."""
+def attention_alone(q, k, v, do):
+    """A function that calls the kernels of all steps of this rank, with its own keys for all others'."""
+    ranks, rank, chunk = dist.get_world_size(), dist.get_rank(), q.shape[2] // 2
+    steps = [meeting(rank, source, chunk, chunk, True) for source in range(ranks)]
+    o, lse = attention_forward(q, k, v, True, enable_gqa=True)
+
+    def call():
+        for rows, cols, masked in steps:
+            far = k[:, :, cols], v[:, :, cols]
+            attention_forward(q[:, :, rows], *far, masked, enable_gqa=True)
+        for rows, cols, masked in steps:
+            far = k[:, :, cols], v[:, :, cols]
+            saved = o[:, :, rows], lse[:, :, rows].contiguous(), do[:, :, rows]
+            attention_backward(q[:, :, rows], *far, *saved, None, masked)
+
+    return call
+
+
+def one_move(q, k, v, do):
+    """A function that passes this rank's keys and values on, and waits."""
+    ring, kv = cp.Ring(None), torch.stack((k, v))
+    return lambda: cp._wait(ring.pass_on(kv, k.shape[2]))
+
+
+def timed_peer(q, k, v, do) -> tuple[dict, int]:
+    """(times, peak bytes) of torch.distributed.tensor.experimental.context_parallel."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
@@ -117,7 +149,7 @@ def timed_peer(q, k, v, do) -> tuple[float, int]:
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
         fn = both_passes(F.scaled_dot_product_attention, *buffers)
         torch.cuda.reset_peak_memory_stats()
-        return slowest_ms(fn), torch.cuda.max_memory_allocated() - held
+        return slowest(fn), torch.cuda.max_memory_allocated() - held
 
 
 def row_of(provider: str, args, seq: int, inputs, one_gpu_ms: float) -> dict:
@@ -128,14 +160,18 @@ def row_of(provider: str, args, seq: int, inputs, one_gpu_ms: float) -> dict:
     )  # fmt: skip
     sizes = ranks, args.heads, heads_kv, seq, args.head_dim
     if provider == "torch":
-        row["ms"], row["peak_bytes"] = timed_peer(*inputs)
+        times, row["peak_bytes"] = timed_peer(*inputs)
+        row |= times
+    elif provider in PARTS:
+        part = attention_alone if provider == "attention" else one_move
+        return row | slowest(part(*(cp.shard(t) for t in inputs)))
     else:
         attend = functools.partial(WAYS[provider], enable_gqa=heads_kv != args.heads)
         held = torch.cuda.memory_allocated()
         shards = [cp.shard(t) for t in inputs]
         fn = both_passes(attend, *shards)
         torch.cuda.reset_peak_memory_stats()
-        row["ms"] = slowest_ms(fn)
+        row |= slowest(fn)
         row["peak_bytes"] = torch.cuda.max_memory_allocated() - held
         row["sent_bytes_formula"] = sum(sent_bytes(provider, *sizes))
         if provider == "ring":
@@ -155,15 +191,21 @@ def run(args) -> list[dict]:
             for heads in (args.heads, heads_kv, heads_kv, args.heads)
         ]
         attend = functools.partial(flash_attention, enable_gqa=heads_kv != args.heads)
-        one = slowest_ms(both_passes(attend, *inputs))
+        one = slowest(both_passes(attend, *inputs))["ms"]
         for provider in args.provider:
             rows.append(row_of(provider, args, seq, inputs, one))
             if dist.get_rank() == 0:
-                ms, efficiency = rows[-1]["ms"], rows[-1]["efficiency"]
-                print(
-                    f"{seq:>7} {provider:<8} {ms:8.3f} ms, efficiency {efficiency:.2f}", flush=True
-                )
+                row, efficiency = rows[-1], ""
+                if "efficiency" in row:
+                    efficiency = f", efficiency {row['efficiency']:.2f}"
+                print(f"{seq:>7} {provider:<9} {row['ms']:8.3f} ms{efficiency}", flush=True)
     return rows
+
+
+SETTINGS = (
+    *KERNEL_SETTINGS, WARMUP, CALLS, ROUNDS, ROUND_MS, slowest, _round_ms, both_passes, attention_alone, one_move,
+    timed_peer, cp.Ring, cp._around, cp._at_once, cp._Travelling, cp._Kept, cp._Sharded, cp._Turned, cp.merge_,
+)  # fmt: skip
 
 
 def arguments(argv=None) -> argparse.Namespace:
@@ -210,8 +252,7 @@ def main(argv=None) -> int:
     try:
         if args.name and dist.get_rank() == 0:
             stored = [f"--name={args.name}", *([f"--commit={args.commit}"] if args.commit else [])]
-            settings = WARMUP, REPEAT, slowest_ms, both_passes
-            return records.main("phase5_tuning", KERNELS, lambda: run(args), stored, (), settings)
+            return records.main("phase5_tuning", KERNELS, lambda: run(args), stored, (), SETTINGS)
         run(args)
         return 0
     finally:

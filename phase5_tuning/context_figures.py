@@ -138,3 +138,39 @@ def hiding(
         alt="Time of a step by rows, both axes logarithmic. Products rise with the square of the rows, "
         "transfers in proportion; each transfer's line is crossed once, the slower the bandwidth the later.",
     )
+
+
+def homeward(ranks: int, kv: float, sums: float) -> None:
+    """Two orders of a backward pass: products of the steps, and the transfers of keys and of sums.
+
+    kv, sums: how long a move takes; the products of a step take 1.
+    """
+    visitors = [(f"{step}", 1.0) for step in range(1, ranks)]
+    orders = {
+        "own keys first, own terms travel": [("own", 1.0), *visitors],
+        "half of the own keys first, half last": [("own", 0.5), *visitors, ("own", 0.5)],
+    }
+    fig, axes = style.new(9.5, 2.6, columns=2, sharex=True, sharey=True)
+    said = []
+    for ax, (title, steps) in zip(axes, orders.items(), strict=True):
+        at, end, moves = 0.0, 0.0, 0
+        for number, (name, length) in enumerate(steps):
+            ax.broken_barh([(at, length)], (2.1, 0.8), color=COLORS["tiled"], edgecolor="white")
+            ax.text(at + length / 2, 2.5, name, ha="center", va="center", color="white", fontsize=9)
+            if number < ranks - 1:
+                ax.broken_barh([(at, kv)], (1.1, 0.8), color=TINT["k"], edgecolor=COLORS["k"])
+            at += length
+            leaves = number < ranks and (name != "own" or len(steps) == ranks)
+            if leaves:
+                ax.broken_barh([(at, sums)], (0.1, 0.8), color="white", edgecolor=COLORS["ink"])
+                end, moves = at + sums, moves + 1
+        end = max(at, end)
+        ax.axvline(end, color=COLORS["ink"], lw=1, ls=":")
+        ax.set(title=title, xlabel="time (products of a step = 1)", ylim=(0, 3))
+        ax.set(yticks=[0.5, 1.5, 2.5], yticklabels=["sums of dK, dV", "K, V", "products"])
+        ax.grid(False)
+        said.append(f"{title}: {moves} moves of sums, all is done after {end:g}")
+    style.show(
+        fig,
+        alt=f"Three lanes of a rank, of {ranks}: products, moves of K and V, moves of sums. {'; '.join(said)}.",
+    )

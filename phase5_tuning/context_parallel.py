@@ -8,8 +8,9 @@ Its queries must meet all keys. They meet them a rank's share at a time:
     meanwhile: keys and values move on by a rank
 
 After W steps every share has been everywhere. The backward pass goes round once more; dK and dV
-travel with their keys and collect a term from every rank, in fp32 and in the order of the ring, so
-that every run gives the same bits.
+travel with their keys and collect a term from every other rank, in fp32 and in the order of the
+ring, so that every run gives the same bits. One's own terms stay at home: those of half of the heads
+are computed while the first keys travel, the others while the sums come home.
 
 Two other ways stand beside the ring, to compare with: `all_gather_attention` brings all keys at once,
 `ulysses_attention` gives each rank all rows of some heads.
@@ -20,6 +21,7 @@ Source: Liu, Zaharia, Abbeel, arXiv 2310.01889 (ring); Llama 3, arXiv 2407.21783
 chunks a rank); Jacobs et al., arXiv 2309.14509 (Ulysses).
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -67,33 +69,29 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        of = group or dist.group.WORLD
-        self._next = dist.get_global_rank(of, (self.rank + 1) % self.ranks)
-        self._before = dist.get_global_rank(of, (self.rank - 1) % self.ranks)
 
     def source(self, step: int) -> int:
         """Whose keys and values are here in a step: one's own in step 0, then those of the rank before."""
         return (self.rank - step) % self.ranks
 
-    def pass_on(self, x: torch.Tensor, rows: int) -> tuple[torch.Tensor, list]:
+    def pass_on(self, x: torch.Tensor, rows: int) -> list:
         """Send x (..., seq, head_dim), contiguous, and receive its like with other rows.
 
-        Returns what comes, which is there when all of the list's works have been waited for.
+        Returns a transfer, for `_wait`. It is one all-to-all in which each rank has something for the
+        next one only: over NCCL a send and a receive, and one call of the host.
         """
         coming = x.new_empty(*x.shape[:-2], rows, x.shape[-1])
-        transfers = []
-        if x.numel():
-            transfers.append(dist.P2POp(dist.isend, x, self._next, self.group))
-        if coming.numel():
-            transfers.append(dist.P2POp(dist.irecv, coming, self._before, self.group))
-        return coming, dist.batch_isend_irecv(transfers) if transfers else []
+        sizes_in, sizes_out = [0] * self.ranks, [0] * self.ranks
+        sizes_in[(self.rank - 1) % self.ranks] = coming.numel()
+        sizes_out[(self.rank + 1) % self.ranks] = x.numel()
+        ends = coming.view(-1), x.view(-1), sizes_in, sizes_out
+        return [coming, dist.all_to_all_single(*ends, group=self.group, async_op=True)]
 
 
-def _wait(transfer: tuple[torch.Tensor, list]) -> torch.Tensor:
-    coming, works = transfer
-    while works:
-        works.pop(0).wait()  # a work holds what it sent: with it, that goes
-    return coming
+def _wait(transfer: list) -> torch.Tensor:
+    """What a transfer brings, when it is there. A transfer holds what it sends until then."""
+    transfer.pop().wait()
+    return transfer.pop()
 
 
 def merge_(
@@ -124,11 +122,64 @@ def _at_once(ring: Ring, kv: torch.Tensor, lengths: Sequence[int]) -> Iterator:
         yield ring.source(step), shares[ring.source(step)]
 
 
+class _Travelling:
+    """Sums of dK and dV that go round with their keys: each rank adds its terms and passes them on."""
+
+    def __init__(self, ring: Ring, lengths: Sequence[int]):
+        self.ring, self.lengths, self.transfer = ring, lengths, None
+
+    def add(self, source: int, kv: torch.Tensor, where, terms) -> None:
+        """Add the terms (dk, dv) at `where` in the share kv of rank `source`."""
+        if self.transfer is None:
+            sums = _begun(kv, where, terms)
+        else:
+            _add(sums := _wait(self.transfer), where, terms)
+        self.transfer = self.ring.pass_on(sums, self.lengths[(source - 1) % self.ring.ranks])
+
+    def home(self) -> torch.Tensor:
+        """dK and dV of this rank's share, in fp32, as all other ranks have computed them."""
+        return _wait(self.transfer)
+
+
+class _Kept:
+    """As `_Travelling`, but a rank keeps its terms of each share to the end, and then sends all home."""
+
+    def __init__(self, ring: Ring, lengths: Sequence[int]):
+        self.ring, self.rows, self.sums = ring, lengths[ring.rank], {}
+
+    def add(self, source: int, kv: torch.Tensor, where, terms) -> None:
+        self.sums[source] = _begun(kv, where, terms)
+
+    def home(self) -> torch.Tensor:
+        some = next(iter(self.sums.values()))
+        shape = *some.shape[:-2], self.rows, some.shape[-1]
+        self.sums[self.ring.rank] = some.new_empty(0)  # one's own terms stay
+        ranks, mine = range(self.ring.ranks), self.ring.rank
+        outgoing = [self.sums[rank].flatten() for rank in ranks]
+        sizes = [math.prod(shape) * (rank != mine) for rank in ranks]
+        coming = _exchanged(outgoing, sizes, self.ring.group)
+        parts = [coming[rank].view(shape) for rank in ranks if rank != mine]
+        return functools.reduce(torch.Tensor.add_, parts)
+
+
+def _begun(kv: torch.Tensor, where, terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The terms at `where`, in zeros like kv, in fp32."""
+    sums = kv.new_zeros(kv.shape, dtype=torch.float32)
+    for total, term in zip(sums, terms, strict=True):
+        total[where] = term
+    return sums
+
+
+def _add(sums: torch.Tensor, where, terms: Sequence[torch.Tensor]) -> None:
+    for total, term in zip(sums, terms, strict=True):
+        total[where] += term
+
+
 class _Sharded(torch.autograd.Function):
-    """Attention over the shares that `shares` yields, `_around` or `_at_once`."""
+    """Attention over the shares that `shares` yields; `sums` brings dK and dV home."""
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal, scale, lengths_q, lengths_k, group, shares):
+    def forward(ctx, q, k, v, is_causal, scale, lengths_q, lengths_k, group, shares, sums):
         ring, o = Ring(group), None
         early_q, early_k = (chunk_lengths(sum(n), ring.ranks) for n in (lengths_q, lengths_k))
         for source, kv in shares(ring, torch.stack((k, v)), lengths_k):
@@ -142,50 +193,41 @@ class _Sharded(torch.autograd.Function):
                 merge_(o[:, :, rows], lse[:, :, rows], *part)
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options = is_causal, scale, lengths_k, early_q, early_k, ring, shares
+        ctx.options = is_causal, scale, lengths_k, early_q, early_k, ring, shares, sums
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
-        is_causal, scale, lengths_k, early_q, early_k, ring, shares = ctx.options
-        dq, sums = torch.zeros_like(q, dtype=torch.float32), None
-        collect = _travelling if shares is _around else _kept
-        for source, kv in shares(ring, torch.stack((k, v)), lengths_k):
+        is_causal, scale, lengths_k, early_q, early_k, ring, shares, sums = ctx.options
+        heads, half, group = k.shape[1], k.shape[1] // 2, q.shape[1] // k.shape[1]
+        dq, elsewhere = torch.zeros_like(q, dtype=torch.float32), sums(ring, lengths_k)
+
+        def terms(source, kv, first, end):
+            """(where, (dk, dv)) of the heads first to end of a rank's share; dQ's term is added."""
             here = meeting(ring.rank, source, early_q[ring.rank], early_k[source], is_causal)
             rows, cols, masked = here
-            near, far = q[:, :, rows], kv[:, :, :, cols]
-            saved = o[:, :, rows], lse[:, :, rows].contiguous(), do[:, :, rows]
-            dq_part, *dkv_part = attention_backward(near, *far, *saved, None, masked, scale)
-            dq[:, :, rows] += dq_part
-            dkv = torch.zeros_like(kv, dtype=torch.float32)
-            dkv[:, :, :, cols] = torch.stack(dkv_part)
-            sums = collect(ring, sums, dkv, lengths_k, source)
-            del dkv  # else it would live until the next one stands beside it
-        dkv = _wait(sums) if shares is _around else _brought_home(ring, sums, lengths_k)
+            near = slice(None), slice(first * group, end * group), rows
+            far = slice(None), slice(first, end), cols
+            saved = o[near], lse[near].contiguous(), do[near]
+            k, v = kv
+            part = attention_backward(q[near], k[far], v[far], *saved, None, masked, scale)
+            dq[near] += part[0]
+            return far, part[1:]
+
+        own = []
+        for source, kv in shares(ring, torch.stack((k, v)), lengths_k):
+            if source == ring.rank:  # half of its heads, while the first keys travel
+                own.append(terms(source, kv, 0, half))
+            else:
+                elsewhere.add(source, kv, *terms(source, kv, 0, heads))
+        own.append(terms(ring.rank, (k, v), half, heads))  # while the sums come home
+        dkv = elsewhere.home()
+        for part in own:
+            _add(dkv, *part)
         dk, dv = dkv.to(k.dtype)
-        return dq.to(q.dtype), dk, dv, *(None,) * 6
-
-
-def _travelling(ring: Ring, sums, dkv: torch.Tensor, lengths: Sequence[int], source: int):
-    """Add this rank's dK and dV to the sums that come with the keys, and pass them on."""
-    if sums is not None:
-        dkv = _wait(sums).add_(dkv)
-    return ring.pass_on(dkv, lengths[(source - 1) % ring.ranks])
-
-
-def _kept(ring: Ring, sums, dkv: torch.Tensor, lengths: Sequence[int], source: int):
-    """Keep this rank's dK and dV of every share until the end."""
-    return (sums or {}) | {source: dkv}
-
-
-def _brought_home(ring: Ring, sums: dict, lengths: Sequence[int]) -> torch.Tensor:
-    """Send each share of dK and dV to the rank that has its keys, and sum what comes, in rank order."""
-    mine = sums[ring.rank]
-    outgoing = [sums[rank].flatten() for rank in range(ring.ranks)]
-    coming = _exchanged(outgoing, [mine.numel()] * ring.ranks, ring.group)
-    return torch.stack([part.view(mine.shape) for part in coming]).sum(0)
+        return dq.to(q.dtype), dk, dv, *(None,) * 7
 
 
 def _exchanged(outgoing: list, sizes: list[int], group) -> list[torch.Tensor]:
@@ -251,23 +293,23 @@ def context_parallel_attention(
     all ranks if they disagree or if the shards are not those that `shard` gives. A rank that never
     calls makes the others fail with the process group's own error or timeout; heartbeat.py names it.
     """
-    return _attend(
-        "context_parallel_attention", _around, q, k, v, is_causal, scale, enable_gqa, group
-    )
+    way = _around, _Travelling
+    return _attend("context_parallel_attention", way, q, k, v, is_causal, scale, enable_gqa, group)
 
 
 def all_gather_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, group=None):
     """As `context_parallel_attention`, with one all-gather of K and V instead of the ring: the simple
     version, which needs memory for the keys and values of the whole sequence.
     """
-    return _attend("all_gather_attention", _at_once, q, k, v, is_causal, scale, enable_gqa, group)
+    way = _at_once, _Kept
+    return _attend("all_gather_attention", way, q, k, v, is_causal, scale, enable_gqa, group)
 
 
-def _attend(name, shares, q, k, v, is_causal, scale, enable_gqa, group):
+def _attend(name, way, q, k, v, is_causal, scale, enable_gqa, group):
     scale, *lengths = agreed(name, q, k, v, is_causal, scale, enable_gqa, group)
     if len(lengths[0]) == 1:
         return flash_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    return _Sharded.apply(q, k, v, is_causal, scale, *lengths, group, shares)
+    return _Sharded.apply(q, k, v, is_causal, scale, *lengths, group, *way)
 
 
 def ulysses_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, group=None):

@@ -4,7 +4,9 @@ Builds on: torch.distributed; the arithmetic of rows needs no process group.
 Source: Llama 3, arXiv 2407.21783, section 3.3.2 (two chunks a rank).
 """
 
+import hashlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 from common import validate
 
@@ -79,8 +81,9 @@ def side_group(group):
 def agreed(name: str, q, k, v, is_causal, scale, enable_gqa, group) -> tuple:
     """(scale, rows of q, rows of k by rank), after all ranks have called with the same arguments.
 
-    Every rank tells all others what it was called with, or what is wrong with it. So all of them
-    raise, and none waits for one that has raised.
+    Every rank tells all others the number of its rows and a digest of what it was called with. Where
+    digests differ, it tells what it was called with, or what is wrong with it. So all of them raise,
+    and none waits for one that has raised.
     """
     wrong, facts, rows = None, {}, (0, 0)
     try:
@@ -93,34 +96,47 @@ def agreed(name: str, q, k, v, is_causal, scale, enable_gqa, group) -> tuple:
         facts["requires_grad"], rows = needs, (q.shape[2], k.shape[2])
     except Exception as error:  # whatever it is, the others must hear of it
         wrong = error
+    mine = torch.tensor([0 if wrong else _digest(facts), *rows])
+    everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everybody, mine, group=side_group(group))
+    digests, *all_rows = torch.stack(everybody).T.tolist()
+    if len(set(digests)) > 1 or 0 in digests:
+        _raise_what_differs(wrong, facts, group)
+    return scale, *_checked_rows(*all_rows, is_causal)
+
+
+def _digest(facts: dict) -> int:
+    """A number above 0 and below 2^63, the same in every process, that other facts have by a chance of 2^-63."""
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1 or 1
+
+
+def _raise_what_differs(wrong: Exception | None, facts: dict, group) -> NoReturn:
     said = [None] * dist.get_world_size(group)
-    mine = f"{type(wrong).__name__}: {wrong}" if wrong else None, facts, rows
+    mine = f"{type(wrong).__name__}: {wrong}" if wrong else None, facts
     dist.all_gather_object(said, mine, group=side_group(group))
     if wrong:
         raise wrong
-    errors, everybody, all_rows = zip(*said, strict=True)
+    errors, everybody = zip(*said, strict=True)
     for rank, error in enumerate(errors):
         if error:
             raise ValueError(f"rank {rank} raised {error}")
-    for what in facts:
-        values = [of[what] for of in everybody]
-        if len(set(values)) > 1:
-            by_rank = ", ".join(f"rank {i}: {value}" for i, value in enumerate(values))
-            raise ValueError(f"{what}: the ranks disagree: {by_rank}")
-    return scale, *_checked_rows(all_rows, is_causal)
+    what = next(of for of in facts if len({one[of] for one in everybody}) > 1)
+    by_rank = ", ".join(f"rank {rank}: {one[what]}" for rank, one in enumerate(everybody))
+    raise ValueError(f"{what}: the ranks disagree: {by_rank}")
 
 
-def _checked_rows(all_rows: Sequence[tuple[int, int]], is_causal: bool) -> list[list[int]]:
+def _checked_rows(rows_q: list[int], rows_k: list[int], is_causal: bool) -> tuple:
     """The rows of q and of k by rank, if they are those of shards."""
-    ranks, both = len(all_rows), [list(rows) for rows in zip(*all_rows, strict=True)]
-    for name, lengths in zip(("q", "k"), both, strict=True):
+    for name, lengths in dict(q=rows_q, k=rows_k).items():
+        ranks = len(lengths)
         chunks = chunk_lengths(sum(lengths), ranks)
         expected = [sum(chunks[i] for i in chunks_of(rank, ranks)) for rank in range(ranks)]
         if lengths != expected:
             raise ValueError(
                 f"{name}: the ranks hold {lengths} rows of {sum(lengths)}; shard() gives them {expected}"
             )
-    if is_causal and both[0] != both[1]:
-        got = " and ".join(str(sum(lengths)) for lengths in both)
+    if is_causal and rows_q != rows_k:
+        got = f"{sum(rows_q)} and {sum(rows_k)}"
         raise ValueError(f"is_causal: seq_q and seq_k must be equal, got {got}")
-    return both
+    return rows_q, rows_k

@@ -29,12 +29,16 @@ class Race(RuntimeError):
 
 
 class Transfer:
-    """One end of a message that has been started. `wait` returns when it is done: what came, or None."""
+    """One end of a message that has been started. `wait` returns when it is done: what came, or None.
+
+    meanwhile: the numbers of keys of which its rank has computed something between start and wait.
+    """
 
     def __init__(self, ring: "_Ring", rank: "Rank", kind: str, number: int, x=None):
         self._ring, self._rank, self._kind, self._number = ring, rank, kind, number
         self._sent, self._version, self.waited = x, None if x is None else x._version, False
         self._copy = None if x is None else x.clone()
+        self._begun, self.meanwhile = len(rank.computed), []
 
     def _other_end(self):
         rank, ranks = self._rank.number, self._rank.ranks
@@ -51,6 +55,7 @@ class Transfer:
         self._ring.wait_for(self)
         if not self.waited:
             self.waited = True
+            self.meanwhile = self._rank.computed[self._begun :]
             self._rank.log.append(("waited", self._kind))
             if self._sent is not None and self._sent._version != self._version:
                 raise Race(
@@ -64,12 +69,12 @@ class Rank:
     """One rank: `number` of `ranks`, two ends of messages, and what its GPU computes.
 
     log: ("send", ""), ("waited", "receive"), ("computed", "attend") and so on, in order. attended:
-    (queries, keys) of each `attend`.
+    (queries, keys) of each `attend`. computed: the keys of each `attend` and each `gradients`.
     """
 
     def __init__(self, ring: "_Ring", number: int, ranks: int):
         self._ring, self.number, self.ranks = ring, number, ranks
-        self.sends, self.receives, self.log, self.attended = [], [], [], []
+        self.sends, self.receives, self.log, self.attended, self.computed = [], [], [], [], []
 
     def send(self, x: torch.Tensor) -> Transfer:
         """Start to send x to the next rank. x must not change before `wait` has returned."""
@@ -91,6 +96,7 @@ class Rank:
         """
         self.log.append(("computed", "attend"))
         self.attended.append((len(q), kv.shape[1]))
+        self.computed.append(kv.shape[1])
         s = q @ kv[0].T / q.shape[1] ** 0.5
         if is_causal:
             s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), float("-inf"))
@@ -100,6 +106,7 @@ class Rank:
     def gradients(self, q, kv, o, lse, do) -> tuple[torch.Tensor, torch.Tensor]:
         """(dq, dkv) of these keys' part, as phase 4's backward pass: P from lse, delta from o and do."""
         self.log.append(("computed", "gradients"))
+        self.computed.append(kv.shape[1])
         scale = q.shape[1] ** -0.5
         p = torch.exp(scale * q @ kv[0].T - lse[:, None])
         ds = p * (do @ kv[1].T - (o * do).sum(dim=1, keepdim=True))

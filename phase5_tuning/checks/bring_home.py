@@ -2,19 +2,20 @@
 
 from common.learn.judge import reject, require
 from phase5_tuning import ring_model
-from phase5_tuning.checks.pass_keys import made, played, require_meanwhile
+from phase5_tuning.checks import pass_keys
+from phase5_tuning.checks.pass_keys import played, require_meanwhile
 
 import torch
 
 
 def check(answer):
     for ranks in (2, 1, 3, 4, 5):
-        inputs = [_made(rank, ranks) for rank in range(ranks)]
+        inputs = [made(rank, ranks) for rank in range(ranks)]
         got, ring = played(
             f"{ranks} ranks", lambda rank, of: answer.backward(rank, *of), inputs, "(dq, dkv)"
         )
         for rank, (dq, dkv) in zip(ring, got, strict=True):
-            _check_result(f"{ranks} ranks: rank {rank.number}", rank.number, inputs, dq, dkv)
+            check_result(f"{ranks} ranks: rank {rank.number}", rank.number, inputs, dq, dkv)
         for rank in ring:
             require_meanwhile(ranks, rank, "gradients", "the keys")
             require_meanwhile(ranks, rank, "gradients", "the sums", kinds=2, first=1)
@@ -26,13 +27,14 @@ def check(answer):
     return "1 to 5 ranks: right, nobody waits for ever, keys and sums travel while ranks compute"
 
 
-def _made(number, ranks):
-    q, kv, do = made(number)
-    everybody = torch.cat([made(other)[1] for other in range(ranks)], dim=1)
+def made(number, ranks):
+    q, kv, do = pass_keys.made(number)
+    everybody = torch.cat([pass_keys.made(other)[1] for other in range(ranks)], dim=1)
     return q, kv, *ring_model.Rank(None, 0, 1).attend(q, everybody), do
 
 
-def _check_result(what, number, inputs, dq, dkv):
+def check_result(what, number, inputs, dq, dkv, without_own=None):
+    """without_own: what to say if dkv lacks the term of the rank's own queries."""
     gradients = ring_model.Rank(None, 0, 1).gradients
 
     def terms(query, keys):
@@ -64,6 +66,8 @@ def _check_result(what, number, inputs, dq, dkv):
         mistakes[
             "these are the rank's own terms, of all keys: the sum must go where its keys go"
         ] = sum(terms(number, keys)[1] for keys in ranks)
+        if without_own:
+            mistakes[without_own] = sums[number] - terms(number, number)[1]
     require(f"{what}: dq", dq, sum(of_queries), mistakes=dq_mistakes, rtol=1e-4, atol=1e-4)
     single = [terms(query, number)[1] for query in ranks]
     alike = isinstance(dkv, torch.Tensor) and dkv.shape == sums[number].shape

@@ -4,6 +4,8 @@ import datetime
 import os
 import signal
 import sys
+from contextlib import ExitStack
+from unittest import mock
 
 from common import make_qkv
 from phase5_tuning import context_bench
@@ -107,6 +109,7 @@ def errors() -> dict:
     heard = {name: said(*odd) if last else said(call, [q] * 3, {}) for name, odd in disagreements().items()}
     shorter = cp.shard(torch.zeros(1, 2, 2 * dist.get_world_size() - 1, 16))
     heard["causal lengths"] = said(call, [q, shorter, shorter], dict(is_causal=True))
+    heard["invalid on all"] = said(call, [q, q[..., :8], q], {})
     prime = q.new_zeros(1, 5, *q.shape[2:])
     heard["heads"] = said(cp.ulysses_attention, [prime] * 3, {})
     return heard
@@ -131,6 +134,38 @@ class SumsAlive(TorchDispatchMode):
         return made
 
 
+def idle_transfers(fn) -> tuple[int, int]:
+    """(transfers of the ring in a call of fn, those that were waited for with nothing computed since they began)."""
+    computed, begun, idle = 0, [], 0
+    pass_on, wait = cp.Ring.pass_on, cp._wait
+
+    def beginning(*args):
+        transfer = pass_on(*args)
+        begun.append((transfer, computed))
+        return transfer
+
+    def waiting(transfer):
+        nonlocal idle
+        idle += next(then for one, then in begun if one is transfer) == computed
+        return wait(transfer)
+
+    def computing(attention):
+        def call(q, *args, **options):
+            nonlocal computed
+            computed += q.numel() > 0
+            return attention(q, *args, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(cp.Ring, "pass_on", beginning))
+        stack.enter_context(mock.patch.object(cp, "_wait", waiting))
+        for name in ("attention_forward", "attention_backward"):
+            stack.enter_context(mock.patch.object(cp, name, computing(getattr(cp, name))))
+        fn()
+    return len(begun), idle
+
+
 def begin(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -152,6 +187,7 @@ def run(rank: int, ranks: int, folder: str) -> None:
     with SumsAlive() as sums:
         got["sent"] = context_bench.counted(lambda: attend(RING, "even shards"))
     got["sums"] = sums.most
+    got["idle"] = idle_transfers(lambda: attend(RING, "four heads"))
     got["round trip"] = [
         torch.equal(cp.unshard(cp.shard(x)), x)
         for x in (torch.randn(2, seq, 3, generator=torch.Generator().manual_seed(seq)) for seq in range(9))

@@ -137,6 +137,8 @@ def test_wrong_on_all_ranks(runs):
         kind, text = of_rank["errors"]["causal lengths"]
         assert kind == "ValueError"
         assert text.startswith("is_causal: seq_q and seq_k must be equal, got")
+        kind, text = of_rank["errors"]["invalid on all"]
+        assert (kind, "rank" in text) == ("ValueError", False)
         assert of_rank["errors"]["heads"] == (
             "ValueError", f"heads_q: 5 heads cannot be shared by {ranks} ranks",
         )  # fmt: skip
@@ -206,12 +208,18 @@ def test_the_bench_s_formula_is_the_number_of_bytes_sent(runs):
     if ranks == 1:
         assert context_bench.sent_bytes("ring", 1, 1, 1, 64, 16) == (0, 0)
         return
-    # seq 24 can be cut into 2 W equal chunks for each W here; one head of 16, fp16, but sums of dK and dV in fp32
+    # seq 24 can be cut into 2 W equal chunks for each W here; one head of 16, fp16; sums in fp32
     expected = sum(context_bench.sent_bytes("ring", ranks, 1, 1, 24, 16))
     assert [of_rank["sent"] for of_rank in got] == [expected] * ranks
 
 
-def test_three_sums_of_dk_and_dv_are_alive_at_most(runs):
-    """Those that leave, those that come, and this rank's own terms: what context_bench.ring_peak_bytes counts."""
+def test_two_sums_of_dk_and_dv_are_alive_at_most(runs):
+    """The one that leaves and the one that comes: what context_bench.ring_peak_bytes counts."""
     ranks, got = runs
-    assert [of_rank["sums"] for of_rank in got] == [0 if ranks == 1 else 3] * ranks
+    assert [of_rank["sums"] for of_rank in got] == [0 if ranks == 1 else 2] * ranks
+
+
+def test_something_is_computed_during_each_transfer(runs):
+    """Keys and values travel in both passes, sums in the second; none makes the last move of a whole turn."""
+    ranks, got = runs
+    assert [of_rank["idle"] for of_rank in got] == [(3 * (ranks - 1), 0)] * ranks

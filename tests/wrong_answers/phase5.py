@@ -1234,4 +1234,48 @@ WRONG = {
             "use the lse that",
         ),
     ],
+    "hide_way_home": [
+        Wrong(
+            "all of its own keys at first", {"kv.shape[1] // 2": "kv.shape[1]"}, "computes nothing while send 2 of 2"
+        ),
+        Wrong(
+            "home before the rest",
+            {
+                "    dq_part, dkv_rest = rank.gradients(q, own[:, half:], o, lse, do)\n    sending_sum.wait()\n": (
+                    "    sending_sum.wait()\n    home = coming_sum.wait()\n"
+                    "    dq_part, dkv_rest = rank.gradients(q, own[:, half:], o, lse, do)\n"
+                ),
+                "dim=1) + coming_sum.wait()": "dim=1) + home",
+            },
+            "computes nothing while send 2 of 2",
+        ),
+        Wrong("all of its own keys at last", {"kv.shape[1] // 2": "0"}, "computes nothing while send 1 of 2"),
+        Wrong("what comes home alone", {"torch.cat((dkv_first, dkv_rest), dim=1) + ": ""}, "own queries are missing"),
+        Wrong(
+            "its own terms travel",
+            {
+                "dq, dkv_first =": "dq, dkv =",
+                "lse, do)\n    for step in": (
+                    "lse, do)\n    dkv = torch.cat((dkv, 0 * own[:, half:]), dim=1)\n"
+                    "    sending_sum, coming_sum = rank.send(dkv), rank.receive()\n    for step in"
+                ),
+                "if step > 1:": "if step > 0:",
+                "torch.cat((dkv_first, dkv_rest), dim=1) + coming_sum": (
+                    "torch.cat((0 * own[:, :half], dkv_rest), dim=1) + coming_sum"
+                ),
+            },
+            "own terms of dK and dV need not travel",
+        ),
+        Wrong(
+            "keys are waited for before the next are asked for",
+            {
+                "            sending, coming = rank.send(kv), rank.receive()\n": "            pass\n",
+                "            sending_sum.wait()\n": (
+                    "            sending_sum.wait()\n        if step + 1 < rank.ranks:\n"
+                    "            sending, coming = rank.send(kv), rank.receive()\n        if step > 1:\n"
+                ),
+            },
+            "computes nothing while",
+        ),
+    ],
 }
