@@ -4,8 +4,9 @@
 A row holds the time of a forward and a backward pass of one sequence (bf16, causal), that of our
 operator on one GPU, and their ratio by GPU (efficiency 1: W GPUs are W times as fast). Beside it
 stand the bytes that a rank sends and its peak memory, counted and by formula. The time is that of
-the slowest rank. Two more rows are parts of the ring, each alone: "attention" the kernels of a
-rank's steps, "link" the move of a rank's keys and values to the next one.
+the slowest rank. "replayed" is the ring as a CUDA graph, without the host's work. Two more rows are
+parts of the ring, each alone: "attention" the kernels of a rank's steps, "link" the move of a rank's
+keys and values to the next one.
 """
 
 import argparse
@@ -31,7 +32,7 @@ WAYS = dict(
     ring=cp.context_parallel_attention, gather=cp.all_gather_attention, ulysses=cp.ulysses_attention
 )
 PARTS = "attention", "link"
-PROVIDERS = (*WAYS, "torch", *PARTS)
+PROVIDERS = ("ring", "replayed", "gather", "ulysses", "torch", *PARTS)
 WARMUP, CALLS = 5, 20  # calls before the first round, and of a round at most
 ROUNDS, ROUND_MS = 5, 300  # ms: about how long a round of long calls may take
 
@@ -100,6 +101,18 @@ def both_passes(attend, q, k, v, do):
     return lambda: torch.autograd.grad(attend(q, k, v, is_causal=True), (q, k, v), do)
 
 
+def replayed(fn):
+    """fn, captured as a CUDA graph: a call replays its kernels and transfers."""
+    for _ in range(WARMUP):
+        fn()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    # NCCL's watchdog asks for events meanwhile, which a capture forbids to its own thread alone.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        fn()
+    return graph.replay
+
+
 def counted(fn) -> int:
     """Bytes that this rank sends in a call of the ring."""
     sent, pass_on = 0, cp.Ring.pass_on
@@ -166,10 +179,14 @@ def row_of(provider: str, args, seq: int, inputs, one_gpu_ms: float) -> dict:
         part = attention_alone if provider == "attention" else one_move
         return row | slowest(part(*(cp.shard(t) for t in inputs)))
     else:
-        attend = functools.partial(WAYS[provider], enable_gqa=heads_kv != args.heads)
+        way = WAYS["ring" if provider == "replayed" else provider]
+        attend = functools.partial(way, enable_gqa=heads_kv != args.heads)
         held = torch.cuda.memory_allocated()
         shards = [cp.shard(t) for t in inputs]
         fn = both_passes(attend, *shards)
+        if provider == "replayed":
+            row |= slowest(replayed(fn))
+            return row | dict(efficiency=one_gpu_ms / (ranks * row["ms"]))
         torch.cuda.reset_peak_memory_stats()
         row |= slowest(fn)
         row["peak_bytes"] = torch.cuda.max_memory_allocated() - held
@@ -203,8 +220,9 @@ def run(args) -> list[dict]:
 
 
 SETTINGS = (
-    *KERNEL_SETTINGS, WARMUP, CALLS, ROUNDS, ROUND_MS, slowest, _round_ms, both_passes, attention_alone, one_move,
-    timed_peer, cp.Ring, cp._around, cp._at_once, cp._Travelling, cp._Kept, cp._Sharded, cp._Turned, cp.merge_,
+    *KERNEL_SETTINGS, WARMUP, CALLS, ROUNDS, ROUND_MS, slowest, _round_ms, both_passes, replayed,
+    attention_alone, one_move, timed_peer,
+    cp.Ring, cp._around, cp._at_once, cp._Travelling, cp._Kept, cp._Sharded, cp._Turned, cp.merge_,
 )  # fmt: skip
 
 

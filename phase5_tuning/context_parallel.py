@@ -100,7 +100,7 @@ def merge_(
     """Phase 1's merge, in place: o, lse (fp32) become those of both sets of keys together."""
     both = torch.logaddexp(lse, lse_part)
     shift = both.masked_fill(both == float("-inf"), 0.0)
-    o.mul_((lse - shift).exp()[..., None]).add_(o_part * (lse_part - shift).exp()[..., None])
+    o.mul_((lse - shift).exp()[..., None]).addcmul_(o_part, (lse_part - shift).exp()[..., None])
     lse.copy_(both)
 
 
@@ -133,7 +133,9 @@ class _Travelling:
         if self.transfer is None:
             sums = _begun(kv, where, terms)
         else:
-            _add(sums := _wait(self.transfer), where, terms)
+            sums = _wait(self.transfer)
+            for total, term in zip(sums, terms, strict=True):
+                total[where] += term
         self.transfer = self.ring.pass_on(sums, self.lengths[(source - 1) % self.ring.ranks])
 
     def home(self) -> torch.Tensor:
@@ -168,11 +170,6 @@ def _begun(kv: torch.Tensor, where, terms: Sequence[torch.Tensor]) -> torch.Tens
     for total, term in zip(sums, terms, strict=True):
         total[where] = term
     return sums
-
-
-def _add(sums: torch.Tensor, where, terms: Sequence[torch.Tensor]) -> None:
-    for total, term in zip(sums, terms, strict=True):
-        total[where] += term
 
 
 class _Sharded(torch.autograd.Function):
@@ -224,9 +221,10 @@ class _Sharded(torch.autograd.Function):
                 elsewhere.add(source, kv, *terms(source, kv, 0, heads))
         own.append(terms(ring.rank, (k, v), half, heads))  # while the sums come home
         dkv = elsewhere.home()
-        for part in own:
-            _add(dkv, *part)
-        dk, dv = dkv.to(k.dtype)
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        for where, part in own:
+            for grad, total, term in zip((dk, dv), dkv, part, strict=True):
+                torch.add(total[where], term, out=grad[where])
         return dq.to(q.dtype), dk, dv, *(None,) * 7
 
 
@@ -287,7 +285,8 @@ def context_parallel_attention(
     q (batch, heads_q, seq_q of this rank, head_dim), k and v (batch, heads_kv, seq_k of this rank,
     head_dim), as `shard` gives them; dtypes, scale and enable_gqa as in `flash_attention`. With
     is_causal, seq_q and seq_k must be equal. Returns this rank's shard of o, as q. All ranks must
-    call it in the same order, and its backward pass too.
+    call it in the same order, and its backward pass too. In a CUDA graph they agree while it is
+    captured, and must replay it together.
 
     Raises on a rank what `flash_attention` raises there, and ValueError on all others; ValueError on
     all ranks if they disagree or if the shards are not those that `shard` gives. A rank that never
