@@ -174,3 +174,25 @@ def homeward(ranks: int, kv: float, sums: float) -> None:
         fig,
         alt=f"Three lanes of a rank, of {ranks}: products, moves of K and V, moves of sums. {'; '.join(said)}.",
     )
+
+
+def efficiencies(lengths: Sequence[int], of: Mapping[str, Sequence[float]]) -> None:
+    """How near two GPUs come to twice the speed of one, by the length of the sequence; of: way -> at each length."""
+    fig, ax = style.new(7.0, 3.4)
+    looks = (
+        ("-", "o", COLORS["tiled"]),
+        ("--", "s", COLORS["k"]),
+        (":", "^", COLORS["state"]),
+        ("-.", "D", COLORS["ink"]),
+    )
+    for (name, values), (dash, mark, color) in zip(of.items(), looks, strict=True):
+        ax.plot(lengths, values, dash, marker=mark, color=color, label=name)
+    ax.axhline(1.0, color=COLORS["ink"], lw=0.8)
+    ax.set_xscale("log", base=2)
+    ax.set(xticks=lengths, xticklabels=[f"{seq:,}" for seq in lengths], ylim=(0.4, 1.1))
+    ax.set(xlabel="tokens", ylabel="efficiency of two GPUs")
+    ax.legend(fontsize=8, loc="lower right")
+    said = "; ".join(
+        f"{name}: {', '.join(f'{e:.2f}' for e in values)}" for name, values in of.items()
+    )
+    style.show(fig, alt=f"Efficiency at {', '.join(f'{seq:,}' for seq in lengths)} tokens. {said}.")

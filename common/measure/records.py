@@ -204,7 +204,9 @@ def describe(record: dict) -> str:
         if record.get("stale")
         else ""
     )
+    gpus = max((row.get("ranks", 1) for row in record["rows"]), default=1)
+    which = f"one {p['gpu']}" if gpus == 1 else f"{gpus} {p['gpu']}s of one host"
     return (
-        f"Measured on one {p['gpu']}, driver {p['driver']}, torch {p['torch']}, triton {p['triton']}, {peers}"
+        f"Measured on {which}, driver {p['driver']}, torch {p['torch']}, triton {p['triton']}, {peers}"
         f"commit {p['commit'][:10]}, {p['date']}, `{p['command']}`{timed}.{since}"
     )
