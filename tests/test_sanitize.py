@@ -2,8 +2,9 @@
 
 from unittest import mock
 
-from common import runtime
+from common import make_qkv, make_tensor, runtime, verify_results
 from common.measure import offline
+from phase5_tuning import gluon_interpreter, hopper_backward
 
 import pytest
 import sanitize
@@ -34,21 +35,37 @@ def test_a_hopper_kernel_is_called_as_it_can_be(monkeypatch, which, kernel):
     monkeypatch.setattr("torch.Tensor.cuda", lambda t: t)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr("phase5_tuning.configs.multiprocessors", lambda index: 132)
-    launches = offline.record_launches(lambda: sanitize.call_hopper(which, 64, f"phase5_tuning.hopper_{which}"))
+    launches = offline.record_launches(lambda: sanitize.call_hopper(which, 64, "as it is"))
     assert kernel in [launch.name for launch in launches]
 
 
-NOTHING, TRAP, NO_GPU = (0, ""), (1, "an illegal instruction was encountered"), (1, "no CUDA-capable device")
+NOTHING, NO_GPU = (0, ""), (1, "no CUDA-capable device")
+TRAP, ASSERTED = (1, "an illegal instruction was encountered"), (1, "Assertion `Buffer being accessed` failed")
 
 
 @pytest.mark.parametrize(
     ("right", "mistaken", "verdict"),
-    [(NOTHING, TRAP, True), (NOTHING, NOTHING, False), (TRAP, TRAP, False), (NO_GPU, NO_GPU, False)],
+    [
+        (NOTHING, TRAP, True),
+        (NOTHING, ASSERTED, True),
+        (NOTHING, NOTHING, False),
+        (ASSERTED, TRAP, False),
+        (NO_GPU, NO_GPU, False),
+    ],
 )
 def test_consan_wants_nothing_in_the_kernels_and_the_mistake_in_the_copy(monkeypatch, right, mistaken, verdict):
     def started(command, **kwargs):
-        code, said = mistaken if command[-1] == "without_wait" else right
+        code, said = mistaken if command[-1] == "without a wait" else right
         return mock.Mock(poll=lambda: code, communicate=lambda timeout: ("", said))
 
     monkeypatch.setattr(sanitize.subprocess, "Popen", started)
     assert sanitize.consan() == verdict
+
+
+@interpreted_only
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_backward_kernel_that_meets_at_an_mbarrier_is_right(head_dim):
+    module = gluon_interpreter.changed(hopper_backward, sanitize.MEETINGS)
+    q, k, v = make_qkv(1, 4, 320, head_dim, heads_kv=2)
+    fn = gluon_interpreter.attention(backward=module)
+    verify_results(fn, q, k, v, do=make_tensor(q.shape), is_causal=True, enable_gqa=True).check()
