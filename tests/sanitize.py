@@ -9,9 +9,9 @@ program splits into warps.
 
 The fifth is Triton's own, ConSan. It compiles checks into a kernel: who may touch which tile of shared memory, by the
 mbarriers that were passed. It runs the Hopper kernels, and must find the wait that is missing in a copy of one. It does
-not know named barriers. On an H100 (2026-11-24, Triton 3.6.0) it rejected two warpgroups that each write half of a tile,
-meet at a named barrier and multiply the tile, and not the same with an mbarrier. So the backward kernel runs as a copy
-whose consumers meet at an mbarrier.
+not know named barriers: on an H100 (2026-11-24, Triton 3.6.0) it rejected two warpgroups that write a half of a tile,
+meet at one and multiply the tile; with an mbarrier it did not. So the backward kernel runs as a copy whose
+consumers meet at an mbarrier.
 
 Each tool prints what it found. The exit code is 1 if one found something or could not run.
 """
