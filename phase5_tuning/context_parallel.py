@@ -173,10 +173,10 @@ def _begun(kv: torch.Tensor, where, terms: Sequence[torch.Tensor]) -> torch.Tens
 
 
 class _Sharded(torch.autograd.Function):
-    """Attention over the shares that `shares` yields; `sums` brings dK and dV home."""
+    """Attention over the shares that `shares` yields; a `collector` brings dK and dV home."""
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal, scale, lengths_q, lengths_k, group, shares, sums):
+    def forward(ctx, q, k, v, is_causal, scale, lengths_q, lengths_k, group, shares, collector):
         ring, o = Ring(group), None
         early_q, early_k = (chunk_lengths(sum(n), ring.ranks) for n in (lengths_q, lengths_k))
         for source, kv in shares(ring, torch.stack((k, v)), lengths_k):
@@ -188,39 +188,40 @@ class _Sharded(torch.autograd.Function):
                 o, lse = part[0].float(), part[1]
             else:
                 merge_(o[:, :, rows], lse[:, :, rows], *part)
+            del kv, far  # else it would live until the next but one is on its way
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options = is_causal, scale, lengths_k, early_q, early_k, ring, shares, sums
+        ctx.options = is_causal, scale, lengths_k, early_q, early_k, ring, shares, collector
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
-        is_causal, scale, lengths_k, early_q, early_k, ring, shares, sums = ctx.options
-        heads, half, group = k.shape[1], k.shape[1] // 2, q.shape[1] // k.shape[1]
-        dq, elsewhere = torch.zeros_like(q, dtype=torch.float32), sums(ring, lengths_k)
+        is_causal, scale, lengths_k, early_q, early_k, ring, shares, collector = ctx.options
+        heads, half, per_kv = k.shape[1], k.shape[1] // 2, q.shape[1] // k.shape[1]
+        dq, own = torch.zeros_like(q, dtype=torch.float32), []
+        collected = collector(ring, lengths_k)
 
-        def terms(source, kv, first, end):
+        def terms(source, far_k, far_v, first, end):
             """(where, (dk, dv)) of the heads first to end of a rank's share; dQ's term is added."""
             here = meeting(ring.rank, source, early_q[ring.rank], early_k[source], is_causal)
             rows, cols, masked = here
-            near = slice(None), slice(first * group, end * group), rows
+            near = slice(None), slice(first * per_kv, end * per_kv), rows
             far = slice(None), slice(first, end), cols
             saved = o[near], lse[near].contiguous(), do[near]
-            k, v = kv
-            part = attention_backward(q[near], k[far], v[far], *saved, None, masked, scale)
+            part = attention_backward(q[near], far_k[far], far_v[far], *saved, None, masked, scale)
             dq[near] += part[0]
             return far, part[1:]
 
-        own = []
         for source, kv in shares(ring, torch.stack((k, v)), lengths_k):
-            if source == ring.rank:  # half of its heads, while the first keys travel
-                own.append(terms(source, kv, 0, half))
-            else:
-                elsewhere.add(source, kv, *terms(source, kv, 0, heads))
-        own.append(terms(ring.rank, (k, v), half, heads))  # while the sums come home
-        dkv = elsewhere.home()
+            if source != ring.rank:
+                collected.add(source, kv, *terms(source, *kv, 0, heads))
+            elif half:  # half of its own heads, while the first keys travel
+                own.append(terms(source, k, v, 0, half))
+            del kv
+        own.append(terms(ring.rank, k, v, half, heads))  # while dK and dV come home
+        dkv = collected.home()
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         for where, part in own:
             for grad, total, term in zip((dk, dv), dkv, part, strict=True):

@@ -4,21 +4,26 @@ from common.learn.judge import reject
 from phase5_tuning.checks.bring_home import check_result, made
 from phase5_tuning.checks.pass_keys import played
 
-MISSING = "the terms of the rank's own queries are missing: add them to what comes home"
-
 
 def check(answer):
     for ranks in (2, 3, 4, 5):
         what, inputs = f"{ranks} ranks", [made(rank, ranks) for rank in range(ranks)]
         got, ring = played(what, lambda rank, of: answer.backward(rank, *of), inputs, "(dq, dkv)")
         for rank, (dq, dkv) in zip(ring, got, strict=True):
-            check_result(f"{what}: rank {rank.number}", rank.number, inputs, dq, dkv, MISSING)
+            check_result(
+                f"{what}: rank {rank.number}", rank.number, inputs, dq, dkv, own_in_halves=True
+            )
         for rank in ring:
-            _check_transfers(what, rank)
+            _check_transfers(what, rank, sum(kv.shape[1] for _, kv, *_ in inputs))
     return "2 to 5 ranks: right, and each rank computes during every transfer"
 
 
-def _check_transfers(what, rank):
+def _check_transfers(what, rank, keys):
+    if sum(rank.computed) > keys:
+        reject(
+            f"{what}: rank {rank.number} computes gradients of {sum(rank.computed)} keys, where all ranks have "
+            f"{keys}: each key once"
+        )
     enough = 2 * (rank.ranks - 1)
     if len(rank.sends) > enough:
         reject(

@@ -7,7 +7,7 @@ not all be attended to in the first step.
     q, kv, o, lse, do, `rank` and what is returned: as in bring_home.py
 
 There are at least two ranks, and each has at least two keys. A rank may send 2 (rank.ranks - 1) times. During each
-transfer, between its start and its wait, rank.gradients must compute something.
+transfer, between its start and its wait, rank.gradients must compute something; each key is computed once.
 
 Notebook: phase5_tuning/context_parallel.ipynb, section 4.2.
 """

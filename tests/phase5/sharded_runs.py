@@ -1,6 +1,7 @@
 """What one rank does for test_context_parallel.py: run every case, and keep what it got."""
 
 import datetime
+import gc
 import os
 import signal
 import sys
@@ -115,22 +116,24 @@ def errors() -> dict:
     return heard
 
 
-class SumsAlive(TorchDispatchMode):
-    """`most`: how many fp32 tensors with five axes, as the sums of dK and dV, were alive at a time. A tensor that is
-    being sent is alive as long as its transfer holds it.
+class SharesAlive(TorchDispatchMode):
+    """`most`: by dtype, how many tensors with five axes were alive at a time: keys and values of a share in one, or dK
+    and dV. A tensor that is being sent is alive as long as its transfer holds it.
     """
 
     def __init__(self):
         super().__init__()
-        self.alive, self.most = {}, 0
+        self.alive, self.most = {}, {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.dtype == torch.float32 and made.dim() == 5:
+        if isinstance(made, torch.Tensor) and made.dim() == 5:
+            gc.collect()  # Triton's interpreter keeps arguments of a launch in cycles
             ref = StorageWeakRef(made.untyped_storage())
-            self.alive[ref.cdata] = ref
-            self.alive = {cdata: ref for cdata, ref in self.alive.items() if not ref.expired()}
-            self.most = max(self.most, len(self.alive))
+            self.alive[ref.cdata] = ref, made.dtype
+            self.alive = {cdata: of for cdata, of in self.alive.items() if not of[0].expired()}
+            count = sum(dtype == made.dtype for _, dtype in self.alive.values())
+            self.most[made.dtype] = max(self.most.get(made.dtype, 0), count)
         return made
 
 
@@ -184,9 +187,9 @@ def run(rank: int, ranks: int, folder: str) -> None:
         if case == "causal":
             again = attend(way, case)
             got["again"][way, case] = [torch.equal(*t) for t in zip(mine, again, strict=True)]
-    with SumsAlive() as sums:
+    with SharesAlive() as shares:
         got["sent"] = context_bench.counted(lambda: attend(RING, "even shards"))
-    got["sums"] = sums.most
+    got["alive"] = shares.most
     got["idle"] = idle_transfers(lambda: attend(RING, "four heads"))
     got["round trip"] = [
         torch.equal(cp.unshard(cp.shard(x)), x)

@@ -213,10 +213,11 @@ def test_the_bench_s_formula_is_the_number_of_bytes_sent(runs):
     assert [of_rank["sent"] for of_rank in got] == [expected] * ranks
 
 
-def test_two_sums_of_dk_and_dv_are_alive_at_most(runs):
-    """The one that leaves and the one that comes: what context_bench.ring_peak_bytes counts."""
+def test_two_shares_and_two_sums_are_alive_at_most(runs):
+    """Those that leave and those that come: what context_bench.ring_peak_bytes counts."""
     ranks, got = runs
-    assert [of_rank["sums"] for of_rank in got] == [0 if ranks == 1 else 2] * ranks
+    expected = {} if ranks == 1 else {torch.float16: 2, torch.float32: 2}
+    assert [of_rank["alive"] for of_rank in got] == [expected] * ranks
 
 
 def test_something_is_computed_during_each_transfer(runs):

@@ -1239,6 +1239,22 @@ WRONG = {
             "all of its own keys at first", {"kv.shape[1] // 2": "kv.shape[1]"}, "computes nothing while send 2 of 2"
         ),
         Wrong(
+            "dQ of the second half",
+            {"return dq + dq_part,": "return dq,"},
+            "the second half of its own keys is missing",
+        ),
+        Wrong(
+            "products that nobody needs",
+            {
+                "kv.shape[1] // 2": "kv.shape[1] - 1",
+                "    dq_part, dkv_rest = rank.gradients(q, own[:, half:], o, lse, do)\n": (
+                    "    dq_part, dkv_rest = rank.gradients(q, own[:, half:], o, lse, do)\n"
+                    "    rank.gradients(q, own, o, lse, do)\n"
+                ),
+            },
+            "each key once",
+        ),
+        Wrong(
             "home before the rest",
             {
                 "    dq_part, dkv_rest = rank.gradients(q, own[:, half:], o, lse, do)\n    sending_sum.wait()\n": (
