@@ -98,10 +98,11 @@ def merge_(
     o: torch.Tensor, lse: torch.Tensor, o_part: torch.Tensor, lse_part: torch.Tensor
 ) -> None:
     """Phase 1's merge, in place: o, lse (fp32) become those of both sets of keys together."""
-    both = torch.logaddexp(lse, lse_part)
-    shift = both.masked_fill(both == float("-inf"), 0.0)
-    o.mul_((lse - shift).exp()[..., None]).addcmul_(o_part, (lse_part - shift).exp()[..., None])
-    lse.copy_(both)
+    neither = (lse == float("-inf")) & (lse_part == float("-inf"))
+    gap = (lse_part - lse).masked_fill(neither, 0.0)
+    # The weights, from the difference: at a large LSE exp(lse - both) would round away its last digits.
+    o.mul_(torch.sigmoid(-gap)[..., None]).addcmul_(o_part, torch.sigmoid(gap)[..., None])
+    lse.copy_(torch.logaddexp(lse, lse_part))
 
 
 def _around(ring: Ring, kv: torch.Tensor, lengths: Sequence[int]) -> Iterator:
@@ -179,7 +180,7 @@ class _Sharded(torch.autograd.Function):
     def forward(ctx, q, k, v, is_causal, scale, lengths_q, lengths_k, group, shares, collector):
         ring, o = Ring(group), None
         early_q, early_k = (chunk_lengths(sum(n), ring.ranks) for n in (lengths_q, lengths_k))
-        for source, kv in shares(ring, torch.stack((k, v)), lengths_k):
+        for source, kv in shares(ring, torch.stack((k, v)).contiguous(), lengths_k):
             here = meeting(ring.rank, source, early_q[ring.rank], early_k[source], is_causal)
             rows, cols, masked = here
             near, far = q[:, :, rows], kv[:, :, :, cols]
@@ -199,7 +200,7 @@ class _Sharded(torch.autograd.Function):
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
         is_causal, scale, lengths_k, early_q, early_k, ring, shares, collector = ctx.options
-        heads, half, per_kv = k.shape[1], k.shape[1] // 2, q.shape[1] // k.shape[1]
+        heads, half, per_kv = k.shape[1], k.shape[1] // 2, q.shape[1] // max(k.shape[1], 1)
         dq, own = torch.zeros_like(q, dtype=torch.float32), []
         collected = collector(ring, lengths_k)
 
@@ -214,7 +215,7 @@ class _Sharded(torch.autograd.Function):
             dq[near] += part[0]
             return far, part[1:]
 
-        for source, kv in shares(ring, torch.stack((k, v)), lengths_k):
+        for source, kv in shares(ring, torch.stack((k, v)).contiguous(), lengths_k):
             if source != ring.rank:
                 collected.add(source, kv, *terms(source, *kv, 0, heads))
             elif half:  # half of its own heads, while the first keys travel

@@ -87,13 +87,13 @@ def agreed(name: str, q, k, v, is_causal, scale, enable_gqa, group) -> tuple:
     """
     wrong, facts, rows = None, {}, (0, 0)
     try:
-        scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+        scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa) + 0.0  # -0.0 becomes 0.0
         for what, t in dict(q=q, k=k, v=v).items():
             facts[f"{what}'s batch, heads and head_dim"] = *t.shape[:2], t.shape[3]
             facts[f"{what}.dtype"], facts[f"{what}.device"] = str(t.dtype), t.device.type
         facts |= dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, function=name)
-        needs = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-        facts["requires_grad"], rows = needs, (q.shape[2], k.shape[2])
+        needs = tuple(torch.is_grad_enabled() and t.requires_grad for t in (q, k, v))
+        facts["q, k and v require gradients"], rows = needs, (q.shape[2], k.shape[2])
     except Exception as error:  # whatever it is, the others must hear of it
         wrong = error
     mine = torch.tensor([0 if wrong else _digest(facts), *rows])

@@ -27,6 +27,8 @@ CASES = {
     "full": ((2, 1, 1, 24, 33, 16, "fp32"), dict()),
     "grouped heads": ((1, 4, 2, 29, 29, 16, "fp32"), dict(is_causal=True, enable_gqa=True)),
     "scale": ((1, 1, 1, 26, 26, 16, "fp32"), dict(is_causal=True, scale=-0.7)),
+    "large logits": ((1, 3, 3, 23, 23, 16, "fp32"), dict(is_causal=True, scale=8.0)),
+    "channels last": ((2, 3, 3, 9, 9, 16, "fp16"), dict()),
     "strided": ((1, 2, 2, 19, 19, 16, "fp16"), dict(is_causal=True)),
     "even shards": ((1, 1, 1, 24, 24, 16, "fp16"), dict(is_causal=True)),
     "three rows": ((1, 1, 1, 3, 3, 16, "fp32"), dict(is_causal=True)),
@@ -42,7 +44,7 @@ CALLS = (
 )
 
 # What depends on how many ranks there are. The other cases are of a shard alone.
-OF_RANKS = "causal", "full", "three rows", "one row", "no keys"
+OF_RANKS = "causal", "large logits", "full", "three rows", "one row", "no keys"
 
 
 def calls(ranks: int):
@@ -67,6 +69,8 @@ def inputs(case: str) -> tuple:
 def local(case: str, x: torch.Tensor) -> torch.Tensor:
     """This rank's shard; of "strided", as a view of (batch, seq, heads, head_dim)."""
     x = cp.shard(x)
+    if case == "channels last":
+        return x.contiguous(memory_format=torch.channels_last)
     return x.transpose(1, 2).contiguous().transpose(1, 2) if case == "strided" else x
 
 
@@ -89,6 +93,7 @@ def disagreements() -> dict:
         "is_causal": (call, [own] * 3, dict(is_causal=True)),
         "scale": (call, [own] * 3, dict(scale=2.0)),
         "requires_grad": (call, [own.clone().requires_grad_()] * 3, {}),
+        "which gradients": (call, [own, own.clone().requires_grad_(), own], {}),
         "function": (cp.all_gather_attention, [own] * 3, {}),
         "rows": (call, [own[:, :, :-1]] * 3, {}),
         "invalid": (call, [own, own[..., :8], own], {}),

@@ -100,12 +100,12 @@ def test_unshard_undoes_shard(runs):
     assert all(all(of_rank["round trip"]) for of_rank in runs[1])
 
 
-DISAGREE = dict(
+DISAGREE = {"which gradients": "q, k and v require gradients: the ranks disagree"} | dict(
     head_dim="q's batch, heads and head_dim: the ranks disagree: rank 0: (1, 2, 16)",
     dtype="q.dtype: the ranks disagree: rank 0: torch.float32",
     is_causal="is_causal: the ranks disagree: rank 0: False",
     scale="scale: the ranks disagree: rank 0: 0.25",
-    requires_grad="requires_grad: the ranks disagree: rank 0: False",
+    requires_grad="q, k and v require gradients: the ranks disagree: rank 0: (False, False, False)",
     function="function: the ranks disagree: rank 0: context_parallel_attention",
     rows="q: the ranks hold [",
 )
