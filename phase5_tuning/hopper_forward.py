@@ -250,7 +250,10 @@ def _consume(
         tile_row, b, h = work.place(tile)
         row = tile_row + ME * ROWS
         side = turn % 2
-        q = memory.q.index(side * CONSUMERS + ME).reshape((ROWS, BLOCK_D))
+        q_place = memory.q.index(side * CONSUMERS + ME).reshape((ROWS, BLOCK_D))
+        q = q_place
+        if CONSUMERS == 2:  # there are registers for it, so products fetch the keys alone
+            q = q_place.load(gl.DotOperandLayout(0, S, 2))
         tiles_n = work.tiles_n(row + ROWS, BLOCK_N)
         if work.IS_CAUSAL and CONSUMERS * ROWS > BLOCK_N:
             # Tiles that only consumers of later queries see: let them go.
@@ -314,7 +317,7 @@ def _consume(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(memory.kv_empty.index(slot))
         pair += 1
-        q.store((acc * gl.expand_dims(inverse, 1)).to(DTYPE))
+        q_place.store((acc * gl.expand_dims(inverse, 1)).to(DTYPE))
         fence_async_shared()
         tma.async_copy_shared_to_global(
             work.o, [b, h, row, 0], memory.q.index(side * CONSUMERS + ME)
