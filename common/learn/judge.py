@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import sys
 import traceback
@@ -321,7 +322,8 @@ def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
     "unfinished") and message.
     """
     try:
-        return dict(kind="passed", message=check(load(path)) or "")
+        with _no_truth_of_blocks(path):
+            return dict(kind="passed", message=check(load(path)) or "")
     except (Rejected, VerificationError) as wrong:
         return dict(kind="wrong", message=str(wrong))
     # SystemExit and KeyboardInterrupt too, if the answer raises them.
@@ -329,6 +331,50 @@ def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
         root = root_of(error)
         kind = "unfinished" if is_stub(root) else "error"
         return dict(kind=kind, message=_described(root, error, path))
+
+
+@contextlib.contextmanager
+def _no_truth_of_blocks(path: Path) -> Iterator[None]:
+    """Inside, an interpreted kernel in this file that takes a block for one yes or no is stopped. The
+    interpreter calls every block true; the compiler refuses it, or takes `and` for `&`.
+    """
+    if not runtime.INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch_tensor(tensor, scope)
+        truth = tensor.__bool__
+
+        def checked(block):
+            if block.handle.data.size > 1 and Path(sys._getframe(1).f_code.co_filename) == path:
+                raise TypeError(
+                    "a block has no single truth value, and `if`, `and`, `or`, `not`, Python's max and min, or a chain "
+                    "such as 0 <= i < n asks for one. Element by element: tl.where(condition, a, b), &, |, ~, "
+                    "tl.maximum, and (0 <= i) & (i < n)"
+                )
+            return truth(block)
+
+        scope.set_attr(tensor, "__bool__", checked)
+
+    with mock.patch.object(interpreter, "_patch_lang_tensor", patched):
+        yield
+
+
+@contextlib.contextmanager
+def after(right: str) -> Iterator[None]:
+    """Inside, where a part of the answer is still to be written, the message begins with what is right
+    already.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if is_stub(root_of(error)):
+            root_of(error).add_note(f"right so far: {right}. Next: ")
+        raise
 
 
 def root_of(error: BaseException) -> BaseException:
@@ -348,17 +394,17 @@ def is_stub(error: BaseException) -> bool:
 def _described(root: BaseException, error: BaseException, path: Path) -> str:
     """What was raised, and the innermost line of the learner's file that led there.
 
-    The interpreter wraps an error inside a kernel in one of the launch; the innermost line is in
-    the root's traceback.
+    The interpreter wraps an error inside a function of Triton in one for each call that led there:
+    the innermost line of the file is in the traceback nearest to the root that has one.
     """
-    chain = [root]
-    while error is not root:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    own = next((own for e in chain if (own := _own_frames(e, path))), None)
+    chain = [error]
+    while chain[-1] is not root:
+        chain.append(chain[-1].__cause__ or chain[-1].__context__)
+    own = next((own for e in reversed(chain) if (own := _own_frames(e, path))), None)
     if is_stub(root):
-        return (
-            f"line {own[-1].lineno} still raises NotImplementedError"
+        so_far = "".join(getattr(root, "__notes__", ()))
+        return so_far + (
+            f"line {own[-1].lineno} still raises NotImplementedError (in {own[-1].name})"
             if own
             else "there is still something to write"
         )
@@ -368,17 +414,72 @@ def _described(root: BaseException, error: BaseException, path: Path) -> str:
         return "".join(traceback.format_exception_only(root)).strip().replace(str(path), path.name)
     what = "".join(traceback.format_exception_only(root)).strip()
     what = what.replace("module 'answer'", path.name)[:4000]
-    if any(words in what for words in _SHAPE_ERRORS):
-        what += (
-            "\nThe shapes of two tiles do not fit: is one to be transposed, tl.trans? A number for each row is a "
-            "column beside a tile, [:, None]"
-        )
+    line = own[-1].line or "" if own else ""
+    for words, code, advice in _ADVICE:
+        if re.search(words, what) and re.search(code, line):
+            what = f"{what[:500]}\n{advice}"
+            break
     if own:
-        return f"{path.name}, line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}\n{what}"
+        return f"{path.name}, line {own[-1].lineno}, in {own[-1].name}: {line}\n{what}"
     return what
 
 
-_SHAPE_ERRORS = ("make_shape_compatible", "equal reduction dimensions", "could not be broadcast")
+# Patterns in an error and in the line of the answer that raised it, and what may help; the first that fits counts.
+_ADVICE = (
+    (
+        "make_shape_compatible|equal reduction dimensions|could not be broadcast|argument to have shape|"
+        "cannot be block type",
+        "",
+        "The shapes of two blocks do not fit. A number for each row is a column beside a tile, [:, None]. The "
+        "pointers, the mask and the values of a load or store have one shape. In a product, is one to be transposed, "
+        "tl.trans?",
+    ),
+    (
+        "must match the size of tensor",
+        "",
+        "If one of the two holds a number for each row, x[..., None] makes it a column, with one axis more",
+    ),
+    (
+        "type pointer<",
+        "",
+        "A pointer is an address, not the number that lies there: fetch it first, tl.load(pointer, mask=...)",
+    ),
+    (
+        "Unsupported ptr type",
+        "",
+        "The first argument of tl.load and tl.store is a pointer or a block of them, such as x_ptr + offsets",
+    ),
+    (
+        "'int' object is not iterable|unsupported tensor index|only 0-dimensional arrays",
+        r"\w\[[^\]]*\]\s*=[^=]|ptrs?\[",
+        "Elements cannot be picked by [ ] in a kernel: read them by tl.load(x_ptr + offsets, mask=...), and write them "
+        "by tl.store(x_ptr + offsets, values, mask=...)",
+    ),
+    (
+        "only 0-dimensional arrays",
+        "",
+        "Python's float(), int() and math take one number, and this is a block: x.to(tl.float32) converts a block, and "
+        "tl.exp takes the exponential of each of its elements",
+    ),
+    (
+        "must be of type tl.constexpr",
+        "",
+        "The compiler must know this number: an argument that the kernel declares as `BLOCK: tl.constexpr`, or a "
+        "literal. What a program only learns when it runs is added: start + tl.arange(0, BLOCK)",
+    ),
+    (
+        r"out of bounds for shape|maximum\(\) got an unexpected",
+        "",
+        "tl.max(s, axis=1) reduces one block along an axis; tl.maximum(a, b) takes the larger of two, element by "
+        "element",
+    ),
+    (
+        "must be Tensor, not tensor|'tensor' object has no attribute|argument 'dim'|'builtin_function_or_method'",
+        "",
+        "Inside a kernel there are blocks of Triton, not PyTorch's tensors: tl.exp, tl.where, tl.maximum(a, b), and "
+        "tl.max(s, axis=1) or tl.sum(s, axis=1), with axis for PyTorch's dim",
+    ),
+)
 
 
 def _own_frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:

@@ -3,7 +3,7 @@ on the other.
 """
 
 from common import runtime
-from common.learn.judge import reject, require
+from common.learn.judge import after, reject, require
 from phase1_softmax.checks import EXACT, INF, called, randn
 
 import torch
@@ -35,13 +35,17 @@ def check(answer):
             got = called(answer.update, *steps[i])
             require(f"update, tile {i + 1} of 3", got, values["B"], mistakes=mistakes, **EXACT)
 
-    for letter, off in _errors("telling_input", answer.telling_input()).items():
+    with after("update"):
+        telling = answer.telling_input()
+    for letter, off in _errors("telling_input", telling).items():
         if off < 0.01:
             reject(
                 f"telling_input: {letter} is right too (to {off:.1g} of the largest element). "
                 "Does the second tile bring a new maximum in some row, and do o1 and p2 v2 differ there?"
             )
-    for letter, off in _errors("hiding_input", answer.hiding_input()).items():
+    with after("update and telling_input"):
+        hiding = answer.hiding_input()
+    for letter, off in _errors("hiding_input", hiding).items():
         if not off < 1e-9:
             reject(
                 f"hiding_input: {letter} is wrong (by {off:.2g} of the largest element). "

@@ -85,6 +85,7 @@ def _require_merged(what, got, expected, a, b, tolerance):
             lse_a.exp() + lse_b.exp()
         ),
     }
+    _require_numbers(f"{what}: lse", lse_got, lse, lse_a, lse_b)
     require_sane(f"{what}: lse", lse_got, lse)
     require(f"{what}: lse", lse_got, lse, mistakes=of_lse, **tolerance)
     w_a, w_b = (
@@ -108,5 +109,29 @@ def _require_merged(what, got, expected, a, b, tolerance):
         )
         / (lse_a + lse_b)[..., None],
     }
-    require_sane(f"{what}: o", o_got, o, " Or has exp(lse) left the range of numbers?")
+    _require_numbers(f"{what}: o", o_got, o, lse_a, lse_b)
+    require_sane(f"{what}: o", o_got, o)
     require(f"{what}: o", o_got, o, mistakes=of_o, **tolerance)
+
+
+def _require_numbers(what, actual, right, lse_a, lse_b):
+    """Reject NaN by what the two parts of its row have seen."""
+    if not isinstance(actual, torch.Tensor) or actual.shape != right.shape:
+        return  # require says so
+    nan = actual.isnan().reshape(*lse_a.shape, -1).any(-1)
+    unseen = (lse_a == -INF).int() + (lse_b == -INF).int()  # parts of the row that saw no key
+    if (nan & (unseen == 0)).any():
+        reject(
+            f"{what} is NaN, in a row where both parts saw keys: an exponential is inf there, or all are 0, and "
+            "inf/inf, inf - inf and 0/0 are NaN. Which number may be subtracted from both lse before exp?"
+        )
+    if (nan & (unseen == 1)).any():
+        reject(
+            f"{what} is NaN, in a row where one part saw no key: its lse is -inf. Where is "
+            "0 * inf or -inf - (-inf) taken?"
+        )
+    if nan.any():
+        reject(
+            f"{what} is NaN, in a row where neither part saw a key: both lse are -inf, and so is the new one. "
+            "-inf - (-inf) is NaN, and so is 0/0: what may be subtracted in such a row?"
+        )

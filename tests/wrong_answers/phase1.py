@@ -44,7 +44,22 @@ WRONG = {
             "exp of the logits' size", {"torch.logaddexp(lse_a, lse_b)": "(lse_a.exp() + lse_b.exp()).log()"}, "range"
         ),
         Wrong("weights that do not add up to 1", {"0.0, lse)": "0.0, torch.maximum(lse_a, lse_b))"}, "add up to 1"),
-        Wrong("no guard", {"torch.where(lse == -math.inf, 0.0, lse)": "lse"}, "both: o is NaN"),
+        Wrong(
+            "no guard",
+            {"torch.where(lse == -math.inf, 0.0, lse)": "lse"},
+            "both: o is NaN, in a row where neither part saw a key",
+        ),
+        Wrong("no column", {"w_a[..., None] * o_a": "w_a * o_a"}, "x[..., None] makes it a column", kind="error"),
+        Wrong(
+            "a quotient of exponentials of the logits' size",
+            {"lse_a - shift), torch.exp(lse_b - shift)": "lse_a) / lse.exp(), torch.exp(lse_b) / lse.exp()"},
+            "logits near 1000: o is NaN, in a row where both parts saw keys",
+        ),
+        Wrong(
+            "a difference the wrong way around",
+            {"torch.logaddexp(lse_a, lse_b)": "lse_a + torch.log1p(torch.exp(lse_b - lse_a))"},
+            "in a row where one part saw no key",
+        ),
         Wrong("the larger lse", {"torch.logaddexp(lse_a, lse_b)": "torch.maximum(lse_a, lse_b)"}, "the larger one"),
         Wrong("swapped weights", {"w_a, w_b =": "w_b, w_a ="}, "swapped"),
         Wrong(
@@ -69,6 +84,45 @@ WRONG = {
             "this is x: the kernel adds, not the launcher",
         ),
         Wrong("one element too many", {"offsets < n": "offsets <= n"}, "offsets < n, not <= n"),
+        Wrong(
+            "no tl.load",
+            {"x = tl.load(x_ptr + offsets, mask=inside)": "x = x_ptr + offsets"},
+            "A pointer is an address",
+            kind="error",
+        ),
+        Wrong(
+            "a pointer with an index",
+            {"x = tl.load(x_ptr + offsets, mask=inside)": "x = x_ptr[offsets]"},
+            "Elements cannot be picked by [ ]",
+            kind="error",
+        ),
+        Wrong(
+            "a result with an index",
+            {"tl.store(out_ptr + offsets, 2 * x + y, mask=inside)": "out_ptr[offsets] = 2 * x + y"},
+            "Elements cannot be picked by [ ]",
+            kind="error",
+        ),
+        Wrong(
+            "offsets without a pointer",
+            {"x_ptr + offsets": "offsets"},
+            "The first argument of tl.load and tl.store is a pointer",
+            kind="error",
+        ),
+        Wrong(
+            "a mask of another length",
+            {"inside = offsets < n": "inside = tl.arange(0, 64) < n"},
+            "the mask and the values of a load or store have one shape",
+            kind="error",
+        ),
+        Wrong("a block of n", {"tl.arange(0, BLOCK)": "tl.arange(0, n)"}, "The compiler must know", kind="error"),
+        Wrong("no constexpr", {"BLOCK: tl.constexpr": "BLOCK"}, "The compiler must know", kind="error"),
+        Wrong("float of a block", {"2 * x + y": "2 * float(x) + y"}, "x.to(tl.float32) converts", kind="error"),
+        Wrong(
+            "a chain of comparisons",
+            {"inside = offsets < n": "inside = 0 <= offsets < n"},
+            "in _masked_add_kernel: inside = 0 <= offsets < n\nTypeError: a block has no single truth value",
+            kind="error",
+        ),
     ],
     "online_step": [
         Wrong(
@@ -106,6 +160,31 @@ WRONG = {
             "PyTorch: l, m",
             {f"return m_new, {_NEW_L}": f"return {_NEW_L}, m_new"},
             "m and l are exchanged",
+        ),
+        Wrong(
+            "Triton: Python's max",
+            {"tl.maximum(m_i, tl.max(s, axis=1))": "max(m_i, tl.max(s, axis=1))"},
+            "a block has no single truth value",
+            kind="error",
+        ),
+        Wrong("Triton: PyTorch's exp", {"tl.exp(m_i": "torch.exp(m_i"}, "Inside a kernel there are", kind="error"),
+        Wrong(
+            "Triton: dim",  # raised inside tl.max: the line is still that of the answer
+            {"tl.max(s, axis=1)": "tl.max(s, dim=1)"},
+            "in _online_step: m_new = tl.maximum(m_i, tl.max(s, dim=1))",
+            kind="error",
+        ),
+        Wrong(
+            "Triton: tl.max of two blocks",
+            {"tl.maximum(m_i, tl.max(s, axis=1))": "tl.max(m_i, tl.max(s, axis=1))"},
+            "tl.maximum(a, b) takes the larger of two",
+            kind="error",
+        ),
+        Wrong(
+            "PyTorch alone",
+            {"    m_new = tl.maximum(m_i, tl": "    raise NotImplementedError\n    m_new = tl.maximum(m_i, tl"},
+            "right so far: online_step, in PyTorch. Next: line",
+            kind="unfinished",
         ),
         Wrong("Triton: no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf subtracted"),
         Wrong(
