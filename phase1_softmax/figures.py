@@ -271,10 +271,10 @@ def memory_order() -> None:
     """
     x = np.arange(12).reshape(3, 4)
     straight, jumping = list(range(12)), [int(value) for value in x.T.ravel()]
-    walk = "its elements in order: a walk straight through"
+    straight_on = "its elements in order: straight through memory"
     jump = "same memory; in order means jumping: 0, 4, 8, 1, ..."
     cases = (
-        ("x: shape (3, 4), strides (4, 1)", x, straight, walk),
+        ("x: shape (3, 4), strides (4, 1)", x, straight, straight_on),
         ("x.t(): shape (4, 3), strides (1, 4)", x.T, straight, jump),
         (
             "x.t().contiguous(): strides (3, 1)",

@@ -59,7 +59,7 @@ def softmax_times(record: dict) -> None:
         ax.annotate(provider, (lengths[-1], taken[-1]), beside, **place)
         times = ", ".join(f"{ms:.2f} at {n}" for n, ms in zip(lengths, taken, strict=True))
         said.append(f"{provider}: {times}")
-    for matrices, words in ((1, "one reading"), (2, "a copy"), (3, "three matrices")):
+    for matrices, words in ((1, "one matrix"), (2, "a copy"), (3, "three matrices")):
         ms = matrices * 2**29 / record["ceilings"]["copy_bytes_per_s"] * 1e3
         ax.axhline(ms, color=COLORS["limit"], linewidth=1, linestyle=":")
         ax.text(2**19.9, ms + 0.01, words, fontsize=8, va="bottom", ha="right")
@@ -69,7 +69,7 @@ def softmax_times(record: dict) -> None:
     ax.set_ylim(0, 1.4)
     ax.set_xlabel("values in a row (2^28 in all, fp16)")
     ax.set_ylabel("time in ms")
-    ax.set_title("Time; dotted: what as many bytes take at the rate of a copy")
+    ax.set_title("Time; dotted: moving one, two or three matrices at the rate of a copy")
     _signed(fig, record, alt=f"Time in ms against the values in a row. {'; '.join(said)}.")
 
 

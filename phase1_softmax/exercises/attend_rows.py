@@ -18,7 +18,7 @@ head_dim. Where kernels are interpreted, bf16 must be converted to fp32 before t
 and o back after it. Strides may be large, so compute offsets in 64 bits; the check has no such tensor. On a GPU,
 launch `with runtime.on_device_of(s):`.
 
-Notebook: phase1_softmax/softmax.ipynb, section 3.8, "One reading of each logit".
+Notebook: phase1_softmax/softmax.ipynb, section 3.8, "Each logit is read once".
 """
 
 from common import runtime

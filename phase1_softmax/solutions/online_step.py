@@ -10,7 +10,7 @@ A row that has seen nothing but -inf so far is still in the state (-inf, 0). A N
     tile      (rows, cols); a logit of -inf is masked
     returns   the new m and l, in the dtype of the old ones
 
-`logsumexp` walks over rows with the first and `row_state` with the second, to try them on.
+`logsumexp` makes a pass over rows with the first and `row_state` with the second, to try them on.
 
 Notebook: phase1_softmax/softmax.ipynb, section 3.5, "A row of any length".
 """

@@ -294,7 +294,7 @@ WRONG = {
         Wrong("half of the rows", {"_kernel[(rows,)]": "_kernel[((rows + 1) // 2,)]"}, "does every row have a program"),
         Wrong("returned in fp32", {"return o.to(dtype), lse": "return o.float(), lse"}, "must be torch.float16"),
         Wrong(
-            "two readings",
+            "two passes",
             {
                 "    norm = tl": "    for start_n in range(0, n, BLOCK_N):\n"
                 "        offs_n = start_n + tl.arange(0, BLOCK_N).to(tl.int64)\n"
