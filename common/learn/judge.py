@@ -336,7 +336,7 @@ def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
 @contextlib.contextmanager
 def _no_truth_of_blocks(path: Path) -> Iterator[None]:
     """Inside, an interpreted kernel in this file that takes a block for one yes or no is stopped. The
-    interpreter calls every block true; the compiler refuses it, or takes `and` for `&`.
+    interpreter calls every block true. The compiler refuses such an `if`, and takes `and` for `&`.
     """
     if not runtime.INTERPRETED:
         yield
@@ -345,8 +345,8 @@ def _no_truth_of_blocks(path: Path) -> Iterator[None]:
 
     patch_tensor = interpreter._patch_lang_tensor
 
-    def patched(tensor, scope):
-        patch_tensor(tensor, scope)
+    def patched(tensor, *scope):
+        patch_tensor(tensor, *scope)
         truth = tensor.__bool__
 
         def checked(block):
@@ -358,7 +358,10 @@ def _no_truth_of_blocks(path: Path) -> Iterator[None]:
                 )
             return truth(block)
 
-        scope.set_attr(tensor, "__bool__", checked)
+        if scope:  # a Triton that takes back at its end what a launch has patched
+            scope[0].set_attr(tensor, "__bool__", checked)
+        else:
+            tensor.__bool__ = checked
 
     with mock.patch.object(interpreter, "_patch_lang_tensor", patched):
         yield
