@@ -2,6 +2,8 @@
 results.
 """
 
+import ast
+import inspect
 import itertools
 
 from common.learn.judge import counted, reject, require, tiles_of
@@ -32,7 +34,22 @@ def check(answer):
             verify(answer.attention_keys_outside, q, k, v)
     require_any_scale(answer.attention_keys_outside)
     require_tensor_cores(answer, answer.attention_keys_outside)
+    _require_barrier(answer)
     return f"{len(cases)} cases against SDPA; the state travels as often as it must, and stays normalized in between"
+
+
+def _require_barrier(answer):
+    """The interpreter has no threads, so the source must do."""
+    names = {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(answer)))
+        if isinstance(node, ast.Attribute)
+    }
+    if "debug_barrier" not in names:
+        reject(
+            "tl.debug_barrier() is gone from the end of the outer loop: on a GPU a thread would load a state that "
+            "another one has not stored yet"
+        )
 
 
 def _check_continuation(answer):

@@ -20,6 +20,8 @@ def check(answer):
         scale = 1e30 if kind == "low" else 0.25  # below any number that is not -inf
         if seq_k < block:  # the same logits
             q.neg_(), k.neg_()
+        if kind == "normal":  # keys that exist may have the logit 0, too
+            q[0] = 0
         out = surrounded(torch.full((seq_q,), NAN, device=q.device))
         with counted(q=q, k=k) as moved:
             answer.largest_logit(q, k, scale, out)
@@ -33,6 +35,8 @@ def check(answer):
             ),
             "NaN comes in from memory past the last key: does the load of k have a mask?": right
             * NAN,
+            "a logit of 0 is taken for one of a key that does not exist. One that exists may have it: ask for its "
+            "number, offs_n < seq_k": right.masked_fill(right == 0, -INF),
             "a key that does not exist has the logit inf: load 0 for it, and replace its logit by -inf after the "
             "product": torch.full_like(right, INF),
         }

@@ -14,7 +14,8 @@ the state of keys seen before, and the launcher puts o = 0, m = -inf, l = 0 ther
     o         (seq_q, head_dim), fp32 (or fp16, to see what comes of it)
     m, l      fp32, (seq_q,), contiguous
 
-There is one program. So the barrier after the loop: what some of its threads store, others load in the next step.
+There is one program. Keep the barrier after the inner loop: what some of the program's threads store, others load at
+the next tile of keys.
 
 Notebook: phase2_tiling/tiling.ipynb, section 5.6, "Queries outside, or keys outside".
 """

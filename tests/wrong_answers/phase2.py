@@ -22,6 +22,11 @@ _MASK_FIRST = {
 WRONG = {
     "ragged_grid": [
         Wrong("the grid is rounded down", {"(triton.cdiv(seq_q, BLOCK_M),)": "(seq_q // BLOCK_M,)"}, "rounded up?"),
+        Wrong(
+            "a logit of 0 counts as missing",
+            {"tl.where((offs_n < seq_k)[None, :], s, float": "tl.where(s != 0.0, s, float"},
+            "a logit of 0 is taken for one of a key that does not exist",
+        ),
         Wrong("one program more", {"(triton.cdiv(seq_q, BLOCK_M),)": "(seq_q // BLOCK_M + 1,)"}, "own a query?"),
         Wrong(
             "missing keys have the logit 0",
@@ -230,6 +235,7 @@ WRONG = {
             },
             "is forgotten at the first visit",
         ),
+        Wrong("the barrier is gone", {"        tl.debug_barrier()\n": ""}, "tl.debug_barrier() is gone"),
         Wrong("o is taken for acc", {"(alpha * l_i)[:, None]": "alpha[:, None]"}, "by alpha alone"),
         Wrong(
             "the new l is multiplied", {"(alpha * l_i)[:, None]": "(alpha * l_new)[:, None]"}, "multiplied by the new l"
