@@ -1,4 +1,4 @@
-"""Checks a whole forward kernel on the calls of models, one feature after another, and counts its tiles."""
+"""Checks a whole forward kernel on the calls of models, one feature after another; counts its tiles and its loads."""
 
 import ast
 import dataclasses
@@ -66,11 +66,11 @@ def check(answer):
     _check_empty(answer)
     if runtime.INTERPRETED:
         for is_causal in (False, True):
-            _require_few_tiles(answer, is_causal)
+            _require_few_tiles_and_loads(answer, is_causal)
     _require_one_launch(answer)
     require_ieee(answer)
     require_narrow_products(answer, lambda: answer.attention(*make_qkv(1, 1, 32, 16, dtype=FP16)))
-    return f"{len(CASES)} calls against SDPA: strides, grouped heads, head_dim, masks, three dtypes; no tile in vain"
+    return f"{len(CASES)} calls against SDPA: strides, grouped heads, head_dim, masks, three dtypes; no tile or load in vain"
 
 
 def _require_own(answer):
@@ -105,14 +105,14 @@ def _ask(unwritten, outside):
     return "do the programs cover every row of every head, and is the kernel launched?"
 
 
-def _require_few_tiles(answer, is_causal):
-    """A walk ends with the keys, a causal one at the diagonal."""
-    q, k, v = make_qkv(1, 1, 128, 16, seq_k=72)
-    with tiles_of(32, 16), traffic.measure(k=k) as done:
+def _require_few_tiles_and_loads(answer, is_causal):
+    """A walk ends with the keys, a causal one at the diagonal; no load reaches past a row or a column."""
+    q, k, v = make_qkv(1, 1, 120, 24, seq_k=72)
+    with tiles_of(32, 16), traffic.measure(q=q, k=k, v=v) as done:
         answer.attention(q, k, v, is_causal=is_causal)
-    ends = [min(72, start_m + 32) if is_causal else 72 for start_m in range(0, 128, 32)]
+    ends = [min(72, start_m + 32) if is_causal else 72 for start_m in range(0, 120, 32)]
     needed = sum(-(-end // 16) for end in ends)
-    what = f"{'causal, ' * is_causal}128 queries, 72 keys, tiles of 32 and 16"
+    what = f"{'causal, ' * is_causal}120 queries, 72 keys, head_dim 24, tiles of 32 and 16"
     if done.products < 2 * needed:
         reject(
             f"{what}: {done.products} products of tiles are computed by tl.dot, where {2 * needed} are needed"
@@ -122,10 +122,14 @@ def _require_few_tiles(answer, is_causal):
             f"{what}: {done.products // 2} tiles are visited, where {needed} have a visible pair: where does the walk "
             "of a tile of queries end? Or are there programs without queries?"
         )
-    loaded = done.loaded_from["k"] // (16 * k.element_size())
-    whole = sum(min(72, -(-end // 16) * 16) for end in ends)
-    if loaded != whole:
-        reject(f"{what}: {loaded} keys are loaded, where the tiles that are visited hold {whole}")
+    keys = sum(min(72, -(-end // 16) * 16) for end in ends)
+    for name, rows in dict(q=120, k=keys, v=keys).items():
+        loaded = done.loaded_from[name] // q.element_size()
+        if loaded != rows * 24:
+            reject(
+                f"{what}: {loaded} elements of {name} are loaded, where the tiles hold {rows * 24}, {rows} rows of 24. "
+                "Does the mask of the load end at the last row and at HEAD_DIM, and is each tile loaded once?"
+            )
 
 
 def _require_one_launch(answer):

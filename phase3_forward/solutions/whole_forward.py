@@ -12,9 +12,10 @@ after it (`runtime.to_kernel_dtype`). On a GPU, launch `with runtime.on_device_o
     o         as q, contiguous; 0 in a row that sees no key
     lse       (batch, heads_q, seq_q), fp32, contiguous: natural log of the sum of exp of a row's logits; -inf if none
 
-With is_causal query i sees the keys 0 to i, and tiles in which nothing is visible are not visited. The check goes
-through the features in the order of the chapter, and counts tiles. It does not try offsets that need 64 bits; section
-3.3 says where they do.
+With is_causal query i sees the keys 0 to i. Do not visit tiles in which nothing is visible, and load nothing outside of
+q, k and v: a program loads its tile of q once, and each tile of k and v that it visits once. The check goes through the
+features in the order of the chapter, and counts tiles and loaded elements. It does not try offsets that need 64 bits;
+section 3.3 says where the kernel needs them.
 
 Notebook: phase3_forward/forward.ipynb, section 5.3, "The whole kernel".
 """

@@ -435,6 +435,30 @@ WRONG = {
             "contiguous",
         ),
         Wrong("no lse mask", {", mask=offs_m < seq_q)": ")"}, "something was stored outside of lse"),
+        Wrong(
+            "queries past the end are loaded",
+            {"offs_d, seq_q, HEAD_DIM)  #": "offs_d, tiles_m * BLOCK_M, HEAD_DIM)  #"},
+            "elements of q are loaded",
+        ),
+        Wrong(
+            "keys past the end are loaded",
+            {"k_head, stride_k, offs_n, offs_d, seq_k,": "k_head, stride_k, offs_n, offs_d, seq_k + BLOCK_N,"},
+            "elements of k are loaded",
+        ),
+        Wrong(
+            "padded columns of v are loaded",
+            {"v_head, stride_v, offs_n, offs_d, seq_k, HEAD_DIM": "v_head, stride_v, offs_n, offs_d, seq_k, BLOCK_D"},
+            "elements of v are loaded",
+        ),
+        Wrong(
+            "q is loaded for each tile of keys",
+            {
+                "        k = load_tile(": (
+                    "        q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)\n        k = load_tile("
+                )
+            },
+            "is each tile loaded once?",
+        ),
     ],
     "find_bug": [
         Wrong(
