@@ -1,4 +1,4 @@
-"""Checks a whole forward kernel on the calls of models, one feature after another; counts its tiles and its loads."""
+"""Checks a whole forward kernel on the calls of models, one feature after another, and counts tiles and loads."""
 
 import ast
 import dataclasses
@@ -70,7 +70,7 @@ def check(answer):
     _require_one_launch(answer)
     require_ieee(answer)
     require_narrow_products(answer, lambda: answer.attention(*make_qkv(1, 1, 32, 16, dtype=FP16)))
-    return f"{len(CASES)} calls against SDPA: strides, grouped heads, head_dim, masks, three dtypes; no tile or load in vain"
+    return f"{len(CASES)} calls against SDPA: strides, grouped heads, head_dim, masks, dtypes; no tile or load in vain"
 
 
 def _require_own(answer):
