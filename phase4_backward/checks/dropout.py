@@ -33,7 +33,7 @@ def check(answer):
         report = verify_results(
             undropped, q, k, v, do=q.flip(-1), is_causal=True, compare_sdpa=False
         )
-        reject_report(report, f"with p = 0, which drops nothing: {report.case}")
+        reject_report(report, f"with p_drop = 0, which drops nothing: {report.case}")
     return "the mask: its rate, its seeds, past 2^32 weights; o, dq, dk, dv with it in fp64; other tiles there and back"
 
 
@@ -51,10 +51,12 @@ def _check_mask(answer):
     rate, sigma = z.double().mean().item(), (p * (1 - p) / z.numel()) ** 0.5
     if abs(rate - p) < 5 * sigma:
         reject(
-            f"with p = {p}, {rate:.1%} of the weights are kept: this keeps what should be dropped"
+            f"with p_drop = {p}, {rate:.1%} of the weights are kept: this keeps what should be dropped"
         )
     if not abs(rate - (1 - p)) < 5 * sigma:
-        reject(f"with p = {p}, {rate:.1%} of the weights are kept: is the comparison with p_drop?")
+        reject(
+            f"with p_drop = {p}, {rate:.1%} of the weights are kept: is the comparison with p_drop?"
+        )
     if not torch.equal(
         answer.dropout_mask(32, seq_k, p, 11, first_row=50),
         answer.dropout_mask(96, seq_k, p, 11)[50:82],
@@ -84,7 +86,7 @@ def _require_offsets(answer, seq_k, far, p):
     equal = numbers[5, 7].item()
     if not answer.dropout_mask(32, seq_k, equal, seed)[5, 7]:
         reject(
-            "a weight whose number is equal to p is dropped: keep it if the number is at least p, >=, not >"
+            "a weight whose number is equal to p_drop is dropped: keep it if the number is at least p_drop, >=, not >"
         )
 
 
@@ -135,7 +137,7 @@ def check_dropout(
         heads_in_a_row = (t.flatten(0, 1)[None] for t in (got[name], right[name]))
         sentence = "head 0 is right, the others are not: rows are counted through all heads, `row`, not `offs_m`"
         signs = {sentence: only_head_0(*heads_in_a_row, **close)}
-        what = f"{name} with the mask that dropout_mask shows, p = {p}, {case}"
+        what = f"{name} with the mask that dropout_mask shows, p_drop = {p}, {case}"
         require(what, got[name], right[name], **close, mistakes=mistakes[name], signs=signs)
 
 
@@ -166,10 +168,10 @@ def _mistakes(q, k, v, do, o, s, scale, z, p, block_n):
     P = torch.softmax(s, dim=-1)
     PZ, dP, delta = P * z / (1 - p), do @ v.mT, (do * o).sum(-1, keepdim=True)
     of_ds = {
-        "Z is missing in dP: dP = Z * (dO V^T) / (1 - p)": P * (dP - delta),
+        "Z is missing in dP: dP = Z * (dO V^T) / (1 - p_drop)": P * (dP - delta),
         "Z drops delta too: dS = P * (dP - delta), only dP holds Z": PZ * (dP - delta),
-        "dP is not divided by 1 - p": P * (z * dP - delta),
-        "dP is divided by p: divide by 1 - p": P * (z * dP / p - delta),
+        "dP is not divided by 1 - p_drop": P * (z * dP - delta),
+        "dP is divided by p_drop: divide by 1 - p_drop": P * (z * dP / p - delta),
         "delta is subtracted twice: give recompute_tile a delta of zeros": PZ * (dP - delta)
         - P * delta,
         "delta is subtracted twice": PZ * dP - 2 * P * delta,
@@ -180,8 +182,8 @@ def _mistakes(q, k, v, do, o, s, scale, z, p, block_n):
     return dict(
         o={
             "nothing is dropped": P @ v,
-            "the kept weights are not divided by 1 - p": (P * z) @ v,
-            "the kept weights are divided by p: divide by 1 - p": (P * z / p) @ v,
+            "the kept weights are not divided by 1 - p_drop": (P * z) @ v,
+            "the kept weights are divided by p_drop: divide by 1 - p_drop": (P * z / p) @ v,
             "acc is not rescaled: multiply it by alpha before a tile is added": unscaled @ v,
             "l_i holds the kept weights only: the softmax comes before the dropping": renormalized
             / (1 - p)
@@ -190,9 +192,9 @@ def _mistakes(q, k, v, do, o, s, scale, z, p, block_n):
             @ v,
         },
         dv={
-            "Z is missing: dV = (P * Z)^T dO / (1 - p)": P.mT @ do,
-            "it is not divided by 1 - p": (P * z).mT @ do,
-            "it is divided by p: divide by 1 - p": (P * z / p).mT @ do,
+            "Z is missing: dV = (P * Z)^T dO / (1 - p_drop)": P.mT @ do,
+            "it is not divided by 1 - p_drop": (P * z).mT @ do,
+            "it is divided by p_drop: divide by 1 - p_drop": (P * z / p).mT @ do,
         },
         dk={sentence: scale * ds.mT @ q for sentence, ds in of_ds.items()},
         dq={sentence: scale * ds @ k for sentence, ds in of_ds.items()},

@@ -1,17 +1,17 @@
 """Drop weights of P with a mask that is never stored.
 
-Dropout sets each weight of P to 0 with probability p and divides the others by 1 - p. With a mask Z, 1 where a weight
-is kept and 0 where it is dropped, and a star for entry by entry,
+Dropout sets each weight of P to 0 with probability r (`p_drop` in the code) and divides the others by 1 - r. With a
+mask Z, 1 where a weight is kept and 0 where it is dropped, and a star for entry by entry,
 
-    P = softmax(S)                    O = (P * Z) V / (1 - p)
-    dV = (P * Z)^T dO / (1 - p)       dP = Z * (dO V^T) / (1 - p)       dS = P * (dP - delta)
+    P = softmax(S)                    O = (P * Z) V / (1 - r)
+    dV = (P * Z)^T dO / (1 - r)       dP = Z * (dO V^T) / (1 - r)       dS = P * (dP - delta)
 
 and dQ, dK follow from dS as ever. The softmax comes first: its sums, and so the LSE, know nothing of Z. And delta is
 still rowsum(dO * O), as the notebook asks you to derive.
 
 Both passes need the same Z, in tiles of any shape, and to store Z would be to store P. `tl.rand(seed, offset)` is a
 pure function (the Philox generator) from two integers to a number in [0, 1): the same wherever and whenever it is
-asked. Keep a weight if its number is at least p. Its offset must belong to that (batch, head, query, key) alone,
+asked. Keep a weight if its number is at least r. Its offset must belong to that (batch, head, query, key) alone,
 whatever the tiles: take the place that the weight would have in a contiguous P, (batch, heads, seq_q, seq_k). Such a P
 may have more than 2^32 entries, after which a 32-bit offset would start over and repeat the mask: count in int64.
 

@@ -9,16 +9,16 @@ Write both in PyTorch, for any leading axes, in the dtype of the inputs:
     delta_over_keys(p, do, v)    p (..., seq_q, seq_k), do (..., seq_q, head_dim), v (..., seq_k, head_dim)
     delta_over_head_dim(o, do)   o, do (..., seq_q, head_dim)
 
-and the second as a kernel, which also takes care of a loss that uses LSE: where LSE has a gradient dlse, what dS needs
-is delta - dlse (section 2.7), and that is what the kernel stores.
+Then write the second as a kernel. The kernel also serves a loss that uses LSE: where LSE has a gradient dlse, dS needs
+delta - dlse (section 2.7), so that is what the kernel stores.
 
     o, do    (batch, heads, seq_q, head_dim), fp16, bf16 or fp32, any strides
     dlse     (batch, heads, seq_q), fp32, contiguous; or None, where the loss does not use LSE
     delta    (batch, heads, seq_q), fp32, contiguous
 
-do comes from autograd as it pleases: the gradient of a sum has stride 0 everywhere, and that of a slice lies in
-something larger. The kernel multiplies and adds in fp32. Phase 2's `head_base` and `load_tile` take
-the strides of a tensor as they are.
+Autograd chooses the strides of do: the gradient of a sum has stride 0 on every axis, and the gradient of a slice may
+lie in a larger tensor. The kernel multiplies and adds in fp32. Phase 2's `head_base` and `load_tile` take the strides
+of a tensor as they are.
 
 Notebook: phase4_backward/backward.ipynb, section 2.5, "The number that every row subtracts".
 """

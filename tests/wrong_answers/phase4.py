@@ -233,7 +233,7 @@ WRONG = {
             },
             "the softmax comes before the dropping",
         ),
-        Wrong("not divided by 1 - p", {"p / (1 - p_drop), 0.0": "p, 0.0"}, "are not divided by 1 - p"),
+        Wrong("not divided by 1 - p", {"p / (1 - p_drop), 0.0": "p, 0.0"}, "are not divided by 1 - p_drop"),
         Wrong("dv of all weights", {"(z * p).to(do.dtype)": "p.to(do.dtype)"}, "Z is missing: dV"),
         Wrong(
             "Z drops delta in dq",
@@ -244,7 +244,7 @@ WRONG = {
             },
             "Z drops delta too",
         ),
-        Wrong("divided by p", {"p / (1 - p_drop), 0.0": "p / p_drop, 0.0"}, "divided by p: divide by 1 - p"),
+        Wrong("divided by p", {"p / (1 - p_drop), 0.0": "p / p_drop, 0.0"}, "divided by p_drop: divide by 1 - p_drop"),
         Wrong("acc not rescaled", {"acc * alpha[:, None]": "acc"}, "acc is not rescaled"),
         Wrong(
             "another offset",
