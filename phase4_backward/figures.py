@@ -265,7 +265,7 @@ def finite_differences(
     ax.axvline(1e-6, color=COLORS["ink"], linewidth=1, linestyle="--")
     ax.text(1.3e-6, 2e-12, "gradcheck's step", fontsize=9)
     ax.axhline(1, color=COLORS["s"], linewidth=1, linestyle=":")
-    ax.text(0.012, 2, "error 1: as for a gradient of 0", fontsize=9, color=COLORS["ink"])
+    ax.text(0.005, 2, "error 1: as for a gradient of 0", fontsize=9, color=COLORS["ink"])
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_ylim(1e-12, 1e5)
