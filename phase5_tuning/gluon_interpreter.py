@@ -756,6 +756,13 @@ class Interpreted:
         return type(aggregate.__name__, (), members | {"__init__": __init__})
 
 
+def function(jitted: JITFunction) -> Callable:
+    """A function that kernels call, as a function of Python's: its arithmetic on numbers and tiles runs here.
+    What waits, copies or multiplies needs a kernel around it, which Interpreted runs.
+    """
+    return Interpreted(jitted)._function(jitted)
+
+
 def _argument(known: bool, value):
     if known:
         return value

@@ -1,6 +1,7 @@
 """The Hopper kernels on a CPU: right however their threads take turns, and mistakes in them noticed."""
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 from common import make_qkv, make_tensor, verify_results
 from phase5_tuning import gluon_interpreter, hopper_backward, hopper_forward
@@ -487,6 +488,14 @@ def test_two_threads_wait_for_each_other_and_nothing_stays_patched():
 def test_what_the_hopper_kernels_do_not_take_is_refused(shape, dtype):
     with pytest.raises(ValueError, match="expected fp16 or bf16, head_dim a multiple of 8 up to 128"):
         gluon_interpreter.attention()(*inputs(shape, dtype), is_causal=False, scale=None, enable_gqa=False)
+
+
+def test_a_kernels_arithmetic_runs_on_numbers():
+    place = gluon_interpreter.function(hopper_forward.Work.place)
+    work = SimpleNamespace(together=2, heads=6, heads_q=3, IS_CAUSAL=True, CONSUMERS=2, tiles_m=lambda: 4)
+    taken = [place(work, tile) for tile in range(24)]
+    assert taken[:3] == [(384, 0, 0), (384, 0, 1), (256, 0, 0)]
+    assert len({*taken}) == 24
 
 
 @gluon.jit
