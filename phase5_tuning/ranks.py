@@ -5,6 +5,7 @@ Source: Llama 3, arXiv 2407.21783, section 3.3.2 (two chunks a rank).
 """
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -64,7 +65,7 @@ def meeting(rank: int, source: int, early_q: int, early_k: int, is_causal: bool)
 
 # --- the ranks agree -----------------------------------------------------------------------------------------------
 
-_SIDE_GROUPS = {}
+_SIDE_GROUPS = weakref.WeakKeyDictionary()  # a side group ends with its group
 
 
 def side_group(group):

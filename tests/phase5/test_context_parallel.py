@@ -1,16 +1,19 @@
 """Context parallelism over gloo: 1 to 4 processes of this machine against one, kernels interpreted."""
 
+import gc
 import itertools
 import signal
+import weakref
 
 from common import runtime, verify_results
 from phase5_tuning import context_bench
 from phase5_tuning import context_parallel as cp
-from phase5_tuning.ranks import chunk_lengths, chunks_of, joined, meeting, shard_of
+from phase5_tuning.ranks import chunk_lengths, chunks_of, joined, meeting, shard_of, side_group
 
 import pytest
 import sharded_runs
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -179,6 +182,26 @@ def test_merging_what_saw_nothing_changes_nothing():
         cp.merge_(*merged, *part)
         expected = empty if mine is empty is part else (o, lse)
         assert all(torch.equal(*t) for t in zip(merged, expected, strict=True))
+
+
+def test_a_side_group_ends_with_the_group_it_belongs_to(tmp_path):
+    """Else every new process group in a process would leave one with its threads and sockets."""
+    ends = []
+    for turn in range(2):
+        store = f"file://{tmp_path}/store{turn}"
+        dist.init_process_group("cpu:gloo,cuda:gloo", init_method=store, rank=0, world_size=1)
+        try:
+            beside = side_group(None)
+            assert beside is side_group(dist.group.WORLD) is not dist.group.WORLD
+            said = [None]
+            dist.all_gather_object(said, turn, group=beside)
+            assert said == [turn]
+            ends.append(weakref.ref(beside))
+            del beside
+        finally:
+            dist.destroy_process_group()
+        gc.collect()
+        assert [end() for end in ends] == [None] * len(ends)
 
 
 @pytest.mark.slow
