@@ -85,6 +85,7 @@ def meetings(owner: Sequence[int], ranks: int) -> None:
         ax.text(queries + 0.65, queries, f"rank {rank}", va="center", fontsize=9)
     ax.set(xlim=(-0.5, len(owner) + 1), ylim=(len(owner) - 0.5, -0.5))
     ax.set(xlabel="chunk of keys", ylabel="chunk of queries")
+    ax.set(xticks=range(len(owner)), yticks=range(len(owner)))
     ax.grid(False)
     by_rank = [
         [sum((rank - owner[j]) % ranks == step for i, r in enumerate(owner) if r == rank for j in range(i))
@@ -94,6 +95,39 @@ def meetings(owner: Sequence[int], ranks: int) -> None:
         fig,
         alt="Triangle of chunk pairs. The shade is the rank, the number the step. Pairs by rank and "
         f"step, two halves as one: {by_rank}.",
+    )
+
+
+def three_ways(ranks: int) -> None:
+    """What rank 0 computes with, of as many heads as ranks. A row is the rows of a rank, a column a head."""
+    everybody = range(ranks)
+    ways = {
+        "ring, in step 1": ({0}, {ranks - 1}, everybody),
+        "all-gather": ({0}, set(everybody), everybody),
+        "Ulysses": (set(everybody), set(everybody), (0,)),
+    }  # rows of queries, rows of keys, heads
+    fig, axes = style.new(9.5, 2.7, columns=len(ways), sharex=True, sharey=True)
+    for ax, (title, (queries, keys, heads)) in zip(axes, ways.items(), strict=True):
+        for row in everybody:
+            for head in everybody:
+                color = TINT["k"] if row in keys and head in heads else "white"
+                ax.add_patch(
+                    Rectangle(
+                        (head - 0.5, row - 0.5), 1, 1, facecolor=color, edgecolor=COLORS["ink"]
+                    )
+                )
+                said = ["Q"] * (row in queries) + ["K", "V"] * (row in keys)
+                if head in heads:
+                    ax.text(head, row, ", ".join(said), ha="center", va="center", fontsize=8)
+        ax.set(title=title, xlim=(-0.6, ranks - 0.4), ylim=(ranks - 0.4, -0.6), xlabel="head")
+        ax.set(xticks=everybody, yticks=everybody)
+        ax.grid(False)
+    axes[0].set(ylabel="rows of rank")
+    style.show(
+        fig,
+        alt=f"What rank 0 of {ranks} computes with. Ring, in step 1: Q of its own rows, K and V of rank {ranks - 1}, "
+        "all heads. All-gather: Q of its own rows, K and V of all rows, all heads. Ulysses: Q, K and V of all rows, "
+        "one head.",
     )
 
 
