@@ -61,11 +61,12 @@ def _check_case(answer, what, shift, dtype):
     if not (torch.equal(part[0], kept[0]) and torch.equal(part[1], kept[1])):
         reject(f"{what}: o_part or lse_part has changed; they are read only")
     both = torch.logaddexp(mine[1], part[1])
+    exact = torch.logaddexp(mine[1].double(), part[1].double())
     w, w_part = (
-        torch.exp(t - both.masked_fill(both == -INF, 0))[..., None] for t in (mine[1], part[1])
-    )
+        torch.exp(t - exact.masked_fill(exact == -INF, 0))[..., None] for t in (mine[1], part[1])
+    )  # in fp64: near 1000 an fp32 lse is too coarse for them
     o_part = part[0].float()
-    right = w * mine[0] + w_part * o_part
+    right = (w * mine[0] + w_part * o_part).float()
     if torch.equal(lse, mine[1]) and not torch.equal(both, mine[1]):
         reject(f"{what}: lse is what it was: the caller's own tensor must change, in place")
     if torch.equal(o, mine[0]) and not torch.allclose(right, mine[0]):
@@ -114,5 +115,6 @@ def _require(what, got, right, mine, part, dtype):
         o_mistakes["the weights are rounded to 16 bits: they come from lse, which is fp32"] = (
             w * o_mine + w_part.to(dtype) * o_part.to(dtype)
         )
-    # All of it is fp32 arithmetic, also where o_part has 16 bits.
-    require(f"{what}: o", o, right_o, mistakes=o_mistakes, rtol=2e-5, atol=2e-5)
+    # All of it is fp32 arithmetic, also where o_part has 16 bits; weights may come from an lse rounded to fp32.
+    tolerance = 2e-5 + 2.0**-24 * shift.abs().max().item()
+    require(f"{what}: o", o, right_o, mistakes=o_mistakes, rtol=tolerance, atol=tolerance)

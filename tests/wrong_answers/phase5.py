@@ -1009,6 +1009,14 @@ WRONG = {
             },
             "do not add up to 1",
         ),
+        Wrong(
+            "logits clamped",
+            {
+                "(lse - shift).exp()": "(lse.clamp(-50, 50) - shift.clamp(-50, 50)).exp()",
+                "(lse_part - shift).exp()": "(lse_part.clamp(-50, 50) - shift.clamp(-50, 50)).exp()",
+            },
+            "logits near 1000: o: this is the sum of both",
+        ),
     ],
     "pass_keys": [
         Wrong(
