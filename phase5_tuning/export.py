@@ -38,7 +38,7 @@ INSTEAD = {
     "flash_attention_course::tuned_": "flash_attention_export::",
     "the course could choose": "this file could choose",
     "common.runtime (or a phase)": "this file",
-    "; phase 4's exercise 5 has a kernel for it": "",
+    "; exercise 4.7 has a kernel for it": "",
     "  # True while common.measure.offline notes launches down instead of making them": "",
 }
 HEADER = '''"""FlashAttention in one file: forward and backward pass in Triton, and in Gluon for Hopper GPUs.
@@ -367,6 +367,7 @@ def export(stem: str) -> str:
             text.append(import_lines(names, triton=True))
     body = "\n\n".join(text)
     for old, new in INSTEAD.items():
+        assert old in body, f"{old!r} is said nowhere any more"
         body = body.replace(old, new)
     public = sorted(name for _, name in ROOTS)
     return f"{header(stem)}\n{body}\n\n__all__ = {public}\n"

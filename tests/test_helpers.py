@@ -28,6 +28,19 @@ def test_what_is_never_written_stays_nan():
     assert y.stride() == (1, 3)
 
 
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda x: torch.empty(3, 4),
+        lambda x: torch.empty_like(x),  # looked up when it is called
+        lambda x: torch.empty_strided((3, 4), (1, 3)),
+        lambda x: x.new_empty(3, 4),
+    ],
+)
+def test_every_way_to_allocate_is_guarded(allocate):
+    assert guarded(allocate)(torch.ones(3, 4)).isnan().all()
+
+
 def test_a_function_that_allocates_elsewhere_is_not_guarded():
     with pytest.raises(AssertionError, match="nothing is guarded"):
         guarded(lambda: torch.ones(3))()

@@ -310,7 +310,22 @@ class _Child:
         return "\n".join(self._errors.read().strip().splitlines()[-12:])
 
 
+def _stand_in_for_closed_streams() -> None:
+    """Where stdin, stdout or stderr is closed, as some services start a program, /dev/null takes its
+    place, here and in child processes."""
+    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(free, True)
+    os.close(free)
+    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115 - open until the process ends
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
+
+
 def main() -> None:
+    _stand_in_for_closed_streams()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        sys.exit(f"The folder that you are in is no longer there: cd {phases.ROOT}")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # where a terminal cannot show what an answer says
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left running

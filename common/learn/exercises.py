@@ -230,7 +230,7 @@ class Progress:
             passed, hints, begun = stored["passed"], stored["hints"], stored.get("begun", {})
             right = all(isinstance(value, str) for value in [*passed.values(), *begun.values()])
             right &= all(isinstance(count, int) and count >= 0 for count in hints.values())
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError("not a progress file") from error
         if not right:
             raise ValueError("a value of the wrong kind")

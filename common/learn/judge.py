@@ -382,9 +382,16 @@ def after(right: str) -> Iterator[None]:
 
 def root_of(error: BaseException) -> BaseException:
     """The error that all others in its chain came from."""
-    while error.__cause__ or error.__context__:
+    return _chain(error)[-1]
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error, and each that led to the one before; `raise e from e` leads to itself."""
+    chain = []
+    while error and not any(error is known for known in chain):
+        chain.append(error)
         error = error.__cause__ or error.__context__
-    return error
+    return chain
 
 
 def is_stub(error: BaseException) -> bool:
@@ -400,10 +407,7 @@ def _described(root: BaseException, error: BaseException, path: Path) -> str:
     The interpreter wraps an error inside a function of Triton in one for each call that led there:
     the innermost line of the file is in the traceback nearest to the root that has one.
     """
-    chain = [error]
-    while chain[-1] is not root:
-        chain.append(chain[-1].__cause__ or chain[-1].__context__)
-    own = next((own for e in reversed(chain) if (own := _own_frames(e, path))), None)
+    own = next((own for e in reversed(_chain(error)) if (own := _own_frames(e, path))), None)
     if is_stub(root):
         so_far = "".join(getattr(root, "__notes__", ()))
         return so_far + (
@@ -538,4 +542,8 @@ def main(folder: str, name: str, path: str, verdict: str) -> int:
 
 if __name__ == "__main__":
     # The module that the checks import, not this second copy of it: there must be one Rejected.
-    raise SystemExit(importlib.import_module("common.learn.judge").main(*sys.argv[1:]))
+    code = importlib.import_module("common.learn.judge").main(*sys.argv[1:])
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # if the answer has closed them
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # not held up by threads that the answer has started

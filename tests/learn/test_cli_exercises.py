@@ -250,11 +250,11 @@ def hash_of(answer):
 def attempt(copy):
     """A function that runs a command in the copy; it returns what was printed, all of it, and the exit code."""
 
-    def run(*arguments, before="", **environment):
+    def run(*arguments, before="", after="", **environment):
         command = shlex.join([sys.executable, "-m", "common.learn.cli", *arguments])
         done = subprocess.run(
-            f"{before} {command}", shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=copy,
-            env=os.environ | dict(COLUMNS="300", PYTHONPATH=str(copy)) | environment,
+            f"{before} {command} {after}", shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            cwd=copy, env=os.environ | dict(COLUMNS="300", PYTHONPATH=str(copy)) | environment,
         )  # fmt: skip
         assert "Traceback" not in done.stdout, done.stdout
         return done.stdout, done.returncode
@@ -373,6 +373,7 @@ def test_a_reset_that_cannot_keep_the_answer_beside_it_leaves_it(copy, monkeypat
         '{"passed": {"masked_add": 3}, "hints": {}}',
         '{"passed": {}, "hints": {}, "begun": {"masked_add": []}}',
         b"\xff\xfe",
+        pytest.param("[" * 100_000, id="nested"),
     ],
 )
 def test_damaged_progress_is_set_aside_and_said(text, copy, monkeypatch):
@@ -405,6 +406,18 @@ def test_where_progress_cannot_be_kept_a_hint_is_shown_all_the_same(copy, attemp
     assert hint.startswith("Hint 1 of 3") or question.startswith("Hint 1 of 3")
     assert "File exists" in error
     assert (copy / ".course").read_text() == "a file"
+
+
+def test_a_folder_that_is_gone_is_said(copy, attempt):
+    printed, code = attempt("next", before='gone=$(mktemp -d) && cd "$gone" && rmdir "$gone" &&')
+    assert code == 1
+    assert printed == f"The folder that you are in is no longer there: cd {copy}\n"
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "<&- 1>&- 2>&-"])
+def test_closed_streams_change_no_verdict(closed, copy, attempt):
+    write(copy, PHASE_1[2], PHASE_1[2].solution.read_text() + "print('a line')\n")
+    assert attempt("check", PHASE_1[2].name, after=closed)[1] == 0
 
 
 def test_an_unwritable_work_folder_is_named_in_a_line(copy, attempt):

@@ -211,6 +211,7 @@ ADD = exercises.find("masked_add").solution.read_text()
         pytest.param("undefined_name", "error", "undefined_name", marks=pytest.mark.slow),
         ("1 +", "error", "SyntaxError"),
         ("raise KeyboardInterrupt", "error", "line 25, in _masked_add_kernel"),
+        ("e = ValueError('of itself'); raise e from e", "error", "ValueError: of itself"),
         ("raise NotImplementedError", "unfinished", "line 25 still raises"),
         pytest.param(
             "import torch; b = torch.ones(1, 2, 2) > 0; b @ b",
@@ -291,6 +292,13 @@ def test_a_fork_has_no_say_in_the_verdict(learner):
     assert verdict.passed, verdict
     verdict = answer(fork + ADD.replace("2 * x", "(3 if child else 2) * x"))
     assert verdict.kind == "wrong"
+
+
+def test_a_thread_that_never_ends_holds_up_no_verdict(learner):
+    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n"
+    verdict = learner("masked_add")(ADD + thread)
+    assert verdict.passed, verdict
+    assert verdict.seconds < exercises.TIME_LIMIT / 2
 
 
 FORGED = json.dumps(dict(kind="passed", message="forged", gpu=False))

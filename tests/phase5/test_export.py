@@ -148,7 +148,15 @@ def test_the_file_compiles_to_the_same_machine_code(beside, head_dim):
 
 def test_the_file_holds_what_ships_and_nothing_else(exported, beside):
     text = exported.read_text()
-    for word in ("import phase", "from phase", "import common", "from common", "flash_attention_course::", "typer"):
+    for word in (
+        "import phase",
+        "from phase",
+        "import common",
+        "from common",
+        "flash_attention_course::",
+        "typer",
+        "exercise",
+    ):
         assert word not in text
     assert not [old for old in export.INSTEAD if old in text]
     shipped = {f"_attn_{name}_kernel" for name in ("fwd_descriptors", "fwd_heavy_first", "bwd_rows")}

@@ -47,6 +47,7 @@ def test_it_takes_sdpas_place():
         ("key", [(1, 2, 8, 16), (1, 2, 8, 32)], "expected head_dim 16 like query"),
         ("key", [(1, 2, 8, 16), (2, 2, 8, 16)], "expected batch 1 like query"),
         ("key", [(1, 3, 8, 16), (1, 2, 8, 16)], r"expected 3 heads like query \(or enable_gqa=True\)"),
+        ("key", [(1, 4, 8, 16), (1, 2, 8, 16)], r"expected 4 heads like query \(or enable_gqa=True\)"),
         ("value", [(1, 2, 8, 16), (1, 2, 8, 16), (1, 2, 9, 16)], r"expected shape \(1, 2, 8, 16\) like key"),
     ],
 )
@@ -54,6 +55,14 @@ def test_messages_name_sdpas_arguments(name, shapes, words, around):
     q, k, *v = shapes
     with around(), pytest.raises(ValueError, match=f"^{name}: {words}"):
         flash_attention(*(torch.zeros(s, device=runtime.DEVICE) for s in (q, k, *(v or [k]))))
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.no_grad, FakeTensorMode], ids=lambda c: c.__name__)
+def test_a_dtype_is_compared_with_that_of_sdpas_argument(around):
+    with around():
+        q, v = (torch.zeros(1, 1, 4, 16, dtype=d, device=runtime.DEVICE) for d in (torch.float32, torch.float16))
+        with pytest.raises(TypeError, match=r"^value: expected torch\.float32 like query, got "):
+            flash_attention(q, q, v)
 
 
 def test_what_is_not_supported_says_so():

@@ -36,6 +36,12 @@ def test_make_qkv_is_the_same_for_a_seed_in_every_layout():
             assert torch.equal(other, ours[:, :1].expand_as(ours) if layout == "expanded" else ours)
 
 
+def test_values_may_lie_otherwise_than_keys():
+    _, k, v = make_qkv(2, 3, 7, 5, layout="bshd", layout_v="transposed")
+    assert k.stride() == make_tensor(k.shape, layout="bshd").stride()
+    assert v.stride() == make_tensor(v.shape, layout="transposed").stride()
+
+
 def test_layouts_have_the_strides_they_are_named_for():
     batch, heads, seq, head_dim = shape = 2, 3, 7, 5
     strides = {layout: make_tensor(shape, layout=layout).stride() for layout in LAYOUTS}
@@ -381,3 +387,6 @@ def test_the_steps_of_a_call_are_those_of_all_heads():
     q = tensor(1, 1, 1, 16).expand(2, 3, 20_000, 16)
     with pytest.warns(UserWarning, match="is up to 587,814 steps"):
         validate.check_qkv(q, q, q)
+    k = tensor(1, 1, 1, 16).expand(2, 3, 6_000_000, 16)
+    with pytest.warns(UserWarning, match="6000000 keys is up to 562,500 steps"):
+        validate.check_qkv(q[:, :, :64], k, k)

@@ -16,7 +16,7 @@ from common.verify.reference import (
 import pytest
 import torch
 
-F64 = torch.float64
+F16, F32, F64 = torch.float16, torch.float32, torch.float64
 INF = float("inf")
 both_masks = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 SIZES = [  # heads_q, heads_kv, seq_q, seq_k
@@ -38,6 +38,15 @@ def qkv(heads_q, heads_kv, seq_q, seq_k, head_dim=8, **options):
 
 def close(a, b, atol=1e-12):
     torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+def test_the_tiled_twin_rounds_p_before_it_meets_v():
+    q, k, v = make_qkv(1, 1, 32, 16, dtype=torch.float16, device="cpu")
+    s = 0.25 * (q.float() @ k.float().mT)
+    p = torch.exp(s - s.amax(dim=-1, keepdim=True))
+    of_p = {dtype: (p.to(dtype).float() @ v.float() / p.sum(-1, keepdim=True)).half() for dtype in (F16, F32)}
+    assert not torch.equal(of_p[F16], of_p[F32])
+    torch.testing.assert_close(tiled_attention(q, k, v)[0], of_p[F16], rtol=0, atol=0)
 
 
 @both_masks

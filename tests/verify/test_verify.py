@@ -304,8 +304,14 @@ def test_gradients_are_had_under_no_grad_and_not_in_inference_mode():
     q, k, v, do = Case(grad=True).inputs()
     with torch.no_grad():
         assert verify_results(emulate, q, k, v, do=do).passed
-    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"^do: there are no gradients inside"):
         verify_results(emulate, q, k, v, do=do)
+
+
+def test_a_scale_of_zero_is_zero_and_not_the_default():
+    inputs = make_qkv(1, 1, 20, 16)
+    assert verify_results(emulate, *inputs, scale=0.0).passed
+    assert not verify_results(lambda q, k, v, **_: emulate(q, k, v), *inputs, scale=0.0).passed
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -344,13 +350,13 @@ def test_subnormal_gradients_are_not_held_against_a_kernel():
 LONG = dict(heads_q=1, seq_q=600, head_dim=16, seq_k=harness.SAMPLE_ABOVE_KEYS + 1, dtype=FP32)
 
 
-def long_attention(row=None):
+def long_attention(row=None, error=1e-3):
     def fn(q, k, v, *, is_causal, scale, enable_gqa):
         o = sdpa_reference(q, k, v, is_causal=is_causal, scale=scale).float()
         lse = torch.logsumexp((q.double() @ k.double().mT / math.sqrt(q.shape[-1])), dim=-1).float()
         if row is not None:
-            o[0, 0, row, 3] += 1e-3
-            lse[0, 0, row] += 1e-3
+            o[0, 0, row, 3] += error
+            lse[0, 0, row] += error
         return o, lse
 
     return fn
@@ -368,8 +374,19 @@ def test_long_rows_are_sampled():
         assert report["o"].index == (0, 0, row, 3)
         assert report["lse"].index == (0, 0, row)
         assert report.hint
+    report = verify_results(long_attention(599, math.nan), q, k, v, compare_sdpa=False)
+    assert "first non-finite value in row 599" in report.hint
     left_out = next(row for row in range(600) if row not in rows)
     assert verify_results(long_attention(left_out), q, k, v, compare_sdpa=False).passed  # the price of sampling
+
+
+def test_the_rows_of_a_sample_see_the_keys_before_them_and_no_other():
+    inputs = make_qkv(1, **LONG)
+
+    def causal(q, k, v, **_):
+        return sdpa_reference(q, k, v, is_causal=True).float()
+
+    assert verify_results(causal, *inputs, is_causal=True, compare_sdpa=False).passed
 
 
 def test_gradients_of_long_rows_are_checked_in_full():
@@ -843,6 +860,31 @@ def test_diagnosis_never_crashes(seed):
         failed += not report.passed
         assert all(r.hint is None for r in report.results if r.passed)
     assert failed >= 6  # most of them had to be diagnosed
+
+
+@pytest.mark.parametrize(
+    ("first", "says"), [(32, "last, partial tile are wrong (from 32 on)"), (16, "errors begin at row 16")]
+)
+def test_a_hint_names_the_tile_at_which_errors_begin(first, says):
+    q, k, v = make_qkv(1, 1, 40, 16)
+
+    def wrong_from_there_on(q, k, v, **_):
+        o = sdpa_reference(q, k, v)
+        o[:, :, first:] += torch.randn(o.shape, generator=torch.Generator().manual_seed(0))[:, :, first:]
+        return o.to(q.dtype)
+
+    assert says in verify_results(wrong_from_there_on, q, k, v).hint
+
+
+@pytest.mark.parametrize(
+    ("factor", "says"),
+    [(0.125, "the scale is applied once too often"), (8, "the scale is missing"), (-1, "the sign is wrong")],
+)
+def test_a_hint_says_what_a_factor_may_be(factor, says):
+    def times(q, k, v, **_):
+        return (factor * sdpa_reference(q, k, v)).to(q.dtype)
+
+    assert says in verify_results(times, *make_qkv(1, 1, 40, 64)).hint
 
 
 def test_hypotheses_are_skipped_where_they_would_cost_too_much(monkeypatch):
