@@ -169,12 +169,11 @@ def verify_results(
     before = {name: t.clone() for name, t in inputs.items()}
     got = run_attention(fn, q, k, v, do, kwargs)
     results = _written_inputs(inputs, before)
-    if results:
-        q, k, v, do = map(before.get, ("q", "k", "v", "do"))
+    q, k, v, do = map(before.get, ("q", "k", "v", "do"))  # fn may have resized what it was given
     lead = (1,) * (4 - q.dim())
     q4, k4, v4 = (t.detach().reshape(lead + t.shape) for t in (q, k, v))
     do4 = None if do is None else do.reshape(lead + do.shape)
-    true_scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    true_scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     expected = _expected(q4, k4, v4, do4, is_causal, true_scale)
     sdpa = {}
     if compare_sdpa and q.numel() > 0:
@@ -182,6 +181,7 @@ def verify_results(
         # the GPU over them.
         copies = (t.clone(memory_format=torch.contiguous_format) for t in (q4, k4, v4))
         do_copy = None if do is None else do4.clone(memory_format=torch.contiguous_format)
+        kwargs["scale"] = None if scale is None else true_scale  # SDPA takes no Fraction
         sdpa = run_attention(F.scaled_dot_product_attention, *copies, do_copy, kwargs)
 
     context = diagnose.Context(q4, k4, v4, do4, is_causal, true_scale)
@@ -220,9 +220,11 @@ def verify_softmax(fn, x, *, kind="softmax") -> Report:
         raise ValueError(
             f'expected kind "softmax" or "logsumexp" and x in fp16, bf16 or fp32, got {kind!r}, {x.dtype}'
         )
-    before = x.detach().clone()
+    if x.dim() == 0 or x.layout != torch.strided or x.is_meta:
+        raise ValueError(f"x: expected a dense tensor of 1 dimension or more, got {_described(x)}")
+    inputs, before = {"x": x.detach()}, x.detach().clone()
     actual = fn(x)
-    written = _written_inputs({"x": x.detach()}, {"x": before})
+    written = _written_inputs(inputs, {"x": before})
     x = before
     s = x.double().reshape(x.shape[:-1].numel(), x.shape[-1])
     lse = torch.logsumexp(s, dim=-1, keepdim=True)
@@ -426,6 +428,8 @@ def _check_arguments(fn, q, k, v, do) -> None:
     for name, t in dict(q=q, k=k, v=v, do=q if do is None else do).items():
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
+        if t.layout != torch.strided or t.is_nested or t.is_meta:
+            raise TypeError(f"{name}: expected a dense tensor with memory, got {_described(t)}")
     if q.dtype not in UNIT_ROUNDOFF or not 2 <= q.dim() <= 4:
         raise ValueError(
             f"q: expected 2 to 4 dimensions in fp16, bf16 or fp32, got {tuple(q.shape)}, {q.dtype}"
@@ -435,10 +439,33 @@ def _check_arguments(fn, q, k, v, do) -> None:
             raise ValueError(
                 f"{name}: expected {q.dim()} dimensions in {q.dtype} like q, got {tuple(t.shape)}, {t.dtype}"
             )
+    if q.shape[-1] == 0:
+        raise ValueError(f"q: expected head_dim from 1 upwards, got {_described(q)}")
+    if k.shape[:-3] != q.shape[:-3] or k.shape[-1] != q.shape[-1] or not _shared_heads(q, k):
+        raise ValueError(
+            f"k: expected batch and head_dim as q's {tuple(q.shape)}, and heads that divide q's, got {_described(k)}"
+        )
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected {tuple(k.shape)} like k, got {_described(v)}")
     if do is not None and (do.shape != q.shape or do.dtype != q.dtype):
         raise ValueError(
             f"do: expected {tuple(q.shape)}, {q.dtype} like q, got {tuple(do.shape)}, {do.dtype}"
         )
+    for name, t in dict(k=k, v=v, do=q if do is None else do).items():
+        if t.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} like q, got {t.device}")
+
+
+def _shared_heads(q, k) -> bool:
+    """Every query head has a key head; 2-D tensors are one head each."""
+    if q.dim() == 2 or q.shape[-3] == k.shape[-3]:
+        return True
+    return k.shape[-3] > 0 and q.shape[-3] % k.shape[-3] == 0
+
+
+def _described(t) -> str:
+    layout = "a nested tensor" if t.is_nested else f"shape {tuple(t.shape)}, {t.layout}"
+    return f"{layout}, {t.dtype}, {t.device}"
 
 
 def _sample_rows(seq_q: int, device) -> torch.Tensor:
@@ -496,6 +523,8 @@ def _wrong_kind(name, actual, shape, dtype, device) -> str | None:
         return "no gradient arrives: is the input used, and every step on the way differentiable?"
     if not isinstance(actual, torch.Tensor):
         return f"expected a tensor, got {type(actual).__name__}"
+    if actual.layout != torch.strided or actual.is_nested:
+        return "expected a dense tensor, got " + _described(actual)
     if actual.shape != shape:
         return f"expected shape {tuple(shape)}, got {tuple(actual.shape)}"
     if actual.dtype != dtype:

@@ -104,7 +104,7 @@ def make_qkv(
         batch=batch, heads_q=heads_q, seq_q=seq_q, head_dim=head_dim, heads_kv=heads_kv, seq_k=seq_k
     )
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 0:
+        if type(size) is not int or size < 0:  # not True
             raise ValueError(f"{name}: expected a whole number from 0 upwards, got {size!r}")
     generator = torch.Generator().manual_seed(seed)
 

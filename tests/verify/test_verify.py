@@ -7,6 +7,7 @@ twin of `reference`, and SDPA.
 import functools
 import math
 import random
+from fractions import Fraction
 
 from common.verify import VerificationError, diagnose, harness, verify_results, verify_softmax
 from common.verify.emulator import Steps, emulate
@@ -894,6 +895,9 @@ def test_hypotheses_are_skipped_where_they_would_cost_too_much(monkeypatch):
     assert "causal" not in report.hint
 
 
+HALF, HALVED = torch.ones(1, 1, 4, 16, dtype=FP16), Fraction(1, 2)
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
@@ -903,6 +907,14 @@ def test_hypotheses_are_skipped_where_they_would_cost_too_much(monkeypatch):
         (dict(do=[1]), TypeError, "do: expected a torch.Tensor, got list"),
         (dict(q=torch.ones(2, 2, dtype=torch.int32)), ValueError, "q: expected 2 to 4 dimensions in fp16, .*int32"),
         (dict(v=torch.ones(4, 16)), ValueError, "v: expected 4 dimensions in torch.float16 like q, got .4, 16"),
+        (dict(k=HALF.to_sparse()), TypeError, "k: expected a dense tensor with memory, got .*sparse"),
+        (dict(v=HALF.to("meta")), TypeError, "v: expected a dense tensor with memory, .*meta"),
+        (dict(k=HALF.expand(2, 1, 4, 16)), ValueError, "k: expected batch and head_dim as q's .*, got shape .2, 1, 4"),
+        (dict(k=HALF[..., :8]), ValueError, "k: expected batch and head_dim as q's .*, got shape .1, 1, 4, 8."),
+        (dict(k=HALF.expand(1, 3, 4, 16)), ValueError, "k: expected .* heads that divide q's, got shape .1, 3, 4, 16."),
+        (dict(k=HALF[:, :0]), ValueError, "k: expected .* heads that divide q's, got shape .1, 0, 4, 16."),
+        (dict(v=HALF[:, :, :2]), ValueError, "v: expected .1, 1, 4, 16. like k, got shape .1, 1, 2, 16."),
+        (dict(q=HALF[..., :0]), ValueError, "q: expected head_dim from 1 upwards, got shape .1, 1, 4, 0."),
         (dict(do=torch.ones(2, 2)), ValueError, "do: expected .1, 1, 4, 16., torch.float16 like q, got .2, 2"),
         (dict(do=torch.ones(1, 1, 4, 16)), ValueError, "do: expected .*torch.float16 like q, got .*torch.float32"),
     ],
@@ -912,3 +924,34 @@ def test_an_argument_of_a_wrong_kind_is_named(wrong, error, words):
     given = dict(fn=lambda q, k, v, **_: q, q=q, k=k, v=v) | wrong
     with pytest.raises(error, match=f"^{words}"):
         verify_results(given.pop("fn"), given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+@pytest.mark.parametrize("x", [torch.tensor(1.0), torch.ones(2, 3).to_sparse(), torch.ones(2, 3, device="meta")])
+def test_an_x_without_rows_or_memory_is_named(x):
+    with pytest.raises(ValueError, match=r"^x: expected a dense tensor of 1 dimension or more, got shape"):
+        verify_softmax(lambda x: x, x)
+
+
+def test_a_result_that_is_not_dense_fails():
+    report = verify_results(lambda q, k, v, **_: q.to_sparse(), *make_qkv(1, 1, 4, 16))
+    assert "expected a dense tensor, got" in report["o"].problem
+    assert "torch.sparse_coo" in report["o"].problem
+    assert not verify_softmax(lambda x: x.softmax(-1).to_sparse(), torch.ones(2, 3)).passed
+
+
+def test_inputs_that_are_resized_do_not_change_what_is_right():
+    def resizes(q, k, v, **_):
+        q.resize_(1, 1, 2, 16)
+        return sdpa_reference(q, k, v).float()
+
+    report = verify_results(resizes, *make_qkv(1, 1, 4, 16, dtype=FP32))
+    assert report["o"].problem == "expected shape (1, 1, 4, 16), got (1, 1, 2, 16)"
+    report = verify_softmax(lambda x: x.resize_(1, 3).softmax(-1), torch.ones(2, 3))
+    assert report["p"].problem == "expected shape (2, 3), got (1, 3)"
+
+
+def test_a_scale_may_be_any_real_number():
+    q, k, v = make_qkv(1, 1, 4, 16)
+    report = verify_results(lambda q, k, v, *, scale, **_: emulate(q, k, v, scale=float(scale)), q, k, v, scale=HALVED)
+    assert report.passed
+    assert report["o"].sdpa_z is not None
