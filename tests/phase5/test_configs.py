@@ -55,6 +55,11 @@ def test_tiles_for_few_programs_come_with_limits():
         assert (choice.few is not None) == (choice.few_full > 0) == (choice.few_causal > 0)
 
 
+def test_both_backward_kernels_have_the_plain_tiles_of_a_backward_pass():
+    forward, dkdv, dq = (configs.plain(kernel, 256, torch.float32) for kernel in ("forward", "dkdv", "dq"))
+    assert dq == dkdv != forward
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_last_candidate_is_the_plain_one(kernel):
     case = (16, 64, 100, 256), runtime.DTYPES, (True, False)

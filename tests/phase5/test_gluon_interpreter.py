@@ -64,6 +64,13 @@ def test_a_walk_that_first_meets_keys_of_minus_infinity(is_causal):
     torch.testing.assert_close(o.float(), right, atol=2e-3, rtol=2e-3)
 
 
+def test_a_row_whose_logits_are_all_minus_infinity_is_0():
+    q, k, v = inputs((1, 1, 1, 64, 128, 64, False))
+    fn = gluon_interpreter.attention()
+    o = fn(q.abs() + 0.1, k.fill_(float("-inf")), v, is_causal=False, scale=None, enable_gqa=False)
+    assert (o == 0).all()
+
+
 @interpreted_only
 @pytest.mark.parametrize("shape", [(1, 4, 2, 300, 300, 64, True), (1, 2, 1, 300, 300, 128, False)], ids=str)
 def test_every_order_of_turns_gives_the_same_bits(shape):

@@ -61,6 +61,13 @@ def test_descriptors_are_for_16_bits_on_hopper_and_later():
             assert not launch.descriptors_allowed(*tensors(dtype=torch.float32))
 
 
+def test_a_step_that_is_never_taken_forbids_no_descriptor():
+    x = torch.empty(4096, dtype=torch.float16)
+    with on_a_gpu():
+        assert launch.descriptors_allowed(x.as_strided((1, 2, 8, 64), (3, 512, 64, 1)))
+        assert not launch.descriptors_allowed(x.as_strided((2, 2, 8, 64), (3, 512, 64, 1)))
+
+
 def test_more_rows_than_a_coordinate_counts():
     q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
     with on_a_gpu(), mock.patch.object(hopper_forward, "takes", return_value=True):

@@ -475,7 +475,7 @@ def test_threads_that_remember_at_once_stay_within_the_limit(fresh_plans):
 class Compiled:
     """What `kernel.warmup` returns, as far as `direct.runner` needs it; notes its launches."""
 
-    def __init__(self, descriptors=0, scratch=0):
+    def __init__(self, descriptors=0, scratch=0, profile=0):
         self.calls = []
         self.function, self.packed_metadata = "function", "metadata"
 
@@ -489,7 +489,7 @@ class Compiled:
 
         self.run = SimpleNamespace(
             launch=inner if descriptors else launcher, launch_cooperative_grid=False, launch_pdl=False,
-            global_scratch_size=scratch, profile_scratch_size=0,
+            global_scratch_size=scratch, profile_scratch_size=profile,
         )  # fmt: skip
 
     def __getitem__(self, grid):
@@ -552,9 +552,11 @@ def test_a_launch_with_a_hook_registered_is_the_public_one(which):
     assert compiled.calls[0] == ("public", (5, 1, 1), (("descriptor", x.data_ptr()), "lse", 2))
 
 
-@pytest.mark.parametrize("other", [dict(version="3.7.1"), dict(scratch=8), dict(backend="hip")], ids=str)
+@pytest.mark.parametrize(
+    "other", [dict(version="3.7.1"), dict(scratch=8), dict(profile=8), dict(backend="hip")], ids=str
+)
 def test_elsewhere_a_launch_is_the_public_one(other):
-    compiled = Compiled(scratch=other.get("scratch", 0))
+    compiled = Compiled(scratch=other.get("scratch", 0), profile=other.get("profile", 0))
     with driver_and_hooks(other.get("version", direct.RUN_WITH)) as (active, _):
         active.backend = other.get("backend", "cuda")
         direct.runner(compiled, (5, 1, 1), (), (2,))("q")
