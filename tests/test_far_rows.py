@@ -6,6 +6,7 @@ from unittest import mock
 from common import make_qkv
 from phase3_forward import forward as phase3
 from phase4_backward import backward as phase4
+from phase5_tuning import hopper_backward
 from phase5_tuning.backward import attention_backward
 from phase5_tuning.forward import attention_forward
 from phase5_tuning.ladder import LADDER
@@ -85,3 +86,31 @@ def test_phase_5(saved, rung):
     assert kernels_of(lambda: attention_forward(*saved[:3], kernel=rung.forward)) == {rung.forward.__name__}
     backward = {"_attn_bwd_rows_kernel", rung.dkdv.__name__, rung.dq.__name__}
     assert kernels_of(lambda: attention_backward(*saved, **kernels)) == backward
+
+
+def test_the_hopper_backward_s_small_kernels():
+    from triton.runtime.interpreter import InterpretedFunction
+
+    padded, run, touched = 32, InterpretedFunction.run, {}
+    do, dq = torch.ones(2, 1, 1, SEQ, 16)
+    lse, dlse = torch.zeros(2, 1, 1, SEQ)
+    row_lse, delta = torch.zeros(2, padded)
+    dq_sum, count = torch.zeros(padded, 64), torch.zeros(2, dtype=torch.int32)
+
+    def noted(kernel, *args, grid, warmup=False, **kwargs):
+        touched[kernel.__name__] = touched_far_down(run, kernel, *args, **kwargs)
+
+    sizes = dict(HEAD_DIM=16, BLOCK_D=64, BLOCK_M=padded)
+    with mock.patch.object(InterpretedFunction, "run", noted):
+        hopper_backward._attn_bwd_hopper_rows_kernel[(1,)](
+            do, do, lse, dlse, row_lse, delta, dq_sum, count, do.stride(), do.stride(), 1, SEQ, padded,
+            ORDERED=False, **sizes,
+        )  # fmt: skip
+        hopper_backward._attn_bwd_hopper_dq_kernel[(1,)](dq_sum, dq, dq.stride(), 1, SEQ, padded, 1.0, **sizes)
+    for t, rows, columns, kernels in (
+        (lse, SEQ, 1, ["rows"]), (dlse, SEQ, 1, ["rows"]), (row_lse, padded, 1, ["rows"]), (delta, padded, 1, ["rows"]),
+        (dq_sum, padded, 64, ["rows", "dq"]),
+    ):  # fmt: skip
+        first = t.data_ptr() + FAR * rows * columns * 4
+        for kernel in kernels:
+            assert touched[f"_attn_bwd_hopper_{kernel}_kernel"] >= set(range(first, first + rows * columns * 4, 4))

@@ -132,6 +132,7 @@ def test_doctor_sees_a_gpu_that_pytorch_cannot_use(monkeypatch, tmp_path, smi, c
     [
         (dict(torch="2.13.0+cpu", triton="3.7.1", numpy="2.4.6"), "ok", ""),
         (dict(torch="2.11.0", triton="3.6.0", numpy="2.3.1"), "ok", ""),
+        (dict(torch="2.11.0", triton="3.6.0", numpy="2.4.0"), "note", "numpy"),
         (dict(torch="2.11.0", triton="3.6.0", numpy="2.5.2"), "note", "numpy"),
         (dict(torch="2.13.0", triton="3.6.0", numpy="2.3.1"), "note", "torch/triton"),
     ],

@@ -1,5 +1,6 @@
 """Records of GPU runs: complete, and of the kernels as they are now."""
 
+import argparse
 import contextlib
 import importlib
 import itertools
@@ -92,6 +93,33 @@ def test_a_record_without_provenance_is_refused(tmp_path, monkeypatch):
         records.load("phase")
     with pytest.raises(FileNotFoundError):
         records.load("phase", "other")
+
+
+def test_a_record_is_stale_if_it_is_listed_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    results = tmp_path / "phase" / "results"
+    results.mkdir(parents=True)
+    signed = dict.fromkeys(("gpu", "driver", "torch", "triton", "commit", "command", "kernels", "date"), "x")
+    for name in ("old", "new"):
+        (results / f"{name}.json").write_text(json.dumps(dict(provenance=signed, rows=[])))
+    (results / "stale.toml").write_text('records = ["old"]\n')
+    assert [records.load("phase", name)["stale"] for name in ("old", "new")] == [True, False]
+
+
+def test_a_record_of_several_gpus_and_of_few_times_says_so():
+    signed = dict(gpu="H200", driver="d", torch="t", triton="t", commit="c", command="x", date="today")
+    rows = [dict(ms=1.0), dict(note="out of memory"), dict(ranks=1, ms=1.0), dict(ranks=4, ms=1.0)]
+    assert records.describe(dict(provenance=signed, rows=rows)).startswith("Measured on 4 H200s of one host")
+    assert records.describe(dict(provenance=signed, rows=rows[:2])).startswith("Measured on one H200")
+    assert "; medians." in records.describe(dict(provenance=signed, rows=rows))
+    assert "; medians." not in records.describe(dict(provenance=signed, rows=rows[1:2]))
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "a.json", "a b", ""])
+def test_a_name_of_a_record_is_no_path(name):
+    assert records.record_name("h200_new-1") == "h200_new-1"
+    with pytest.raises(argparse.ArgumentTypeError, match="expected letters, digits"):
+        records.record_name(name)
 
 
 def test_peers_that_are_packages_are_signed_with_their_versions():
@@ -194,7 +222,7 @@ def simulated(gpu):
     return patches
 
 
-@pytest.mark.parametrize(("on_host", "on_gpu"), [(1e-5, 1e-3), (1e-3, 1e-3), (1e-3, 1e-5), (0.0, 1e-6)])
+@pytest.mark.parametrize(("on_host", "on_gpu"), [(1e-5, 1e-3), (1e-3, 1e-3), (1e-3, 1e-5), (0.0, 1e-6), (3e-3, 1e-3)])
 def test_time_is_the_gpus_however_long_the_host_takes(on_host, on_gpu):
     gpu = SimulatedGpu()
 
@@ -304,13 +332,14 @@ def test_a_first_call_may_be_late_and_a_second_one_not(late, overwrites):
 def test_providers_take_turns_and_every_second_time_in_the_opposite_order():
     asked = []
 
-    def time_ms(fn, **_):
+    def time_ms(fn, *, repeat_ms):
+        assert repeat_ms == 120 // 4  # all turns together take as long as one alone
         asked.append(fn())
         at = {name: asked.count(name) for name in "abc"}[asked[-1]]
         return timing.Timing(float(at**2), at - 0.5, at + 9.0, host=1.0 / at, late=at == 2 and asked[-1] == "b")
 
     by_caller = mock.patch.object(timing, "caller_ms", return_value=1.25)
-    with mock.patch.object(timing, "time_ms", time_ms), by_caller:
+    with mock.patch.object(timing, "time_ms", time_ms), by_caller as caller_ms:
         rows = timing.measure({name: lambda name=name: name for name in "abc"}, rounds=4, seq=64)
     assert "".join(asked) == "abccba" * 2
     assert [row["provider"] for row in rows] == ["a", "b", "c"]
@@ -318,6 +347,14 @@ def test_providers_take_turns_and_every_second_time_in_the_opposite_order():
         assert (row["ms"], row["ms_min"], row["ms_max"], row["host_ms"]) == (6.5, 0.5, 13.0, 0.25)
     assert ["late" in row for row in rows] == [False, True, False]
     assert {row["caller_ms"] for row in rows} == {1.25}
+    assert caller_ms.call_count == 3  # once for each
+
+
+def test_a_rate_is_of_its_own_time():
+    assert timing.with_tflops([dict(ms=2.0, caller_ms=4.0), dict(note="out of memory")], 8e9) == [
+        dict(ms=2.0, caller_ms=4.0, tflops=4.0, caller_tflops=2.0),
+        dict(note="out of memory"),
+    ]
 
 
 @pytest.mark.parametrize(("on_host", "on_gpu"), [(1e-5, 1e-3), (1e-3, 1e-3), (2e-3, 1e-3), (1e-3, 1e-5)])

@@ -4,9 +4,11 @@ import dataclasses
 import functools
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 from common import make_qkv, make_tensor, runtime
 from common.learn.canary import double
+from common.measure import offline
 from common.measure.offline import SHARED_LIMIT, Compiled, compile_launches, record_launches
 from phase1_softmax import logsumexp, online_softmax_step, softmax_fused, softmax_online
 from phase2_tiling import attention, attention_resident, matmul
@@ -193,7 +195,7 @@ def _any_kernel(x_ptr, bias_ptr, flag, n=5, BLOCK: tl.constexpr = 16):
     ("dtype", "first", "args", "types", "divisible"),
     [
         (FP32, 0, (None, True), ["*fp32", "constexpr", "u1", "i32"], [[0]]),
-        (torch.int32, 1, (None, False, 2**40), ["*i32", "constexpr", "u1", "i64"], [[3]]),
+        (torch.int32, 1, (None, False, 2**31), ["*i32", "constexpr", "u1", "i64"], [[3]]),
     ],
     ids=["defaults", "misaligned"],
 )
@@ -228,6 +230,17 @@ def test_a_kernel_from_a_cell_and_one_that_the_compiler_refuses(monkeypatch):
     assert "unsupported tensor index" in bad.error
     assert not bad.fits
     assert bad.error.splitlines()[-1] in str(bad)
+
+
+def test_several_children_return_in_the_order_of_the_launches():
+    made = [offline.Launch("m", name, None, {}, [], [], {}) for name in "abc"]
+    compiled = mock.patch.object(
+        offline, "_in_child", lambda jobs: [Compiled(job["launch"]["name"], job["target"]) for job in jobs]
+    )
+    for processes in (1, 2, 5):
+        with compiled:
+            answers = compile_launches(made, ["sm_80", "sm_90"], processes=processes)
+        assert [(c.kernel, c.target) for c in answers] == [(k, t) for k in "abc" for t in ("sm_80", "sm_90")]
 
 
 def test_a_child_that_fails_is_an_error():

@@ -153,6 +153,13 @@ def test_attention_backward(seq_q, seq_k, head_dim, is_causal):
         assert moved.total == sum(expected[kernel] for kernel in kernels)
 
 
+@pytest.mark.parametrize(("block_m", "block_n"), [(64, 16), (16, 64)])
+def test_a_causal_walk_begins_with_a_whole_tile_of_queries(block_m, block_n):
+    seen = [m for n in range(0, 200, block_n) for m in range(0, 128, block_m) if m + block_m > n]
+    read = 2 * 200 * 4 * 64 + len(seen) * block_m * (4 * 64 + 8)
+    assert traffic.attention_backward_bytes(128, 200, 64, block_m, block_n, 2, is_causal=True)["dkdv"] == read
+
+
 @interpreted_only
 def test_backward_from_a_stored_p():
     seq_q, seq_k, head_dim = 130, 200, 64
@@ -192,6 +199,13 @@ def test_two_names_of_one_memory_are_refused():
     packed = matrix(20, 32, FP16)
     with pytest.raises(ValueError, match="k: shares its memory with q"), traffic.measure(q=packed[:, :16], k=packed):
         pass
+
+
+@interpreted_only
+def test_what_holds_nothing_shares_no_memory():
+    with traffic.measure(q=torch.empty(0, 16), k=torch.empty(0, 16)) as moved:
+        pass
+    assert moved.total == 0
 
 
 def test_a_block_inside_a_block_is_counted_in_both():

@@ -64,6 +64,13 @@ def test_a_walk_that_first_meets_keys_of_minus_infinity(is_causal):
     torch.testing.assert_close(o.float(), right, atol=2e-3, rtol=2e-3)
 
 
+@interpreted_only
+def test_keys_past_the_end_weigh_nothing_where_all_logits_are_far_below_zero():
+    q, k, v = make_qkv(1, 1, 40, 64, seq_k=70, kind="low")
+    do = make_tensor(q.shape, dtype=FP16)
+    verify_results(gluon_interpreter.attention(), q, k, v, do=do).check()
+
+
 def test_a_row_whose_logits_are_all_minus_infinity_is_0():
     q, k, v = inputs((1, 1, 1, 64, 128, 64, False))
     fn = gluon_interpreter.attention()

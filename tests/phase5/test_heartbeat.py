@@ -1,7 +1,9 @@
 """Who is lost, by signs and ticks that the test gives itself; test_context_parallel.py loses real processes."""
 
 import socket
+from unittest import mock
 
+from phase5_tuning import heartbeat
 from phase5_tuning.heartbeat import NO_STORE, Pulse
 
 import pytest
@@ -98,3 +100,40 @@ def test_after_an_error_a_store_that_is_gone_is_named():
     pulse.give("0")
     del server
     assert pulse.blamed("raised RuntimeError: closed", 0) == [NO_STORE]
+
+
+@pytest.fixture
+def block(monkeypatch):
+    """`heartbeat`, with a store in which rank 1 of 2 has given a sign; nobody ends this process."""
+    store = dist.HashStore()
+    store.set("1", "7")
+    group = mock.Mock(
+        PrefixStore=lambda *_: store,
+        get_process_group_ranks=lambda *_: [0, 1],
+        get_world_size=lambda *_: 2,
+        get_rank=lambda *_: 0,
+    )
+    monkeypatch.setattr(heartbeat, "dist", group)
+    monkeypatch.setattr(heartbeat, "_watch", lambda *_: None)
+    return heartbeat.heartbeat
+
+
+@pytest.mark.parametrize("interval", [0, -1, 2, float("nan")])
+def test_an_interval_beyond_the_limit_is_refused(interval, block):
+    refused = pytest.raises(ValueError, match="interval: expected more than 0 and at most limit 1 s")
+    with refused, block(None, interval, 1):
+        pass
+
+
+@pytest.mark.parametrize(("limit", "ticks"), [(0.02, 1), (0.05, 3)])
+def test_a_limit_is_at_least_as_many_ticks(limit, ticks, block):
+    with mock.patch.object(heartbeat, "Pulse", wraps=Pulse) as made, block(None, 0.02, limit):
+        pass
+    assert made.call_args.args[-1] == ticks
+
+
+def test_an_error_of_ones_own_blames_nobody(block):
+    with pytest.raises(ValueError, match=r"^k is wrong"), block(None, 0.01, 0.02):
+        raise ValueError("k is wrong")
+    with pytest.raises(RuntimeError, match="rank 1 gives no sign of life"), block(None, 0.01, 0.02):
+        raise RuntimeError("Connection closed")

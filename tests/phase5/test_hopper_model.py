@@ -18,8 +18,10 @@ from phase5_tuning.hopper_model import (
     WGMMA,
     Barrier,
     Deadlock,
+    Interval,
     Place,
     Race,
+    Timeline,
     arrive,
     dq_schedule,
     exponentials,
@@ -338,6 +340,12 @@ def test_one_actor_does_one_thing_after_another():
         ("me", "exponentials", ""), ("me", "work", ""),
     ]  # fmt: skip
     assert timeline.busy("tensor cores") == pytest.approx(2 * MULTIPLY)
+
+
+def test_what_overlaps_counts_once():
+    spans = ((0.0, 10.0), (1.0, 2.0), (5.0, 6.0), (12.0, 13.0))
+    line = Timeline([Interval("row", "work", "", *span, "me") for span in spans])
+    assert line.busy("row") == 11.0
 
 
 def test_an_asynchronous_product_hides_what_follows():

@@ -188,6 +188,22 @@ def test_the_forward_plan_s_sizes():
     assert forward_plan(2, 6, 400, 96, multiprocessors=7)[2] == 7
 
 
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k", "head_dim", "is_causal", "block_n"),
+    [
+        (1024, 1024, 64, True, 64),
+        (1025, 1025, 64, True, 128),
+        (200, 4096, 64, True, 64),  # no query sees a key beyond the last query
+        (4096, 200, 64, True, 64),
+        (1024, 1024, 64, False, 128),
+        (1024, 1024, 128, True, 128),
+    ],
+)
+def test_short_causal_walks_get_small_tiles(seq_q, seq_k, head_dim, is_causal, block_n):
+    _, sizes, _ = forward_plan(1, 2, seq_q, head_dim, seq_k=seq_k, is_causal=is_causal)
+    assert sizes["BLOCK_N"] == block_n
+
+
 def test_causal_heads_take_turns_as_far_as_their_keys_fit_into_the_cache():
     seq_k = hopper_forward.CACHED // (4 * 2 * 64 * 2)  # so that four heads of keys and values fill it
     for heads_q, heads_kv, together in ((8, 8, 4), (8, 4, 8), (2, 2, 2), (16, 8, 8)):

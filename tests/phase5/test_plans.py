@@ -399,6 +399,14 @@ def test_a_launch_that_is_recorded_is_not_made():
     made_anyway.assert_called_once_with("q", "k")
 
 
+def test_while_launches_are_recorded_nothing_is_compiled():
+    config = configs.Config(64, 64, 4, 1)
+    with mock.patch.object(runtime, "recording", True), mock.patch.object(runtime, "DEVICE", "cuda"):
+        assert not launch.prepared(lambda config: mock.Mock(), [config], "q").compile.called
+    with mock.patch.object(runtime, "DEVICE", "cuda"):
+        launch.prepared(lambda config: mock.Mock(), [config], "q").compile.assert_called_once_with("q")
+
+
 @interpreted_only
 def test_a_recorded_bf16_call_is_not_what_an_interpreted_one_repeats():
     q, k, v = make_qkv(1, 2, 40, 16, dtype=torch.bfloat16)
