@@ -390,9 +390,9 @@ def _attn_fwd_hopper_kernel(
         )
 
 
-# By head_dim, padded: at 128, two consumers with 240 registers a thread. The source has PV of a tile
-# under the exponentials of the next; the assembler moves the wait up. At 64 the registers suffice for
-# three consumers of 160, and one's products overlap the exponentials of another.
+# By head_dim, padded: at 128, two consumers with 240 registers a thread, queries among them. The source
+# has PV of a tile under the exponentials of the next; the assembler moves the wait up. At 64 three
+# consumers of 160 registers fit, and one's products overlap the exponentials of another.
 SHAPES = {
     64: dict(CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32),
     128: dict(CONSUMERS=2, STAGES=2, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24),

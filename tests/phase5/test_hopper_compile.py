@@ -2,10 +2,11 @@
 
 import functools
 import itertools
+import re
 from unittest import mock
 
 from common.measure import offline
-from phase5_tuning import configs, hopper_backward, hopper_forward
+from phase5_tuning import configs, hopper_backward, hopper_forward, listing
 
 import pytest
 import torch
@@ -82,3 +83,22 @@ def test_a_launch_in_gluon_is_described_with_its_layouts():
 def test_the_backward_pass_launches_three_kernels():
     names = [launch.name for launch in record("backward", 128, False, FP16)]
     assert names == ["_attn_bwd_hopper_rows_kernel", "_attn_bwd_hopper_kernel", "_attn_bwd_hopper_dq_kernel"]
+
+
+@interpreted_only
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_queries_in_registers_stay_there(is_causal):
+    """S and PV both take their left factor from registers. ptxas 12.8 has given both the same ones in a plain kernel,
+    so that P overwrote the queries (the Hopper chapter, section 9.1)."""
+    (c,) = offline.compile_launches(record("forward", 128, is_causal, FP16), ["sm_90"], sass=True)
+    turn = listing.turn(c.sass)
+    left = {}  # by the first register of the sum
+    for x in turn:
+        if product := re.search(r"HGMMA\S+ R(\d+), R(\d+), gdesc", x.text):
+            left.setdefault(product[1], set()).update(int(product[2]) + i for i in range(4))
+    s, pv = left.values()
+    assert len(s) == len(pv) == 32
+    assert not s & pv
+    written = {int(to[1]) for x in turn if (to := re.match(r"(?:@!?\w+ )?(?!HGMMA)[A-Z]\S* R(\d+),", x.text))}
+    assert written & pv, "P is rounded to 16 bits in every turn"
+    assert not written & s
