@@ -163,7 +163,7 @@ def matmul_orders() -> None:
     right.text(
         (x + cols) / 2,
         -0.8,
-        "all of C is written at every step, and read again at the next",
+        "all of C is written at every turn, and read again at the next",
         ha="center",
         size=9,
         color=INK,
@@ -172,7 +172,7 @@ def matmul_orders() -> None:
         fig,
         "C = X Y in tiles. Left, the sum inside: one row of tiles of X and one column of tiles of Y make one tile "
         "of C, which is written once. Right, the sum outside: one column of tiles of X and one row of tiles of Y add "
-        "to every tile of C, and all of C is written at every step, and read again at the next.",
+        "to every tile of C, and all of C is written at every turn, and read again at the next.",
     )
 
 
