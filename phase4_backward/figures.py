@@ -336,7 +336,7 @@ def backward_bytes(
     style.show(
         fig,
         alt="Megabytes of a forward and a backward pass against the sequence length, three rising curves: unfused with "
-        "P stored on top, fused with P stored about a third as high, recomputed about a quarter as high. The dots "
+        "P stored on top, fused with P stored less than half as high, recomputed about a third as high. The dots "
         "that were counted lie on their curves.",
     )
 
