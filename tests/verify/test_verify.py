@@ -265,7 +265,7 @@ def test_a_rounding_of_p_reaches_delta_through_all_columns_of_o():
 
 
 def test_sums_of_o_that_lean_one_way_are_expected():
-    """Tensor cores cut sums off. In fp32, weights and values that were equal gave dk a z of 10 on an H200."""
+    """In fp32, weights and values that were equal gave dk a z of 10 on an H200: the sums of all rows erred one way."""
 
     class CutOff(torch.autograd.Function):
         @staticmethod
