@@ -114,7 +114,7 @@ def outline(body: list[Instruction]) -> str:
 
 def under_way(body: list[Instruction]) -> list[tuple[str, int, int]]:
     """(name, first, last) of each group of products and each copy: positions in the turn between
-    which it may be under way.
+    which it may be under way. A group is "PV" if its left factors are in registers, else "S".
     """
     spans, groups, copies = [], [], []
     opened = None
