@@ -184,6 +184,16 @@ def check_saved(q, k, v, o, lse, do, dlse, scale, is_causal) -> float:
     return scale
 
 
+def check_needs(needs) -> tuple:
+    """(whether dq is wanted, whether dk and dv are). Raises TypeError or ValueError naming the argument."""
+    try:
+        needs_q, needs_kv = needs
+    except (TypeError, ValueError) as error:
+        words = f"needs: expected two flags, for dq and for dk with dv, got {needs!r}"
+        raise type(error)(words) from None
+    return needs_q, needs_kv
+
+
 NO_FORWARD_MODE = "flash_attention: forward-mode derivatives are not implemented; use SDPA's math backend for them"
 NO_FUNC = (
     "flash_attention: derivatives by torch.func are not implemented; use torch.autograd's, or SDPA"

@@ -183,7 +183,7 @@ def attention_backward(
     scale = validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
     batch, heads_q, seq_q, head_dim = q.shape
     heads_kv, seq_k = k.shape[1:3]
-    needs_q, needs_kv = needs
+    needs_q, needs_kv = validate.check_needs(needs)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if lse.numel() == 0 or seq_k == 0:  # no query or no key: nothing depends on the inputs
         return dq.zero_() if needs_q else None, *(

@@ -51,17 +51,19 @@ def attention_backward(
     of the chosen ones, and then on a rung.
     """
     tensors = q, k, v, o, lse, do, *(() if dlse is None else (dlse,))
-    choices = tuple(needs), dkdv_kernel, dq_kernel, dkdv_config, dq_config
     switches = hopper_forward.enabled(), hopper_backward.ordered()
     try:
+        choices = tuple(needs), dkdv_kernel, dq_kernel, dkdv_config, dq_config
         flags = is_causal, scale, type(is_causal), type(scale)
         key = "backward", facts(*tensors), flags, precision(q.dtype), choices, switches
         plan = remembered(key)
-    except (AttributeError, RuntimeError, TypeError):  # not tensors, or without strides
+    except (AttributeError, RuntimeError, TypeError):  # not tensors or flags, or without strides
         validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
+        validate.check_needs(needs)
         raise
     if plan is None:
         scale = validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
+        validate.check_needs(choices[0])
         plan = remember(key, _plan(*tensors[:6], dlse, is_causal, scale, *choices))
     return plan(q, k, v, o, lse, do, dlse)
 

@@ -1,12 +1,15 @@
 """Trap 13 for the LSE and delta: the row of a head is found beyond 2^31 rows too. No memory of that size is needed:
 each kernel is run once more as the program of a head far down, and where it would read and write is noted."""
 
+import ast
+import inspect
+import textwrap
 from unittest import mock
 
 from common import make_qkv
 from phase3_forward import forward as phase3
 from phase4_backward import backward as phase4
-from phase5_tuning import hopper_backward
+from phase5_tuning import hopper_backward, hopper_forward
 from phase5_tuning.backward import attention_backward
 from phase5_tuning.forward import attention_forward
 from phase5_tuning.ladder import LADDER
@@ -86,6 +89,13 @@ def test_phase_5(saved, rung):
     assert kernels_of(lambda: attention_forward(*saved[:3], kernel=rung.forward)) == {rung.forward.__name__}
     backward = {"_attn_bwd_rows_kernel", rung.dkdv.__name__, rung.dq.__name__}
     assert kernels_of(lambda: attention_backward(*saved, **kernels)) == backward
+
+
+def test_the_hopper_forward_s_row_of_a_head():
+    """Its interpreter knows no integers of 32 bits, so the address is read in its source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(hopper_forward._consume.fn)))
+    (row,) = (n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "lse_row")
+    assert ast.unparse(row) == "work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q"
 
 
 def test_the_hopper_backward_s_small_kernels():

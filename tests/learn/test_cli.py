@@ -47,6 +47,12 @@ def test_verify_one_phase_prints_its_table():
     assert int(total) >= 10
 
 
+def test_verify_fails_if_any_phase_does(monkeypatch):
+    monkeypatch.setattr(cli, "_module", lambda folder: int(folder == PHASES[1].folder))
+    assert CliRunner().invoke(cli.app, ["verify"]).exit_code == 1
+    assert CliRunner().invoke(cli.app, ["verify", "1"]).exit_code == 0
+
+
 def test_an_unknown_phase_is_named_with_those_that_exist():
     done = course("verify", "9")
     assert done.returncode == 2
@@ -236,6 +242,12 @@ def test_a_module_may_print_what_it_likes(broken_course):
     assert done.exit_code == 0, done.output
     assert "1/1" in done.output
     assert done.output.index("empty.ipynb") < done.output.index("second.ipynb")
+
+
+def test_a_module_that_ends_before_its_last_case_has_failed(broken_course):
+    done = broken_course(f"print({json.dumps(json.loads(ROW) | dict(of=2))!r})")
+    assert done.exit_code == 1
+    assert "1/2" in done.output
 
 
 @pytest.mark.parametrize(

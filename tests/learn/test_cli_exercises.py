@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import wrong_answers
 from common import phases
-from common.learn import exercises
+from common.learn import cli, cli_exercises, exercises
 
 import pexpect
 import pytest
+from typer.testing import CliRunner
 
 PHASE_1, PHASE_2 = ([e for e in exercises.load() if e.phase.number == n] for n in (1, 2))
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
@@ -240,6 +242,87 @@ def test_all_solved(copy, terminal):
         shown, code = terminal.run(f"course {command}")
         assert code == 0
         assert "All exercises are solved" in shown
+
+
+@pytest.fixture
+def typed(tmp_path, monkeypatch):
+    """A function that runs a command in this process, where nothing is solved; it returns (what was printed, exit
+    code). `outcomes` are the verdicts of checks.
+    """
+    for phase in phases.PHASES:
+        (tmp_path / phase.folder).symlink_to(phases.ROOT / phase.folder)
+    monkeypatch.setattr(phases, "ROOT", tmp_path)
+    monkeypatch.setattr(exercises, "take_over", list)
+
+    def run(*arguments, outcomes=()):
+        with mock.patch.object(exercises, "check", side_effect=outcomes):
+            done = CliRunner().invoke(cli.app, arguments)
+        return " ".join(done.output.split()), done.exit_code
+
+    return run
+
+
+PASSED, WRONG, ERROR = (exercises.Verdict(kind, "some words") for kind in ("passed", "wrong", "error"))
+
+
+def test_after_an_exercise_that_passed_comes_the_one_behind_it(typed):
+    assert f"Next: {PHASE_1[3].number}" in typed("check", "1.3", outcomes=[PASSED])[0]
+    everything = [PASSED] * (len(PHASE_1) - 1) + [WRONG]
+    assert f"Next: {PHASE_1[0].number}" in typed("check", "1", outcomes=everything)[0]
+
+
+def test_of_all_exercises_only_what_is_to_be_done_is_said(typed):
+    assert "some words" in typed("check", "1.3", outcomes=[PASSED])[0]
+    shown, _ = typed("check", "1", outcomes=[PASSED] * (len(PHASE_1) - 1) + [WRONG])
+    assert shown.count("some words") == 1
+
+
+def test_a_mistake_is_explained_and_an_error_is_not(typed):
+    assert f"{PHASE_1[2].explained} explains what it takes" in typed("check", "1.3", outcomes=[WRONG])[0]
+    assert "explains what it takes" not in typed("check", "1.3", outcomes=[ERROR])[0]
+
+
+def test_hints_end(typed):
+    shown = [typed("hint", "1.1")[0] for _ in range(4)]
+    assert ["These are all hints" in one for one in shown] == [False, False, True, True]
+    assert exercises.Progress.load().hints == {PHASE_1[0].name: 3}
+
+
+def test_a_solution_is_for_who_has_solved_it_or_gives_up(typed):
+    shown, code = typed("solution", "1.1")
+    assert code == 1
+    assert "add --give-up" in shown
+    for exercise in PHASE_1[:2]:
+        exercises.begin(exercise)
+    exercises.Progress({e.name: hash_of(e.stub) for e in PHASE_1[:2]}).save()
+    shown, code = typed("solution")  # of the last one solved
+    assert code == 0
+    assert f"- {PHASE_1[1].file} +" in shown
+
+
+def test_who_watches_one_exercise_is_done_when_it_passes(typed):
+    assert typed("watch", "1.3", outcomes=[PASSED, KeyboardInterrupt])[0].endswith("Solved.")
+
+
+def test_a_file_that_is_away_for_a_moment_is_not_checked(typed, monkeypatch):
+    path, there = phases.ROOT / PHASE_1[2].file, []
+
+    def check(exercise, limit):
+        there.append(path.exists())
+        if len(there) == 2:
+            raise KeyboardInterrupt
+        path.unlink()
+        return WRONG
+
+    pauses = iter([lambda: None, lambda: path.write_text("# saved\n"), lambda: None])
+    monkeypatch.setattr(cli_exercises.time, "sleep", lambda _: next(pauses)())
+    typed("watch", "1.3", outcomes=check)
+    assert there == [True, True]
+
+
+def test_a_task_keeps_its_lists_and_joins_its_sentences(capsys):
+    cli_exercises._print_task("one\nsentence\n\n- first\n- second")
+    assert capsys.readouterr().out == "one sentence\n\n- first\n- second\n\n"
 
 
 def hash_of(answer):

@@ -131,6 +131,8 @@ def test_a_stub_is_the_solution_without_the_learners_part():
     )
     assert stub_of(solution) == "a = 1\ndef f(x):\n    # your code: twice\n    return x\n\nb = 2\n"
     assert "    raise NotImplementedError\n" in stub_of(solution.replace("    #| return x\n", ""))
+    again = solution.replace("twice", "once more").replace("    #| return x\n", "")
+    assert stub_of(solution + again) == stub_of(solution) + stub_of(again)
     with pytest.raises(ValueError, match="without"):
         stub_of(solution.replace(END, "#"))
 
@@ -146,6 +148,90 @@ def test_an_error_in_a_kernel_names_the_line_of_the_kernel(tmp_path):
     verdict = judged(exercise, exercise.solution.read_text().replace("tl.trans(k)", "tl.trans(kk)"), tmp_path)
     assert verdict["kind"] == "error"
     assert "in _attention_kernel: s = tl.dot(q, tl.trans(kk)" in verdict["message"]
+
+
+def ran(text, tmp_path, check=lambda answer: answer.run()):
+    """The verdict on an answer with this text: what comes of running it."""
+    path = tmp_path / "answer.py"
+    path.write_text(text)
+    return judge.judge(check, path)
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "unsaid"),
+    [
+        ("raise TypeError('only 0-dimensional arrays')", "Python's float()", "Elements cannot be picked"),
+        ("x[0] = int('only 0-dimensional arrays')", "Elements cannot be picked", "Python's float()"),
+    ],
+)
+def test_an_error_is_told_with_the_advice_for_its_line_alone(line, said, unsaid, tmp_path):
+    verdict = ran(f"def run():\n    x = {{}}\n    {line}\n", tmp_path)
+    assert verdict["message"].startswith(f"answer.py, line 3, in run: {line}\n")
+    assert said in verdict["message"]
+    assert unsaid not in verdict["message"]
+
+
+def test_an_error_names_the_file_as_the_learner_calls_it(tmp_path):
+    verdict = ran("def walk(): pass\n", tmp_path)
+    assert "answer.py' has no attribute" in verdict["message"] or "answer.py has no attribute" in verdict["message"]
+    verdict = ran("1 +\n", tmp_path)
+    assert 'File "answer.py", line 1' in verdict["message"]
+
+
+def test_only_an_empty_not_implemented_error_is_what_the_stub_raises(tmp_path):
+    verdict = ran("def run():\n    raise NotImplementedError('for Bool')\n", tmp_path)
+    assert verdict["kind"] == "error"
+    verdict = ran("def part():\n    raise NotImplementedError\ndef run():\n    part()\n", tmp_path)
+    assert verdict == dict(kind="unfinished", message="line 2 still raises NotImplementedError (in part)")
+
+
+def test_what_is_right_so_far_is_said_where_a_part_is_to_be_written_alone(tmp_path):
+    def check(answer):
+        with judge.after("the first part"):
+            try:
+                answer.run()
+            except Exception as error:  # as the interpreter does
+                raise RuntimeError("in a kernel") from error
+
+    verdict = ran("def run():\n    raise NotImplementedError\n", tmp_path, check)
+    assert verdict["message"].startswith("right so far: the first part. Next: line 2 still raises")
+    verdict = ran("def run():\n    raise ValueError('else')\n", tmp_path, check)
+    assert verdict["message"].endswith("ValueError: else")
+
+
+def test_the_root_of_an_error_is_its_cause_before_what_was_handled_meanwhile():
+    handled, cause, outer = KeyError("handled"), TypeError("cause"), ValueError("outer")
+    outer.__context__ = handled
+    assert judge.root_of(outer) is handled
+    outer.__cause__ = cause
+    assert judge.root_of(outer) is cause
+
+
+BRANCH = """
+import torch, triton
+import triton.language as tl
+
+@triton.jit
+def _kernel(x_ptr):
+    if tl.program_id(0) == 0:
+        if tl.arange(0, {}) < {}:
+            tl.store(x_ptr, 1.0)
+
+def run():
+    _kernel[(2,)](torch.zeros(2))
+"""
+
+
+@interpreted_only
+def test_a_block_of_an_answers_kernel_is_no_yes_or_no(tmp_path):
+    verdict = ran(BRANCH.format(2, 1), tmp_path)
+    assert verdict["kind"] == "error"
+    assert "line 8, in _kernel: if tl.arange(0, 2) < 1:" in verdict["message"]
+    assert "a block has no single truth value" in verdict["message"]
+    beside = tmp_path / "beside.py"  # a kernel of the course
+    beside.write_text(BRANCH.format(2, 3))
+    verdict = ran("", tmp_path, lambda answer: judge.load(beside, "beside").run())
+    assert verdict["kind"] == "passed", verdict
 
 
 def test_a_misspelled_name_is_recognized():
@@ -358,6 +444,18 @@ def test_what_is_right_interpreted_and_wrong_on_the_gpu_is_wrong(learner):
         )  # fmt: skip
         assert not Progress.load().passed
         assert answer(ADD).message == "2 sizes; compiled too"
+    outcome = dict(kind="wrong", message="x is 0", gpu=True, launches=[{}])
+    with mock.patch.object(exercises, "_in_child", return_value=outcome) as judged_once:
+        assert answer(ADD).message == "x is 0"
+        judged_once.assert_called_once()
+    outcome = dict(kind="passed", message="", gpu=True, launches=[{}])
+    with mock.patch.object(exercises, "_in_child", return_value=outcome):
+        assert answer(ADD).launches == ()  # it has been compiled here
+
+
+def test_a_compiler_that_takes_too_long_has_no_objections(learner):
+    answer, passed = learner("masked_add"), exercises.Verdict("passed", "", launches=({},))
+    assert exercises.objections(answer.exercise, passed, limit=0.01) == []
 
 
 def test_a_solved_exercise_that_is_broken_later_is_no_longer_solved(learner):
@@ -446,6 +544,40 @@ def test_the_next_exercise_is_the_one_after(learner):
     assert Progress().next() is EXERCISES[0]
     assert Progress().next(after=EXERCISES[3]) is EXERCISES[4]
     assert Progress().next(after=EXERCISES[-1]) is EXERCISES[0]
+
+
+def test_an_answer_that_is_gone_is_not_solved(learner):
+    exercise = learner("masked_add").exercise
+    assert not Progress({exercise.name: "0"}).solved(exercise)
+
+
+def test_a_link_to_an_answer_stays_one(learner, tmp_path):
+    exercise, elsewhere = learner("masked_add").exercise, tmp_path / "elsewhere.py"
+    elsewhere.write_text(exercise.stub + "# older\n")
+    exercise.path.symlink_to(elsewhere)
+    exercises.reset(exercise)
+    assert exercise.path.is_symlink()
+    assert elsewhere.read_text() == exercise.stub
+
+
+def test_progress_under_a_former_name_does_not_replace_what_is_known_under_the_new_one(learner):
+    new, former = "masked_add", exercises.find("masked_add").formerly
+    learner(new)
+    Progress(passed={former: "0", new: "1"}).save()
+    exercises._rename_progress()
+    assert Progress.load() == Progress(passed={new: "1"})
+    Progress(hints={former: 2}).save()
+    exercises._rename_progress()
+    assert Progress.load() == Progress(hints={new: 2})
+
+
+def test_a_file_as_shipped_is_not_written_anew(learner):
+    """Its time would change, and who watches it would check for ever."""
+    exercise = learner("masked_add").exercise
+    exercises.begin(exercise)
+    os.utime(exercise.path, (1, 1))
+    exercises.begin(exercise)
+    assert exercise.path.stat().st_mtime == 1
 
 
 def test_a_missing_file_is_created(learner):

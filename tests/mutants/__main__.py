@@ -81,6 +81,8 @@ class Trees:
             if (ROOT / name).is_file():
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, tree / name)
+        for tree in self.free:  # a checkout, as tests ask git for its files
+            subprocess.run(["git", "init", "-q", str(tree)], check=True)
 
     def start(self, tests: Sequence[str], gpu: bool, mutant: Mutant | None = None) -> None:
         tree = self.free.pop()

@@ -40,7 +40,7 @@ RING, GATHERED, ULYSSES = "context_parallel_attention", "all_gather_attention", 
 CALLS = (
     *((RING, case) for case in CASES if case != "even shards"),
     *((GATHERED, case) for case in ("causal", "full", "three rows", "no keys")),
-    *((ULYSSES, case) for case in ("grouped heads", "four heads")),
+    *((ULYSSES, case) for case in ("grouped heads", "four heads", "scale")),
 )
 
 # What depends on how many ranks there are. The other cases are of a shard alone.
@@ -118,7 +118,19 @@ def errors() -> dict:
     heard["invalid on all"] = said(call, [q, q[..., :8], q], {})
     prime = q.new_zeros(1, 5, *q.shape[2:])
     heard["heads"] = said(cp.ulysses_attention, [prime] * 3, {})
+    many = prime.repeat(1, dist.get_world_size(), 1, 1)
+    heard["heads_kv"] = said(cp.ulysses_attention, [many, prime, prime], dict(enable_gqa=True))
+    heard["two zeros"] = said(call, [q] * 3, dict(scale=-0.0 if last else 0.0))
+    for way in (RING, ULYSSES):
+        heard["twice", way] = said(twice, [getattr(cp, way), q.new_ones(1, dist.get_world_size(), *q.shape[2:])], {})
     return heard
+
+
+def twice(call, x: torch.Tensor) -> None:
+    """The gradient of a gradient."""
+    x = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(call(x, x, x).square().sum(), x, create_graph=True)
+    dx.sum().backward()
 
 
 class SharesAlive(TorchDispatchMode):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from hypothesis import given
 from hypothesis import strategies as st
-from sharded_runs import CALLS, CASES, GATHERED, RING
+from sharded_runs import CALLS, CASES, GATHERED, RING, ULYSSES
 
 pytestmark = pytest.mark.skipif(runtime.DEVICE == "cuda", reason="gloo's tensors are a CPU's")
 
@@ -145,6 +145,23 @@ def test_wrong_on_all_ranks(runs):
         assert of_rank["errors"]["heads"] == (
             "ValueError", f"heads_q: 5 heads cannot be shared by {ranks} ranks",
         )  # fmt: skip
+        assert of_rank["errors"]["heads_kv"] == (
+            "ValueError", f"heads_kv: 5 heads cannot be shared by {ranks} ranks",
+        )  # fmt: skip
+
+
+def test_a_scale_of_0_is_one_scale_whatever_its_sign(runs):
+    ranks, got = runs
+    for of_rank in got if ranks > 1 else []:
+        assert of_rank["errors"]["two zeros"] == ("nothing", "")
+
+
+def test_a_gradient_of_a_gradient_is_refused(runs):
+    ranks, got = runs
+    for of_rank, way in itertools.product(got if ranks > 1 else [], (RING, ULYSSES)):
+        kind, text = of_rank["errors"]["twice", way]
+        assert kind == "RuntimeError"
+        assert "once_differentiable" in text, text
 
 
 @given(seq=st.integers(0, 70), ranks=st.integers(1, 9))

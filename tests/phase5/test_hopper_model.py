@@ -441,6 +441,19 @@ def test_the_tile_of_another_lap_is_not_the_one_to_be_read():
         simulate({"consumer": actor()})
 
 
+def test_a_tile_that_is_being_overwritten_is_not_there():
+    place, full = Place("k"), Barrier("full")
+
+    def reads_too_late():
+        yield load(full, 1e3, into=[(place, 0)])
+        yield wait(full, 0)
+        yield load(full, 1e6, into=[(place, 1)])
+        yield product(1e6, reads=[(place, 0)])
+
+    with pytest.raises(Race, match="me reads 0 in k: it is not there"):
+        simulate({"me": reads_too_late()})
+
+
 def test_who_is_never_let_go_waits():
     actors = forward(64, 2, 2, True, tiles_n=4)
     del actors["consumer 1"]

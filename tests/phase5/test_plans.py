@@ -2,6 +2,7 @@
 
 import gc
 import math
+import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from unittest import mock
 from common import make_qkv, runtime, verify_results
 from common.measure import offline
 from common.verify.reference import naive_attention
+from phase4_backward import backward as phase4
 from phase5_tuning import backward as backward_module
 from phase5_tuning import configs, direct, launch
 from phase5_tuning import forward as forward_module
@@ -134,6 +136,19 @@ def test_the_gradients_that_are_needed_belong_to_a_plan():
     with_dlse = attention_backward(q, k, v, o, lse, do, dlse)
     assert not torch.equal(with_dlse[0], expected[0])
     assert torch.equal(attention_backward(q, k, v, o, lse, do)[0], expected[0])
+
+
+@pytest.mark.parametrize("backward", [attention_backward, phase4.attention_backward], ids=["phase 5", "phase 4"])
+@pytest.mark.parametrize("seq_q", [8, 0])
+def test_needs_of_another_kind_is_named(backward, seq_q):
+    q, k, v = make_qkv(1, 1, seq_q, 16, seq_k=8)
+    saved = q, k, v, q, torch.zeros(1, 1, seq_q, device=q.device), q
+    for needs, kind in (((True, False, True), ValueError), ((True,), ValueError), (None, TypeError), (True, TypeError)):
+        words = f"needs: expected two flags, for dq and for dk with dv, got {needs}"
+        with pytest.raises(kind, match=f"^{re.escape(words)}$"):
+            backward(*saved, needs=needs)
+        with pytest.raises(TypeError, match=r"^do: expected a torch\.Tensor"):  # tensors come first
+            backward(*saved[:5], None, needs=needs)
 
 
 def test_each_rung_and_each_tile_has_its_own_plan():

@@ -1,5 +1,7 @@
 """The ring of threads: what arrives, and the deadlocks and races that it names."""
 
+import threading
+
 from phase5_tuning.context_parallel import merge_
 from phase5_tuning.ring_model import Deadlock, Race, run
 
@@ -48,6 +50,31 @@ def test_who_sends_first_waits_for_ever(ranks):
 def test_a_rank_that_takes_no_part_leaves_its_neighbors_waiting():
     with pytest.raises(Deadlock, match=r"^rank 0 waits for its send 1; rank 2 waits for its receive 1$"):
         run(lambda rank, x: x if rank.number == 1 else pass_on(rank, x), numbers(3))
+
+
+def test_who_waits_for_a_rank_that_has_ended_is_told():
+    """Rank 1 ends when rank 0 waits already: nobody else is left to see that this is for ever."""
+
+    def one_message_too_few(rank, x):
+        if rank.number == 1:
+            rank.send(x)
+        rank.receive().wait()  # of rank 1: given when rank 0 begins to wait anew
+        if rank.number == 0:
+            rank.send(x)
+            rank.receive().wait()
+
+    said = []
+
+    def tried():
+        try:
+            run(one_message_too_few, numbers(2))
+        except Deadlock as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=tried, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert said == ["rank 0 waits for its receive 2"]
 
 
 def test_an_error_of_a_rank_comes_before_the_deadlock_that_follows():
