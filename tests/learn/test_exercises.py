@@ -173,7 +173,7 @@ def test_an_error_is_told_with_the_advice_for_its_line_alone(line, said, unsaid,
 
 def test_an_error_names_the_file_as_the_learner_calls_it(tmp_path):
     verdict = ran("def walk(): pass\n", tmp_path)
-    assert "answer.py' has no attribute" in verdict["message"] or "answer.py has no attribute" in verdict["message"]
+    assert "answer.py has no attribute 'run'" in verdict["message"]
     verdict = ran("1 +\n", tmp_path)
     assert 'File "answer.py", line 1' in verdict["message"]
 

@@ -118,11 +118,11 @@ def errors() -> dict:
     heard["invalid on all"] = said(call, [q, q[..., :8], q], {})
     prime = q.new_zeros(1, 5, *q.shape[2:])
     heard["heads"] = said(cp.ulysses_attention, [prime] * 3, {})
-    many = prime.repeat(1, dist.get_world_size(), 1, 1)
-    heard["heads_kv"] = said(cp.ulysses_attention, [many, prime, prime], dict(enable_gqa=True))
+    many, one = (q.new_ones(1, heads, *q.shape[2:]) for heads in (dist.get_world_size(), 1))
+    heard["heads_kv"] = said(cp.ulysses_attention, [many, one, one], dict(enable_gqa=True))
     heard["two zeros"] = said(call, [q] * 3, dict(scale=-0.0 if last else 0.0))
     for way in (RING, ULYSSES):
-        heard["twice", way] = said(twice, [getattr(cp, way), q.new_ones(1, dist.get_world_size(), *q.shape[2:])], {})
+        heard["twice", way] = said(twice, [getattr(cp, way), many], {})
     return heard
 
 

@@ -146,7 +146,7 @@ def test_wrong_on_all_ranks(runs):
             "ValueError", f"heads_q: 5 heads cannot be shared by {ranks} ranks",
         )  # fmt: skip
         assert of_rank["errors"]["heads_kv"] == (
-            "ValueError", f"heads_kv: 5 heads cannot be shared by {ranks} ranks",
+            "ValueError", f"heads_kv: 1 heads cannot be shared by {ranks} ranks",
         )  # fmt: skip
 
 
