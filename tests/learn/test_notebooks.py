@@ -82,6 +82,14 @@ def test_chapters_number_their_headings_and_end_with_a_recap(notebook):
     assert recap.count("<details>") == recap.count("</details>") == 5, "and with five questions, answers folded"
 
 
+def test_folds_end_on_a_line_of_their_own(notebook):
+    """A fold that stays open, or ends within a paragraph, hides what follows it in some viewers."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            ends = re.findall(r"^</details>$", cell.source, re.MULTILINE)
+            assert cell.source.count("<details") == cell.source.count("</details>") == len(ends), cell.id
+
+
 def test_has_at_least_four_figures_and_some_checked_outputs(notebook):
     figures = [o for c in code_cells(notebook) for o in c.outputs if "image/png" in o.get("data", {})]
     checked = [c for c in code_cells(notebook) if "nbval-check-output" in c.metadata.get("tags", [])]
