@@ -206,7 +206,8 @@ def example(seq):
 def bytes_so_far(page):
     said = page.locator("#say").inner_text()
     return [
-        int(x.replace(",", "")) for x in re.findall(r"So far ([\d,]+) bytes; with S and P stored, ([\d,]+):", said)[0]
+        int(x.replace(",", ""))
+        for x in re.findall(r"So far ([\d,]+) bytes; with S and P stored in fp16, ([\d,]+):", said)[0]
     ]
 
 
