@@ -2,9 +2,15 @@
 
 stage("heads")["_attn_fwd_kernel"]      one version of the kernel, to be shown or compared
 with stage("heads"): ...                inside, `attention_forward` launches it
+tried(stage("mask"))                    a version's report on a causal call, and the tiles of keys that it visits
 """
 
+import math
+from unittest import mock
+
+from common import make_qkv, runtime, verify_results
 from common.learn.stages import Stage
+from common.measure import traffic
 from phase3_forward import forward
 
 KERNEL, STEP, HEAD = "_attn_fwd_kernel", "attention_tile_step", "head_base"
@@ -125,3 +131,52 @@ def stage(name: str) -> Stage:
         return Stage(forward, *_WRONG[name])
     later = GROWTH[GROWTH.index(name) + 1 :]
     return Stage(forward, *((KERNEL, *edit) for feature in later for edit in _FEATURES[feature]))
+
+
+SEQ_Q, SEQ_K = 200, 100
+TILE_Q, TILE_K = 64, 32  # not square, so that they cannot be mistaken for each other
+
+
+def tried(kernel: Stage) -> tuple:
+    """The harness's report on a causal call, and how many tiles of keys the kernel visits in it."""
+    q, k, v = make_qkv(1, 1, SEQ_Q, 64, seq_k=SEQ_K)
+    tiles = dict(BLOCK_M=TILE_Q, BLOCK_N=TILE_K, num_warps=4, num_stages=1)
+
+    def o_alone(*args, **options):  # a kernel that still has to learn LSE is tried as well
+        return forward.attention_forward(*args, **options)[0]
+
+    with kernel, mock.patch.object(runtime, "tile_sizes", return_value=tiles):
+        report = verify_results(o_alone, q, k, v, is_causal=True)
+        if not runtime.INTERPRETED:
+            return report, "not counted"
+        with traffic.measure() as done:
+            forward.attention_forward(q, k, v, is_causal=True)
+    return report, done.products // 2  # S and PV of each
+
+
+def try_mask(loop_ends: str, pair_visible: str) -> None:
+    """Print what a causal mask of these two expressions does, in the kernel of the stage "head_dim"."""
+    lines = [
+        (KERNEL, BOUND[0], f"    end_n = {loop_ends}\n"),
+        (KERNEL, MASK[0], f"        visible = visible & ({pair_visible})\n"),
+    ]
+    try:
+        report, visited = tried(Stage(forward, *lines))
+    except SyntaxError as error:
+        print(f"this is not Python: {error.text or ''}".rstrip())
+        return
+    except Exception as error:  # a name that the kernel has not, say
+        while error.__cause__ or error.__context__:
+            error = error.__cause__ or error.__context__
+        print(f"the kernel does not run: {error}")
+        return
+    ends = (min(SEQ_K, start + TILE_Q) for start in range(0, SEQ_Q, TILE_Q))
+    needed = sum(math.ceil(end / TILE_K) for end in ends)
+    unbound = math.ceil(SEQ_Q / TILE_Q) * math.ceil(SEQ_K / TILE_K)
+    print(
+        f"{report.verdict}   tiles of keys visited: {visited}, needed: {needed}, without a bound: {unbound}"
+    )
+    if report.passed and visited != needed and runtime.INTERPRETED:
+        print("right, but it visits tiles in which nothing is visible")
+    if report.hint:
+        print(report.hint)
