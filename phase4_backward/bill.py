@@ -1,0 +1,132 @@
+"""Section 5.2's bill: the bytes of attention with P stored and with P recomputed, by formula and counted.
+
+versions(seq)     bytes of a forward and a backward pass of one head, three ways, by formula
+counted(seq)      the same for two of the three, as the interpreter counts them
+both_ways(seq)    our two backward kernels, and the same with P loaded instead of recomputed
+"""
+
+import contextlib
+
+from common import make_qkv, make_tensor, runtime
+from common.learn.stages import Stage
+from common.measure import traffic
+from common.verify.reference import naive_attention, naive_attention_backward
+from phase1_softmax.online_softmax import softmax
+from phase2_tiling import tiling
+from phase3_forward import forward
+from phase4_backward import backward
+
+import torch
+
+NAMES = ("unfused, P stored", "fused, P stored", "recomputed")
+HEAD_DIM = 64
+
+
+def unfused(q, k, v, do):
+    """Forward and backward pass of one head with S and P in memory; matmul is phase 2's."""
+    scale = 1 / q.shape[1] ** 0.5
+    s = tiling.matmul(q, k.T, scale=scale, out_dtype=torch.float32)
+    p = softmax(s, out_dtype=q.dtype)
+    tiling.matmul(p, v)
+    dv = tiling.matmul(p.T, do)
+    dp = tiling.matmul(do, v.T, out_dtype=torch.float32)
+    ds = (p * (dp - (p * dp).sum(dim=1, keepdim=True))).to(q.dtype)  # PyTorch: not counted
+    return tiling.matmul(ds, k, scale=scale), tiling.matmul(ds.T, q, scale=scale), dv
+
+
+def inputs(seq):
+    q, k, v = make_qkv(1, 1, seq, HEAD_DIM)
+    return q, k, v, make_tensor(q.shape, generator=torch.Generator().manual_seed(1))
+
+
+def kernels(seq) -> dict[str, int]:
+    """Bytes of each of our kernels, by formula."""
+    there, back = (
+        runtime.tile_sizes(HEAD_DIM, torch.float16, backward=flag) for flag in (False, True)
+    )
+    there, back = ((tiles["BLOCK_M"], tiles["BLOCK_N"]) for tiles in (there, back))
+    forward_bytes = traffic.tiled_attention_bytes(seq, seq, HEAD_DIM, *there, 2, lse=True)
+    return {
+        "forward": forward_bytes,
+        **traffic.attention_backward_bytes(seq, seq, HEAD_DIM, *back, 2),
+    }
+
+
+def versions(seq) -> tuple[int, int, int]:
+    """In the order of NAMES."""
+    apart = traffic.unfused_attention_bytes(seq, seq, HEAD_DIM, tiling.MATMUL_BLOCK, 2)
+    apart += traffic.stored_backward_bytes(seq, seq, HEAD_DIM, tiling.MATMUL_BLOCK, 2)
+    ours = sum(kernels(seq).values())
+    return apart, ours + 6 * seq * seq, ours
+
+
+def counted(seq) -> tuple[int, int]:
+    """Unfused and recomputed. The elementwise step in PyTorch is added by hand: it reads P and dP
+    and writes dS.
+    """
+    q, k, v, do = inputs(seq)
+    with traffic.measure() as apart:
+        unfused(*(t[0, 0] for t in (q, k, v, do)))
+    with traffic.measure() as ours:
+        backward.attention_backward(q, k, v, *forward.attention_forward(q, k, v), do)
+    return apart.total + seq * seq * (2 + 4 + 2), ours.total
+
+
+def _p_loaded(kernel, results, indent):
+    """The edits that make a kernel load P (through the argument that held LSE) instead of computing it."""
+    call = f"{results} = recompute_tile(q, k, v, do, lse, delta, scale, visible)"
+    lines = (
+        "place = lse_ptr + (row + offs_m)[:, None] * seq_k + offs_n[None, :]",
+        "p = tl.load(place, mask=visible & (offs_m < seq_q)[:, None], other=0.0).to(tl.float32)",
+        'ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])',
+    )
+    no_lse = "lse = tl.load(lse_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)", "pass"
+    return (kernel, *no_lse), (kernel, call, ("\n" + " " * indent).join(lines))
+
+
+P_LOADED = (
+    *_p_loaded("_attn_bwd_dq_kernel", "_, ds", indent=8),
+    *_p_loaded("_attn_bwd_dkdv_kernel", "p, ds", indent=12),
+)
+
+
+def _launch(stage, q, k, v, do, row_or_p, delta):
+    """dQ, dK and dV of one head without a mask, 64 x 64 tiles. row_or_p: what the kernels take as LSE."""
+    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+    read = [t.stride() for t in (q, k, v, do)]
+    sizes = 1, 1, q.shape[2], k.shape[2], HEAD_DIM**-0.5  # heads, group, seq_q, seq_k, scale
+    options = dict(HEAD_DIM=HEAD_DIM, BLOCK_D=HEAD_DIM, BLOCK_M=64, BLOCK_N=64, IS_CAUSAL=False)
+    columns, rows = ((-(-t.shape[2] // 64),) for t in (k, q))
+    both = dk.stride(), dv.stride()
+    stage["_attn_bwd_dkdv_kernel"][columns](
+        q, k, v, do, row_or_p, delta, dk, dv, *read, *both, *sizes, **options
+    )
+    stage["_attn_bwd_dq_kernel"][rows](
+        q, k, v, do, row_or_p, delta, dq, *read, dq.stride(), *sizes, **options
+    )
+    return dq, dk, dv
+
+
+def both_ways(seq) -> None:
+    """Run our two backward kernels, and the two with P loaded; print their errors, bytes and products."""
+    q, k, v, do = inputs(seq)
+    exact = [t.double() for t in (q, k, v, do)]
+    truth = naive_attention_backward(*exact)
+    o, lse = forward.attention_forward(q, k, v)
+    p = naive_attention(*exact[:3])[2].to(q.dtype)
+    delta = (do.float() * o.float()).sum(dim=-1)
+    ways = {
+        "recomputed": (Stage(backward), lse, "LSE"),
+        "P stored": (Stage(backward, *P_LOADED), p, "P"),
+    }
+    for name, (stage, kept, what) in ways.items():
+        nothing = contextlib.nullcontext()
+        with traffic.measure(kept=kept) if runtime.INTERPRETED else nothing as count:
+            got = _launch(stage, q, k, v, do, kept, delta)
+        off = max((g - t).norm() / t.norm() for g, t in zip(got, truth, strict=True)).item()
+        said = "not counted: compiled"
+        if count:
+            of_kept = count.loaded_from["kept"] / seq**2
+            said = f"{count.total / seq**2:5.2f} bytes a pair, {of_kept:.2f} of them {what}; "
+            said += f"{count.products // (seq // 64) ** 2} products a tile"
+        print(f"{name:<11} off by less than 5e-4: {off < 5e-4}; {said}")
