@@ -1,0 +1,64 @@
+"""Section 6.3's question: AdamW cancels a constant factor of a gradient, so why does dQ times 8 end higher?
+
+report()     four short runs, with and without clipping, and gradients in the rightly trained model
+"""
+
+import math
+from unittest import mock
+
+from common import runtime
+from phase4_backward import train
+
+import torch
+
+FACTOR = 8
+
+
+def with_factor(factor):
+    """SDPA, but the gradient of q is multiplied on its way down."""
+
+    def attention(q, k, v, is_causal):
+        q.register_hook(lambda dq: factor * dq)
+        return train.sdpa()(q, k, v, is_causal=is_causal)
+
+    return attention
+
+
+def short_run(attention, longest):
+    """250 steps, a gradient longer than `longest` clipped: the loss, how many were longer than 1, and the model."""
+    lengths, clip = [], torch.nn.utils.clip_grad_norm_
+
+    def noted(weights, _):
+        lengths.append(clip(weights, longest).item())
+
+    with mock.patch.object(torch.nn.utils, "clip_grad_norm_", noted):
+        losses, model = train.train(attention, 250, heads=1, context=64, batch=8)
+    return sum(losses[-20:]) / 20, sum(x > 1 for x in lengths), model
+
+
+def gradients(model, attention):
+    """Of the weights that make Q in the last layer, and of the token table below all layers."""
+    for block in model.blocks:
+        block.attention = attention
+    tokens = train.encode("".join(train.lines(held_out=True))[: 32 * 65]).view(32, 65)
+    logits = model(tokens[:, :-1].to(runtime.DEVICE)).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten().to(runtime.DEVICE))
+    qkv, table = torch.autograd.grad(loss, (model.blocks[-1].qkv.weight, model.token.weight))
+    width = qkv.shape[1]
+    return {"Q's weights, last layer": qkv[:width], "token table": table}
+
+
+def report() -> None:
+    models = {}
+    print("loss after 250 steps   right   dQ times 8   steps in which dQ times 8 is longer than 1")
+    for name, longest in (("with clipping", 1.0), ("without clipping", math.inf)):
+        right, _, models[name] = short_run(with_factor(1), longest)
+        wrong, above, _ = short_run(with_factor(FACTOR), longest)
+        print(f"{name:<21}{right:>7.2f}{wrong:>11.2f}{above:>15}")
+    model = models["with clipping"]
+    print("\ngradient of               length, times the right one   cosine with the right one")
+    right, wrong = (gradients(model, with_factor(factor)) for factor in (1, FACTOR))
+    for name, r in right.items():
+        length = (wrong[name].norm() / r.norm()).item()
+        cosine = torch.cosine_similarity(wrong[name].flatten(), r.flatten(), dim=0).item()
+        print(f"{name:<25}{length:>8.3f}{cosine:>27.2f}")
