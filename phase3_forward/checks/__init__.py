@@ -5,7 +5,8 @@ common.learn.judge).
 import traceback
 
 from common import verify_results
-from common.learn.judge import is_stub, reject, root_of
+from common.learn.errors import is_stub, root_of
+from common.learn.judge import reject
 
 import torch
 

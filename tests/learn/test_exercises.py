@@ -11,7 +11,7 @@ from unittest import mock
 
 import wrong_answers
 from common import phases
-from common.learn import cli, exercises, exercises_notebook, judge, offline_answer
+from common.learn import cli, errors, exercises, exercises_notebook, judge, offline_answer
 from common.learn.exercises import END, Progress, check, stub_of
 from phase4_backward.checks import varlen
 
@@ -202,9 +202,9 @@ def test_what_is_right_so_far_is_said_where_a_part_is_to_be_written_alone(tmp_pa
 def test_the_root_of_an_error_is_its_cause_before_what_was_handled_meanwhile():
     handled, cause, outer = KeyError("handled"), TypeError("cause"), ValueError("outer")
     outer.__context__ = handled
-    assert judge.root_of(outer) is handled
+    assert errors.root_of(outer) is handled
     outer.__cause__ = cause
-    assert judge.root_of(outer) is cause
+    assert errors.root_of(outer) is cause
 
 
 BRANCH = """

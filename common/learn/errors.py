@@ -1,0 +1,122 @@
+"""What an error of an answer says to who wrote it: the line of the answer, the error, and what may help."""
+
+import bdb
+import re
+import traceback
+from pathlib import Path
+
+
+def root_of(error: BaseException) -> BaseException:
+    """The error that all others in its chain came from."""
+    return _chain(error)[-1]
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error, and each that led to the one before; `raise e from e` leads to itself."""
+    chain = []
+    while error and not any(error is known for known in chain):
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+def is_stub(error: BaseException) -> bool:
+    """True for the `raise NotImplementedError` of a file as shipped; PyTorch's own say what is
+    not implemented.
+    """
+    return isinstance(error, NotImplementedError) and not str(error)
+
+
+def described(error: BaseException, path: Path) -> str:
+    """What was raised, and the innermost line of the learner's file that led there.
+
+    The interpreter wraps an error inside a function of Triton in one for each call that led there:
+    the innermost line of the file is in the traceback nearest to the root that has one.
+    """
+    root = root_of(error)
+    own = next((own for e in reversed(_chain(error)) if (own := _own_frames(e, path))), None)
+    if is_stub(root):
+        so_far = "".join(getattr(root, "__notes__", ()))
+        return so_far + (
+            f"line {own[-1].lineno} still raises NotImplementedError (in {own[-1].name})"
+            if own
+            else "there is still something to write"
+        )
+    if own and isinstance(root, bdb.BdbQuit):
+        return f"line {own[-1].lineno}: no debugger under check, where nobody can type: take breakpoint() out, or print"
+    if isinstance(root, SyntaxError):
+        return "".join(traceback.format_exception_only(root)).strip().replace(str(path), path.name)
+    what = "".join(traceback.format_exception_only(root)).strip()
+    what = what.replace("module 'answer'", path.name)[:4000]
+    line = own[-1].line or "" if own else ""
+    for words, code, advice in _ADVICE:
+        if re.search(words, what) and re.search(code, line):
+            what = f"{what[:500]}\n{advice}"
+            break
+    if own:
+        return f"{path.name}, line {own[-1].lineno}, in {own[-1].name}: {line}\n{what}"
+    return what
+
+
+# Patterns in an error and in the line of the answer that raised it, and what may help; the first that fits counts.
+_ADVICE = (
+    (
+        "make_shape_compatible|equal reduction dimensions|could not be broadcast|argument to have shape|"
+        "cannot be block type",
+        "",
+        "The shapes of two blocks do not fit. A number for each row is a column beside a tile, [:, None]. The "
+        "pointers, the mask and the values of a load or store have one shape. In a product, is one to be transposed, "
+        "tl.trans?",
+    ),
+    (
+        "must match the size of tensor",
+        "",
+        "If one of the two holds a number for each row, x[..., None] makes it a column, with one axis more",
+    ),
+    (
+        "type pointer<",
+        "",
+        "A pointer is an address, not the number that lies there: fetch it first, tl.load(pointer, mask=...)",
+    ),
+    (
+        "Unsupported ptr type",
+        "",
+        "The first argument of tl.load and tl.store is a pointer or a block of them, such as x_ptr + offsets",
+    ),
+    (
+        "'int' object is not iterable|unsupported tensor index|only 0-dimensional arrays",
+        r"\w\[[^\]]*\]\s*=[^=]|ptrs?\[",
+        "Elements cannot be picked by [ ] in a kernel: read them by tl.load(x_ptr + offsets, mask=...), and write them "
+        "by tl.store(x_ptr + offsets, values, mask=...)",
+    ),
+    (
+        "only 0-dimensional arrays",
+        "",
+        "Python's float(), int() and math take one number, and this is a block: x.to(tl.float32) converts a block, and "
+        "tl.exp takes the exponential of each of its elements",
+    ),
+    (
+        "must be of type tl.constexpr",
+        "",
+        "The compiler must know this number: an argument that the kernel declares as `BLOCK: tl.constexpr`, or a "
+        "literal. What a program only learns when it runs is added: start + tl.arange(0, BLOCK)",
+    ),
+    (
+        r"out of bounds for shape|maximum\(\) got an unexpected",
+        "",
+        "tl.max(s, axis=1) reduces one block along an axis; tl.maximum(a, b) takes the larger of two, element by "
+        "element",
+    ),
+    (
+        "must be Tensor, not tensor|'tensor' object has no attribute|argument 'dim'|'builtin_function_or_method'",
+        "",
+        "Inside a kernel there are blocks of Triton, not PyTorch's tensors: tl.exp, tl.where, tl.maximum(a, b), and "
+        "tl.max(s, axis=1) or tl.sum(s, axis=1), with axis for PyTorch's dim",
+    ),
+)
+
+
+def _own_frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:
+    return [
+        frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path
+    ]
