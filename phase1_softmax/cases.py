@@ -34,3 +34,23 @@ def cases():
 def broken() -> Stage:
     """The kernels with a mistake that the chapter lets its reader find."""
     return Stage(online_softmax, ("online_softmax_step", "alpha * l_i +", "l_i +"))
+
+
+def printed_updates(s1, v1, s2, v2) -> dict[str, float]:
+    """The output for a row of two tiles: the truth, the right update, and what four lines in papers make of it."""
+    m1 = s1.amax(dim=1, keepdim=True)
+    m2 = torch.maximum(m1, s2.amax(dim=1, keepdim=True))
+    p1, p2, factor = torch.exp(s1 - m1), torch.exp(s2 - m2), torch.exp(m1 - m2)
+    l1 = p1.sum(dim=1, keepdim=True)
+    l2 = factor * l1 + p2.sum(dim=1, keepdim=True)
+    o1 = p1 @ v1 / l1  # the output of the first tile
+    old_terms = {
+        "right": l1 / l2 * factor * o1,
+        "FlashAttention, Theorem 1": l1 / l2 * factor * (l1 * (p1 @ v1)),
+        "FlashAttention-2, p. 4": o1 / (l1 / l2),
+        "the same, mended by e^(m2 - m1)": l1 / l2 / factor * o1,
+        "p. 6, FlashAttention-3: the same": p1 @ v1 / factor / l2,
+    }
+    truth = torch.softmax(torch.cat([s1, s2], dim=1), dim=1) @ torch.cat([v1, v2])
+    outputs = {name: (old + p2 @ v2 / l2).item() for name, old in old_terms.items()}
+    return {"softmax, then P V": truth.item()} | outputs

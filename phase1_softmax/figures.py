@@ -156,11 +156,8 @@ def roofline(
     points: Mapping[str, tuple[float, float]],
     copy: float,
     gemm: float,
-    hollow: tuple[str, float, float],
 ) -> None:
-    """`points`: name -> (FLOPs, bytes), on the roof: `copy` bytes/s and `gemm` FLOP/s, as measured.
-    `hollow`: name, FLOPs per byte and FLOP/s of a point under the roof.
-    """
+    """`points`: name -> (FLOPs, bytes), on the roof: `copy` bytes/s and `gemm` FLOP/s, as measured."""
     _, ax = style.new(7.6, 3.6)
     x = np.logspace(-0.5, 4.5, 200)
     ridge = gemm / copy
@@ -183,10 +180,6 @@ def roofline(
             size=9,
             ha="right",
         )
-    name, intensity, height = hollow
-    ax.plot(intensity, height / 1e12, "s", color=style.COLORS["tiled"], mfc="white", ms=7)
-    place = dict(textcoords="offset points", size=9, ha="center")
-    ax.annotate(name, (intensity, height / 1e12), (0, -16), **place)
     ax.set(
         xlabel="arithmetic intensity in FLOP per byte of HBM traffic", ylabel="attainable TFLOP/s"
     )
@@ -197,7 +190,7 @@ def roofline(
         f"A roofline. Attainable speed rises with arithmetic intensity at {copy / 1e12:.2f} TB/s up to "
         f"{gemm / 1e12:.0f} TFLOP/s at {ridge:.0f} FLOP per byte. In FLOP per byte: "
         + ", ".join(f"{name} {flops / moved:.3g}" for name, (flops, moved) in points.items())
-        + f". A hollow marker at {intensity:.3g} FLOP per byte and {height / 1e12:.0f} TFLOP/s: {name}.",
+        + ".",
     )
 
 
