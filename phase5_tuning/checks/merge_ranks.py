@@ -93,6 +93,7 @@ def _require(what, got, right, mine, part, dtype):
     require(f"{what}: lse", lse, both, mistakes=lse_mistakes, rtol=1e-4, atol=1e-4)
     shift = both.masked_fill(both == -INF, 0)
     w, w_part = (torch.exp(t - shift)[..., None] for t in (lse_mine, lse_part))
+    late = (lse_part - shift).masked_fill(both == -INF, 0)[..., None]
     o_mistakes = {
         "this is the sum of both; each counts with its share of exp(lse)": o_mine + o_part,
         "this is the plain average; each counts with its share of exp(lse)": (o_mine + o_part) / 2,
@@ -102,6 +103,11 @@ def _require(what, got, right, mine, part, dtype):
         * o_mine
         + torch.exp(lse_part - larger.masked_fill(larger == -INF, 0))[..., None] * o_part,
         "the weights are swapped": w_part * o_mine + w * o_part,
+        "lse is already that of both sets here: the weights need the lse from before the merge": torch.sigmoid(
+            -late
+        )
+        * o_mine
+        + torch.sigmoid(late) * o_part,
         "o counts as if it had all the keys: is it scaled down, and by the lse from before the merge?": o_mine
         + w_part * o_part,
     }

@@ -23,8 +23,8 @@ def merge_ranks(
     """Phase 1's merge into o and lse."""
     # your code: change o and lse, return nothing
     both = torch.logaddexp(lse, lse_part)
-    shift = both.masked_fill(both == float("-inf"), 0.0)
-    o.mul_((lse - shift).exp()[..., None])
-    o.add_(o_part * (lse_part - shift).exp()[..., None])
+    gap = (lse_part - lse).masked_fill(both == float("-inf"), 0.0)
+    o.mul_(torch.sigmoid(-gap)[..., None])
+    o.add_(o_part * torch.sigmoid(gap)[..., None])
     lse.copy_(both)
     # end of your code

@@ -943,28 +943,38 @@ WRONG = {
         Wrong("lse in 16 bits", {"    lse.copy_(both)": "    lse.copy_(both.half())"}, "both lse are fp32"),
         Wrong(
             "lse first",
-            {"    shift = both.masked": "    lse.copy_(both)\n    shift = both.masked"},
+            {"    gap = (": "    lse.copy_(both)\n    gap = ("},
+            "lse is already that of both sets here",
+        ),
+        Wrong(
+            "weights by exp, lse first",
+            {
+                '    gap = (lse_part - lse).masked_fill(both == float("-inf"), 0.0)': (
+                    '    lse.copy_(both)\n    shift = both.masked_fill(both == float("-inf"), 0.0)'
+                ),
+                "torch.sigmoid(-gap)": "(lse - shift).exp()",
+                "torch.sigmoid(gap)": "(lse_part - shift).exp()",
+            },
             "by the lse from before the merge",
         ),
-        Wrong(
-            "-inf - (-inf)", {'shift = both.masked_fill(both == float("-inf"), 0.0)': "shift = both"}, "there is a NaN"
-        ),
+        Wrong("-inf - (-inf)", {'.masked_fill(both == float("-inf"), 0.0)': ""}, "there is a NaN"),
         Wrong(
             "not in place",
-            {"o.mul_((lse - shift).exp()[..., None])": "o = o * (lse - shift).exp()[..., None]"},
+            {"o.mul_(torch.sigmoid(-gap)[..., None])": "o = o * torch.sigmoid(-gap)[..., None]"},
             "o is what it was",
         ),
         Wrong("lse not written", {"    lse.copy_(both)\n": ""}, "lse is what it was"),
-        Wrong("o not scaled", {"    o.mul_((lse - shift).exp()[..., None])\n": ""}, "as if it had all the keys"),
+        Wrong("o not scaled", {"    o.mul_(torch.sigmoid(-gap)[..., None])\n": ""}, "as if it had all the keys"),
         Wrong("the larger one", {"torch.logaddexp(lse": "torch.maximum(lse"}, "this is the larger one"),
         Wrong(
             "the plain sum",
             {
-                "    o.mul_((lse - shift).exp()[..., None])\n": "",
-                "o_part * (lse_part - shift).exp()[..., None]": "o_part",
+                "    o.mul_(torch.sigmoid(-gap)[..., None])\n": "",
+                "o_part * torch.sigmoid(gap)[..., None]": "o_part",
             },
             "this is the sum of both",
         ),
+        Wrong("swapped", {"(lse_part - lse).masked": "(lse - lse_part).masked"}, "the weights are swapped"),
         Wrong(
             "out of range",
             {"torch.logaddexp(lse, lse_part)": "torch.log(lse.exp() + lse_part.exp())"},
@@ -972,22 +982,22 @@ WRONG = {
         ),
         Wrong(
             "the part is scaled in place",
-            {"o_part * (lse_part - shift).exp()[..., None]": "o_part.mul_((lse_part - shift).exp()[..., None])"},
+            {"o_part * torch.sigmoid(gap)[..., None]": "o_part.mul_(torch.sigmoid(gap)[..., None])"},
             "read only",
         ),
         Wrong(
             "in 16 bits",
-            {"o.mul_((lse - shift).exp()[..., None])": "o.copy_(o.to(o_part.dtype) * (lse - shift).exp()[..., None])"},
+            {"o.mul_(torch.sigmoid(-gap)[..., None])": "o.copy_(o.to(o_part.dtype) * torch.sigmoid(-gap)[..., None])"},
             "o is rounded to 16 bits",
         ),
         Wrong(
             "weights in 16 bits",
-            {"(lse_part - shift).exp()[..., None]": "(lse_part - shift).exp()[..., None].to(o_part.dtype)"},
+            {"torch.sigmoid(gap)[..., None]": "torch.sigmoid(gap)[..., None].to(o_part.dtype)"},
             "the weights are rounded to 16 bits",
         ),
         Wrong(
             "without a head axis",
-            {"o_part * (lse_part - shift).exp()[..., None]": "o_part * (lse_part - shift).exp()[:, :, None]"},
+            {"o_part * torch.sigmoid(gap)[..., None]": "o_part * torch.sigmoid(gap)[:, :, None]"},
             "(2, 3, 5, 5)",
         ),
         Wrong(
@@ -1003,19 +1013,18 @@ WRONG = {
         Wrong(
             "weights of the larger one",
             {
-                'shift = both.masked_fill(both == float("-inf"), 0.0)': (
+                'gap = (lse_part - lse).masked_fill(both == float("-inf"), 0.0)': (
                     'shift = torch.maximum(lse, lse_part).masked_fill(both == float("-inf"), 0.0)'
-                )
+                ),
+                "torch.sigmoid(-gap)": "(lse - shift).exp()",
+                "torch.sigmoid(gap)": "(lse_part - shift).exp()",
             },
             "do not add up to 1",
         ),
         Wrong(
             "logits clamped",
-            {
-                "(lse - shift).exp()": "(lse.clamp(-50, 50) - shift.clamp(-50, 50)).exp()",
-                "(lse_part - shift).exp()": "(lse_part.clamp(-50, 50) - shift.clamp(-50, 50)).exp()",
-            },
-            "logits near 1000: o: this is the sum of both",
+            {"(lse_part - lse).masked": "(lse_part.clamp(-50, 50) - lse.clamp(-50, 50)).masked"},
+            "logits near 1000: o: this is the plain average",
         ),
     ],
     "pass_keys": [
