@@ -398,6 +398,6 @@ def _size(name, error, truth, wrong, finite) -> str:
             "rounded to 16 bits too early, is a product in TF32, exp too coarse?"
         )
     return (
-        f"{share:.0%} of the elements are wrong, by {size:.1g} of the size of {name}: no mistake known here explains "
-        "them; compare S, P, m and l tile by tile with common.verify.reference.tiled_attention"
+        f"{share:.0%} of the elements are wrong, and the error's norm is {size:.1g} times that of {name}: no mistake "
+        "known here explains them; compare S, P, m and l tile by tile with common.verify.reference.tiled_attention"
     )
