@@ -21,11 +21,18 @@ PRODUCTS = {
 }
 
 
-def turns(bodies: Mapping[str, Sequence[listing.Instruction]], names: Sequence[str] = ()) -> None:
+LEGEND = "left factor in shared memory", "left factor in registers"
+
+
+def turns(
+    bodies: Mapping[str, Sequence[listing.Instruction]],
+    names: Sequence[str] = (),
+    legend: Sequence[str] = LEGEND,
+) -> None:
     """Turns of loops in machine code, one strip each: what may be under way at which instruction.
 
     bodies: title -> the instructions of a turn. names: of the products, if they are not S and PV;
-    then each has a lane of its own, and copies have none.
+    then each has a lane of its own, and copies have none. legend: what the two colors of products say.
     """
     style.use()
     height = 0.4 * (len(names) + 1) if names else 1.75
@@ -62,8 +69,8 @@ def turns(bodies: Mapping[str, Sequence[listing.Instruction]], names: Sequence[s
         ax.set_title(title, fontsize=10)
     axes[-1, 0].set_xlabel("instruction of one turn, in the order of the listing")
     handles = [
-        Patch(**PRODUCTS["S"], edgecolor="white", label="left factor in shared memory"),
-        Patch(**PRODUCTS["PV"], edgecolor="white", label="left factor in registers"),
+        Patch(**look, edgecolor="white", label=label)
+        for look, label in zip(PRODUCTS.values(), legend, strict=True)
     ]
     fig.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
     style.show(fig, alt=" ".join(_said(*item, names) for item in bodies.items()))
