@@ -141,8 +141,8 @@ def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
     most = max(len(run.programs) for run in runs.values())
     style.use()
     fig, axes = plt.subplots(
-        1, len(runs), figsize=(4.6 * max(1.5, len(runs)), 0.9 + 0.3 * most), sharex=True,
-        squeeze=False, layout="constrained",
+        1, len(runs), figsize=(min(9.2, 4.6 * max(1.5, len(runs))), 1.1 + 0.3 * max(3, most)),
+        sharex=True, squeeze=False, layout="constrained",
     )  # fmt: skip
     for ax, (title, run) in zip(axes[0], runs.items(), strict=True):
         tiles_m = 1 + max(m for *_, m in run.added)
@@ -161,7 +161,9 @@ def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
         ax.tick_params(axis="y", length=0)
         ax.set_xlabel("time, in steps")
         ax.set_title(f"{title}{': ' * bool(title)}done at {run.total:.0f}", fontsize=10)
-    axes[0, 0].set_ylabel("program of key tile, by ticket")
+    axes[0, 0].set_ylabel(
+        "program of key tile,\nby ticket" if most < 5 else "program of key tile, by ticket"
+    )
     handles = [
         Patch(facecolor=_shade(0.6), label="adds to a query tile (its number)"),
         Patch(label="a part is ready and waits for its turn", **_WAITS),

@@ -67,17 +67,24 @@ def test_every_notebook_belongs_to_a_phase():
 
 
 def test_chapters_number_their_headings_and_end_with_a_recap(notebook):
-    """ "## 2. ...", "### 2.3 ..."; the heading of an exercise begins with that word."""
-    section = subsection = 0
+    """ "## 2. ...", "### 2.3 ..."; the heading of an exercise begins with that word. Appendices may follow the recap:
+    "## Appendix A. ...", "### A.1 ..."."""
+    section = subsection = appendices = 0
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     for level, title in re.findall(r"^(##+) (.*)", text, re.MULTILINE):
-        if level == "##":
+        if level == "##" and title.startswith("Appendix "):
+            appendices, subsection = appendices + 1, 0
+            assert title.startswith(f"Appendix {chr(64 + appendices)}. "), title
+        elif level == "##":
             section, subsection = section + 1, 0
+            assert not appendices, title
             assert title.startswith(f"{section}. "), title
         elif level == "###" and not title.startswith("Exercise "):
             subsection += 1
-            assert title.startswith(f"{section}.{subsection} "), title
-    recap = text[text.rindex("\n## ") :]
+            number = chr(64 + appendices) if appendices else section
+            assert title.startswith(f"{number}.{subsection} "), title
+    body = text.partition("\n## Appendix ")[0]
+    recap = body[body.rindex("\n## ") :]
     assert recap.startswith(f"\n## {section}. You can now"), "a chapter ends with what its reader can do"
     assert recap.count("<details>") == recap.count("</details>") == 5, "and with five questions, answers folded"
 

@@ -89,7 +89,7 @@ def test_the_backward_pass_launches_three_kernels():
 @pytest.mark.parametrize(("head_dim", "is_causal", "registers"), [(128, False, 32), (128, True, 32), (64, True, 16)])
 def test_queries_in_registers_stay_there(head_dim, is_causal, registers):
     """S and PV both take their left factor from registers. ptxas 12.8 has given both the same ones in a plain kernel,
-    so that P overwrote the queries (the Hopper chapter, section 9.1)."""
+    so that P overwrote the queries (the Hopper chapter, appendix D.1)."""
     (c,) = offline.compile_launches(record("forward", head_dim, is_causal, FP16, 1024), ["sm_90"], sass=True)
     turn = listing.turn(c.sass)
     left = {}  # by the first register of the sum

@@ -1,0 +1,272 @@
+"""What the records say about the Hopper kernels: the tables of the chapter, as text."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+NAMES = {
+    "ours": "last rung",
+    "hopper": "this chapter",
+    "hopper in any order": "this chapter, any order",
+    "sdpa-cudnn": "cuDNN",
+    "flash-attn-4": "FlashAttention-4",
+    "flash-attn-4-det": "FlashAttention-4, fixed order",
+}
+GOAL = 0.98  # of the faster peer's speed
+CASES = [(d, c) for d in (64, 128) for c in (False, True)]
+
+Case = tuple[str, str, int, bool, int]  # dtype, mode, head_dim, is_causal, seq
+Rates = Mapping[tuple[str, int, bool, int, str], float]
+
+
+def rates(records: Iterable[dict]) -> Rates:
+    """TFLOP/s in fp16, by provider, head_dim, is_causal, seq and mode. What stands in several records
+    is of the last one.
+    """
+    found = {}
+    for r in (r for record in records for r in record["rows"]):
+        twice = (r["provider"], r["mode"]) == (
+            "flash-attn-4-det",
+            "fwd",
+        )  # the same as flash-attn-4
+        if r["dtype"] == "fp16" and "tflops" in r and not twice:
+            found[r["provider"], r["head_dim"], r["is_causal"], r["seq"], r["mode"]] = r["tflops"]
+    return found
+
+
+def sources(records: Iterable[dict]) -> str:
+    """Where the numbers of a table come from, in a sentence; `records.describe` tells more of each."""
+    found = {}
+    for record in records:
+        p = record["provenance"]
+        name = p["command"].partition("--name ")[2].split()[0]
+        again = " (awaits a new measurement)" if record.get("stale") else ""
+        where = p["gpu"], p["torch"], p["triton"]
+        found.setdefault(where, []).append(f"{name}, {p['date'][:10]}{again}")
+    return " ".join(
+        f"Records of one {gpu}, torch {torch}, triton {triton}, medians: {'; '.join(names)}."
+        for (gpu, torch, triton), names in found.items()
+    )
+
+
+def _share(rate, case, mode, one, other):
+    """The speed of one provider as a share of another's, or NaN."""
+    return rate.get((one, *case, mode), math.nan) / rate.get((other, *case, mode), math.nan)
+
+
+def _mask(is_causal):
+    return "causal" if is_causal else "full"
+
+
+def beside_others(rate: Rates) -> str:
+    """This chapter's speed by those of the others, of 16384 tokens and a few of 4096."""
+    others = {
+        "last rung": ("hopper", "ours"),
+        "cuDNN": ("hopper", "sdpa-cudnn"),
+        "FA4": ("hopper", "flash-attn-4"),
+        "FA4, fixed": ("hopper", "flash-attn-4-det"),
+        "any: FA4, any": ("hopper in any order", "flash-attn-4"),
+    }
+    cases = [(m, d, c, 16384) for m in ("fwd", "bwd") for d in (128, 64) for c in (False, True)]
+    cases += [("fwd", 128, False, 4096), ("fwd", 64, False, 4096)]
+    lines = [f"this chapter's speed / that of {''.join(f'{name:>15}' for name in others)}"]
+    for mode, d, c, seq in cases:
+        shares = (_share(rate, (d, c, seq), mode, *pair) for pair in others.values())
+        said = "".join(f"{'-' if math.isnan(x) else f'{x:.2f}':>15}" for x in shares)
+        lines.append(f"{mode}, head_dim {d:>3}, {_mask(c):<6} {seq:>5}{said}")
+    return "\n".join(lines)
+
+
+def orders(rate: Rates, lengths: tuple[int, ...] = (1024, 4096, 16384)) -> str:
+    """The backward pass: speed in a fixed order by that in any order."""
+    of = {
+        "this chapter": ("hopper", "hopper in any order"),
+        "FA4": ("flash-attn-4-det", "flash-attn-4"),
+    }
+    wide = 8 * len(lengths)
+    lines = [
+        "backward: speed in a fixed order / in any order",
+        " " * 20 + "".join(f"{who + ', seq':>{wide}}" for who in of),
+        " " * 20 + "".join(f"{seq:>8}" for _ in of for seq in lengths),
+    ]
+    for d, c in CASES:
+        found = [_share(rate, (d, c, seq), "bwd", *pair) for pair in of.values() for seq in lengths]
+        name = f"head_dim {d:>3}, {_mask(c)}"
+        lines.append(f"{name:<20}" + "".join(f"{x:>8.2f}" for x in found))
+    return "\n".join(lines)
+
+
+def without_an_idea(record: dict) -> str:
+    """The forward pass: time with one idea taken away by the time of the kernel."""
+    ms = {
+        (r["provider"], r["head_dim"], r["is_causal"], r["seq"]): r["ms"]
+        for r in record["rows"]
+        if "ms" in r
+    }
+    cases = sorted({key[1:] for key in ms})
+    lines = [
+        "forward: time without an idea / time of the kernel; by head_dim, mask and seq",
+        " " * 18 + "".join(f"{d:>4} {_mask(c):>6}" for d, c, _ in cases),
+        " " * 18 + "".join(f"{seq:>11}" for *_, seq in cases),
+    ]
+    for provider in dict.fromkeys(r["provider"] for r in record["rows"]):
+        if provider != "hopper":
+            found = [ms.get((provider, *case), math.nan) / ms["hopper", *case] for case in cases]
+            said = "".join(f"{'-' if math.isnan(x) else f'{x:.2f}':>11}" for x in found)
+            lines.append(f"{provider.removeprefix('hopper: '):<18}{said}")
+    return "\n".join(lines)
+
+
+def beside_the_faster(
+    *records: dict, ours: str = "hopper", backward_peer: str = "flash-attn-4-det"
+) -> dict[Case, tuple[float, float]]:
+    """This chapter's speed by the faster peer's, by case: (by the caller's clock, by the GPU's)."""
+    speeds = {}
+    for r in (r for record in records for r in record["rows"]):
+        case = r["dtype"], r["mode"], r["head_dim"], r["is_causal"], r["seq"]
+        speeds.setdefault(case, {})[r["provider"]] = r["caller_tflops"], r["tflops"]
+    found = {}
+    for case, of in speeds.items():
+        peers = "sdpa-cudnn", "flash-attn-4" if case[1] == "fwd" else backward_peer
+        found[case] = tuple(of[ours][i] / max(of[peer][i] for peer in peers) for i in range(2))
+    return found
+
+
+def reach_the_goal(shares: Iterable[tuple[float, float]]) -> str:
+    """How many cases reach the goal, by each clock."""
+    shares = list(shares)
+    caller, gpu = (sum(x >= GOAL for x in column) for column in zip(*shares, strict=True))
+    return f"{caller} of {len(shares)} by the caller's clock, {gpu} by the GPU's"
+
+
+def rungs(counters: dict) -> list[dict]:
+    """The rows of the record of counters that compare rungs, the first rung first."""
+    return [r for r in counters["rows"] if r["mode"] == "fwd" and r["is_causal"]]
+
+
+def pairs(counters: dict) -> list[tuple[dict, dict]]:
+    """The other rows: (this chapter's kernel, FlashAttention-4's) in one case each."""
+    others = counters["rows"][len(rungs(counters)) :]
+    return list(zip(others[::2], others[1::2], strict=True))
+
+
+def _of_call(row):
+    """Clocks of a call, its other kernels included."""
+    return row["counted"]["clocks"] * (1 + row["beside"])
+
+
+def below_the_goal(
+    fixed: Mapping[Case, tuple[float, float]],
+    any_order: Mapping[Case, tuple[float, float]],
+    counters: dict,
+) -> str:
+    """What misses the goal by the GPU's clock, and what was counted there."""
+    counted = {}
+    for ours, theirs in pairs(counters):
+        case = ours["mode"], ours["head_dim"], ours["is_causal"], ours["seq"], ours["provider"]
+        counted.setdefault(case, {})[ours["dtype"]] = ours, theirs
+    lines = [
+        f"{'':<46}{'speed / faster peer':>20}{'FA4 / ours, counted':>27}{'tensor cores busy':>22}",
+        f"{'':<46}{'fp16':>11}{'bf16':>9}{'clocks':>13}{'MHz':>7}{'time':>7}{'ours':>14}{'FA4':>8}",
+    ]
+    for name, shares, ours in (
+        ("", fixed, "hopper"),
+        ("any order, ", any_order, "hopper in any order"),
+    ):
+        missed = {case[1:] for case, (_, gpu) in shares.items() if gpu < GOAL}
+        # In any order only the cases that were counted.
+        missed = {m for m in missed if shares is fixed or (*m, ours) in counted}
+        for case in sorted(missed, key=lambda c: (c[0] == "bwd", c[1:])):
+            mode, d, causal, seq = case
+            order = "fixed order, " if mode == "bwd" and not name else name
+            line = f"{f'{mode}, {order}head_dim {d}, {_mask(causal)}, {seq}':<46}  "
+            for dtype in ("fp16", "bf16"):
+                x = shares.get((dtype, *case), (math.nan,) * 2)[1]
+                line += f"{'-' if math.isnan(x) else f'{x:.3f}':>9}"
+            if of := counted.get((*case, ours)):
+                mine, theirs = of.get("bf16") or of["fp16"]
+                line += f"{_of_call(theirs) / _of_call(mine):>13.2f}"
+                line += f"{theirs['mhz'] / mine['mhz']:>7.2f}{theirs['ms'] / mine['ms']:>7.2f}"
+                line += f"{mine['counted']['tensor_cores']:>12.0f} %"
+                line += f"{theirs['counted']['tensor_cores']:>6.0f} %"
+            else:
+                line += f"{'not counted':>20}"
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def table_of_rungs(counters: dict) -> str:
+    """What was counted of every rung, and of this chapter's kernel without an idea."""
+    shown = {"phase 4": "as in phase 3", "ours": "last rung", "hopper": "this chapter"}
+    of = rungs(counters)
+    title = f"{'':<24}{'clocks':>8}{'instr.':>8}{'warps':>7}{'issue':>7}{'tensor':>8}{'exp.':>6}"
+    lines = [title + f"{'shared':>8}{'HBM':>8}{'settled: MHz':>14}{'ms':>6}"]
+    for r in of:
+        c, name = r["counted"], shown.get(r["provider"], r["provider"].replace("hopper", "this"))
+        line = f"{name.removeprefix('rung: '):<24}{c['clocks'] / 1e6:>6.2f} M"
+        line += f"{c['instructions'] / 1e6:>6.0f} M{c['warps']:>7.1f}{c['issue']:>5.0f} %"
+        line += (
+            f"{c['tensor_cores']:>6.0f} %{c['exponentials']:>4.0f} %{c['shared_memory']:>6.0f} %"
+        )
+        lines.append(line + f"{c['dram_bytes'] / 1e9:>5.2f} GB{r['mhz']:>14.0f}{r['ms']:>6.2f}")
+    first, last = of[0], of[-1]
+    fewer = first["counted"]["clocks"] / last["counted"]["clocks"]
+    lines.append(
+        f"first / last: clocks {fewer:.2f}, MHz {first['mhz'] / last['mhz']:.2f}, "
+        f"time {first['ms'] / last['ms']:.2f}"
+    )
+    watts = [r["watts"] for r in of]
+    lines.append(f"power: {min(watts):.0f} to {max(watts):.0f} W")
+    return "\n".join(lines)
+
+
+def table_of_pairs(counters: dict) -> str:
+    """What was counted of this chapter's kernel and of FlashAttention-4's, in one case each."""
+    title = f"{'':<26}{'clocks, M':>10}{'tensor':>9}{'shared':>8}{'instructions, M':>17}"
+    lines = [f"{title}   settled:{'MHz':>5}{'W':>5}{'ms':>8}{'ms MHz / clocks':>17}"]
+    for pair in pairs(counters):
+        of = pair[0]
+        case = f"{of['dtype']}, {of['mode']}, head_dim {of['head_dim']}, {_mask(of['is_causal'])}"
+        case += f", {of['seq']}"
+        others = ", ".join(f"{r['beside']:.1%}" for r in pair)
+        lines.append(f"{case:<40}clocks of the other kernels / of the longest: {others}")
+        for r in pair:
+            c = r["counted"]
+            name = NAMES[r["provider"]].replace("FlashAttention-4", "FA4")
+            line = f"  {name:<24}{c['clocks'] / 1e6:>10.2f}{c['tensor_cores']:>7.0f} %"
+            line += f"{c['shared_memory']:>6.0f} %{c['instructions'] / 1e6:>17.0f}"
+            line += f"{r['mhz']:>16.0f}{r['watts']:>5.0f}{r['ms']:>8.2f}"
+            lines.append(line + f"{r['ms'] * r['mhz'] * 1e3 / _of_call(r):>17.2f}")
+        ours, theirs = pair
+        clocks = theirs["counted"]["clocks"] / ours["counted"]["clocks"]
+        mhz, ms = (theirs[name] / ours[name] for name in ("mhz", "ms"))
+        lines.append(f"  {'theirs / ours':<24}{clocks:>10.2f}{mhz:>50.2f}{ms:>13.2f}")
+    return "\n".join(lines)
+
+
+def table_of_runs(
+    first: Mapping[Case, tuple[float, float]], again: Mapping[Case, tuple[float, float]]
+) -> str:
+    """All cases that miss the goal in a dtype, by a clock, in one of the two runs."""
+    missed = {c[1:] for run in (first, again) for c, shares in run.items() if min(shares) < GOAL}
+    lines = [
+        "speed / that of the faster peer: cases that are below 0.98 in a dtype, by a clock, in a run",
+        f"{'':<38}{'caller':>8}{'GPU':>8}   another run: {'caller':>6}{'GPU':>8}",
+    ]
+    for case, shares in sorted(
+        first.items(), key=lambda item: (item[0][1] == "bwd", item[0][2:], item[0][0] == "bf16")
+    ):
+        if case[1:] in missed:
+            dtype, mode, d, causal, seq = case
+            name = f"{mode}, {dtype}, head_dim {d}, {_mask(causal)}, {seq}"
+            line = f"{name:<38}{shares[0]:>8.3f}{shares[1]:>8.3f}"
+            lines.append(line + ("{:>22.3f}{:>8.3f}".format(*again[case]) if case in again else ""))
+    lines.append(f"at least 0.98: {reach_the_goal(first.values())}")
+    once = [shares for case, shares in first.items() if case in again]
+    lines.append(f"  the forward pass: {reach_the_goal(once)}")
+    lines.append(f"  in the other run: {reach_the_goal(again.values())}")
+    by = [max(abs(again[case][i] - first[case][i]) for case in again) for i in range(2)]
+    lines.append(
+        f"  one case in two runs differs by up to {by[0]:.2f} by the caller's clock, "
+        f"{by[1]:.2f} by the GPU's"
+    )
+    return "\n".join(lines)
