@@ -76,6 +76,18 @@ def beside_others(rate: Rates) -> str:
     return "\n".join(lines)
 
 
+def both_passes(record: dict) -> str:
+    """Milliseconds of one case by provider: forward, backward, and both in one call."""
+    ms = {(r["provider"], r["mode"]): r["ms"] for r in record["rows"]}
+    modes = "fwd", "bwd", "both"
+    lines = [f"{'ms':<30}" + "".join(f"{mode:>8}" for mode in modes)]
+    for provider in sorted({of for of, _ in ms}, key=lambda of: ms[of, "both"]):
+        lines.append(
+            f"{NAMES[provider]:<30}" + "".join(f"{ms[provider, mode]:>8.2f}" for mode in modes)
+        )
+    return "\n".join(lines)
+
+
 def orders(rate: Rates, lengths: tuple[int, ...] = (1024, 4096, 16384)) -> str:
     """The backward pass: speed in a fixed order by that in any order."""
     of = {

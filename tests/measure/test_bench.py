@@ -18,7 +18,7 @@ import pytest
 import triton
 from PIL import Image
 
-HISTORY = ("h200_two_loops", "h200_hopper_counters")  # of kernels that are no more: their commit says which
+HISTORY = ("h200_hopper_counters",)  # of kernels that are no more: its commit says which
 RECORDED = sorted((path.parent.parent.name, path.stem) for path in ROOT.glob("phase*/results/*.json"))
 every_record = pytest.mark.parametrize(("folder", "name"), RECORDED)
 

@@ -55,3 +55,12 @@ def test_what_misses_the_goal_is_listed_with_its_counters():
     missed = [case for case, (_, gpu) in shares.items() if gpu < hopper_records.GOAL]
     assert len([line for line in lines if "fixed order" in line]) == len(missed) > 0
     assert all("%" in line or "not counted" in line for line in lines)
+
+
+def test_both_passes_are_sorted_by_the_time_of_both():
+    rows = [(of, mode) for of in ("sdpa-cudnn", "hopper") for mode in ("fwd", "bwd", "both")]
+    ms = 1.0, 3.0, 4.5, 1.25, 2.0, 3.0
+    record = dict(rows=[dict(provider=of, mode=mode, ms=t) for (of, mode), t in zip(rows, ms, strict=True)])
+    _, first, second = map(str.split, hopper_records.both_passes(record).splitlines())
+    assert first == ["this", "chapter", "1.25", "2.00", "3.00"]
+    assert second == ["cuDNN", "1.00", "3.00", "4.50"]
