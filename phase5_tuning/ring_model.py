@@ -17,6 +17,8 @@ that are started apart may wait for one another; `batch_isend_irecv` starts them
 import threading
 from collections.abc import Callable, Sequence
 
+from phase5_tuning.ranks import meeting, shard_of
+
 import torch
 
 
@@ -174,3 +176,23 @@ def run(program: Callable, inputs: Sequence, ranks_to: list | None = None) -> li
     if ranks_to is not None:
         ranks_to += ring.ranks
     return ring.run(program, inputs)
+
+
+def times_computed(ranks: int, rows: int, believed: Callable[[int, int], int]) -> tuple[bool, set]:
+    """Whether a causal ring computes each pair of a query and a key that it sees once, and no other pair.
+
+    rows: of a chunk. believed(rank, step): whose keys a rank believes to hold. Beside it the chunk
+    pairs that the ranks compute in a step with the keys of another rank, as a set.
+    """
+    seq = 2 * ranks * rows
+    positions = [shard_of(torch.arange(seq)[:, None], rank, ranks)[:, 0] for rank in range(ranks)]
+    times, work = torch.zeros(seq, seq, dtype=torch.int), set()
+    for rank in range(ranks):
+        for step in range(ranks):
+            near, far, masked = meeting(rank, believed(rank, step), rows, rows, True)
+            queries, keys = positions[rank][near], positions[(rank - step) % ranks][far]
+            pairs = torch.ones(len(queries), len(keys), dtype=torch.int)
+            times[queries[:, None], keys] += pairs.tril() if masked else pairs
+            if step > 0:
+                work.add(len(queries) * len(keys) // rows**2)
+    return torch.equal(times, torch.ones_like(times).tril()), work
