@@ -196,3 +196,16 @@ def times_computed(ranks: int, rows: int, believed: Callable[[int, int], int]) -
             if step > 0:
                 work.add(len(queries) * len(keys) // rows**2)
     return torch.equal(times, torch.ones_like(times).tril()), work
+
+
+class Given(torch.autograd.Function):
+    """apply(q, k, v, o, dq, dk, dv) -> o: what ranks have computed, as one operator that verify_results can call."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, o, *grads):
+        ctx.grads = grads
+        return o.clone()
+
+    @staticmethod
+    def backward(ctx, do):
+        return *ctx.grads, None, None, None, None

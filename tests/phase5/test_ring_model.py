@@ -2,8 +2,10 @@
 
 import threading
 
+from common import make_qkv, verify_results
+from common.verify.reference import naive_attention, naive_attention_backward
 from phase5_tuning.context_parallel import merge_
-from phase5_tuning.ring_model import Deadlock, Race, run
+from phase5_tuning.ring_model import Deadlock, Given, Race, run, times_computed
 
 import pytest
 import torch
@@ -120,3 +122,28 @@ def test_ranks_compute_what_one_alone_computes():
     grads = torch.autograd.grad(torch.softmax(s, 1) @ v, (q, k, v), do)
     torch.testing.assert_close((dq, *dkv), grads)
     assert ranks[0].log == [("computed", "attend")] * 2 + [("computed", "gradients")]
+
+
+@pytest.mark.parametrize("wrong", [None, "dq", "dk", "dv"])
+def test_what_is_given_is_verified_as_it_is(wrong):
+    q, k, v = make_qkv(1, 2, 8, 16)
+    do = torch.randn_like(q)
+    o, *_ = naive_attention(q, k, v)
+    grads = dict(zip(("dq", "dk", "dv"), naive_attention_backward(q, k, v, do), strict=True))
+    if wrong:
+        grads[wrong] = grads[wrong] * 1.01
+
+    def attention(q, k, v, **_):
+        return Given.apply(q, k, v, o, *grads.values())
+
+    report = verify_results(attention, q, k, v, do=do)
+    assert [result.name for result in report.results if not result.passed] == ([wrong] if wrong else [])
+
+
+@RINGS
+def test_a_causal_ring_computes_each_pair_once_if_it_knows_whose_keys_it_holds(ranks):
+    once, work = times_computed(ranks, 4, lambda rank, step: (rank - step) % ranks)
+    assert once
+    assert len(work) <= 1
+    once, _ = times_computed(ranks, 4, lambda rank, step: (rank + step) % ranks)
+    assert once == (ranks < 3)
