@@ -270,7 +270,7 @@ def memory_order() -> None:
         ("x: shape (3, 4), strides (4, 1)", x, straight, straight_on),
         ("x.t(): shape (4, 3), strides (1, 4)", x.T, straight, jump),
         (
-            "x.t().contiguous(): strides (3, 1)",
+            "x.t().contiguous(): shape (4, 3), strides (3, 1)",
             x.T,
             jumping,
             "new memory, written in the new order",
@@ -328,7 +328,7 @@ def streaming_state(row: Sequence[float]) -> None:
     style.show(
         left.figure,
         f"Left: the running maximum m over the logits {list(row)} is {m.tolist()}. Right: the sum l after each of "
-        f"them is {sums}, each in units of e to the m; at a new maximum the old sum shrinks.",
+        f"them is {sums}; at a new maximum the old sum shrinks.",
     )
 
 
@@ -361,8 +361,8 @@ def _running_sum(ax, row, m) -> list[float]:
         ax.text(k, bottom + 0.03, f"l = {bottom:.3f}", ha="center", size=9)
     ax.annotate("a new maximum:\nthe old sum shrinks by $e^{-2}$", (2.75, 0.1), (1.62, 1.56), size=8, ha="left",
                 arrowprops=dict(arrowstyle="->", lw=0.8))  # fmt: skip
-    ax.set(ylabel="l, in units of $e^m$", ylim=(0, 1.85))
-    ax.set_title("The sum l, and whose share it holds")
+    ax.set(ylabel="l, the sum of $e^{s-m}$", ylim=(0, 1.85))
+    ax.set_title("The sum l, and the term of each logit")
     return sums
 
 
