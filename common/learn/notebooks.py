@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from common.learn import exercises
 from common.phases import PHASES, ROOT
 
 import nbformat
@@ -86,6 +87,13 @@ def main() -> int:
     args = parser.parse_args()
     if args.store:
         os.environ["TRITON_INTERPRET"] = "1"
+        if answered := [
+            e.file for e in exercises.load() if e.path.exists() and e.path.read_text() != e.stub
+        ]:
+            parser.error(
+                f"--store would store the verdicts on your answers: move {', '.join(answered)} away, or bring them "
+                "back as shipped by course reset"
+            )
     chosen = find(args.names)
     if not chosen:
         known = ", ".join(str(path.relative_to(ROOT)) for path in find())

@@ -6,6 +6,7 @@ import io
 import re
 import warnings
 from itertools import pairwise
+from types import SimpleNamespace
 
 from common import style
 from common.learn import notebooks
@@ -168,6 +169,18 @@ def test_defines_no_kernel_of_ours(path, notebook):
     ours = {name for text in texts_of_modules for name in re.findall(r"@(?:triton|gluon)\.jit\s+def (\w+)", text)}
     assert not set(names) & ours
     assert len(names) == EXPERIMENTS[path.stem], names
+
+
+def test_verdicts_on_a_learners_answers_are_not_stored(capsys, monkeypatch, tmp_path):
+    (tmp_path / "answer.py").write_text("solved = True")
+    answer = SimpleNamespace(file="work/answer.py", path=tmp_path / "answer.py", stub="solved = False")
+    monkeypatch.setattr(notebooks.exercises, "load", lambda: [answer])
+    monkeypatch.setattr("sys.argv", ["notebooks", "phase1", "--store"])
+    monkeypatch.setattr(notebooks, "execute", None)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SystemExit):
+        notebooks.main()
+    assert "move work/answer.py away" in capsys.readouterr().err
 
 
 def test_a_notebook_that_does_not_exist_is_named(capsys, monkeypatch):
