@@ -1,6 +1,7 @@
 """Section 5.2's bill: the bytes of attention with P stored and with P recomputed, by formula and counted.
 
-versions(seq)     bytes of a forward and a backward pass of one head, three ways, by formula
+kernels(seq)      bytes of each of our kernels for one head, by formula
+versions(seq)     bytes of a forward and a backward pass in three versions, by formula
 counted(seq)      the same for two of the three, as the interpreter counts them
 both_ways(seq)    our two backward kernels, and the same with P loaded instead of recomputed
 """
@@ -17,8 +18,9 @@ from phase3_forward import forward
 from phase4_backward import backward
 
 import torch
+import triton
 
-NAMES = ("unfused, P stored", "fused, P stored", "recomputed")
+UNFUSED, RECOMPUTED = "unfused, P stored", "recomputed"
 HEAD_DIM = 64
 
 
@@ -39,37 +41,41 @@ def inputs(seq):
     return q, k, v, make_tensor(q.shape, generator=torch.Generator().manual_seed(1))
 
 
+def blocks(*, backward_pass: bool) -> tuple[int, int]:
+    tiles = runtime.tile_sizes(HEAD_DIM, torch.float16, backward=backward_pass)
+    return tiles["BLOCK_M"], tiles["BLOCK_N"]
+
+
 def kernels(seq) -> dict[str, int]:
     """Bytes of each of our kernels, by formula."""
-    there, back = (
-        runtime.tile_sizes(HEAD_DIM, torch.float16, backward=flag) for flag in (False, True)
-    )
-    there, back = ((tiles["BLOCK_M"], tiles["BLOCK_N"]) for tiles in (there, back))
-    forward_bytes = traffic.tiled_attention_bytes(seq, seq, HEAD_DIM, *there, 2, lse=True)
+    sizes = seq, seq, HEAD_DIM
     return {
-        "forward": forward_bytes,
-        **traffic.attention_backward_bytes(seq, seq, HEAD_DIM, *back, 2),
+        "forward": traffic.tiled_attention_bytes(*sizes, *blocks(backward_pass=False), 2, lse=True),
+        **traffic.attention_backward_bytes(*sizes, *blocks(backward_pass=True), 2),
     }
 
 
-def versions(seq) -> tuple[int, int, int]:
-    """In the order of NAMES."""
-    apart = traffic.unfused_attention_bytes(seq, seq, HEAD_DIM, tiling.MATMUL_BLOCK, 2)
-    apart += traffic.stored_backward_bytes(seq, seq, HEAD_DIM, tiling.MATMUL_BLOCK, 2)
+def versions(seq) -> dict[str, int]:
+    """Bytes of the three versions, by formula. The fused one writes P once and reads it twice."""
+    sizes = seq, seq, HEAD_DIM, tiling.MATMUL_BLOCK, 2
     ours = sum(kernels(seq).values())
-    return apart, ours + 6 * seq * seq, ours
+    return {
+        UNFUSED: traffic.unfused_attention_bytes(*sizes) + traffic.stored_backward_bytes(*sizes),
+        "fused, P stored": ours + seq * seq * (2 + 2 * 2),
+        RECOMPUTED: ours,
+    }
 
 
-def counted(seq) -> tuple[int, int]:
-    """Unfused and recomputed. The elementwise step in PyTorch is added by hand: it reads P and dP
-    and writes dS.
+def counted(seq) -> dict[str, int]:
+    """Bytes of the unfused and of our version, as the interpreter counts them. The elementwise step of
+    the unfused one is done in PyTorch and added by hand: it reads P and dP and writes dS.
     """
     q, k, v, do = inputs(seq)
-    with traffic.measure() as apart:
+    with traffic.measure() as theirs:
         unfused(*(t[0, 0] for t in (q, k, v, do)))
     with traffic.measure() as ours:
         backward.attention_backward(q, k, v, *forward.attention_forward(q, k, v), do)
-    return apart.total + seq * seq * (2 + 4 + 2), ours.total
+    return {UNFUSED: theirs.total + seq * seq * (2 + 4 + 2), RECOMPUTED: ours.total}
 
 
 def _p_loaded(kernel, results, indent):
@@ -90,19 +96,19 @@ P_LOADED = (
 )
 
 
-def _launch(stage, q, k, v, do, row_or_p, delta):
-    """dQ, dK and dV of one head without a mask, 64 x 64 tiles. row_or_p: what the kernels take as LSE."""
+def _launch(stage, q, k, v, do, lse_or_p, delta):
+    """dQ, dK and dV of one head without a mask, 64 x 64 tiles. lse_or_p: what the kernel takes as LSE."""
     dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
     read = [t.stride() for t in (q, k, v, do)]
     sizes = 1, 1, q.shape[2], k.shape[2], HEAD_DIM**-0.5  # heads, group, seq_q, seq_k, scale
     options = dict(HEAD_DIM=HEAD_DIM, BLOCK_D=HEAD_DIM, BLOCK_M=64, BLOCK_N=64, IS_CAUSAL=False)
-    columns, rows = ((-(-t.shape[2] // 64),) for t in (k, q))
-    both = dk.stride(), dv.stride()
+    columns, rows = ((triton.cdiv(t.shape[2], 64),) for t in (k, q))
+    strides_dkdv = dk.stride(), dv.stride()
     stage["_attn_bwd_dkdv_kernel"][columns](
-        q, k, v, do, row_or_p, delta, dk, dv, *read, *both, *sizes, **options
+        q, k, v, do, lse_or_p, delta, dk, dv, *read, *strides_dkdv, *sizes, **options
     )
     stage["_attn_bwd_dq_kernel"][rows](
-        q, k, v, do, row_or_p, delta, dq, *read, dq.stride(), *sizes, **options
+        q, k, v, do, lse_or_p, delta, dq, *read, dq.stride(), *sizes, **options
     )
     return dq, dk, dv
 

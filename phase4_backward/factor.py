@@ -25,7 +25,10 @@ def with_factor(factor):
 
 
 def short_run(attention, longest):
-    """250 steps, a gradient longer than `longest` clipped: the loss, how many were longer than 1, and the model."""
+    """Train for 250 steps, each gradient clipped to the length `longest`.
+
+    Returns the loss at the end, the number of steps whose gradient was longer than 1, and the model.
+    """
     lengths, clip = [], torch.nn.utils.clip_grad_norm_
 
     def noted(weights, _):
@@ -37,7 +40,7 @@ def short_run(attention, longest):
 
 
 def gradients(model, attention):
-    """Of the weights that make Q in the last layer, and of the token table below all layers."""
+    """The gradients of the weights that make Q in the last layer, and of the token table below all layers."""
     for block in model.blocks:
         block.attention = attention
     tokens = train.encode("".join(train.lines(held_out=True))[: 32 * 65]).view(32, 65)
@@ -49,15 +52,16 @@ def gradients(model, attention):
 
 
 def report() -> None:
-    models = {}
-    print("loss after 250 steps   right   dQ times 8   steps in which dQ times 8 is longer than 1")
-    for name, longest in (("with clipping", 1.0), ("without clipping", math.inf)):
-        right, _, models[name] = short_run(with_factor(1), longest)
-        wrong, above, _ = short_run(with_factor(FACTOR), longest)
-        print(f"{name:<21}{right:>7.2f}{wrong:>11.2f}{above:>15}")
-    model = models["with clipping"]
+    """Print the losses of four short runs, and compare gradients in the model of the first."""
+    print(f"{'':<30}loss after 250 steps   steps with a gradient longer than 1")
+    trained = []
+    for clipping, longest in (("with clipping", 1.0), ("without clipping", math.inf)):
+        for name, factor in (("right", 1), ("dQ times 8", FACTOR)):
+            loss, longer, model = short_run(with_factor(factor), longest)
+            trained.append(model)
+            print(f"{clipping:<18}{name:<12}{loss:>12.2f}{longer:>25}")
     print("\ngradient of               length, times the right one   cosine with the right one")
-    right, wrong = (gradients(model, with_factor(factor)) for factor in (1, FACTOR))
+    right, wrong = (gradients(trained[0], with_factor(factor)) for factor in (1, FACTOR))
     for name, r in right.items():
         length = (wrong[name].norm() / r.norm()).item()
         cosine = torch.cosine_similarity(wrong[name].flatten(), r.flatten(), dim=0).item()

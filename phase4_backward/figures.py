@@ -311,36 +311,6 @@ def mistakes(z: Mapping[str, Mapping[str, float]], limit: float) -> None:
     )
 
 
-# --- 5. measurement -----------------------------------------------------------------------------------------------
-
-
-def backward_bytes(
-    seqs: Sequence[int],
-    formula: Mapping[str, Sequence[int]],
-    counted: Mapping[str, Mapping[int, int]],
-) -> None:
-    """Bytes of a forward and a backward pass for one head, three ways: lines are formulas, dots
-    were counted.
-    """
-    fig, ax = style.new(7.4, 3.5)
-    looks = ((COLORS["unfused"], "-"), (COLORS["s"], "--"), (COLORS["tiled"], "-"))
-    for (name, values), (color, line) in zip(formula.items(), looks, strict=True):
-        ax.plot(seqs, np.array(values) / 1e6, line, color=color, label=name)
-        dots = counted.get(name, {})
-        ax.plot(list(dots), np.array(list(dots.values())) / 1e6, "o", color=color)
-    ax.set_xlabel("seq_q = seq_k (one head, head_dim 64, fp16; dots were counted)")
-    ax.set_ylabel("MB, forward and backward pass")
-    ax.set_xlim(0)
-    ax.set_ylim(0)
-    ax.legend()
-    style.show(
-        fig,
-        alt="Megabytes of a forward and a backward pass against the sequence length, three rising curves: unfused with "
-        "P stored on top, fused with P stored less than half as high, recomputed about a third as high. The dots "
-        "that were counted lie on their curves.",
-    )
-
-
 # --- 6. training with a wrong gradient ----------------------------------------------------------------------------
 
 
