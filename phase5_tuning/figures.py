@@ -180,9 +180,10 @@ def between(
         for (low, high), color in ((serial, "state"), (overlapped, "faint")):
             ax.barh(y, high - low, 0.4, left=low, color=COLORS[color], edgecolor="black", alpha=0.6)
             ax.annotate(f"{low:.0f} to {high:.0f}", ((low + high) / 2, y + 0.2), (0, -8), fontsize=8,
-                        textcoords="offset points", ha="center", va="center")  # fmt: skip
+                        textcoords="offset points", ha="center", va="center",
+                        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
         ax.plot(recorded, y, "o", color=COLORS["tiled"], markersize=8)
-        ax.annotate(f"{recorded:.0f}", (recorded, y), (0, 9), textcoords="offset points", ha="center",
+        ax.annotate(f"{recorded:.0f}", (recorded, y - 0.2), (0, 2), textcoords="offset points", ha="center",
                     fontsize=9)  # fmt: skip
     ax.axvline(product, color=COLORS["limit"], linewidth=1.2, linestyle="--")
     ax.annotate(f"large product: {product:.0f}", (product, -0.6), (0, 3), textcoords="offset points", ha="center",
