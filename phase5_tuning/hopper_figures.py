@@ -133,9 +133,9 @@ def _bar(ax, interval, left, right, y, height, consumers):
 
 
 def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
-    """Who adds to the dQ of which query tile when: a row for each program, by ticket.
+    """Who adds to the dQ of which tile of queries when: a row for each program, by ticket.
 
-    runs: one schedule or several, by title. The number in a bar is that of the query tile.
+    runs: one schedule or several, by title. The number in a bar is that of the tile of queries.
     """
     runs = {"": runs} if isinstance(runs, DqSchedule) else runs
     most = max(len(run.programs) for run in runs.values())
@@ -160,20 +160,18 @@ def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
         ax.set_yticks([y + 0.5 for y in range(len(names))], names)
         ax.tick_params(axis="y", length=0)
         ax.set_xlabel("time, in steps")
-        ax.set_title(f"{title}{': ' * bool(title)}done at {run.total:.0f}", fontsize=10)
-    axes[0, 0].set_ylabel(
-        "program of key tile,\nby ticket" if most < 5 else "program of key tile, by ticket"
-    )
+        ax.set_title(f"{title}{': ' * bool(title)}done at {run.total:.3g}", fontsize=10)
+    axes[0, 0].set_ylabel("program: tile\nof keys" if most < 5 else "program: tile of keys")
     handles = [
-        Patch(facecolor=_shade(0.6), label="adds to a query tile (its number)"),
+        Patch(facecolor=_shade(0.6), label="adds to a tile of queries (its number)"),
         Patch(label="a part is ready and waits for its turn", **_WAITS),
-        Patch(facecolor=TINT["s"], label="the program computes"),
+        Patch(facecolor=TINT["s"], label="the program runs"),
     ]
     fig.legend(handles=handles, loc="outside upper left", ncols=3, fontsize=8)
-    said = "; ".join(f"{title} done at {run.total:.0f} steps" for title, run in runs.items())
+    said = "; ".join(f"{title} done at {run.total:.3g} steps" for title, run in runs.items())
     style.show(
         fig,
-        alt="A row for each program, by ticket: when it computes, when it adds to which query tile, and when a "
+        alt="A row for each program, by ticket: when it runs, when it adds to which tile of queries, and when a "
         f"part of dQ waits for its turn. {said}.",
     )
 

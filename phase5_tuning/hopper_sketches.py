@@ -45,7 +45,7 @@ def turns(
     )
     for ax, (title, body) in zip(axes[:, 0], bodies.items(), strict=True):
         if names:
-            _named_lanes(ax, body, names)
+            _named_lanes(ax, body, names, max(map(len, bodies.values())))
             ax.set_title(title, fontsize=10)
             continue
         taken = [0.0, 0.0]  # up to where the two halves of the lane of products are drawn
@@ -76,7 +76,7 @@ def turns(
     style.show(fig, alt=" ".join(_said(*item, names) for item in bodies.items()))
 
 
-def _named_lanes(ax, body, names):
+def _named_lanes(ax, body, names, wide):
     """A strip of `turns` with a lane for each product, in the order in which they start."""
     lanes = [*(name.replace("^T", "$^T$") for name in names), LANES[-1]]
     products = [span for span in listing.under_way(body) if span[0] != "copy"]
@@ -85,7 +85,7 @@ def _named_lanes(ax, body, names):
         ax.add_patch(box)
     at = [n for n, x in enumerate(body) if x.what == "exponential"]
     ax.vlines(at, len(names) + 0.1, len(names) + 0.9, color=COLORS["state"], linewidth=1)
-    ax.set_xlim(0, len(body))
+    ax.set_xlim(0, wide)
     ax.set_ylim(len(lanes), 0)
     ax.set_yticks([y + 0.5 for y in range(len(lanes))], lanes)
     ax.tick_params(axis="y", length=0)
