@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import re
 import subprocess
 import sys
 
@@ -79,6 +80,12 @@ def test_no_phase_reaches_forward(phase):
     for path in (ROOT / phase.folder).rglob("*.py"):
         reached = {name.split(".")[0] for name in imports(path) if name.startswith("phase")}
         assert all(int(name[5]) <= phase.number for name in reached), path
+
+
+def test_phase_5_says_what_each_of_its_modules_is_for():
+    folder = ROOT / "phase5_tuning"
+    said = re.findall(r"\w+", ast.get_docstring(ast.parse((folder / "__init__.py").read_text())))
+    assert {path.stem for path in folder.glob("[a-z]*.py")} <= set(said)
 
 
 # The ladders, by kind: the kernel that each of them begins with, and its rungs.
