@@ -47,8 +47,9 @@ def _check_work(rank):
         )
 
 
-def _attended(q, kv, mask):
-    s = (q @ kv[0].T / q.shape[1] ** 0.5).masked_fill(~mask, float("-inf"))
+def _attended(q, kv, times):
+    """(o, lse) where query i sees key j times[i, j] times."""
+    s = q @ kv[0].T / q.shape[1] ** 0.5 + times.float().log()
     lse = torch.logsumexp(s, 1)
     shift = lse.masked_fill(lse.isinf(), 0.0)
     return torch.exp(s - shift[:, None]) @ kv[1], lse
@@ -57,38 +58,48 @@ def _attended(q, kv, mask):
 def _check_result(ranks, number, rows, q, kv, o, lse):
     what, mine = f"{ranks} ranks: rank {number}", rows[number]
     keys = torch.arange(len(q))
-    right = _attended(q[mine], kv, mine[:, None] >= keys)
+    truth = (mine[:, None] >= keys).int()
+    right = _attended(q[mine], kv, truth)
 
-    early, late = slice(0, ROWS), slice(ROWS, None)
+    every, early, late = slice(None), slice(0, ROWS), slice(ROWS, None)
+    cut = len(mine) // ranks
 
     def seen(
         source_of=lambda step: (number - step) % ranks,
-        keys=early,
-        queries=late,
+        before=(every, early),
+        after=(late, every),
         own_mask=True,
         masked=False,
+        moves=True,
+        merged=True,
     ):
-        """The mask if the keys of a step are taken for those of `source_of(step)`. keys: those of a rank before that
-        are seen. queries: those that see the keys of a rank after. masked: other ranks' keys are masked too.
-        """
-        mask = torch.zeros(len(mine), len(q), dtype=torch.bool)
-        for step in range(ranks):
-            actual, believed = (number - step) % ranks, source_of(step)
-            if believed == number:
-                block = torch.ones(len(mine), len(mine), dtype=torch.bool)
-                block = block.tril() if own_mask else block
-            else:
-                block = torch.zeros(len(mine), len(mine), dtype=torch.bool)
-                part = block[:, keys] if believed < number else block[queries]
-                part |= torch.ones_like(part).tril() if masked else True
-            mask[:, rows[actual]] = block
-        return mask
+        """How often each query sees each key if the keys of a step are taken for those of `source_of(step)`.
 
-    own = torch.zeros(len(mine), len(q), dtype=torch.bool)
-    own[:, mine] = torch.ones(len(mine), len(mine), dtype=torch.bool).tril()
-    masks = {
-        "these are its own keys alone": own,
-        "there is no mask": torch.ones(len(mine), len(q), dtype=torch.bool),
+        before, after: (queries, keys) that meet, of a rank before and of a rank after. masked: other ranks' keys are
+        masked too. moves: the keys move on. merged: a part is merged into the result, and does not replace it.
+        """
+        times = torch.zeros(len(mine), len(q), dtype=torch.int)
+        for step in range(ranks):
+            here, believed = (number - step * moves) % ranks, source_of(step)
+            block = torch.zeros(len(mine), len(mine), dtype=torch.int)
+            queries, far = before if believed < number else after
+            if believed == number:
+                queries = far = every
+            part = block[queries, far]
+            part += 1
+            if own_mask if believed == number else masked:
+                part.copy_(part.tril())
+            if not merged:
+                times[queries] = 0
+            times[:, rows[here]] += block
+        return times
+
+    own = torch.zeros(len(mine), len(q), dtype=torch.int)
+    own[:, mine] = torch.ones(len(mine), len(mine), dtype=torch.int).tril()
+    counts = {
+        "these are its own keys alone: what else do its queries see, and does the merge change o and lse "
+        "themselves?": own,
+        "there is no mask": torch.ones(len(mine), len(q), dtype=torch.int),
         "all keys of other ranks are seen": own | ~torch.isin(keys, mine)[None, :],
         "the keys of a step are those of rank (number - step) % ranks: they have come from the rank before": seen(
             lambda step: (number + step) % ranks
@@ -101,14 +112,27 @@ def _check_result(ranks, number, rows, q, kv, o, lse):
         "its own keys need the mask": seen(own_mask=False),
         "only its own keys need a mask; here those of other ranks have one too": seen(masked=True),
         "of a rank before, the late keys are seen here: are they before these queries?": seen(
-            keys=late
+            before=(every, late)
+        ),
+        "the early keys of a rank before are before all queries; here only the late queries see them": seen(
+            before=(late, early)
         ),
         "the early queries see the keys of a rank after here: are these before them?": seen(
-            queries=early
+            after=(early, every)
         ),
+        "both chunks of a rank after are before the late queries; here these see the early one alone": seen(
+            after=(late, early)
+        ),
+        "both chunks of a rank after are before the late queries; here these see the late one alone": seen(
+            after=(late, late)
+        ),
+        "a chunk has half of the rank's rows, on any number of ranks": seen(
+            before=(every, slice(0, cut)), after=(slice(cut, None), every)
+        ),
+        "its own keys are attended to in every step: kv must become what came": seen(moves=False),
+        "a part replaces the result so far: merge it": seen(merged=False),
     }
-    truth = mine[:, None] >= keys
-    wrong = {s: _attended(q[mine], kv, m) for s, m in masks.items() if not torch.equal(m, truth)}
+    wrong = {s: _attended(q[mine], kv, n) for s, n in counts.items() if not torch.equal(n, truth)}
     for i, name, got in ((1, "lse", lse), (0, "o", o)):
         mistakes = {sentence: of[i] for sentence, of in wrong.items()}
         require(f"{what}: {name}", got, right[i], mistakes=mistakes, rtol=1e-4, atol=1e-4)

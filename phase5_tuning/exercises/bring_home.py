@@ -3,6 +3,7 @@
 As in pass_keys.py, with the same `rank`. Queries stay, and so does their dQ. Each rank computes a term of dK and dV
 for the keys that are here, and these keys belong to another rank. So a sum of such terms travels with the keys: a rank
 adds its term to the sum that comes, and sends the sum on. At the end every rank has the whole sum for its own keys.
+Its n-th receive brings the n-th send of the rank before.
 
     rank.gradients(q, kv, o, lse, do)   (dq, dkv): the terms of these keys alone, shaped as q and kv
 

@@ -1163,6 +1163,44 @@ WRONG = {
             "chunks among them that see nothing",
         ),
         Wrong("keys sent in the last step too", {"step + 1 == rank.ranks": "step == rank.ranks"}, "nobody needs them"),
+        Wrong(
+            "early queries miss a rank before",
+            {
+                "merge_(o, lse, *rank.attend(q, kv[:, early]))": (
+                    "merge_(o[late], lse[late], *rank.attend(q[late], kv[:, early]))"
+                )
+            },
+            "here only the late queries see them",
+        ),
+        Wrong(
+            "late keys of a rank after are missing",
+            {"rank.attend(q[late], kv)": "rank.attend(q[late], kv[:, early])"},
+            "see the early one alone",
+        ),
+        Wrong(
+            "late keys of a rank after alone",
+            {"rank.attend(q[late], kv)": "rank.attend(q[late], kv[:, late])"},
+            "see the late one alone",
+        ),
+        Wrong(
+            "rows of a chunk by the number of ranks",
+            {
+                "early = slice(0, q.shape[0] // 2)": "early = slice(0, q.shape[0] // rank.ranks)",
+                "late = slice(q.shape[0] // 2, None)": "late = slice(q.shape[0] // rank.ranks, None)",
+            },
+            "half of the rank's rows",
+        ),
+        Wrong("what came is not used", {"kv = coming.wait()": "coming.wait()"}, "kv must become what came"),
+        Wrong(
+            "a part in place of the result",
+            {
+                "merge_(o, lse, *rank.attend(q, kv[:, early]))": "o, lse = rank.attend(q, kv[:, early])",
+                "merge_(o[late], lse[late], *rank.attend(q[late], kv))": (
+                    "o[late], lse[late] = rank.attend(q[late], kv)"
+                ),
+            },
+            "a part replaces the result",
+        ),
     ],
     "bring_home": [
         Wrong(
@@ -1250,6 +1288,25 @@ WRONG = {
             {"kv, o, lse, do)\n        dq": "kv, o, rank.attend(q, kv)[1], do)\n        dq"},
             "use the lse that",
         ),
+        Wrong(
+            "a sum is received after the next keys",
+            {
+                "        dq_part, dkv = rank.gradients": (
+                    "        if step > 0:\n            coming_sum = rank.receive()\n"
+                    "        dq_part, dkv = rank.gradients"
+                ),
+                "sending_sum, coming_sum = rank.send(dkv), rank.receive()": "sending_sum = rank.send(dkv)",
+                "    sending_sum.wait()\n    return": (
+                    "    coming_sum = rank.receive()\n    sending_sum.wait()\n    return"
+                ),
+            },
+            "in the order in which they are sent",
+        ),
+        Wrong(
+            "what came is not used",
+            {"            kv = coming.wait()\n": "            coming.wait()\n"},
+            "kv must become what came",
+        ),
     ],
     "hide_way_home": [
         Wrong(
@@ -1309,6 +1366,25 @@ WRONG = {
                 ),
             },
             "computes nothing while",
+        ),
+        Wrong("the halves exchanged", {"(dkv_first, dkv_rest)": "(dkv_rest, dkv_first)"}, "two halves of its own keys"),
+        Wrong("what comes is not added", {"dkv += coming_sum.wait()": "coming_sum.wait()"}, "to the sum that comes"),
+        Wrong(
+            "all of its own keys at last, half of them again",
+            {"own[:, half:]": "own", "torch.cat((dkv_first, dkv_rest), dim=1)": "dkv_rest"},
+            "each key once",
+        ),
+        Wrong(
+            "a sum is received after the next keys",
+            {
+                "            sending, coming = rank.send(kv), rank.receive()\n        dq_part": (
+                    "            sending, coming = rank.send(kv), rank.receive()\n"
+                    "        if step > 1:\n            coming_sum = rank.receive()\n        dq_part"
+                ),
+                "sending_sum, coming_sum = rank.send(dkv), rank.receive()": "sending_sum = rank.send(dkv)",
+                "    dq_part, dkv_rest =": "    coming_sum = rank.receive()\n    dq_part, dkv_rest =",
+            },
+            "in the order in which they are sent",
         ),
     ],
 }
