@@ -177,7 +177,7 @@ def hiding(
 def homeward(ranks: int, kv: float, sums: float) -> None:
     """Two orders of a backward pass: products of the steps, and the transfers of keys and of sums.
 
-    kv, sums: how long a move takes; the products of a step take 1.
+    kv, sums: how long a move takes; the products of a step take 1. A number is that of a visitor.
     """
     visitors = [(f"{step}", 1.0) for step in range(1, ranks)]
     orders = {
@@ -193,11 +193,13 @@ def homeward(ranks: int, kv: float, sums: float) -> None:
             ax.text(at + length / 2, 2.5, name, ha="center", va="center", color="white", fontsize=9)
             if number < ranks - 1:
                 ax.broken_barh([(at, kv)], (1.1, 0.8), color=TINT["k"], edgecolor=COLORS["k"])
+                ax.text(at + kv / 2, 1.5, f"{number + 1}", ha="center", va="center", fontsize=9)
             at += length
             leaves = number < ranks and (name != "own" or len(steps) == ranks)
             if leaves:
                 ax.broken_barh([(at, sums)], (0.1, 0.8), color="white", edgecolor=COLORS["ink"])
                 end, moves = at + sums, moves + 1
+        ax.text(end - sums / 2, 0.5, "home", ha="center", va="center", fontsize=9)
         end = max(at, end)
         ax.axvline(end, color=COLORS["ink"], lw=1, ls=":")
         ax.set(title=title, xlabel="time (products of a step = 1)", ylim=(0, 3))
