@@ -4,7 +4,7 @@ common.learn.judge).
 
 import traceback
 
-from common import verify_results
+from common import make_qkv, verify_results
 from common.learn.errors import is_stub, root_of
 from common.learn.judge import reject
 
@@ -47,6 +47,17 @@ def indices(seq_q, seq_k):
 
 def bottom_right(i, j, seq_q, seq_k):
     return (j <= i + seq_k - seq_q) & (j < seq_k)
+
+
+def require_nothing_added(attention):
+    """Reject acc / (l_i + a small number), by one query on one key: there l_i is 1, and o is v."""
+    q, k, v = make_qkv(1, 1, 1, 16, seq_k=1, dtype=FP32)
+    added = (v.double() / attention(q, k, v)[0].double() - 1).flatten()
+    if 1.5e-7 < added.mean() < 0.1 and (added - added.mean()).abs().max() < 1.5e-7:
+        reject(
+            f"o: one query on one key has l_i = 1, and its o is divided by about 1 + {added.mean().item():.0e}. Is "
+            "something added to l? Every row with a key becomes too small: tell the rows without one apart by l_i"
+        )
 
 
 def verify_masked(fn, q, k, v, mask, *, scale=None, what="") -> float:

@@ -4,7 +4,7 @@ import math
 
 from common import make_qkv, runtime
 from common.learn.judge import guarded, misread, reject, require, require_verified
-from phase3_forward.checks import BF16, FP16, FP32, INF, in_pieces
+from phase3_forward.checks import BF16, FP16, FP32, INF, in_pieces, require_nothing_added
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ def check(answer):
         require_verified(
             f"{seq_q} queries, {seq_k} keys, {splits} parts", attention, q, k, v, enable_gqa=True
         )
+    require_nothing_added(answer.split_kv_attention)
     return "16 parts one by one and merges, empty parts among them; whole results in three dtypes"
 
 

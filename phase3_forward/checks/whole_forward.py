@@ -17,7 +17,7 @@ from common.learn.judge import (
     tiles_of,
 )
 from common.measure import offline, traffic
-from phase3_forward.checks import BF16, FP16, FP32, INF
+from phase3_forward.checks import BF16, FP16, FP32, INF, require_nothing_added
 
 import torch
 
@@ -64,6 +64,7 @@ def check(answer):
 
         require_verified(what, attend, q, k, v, **options)
     _check_empty(answer)
+    require_nothing_added(answer.attention)
     if runtime.INTERPRETED:
         for is_causal in (False, True):
             _require_few_tiles_and_loads(answer, is_causal)
@@ -115,7 +116,8 @@ def _require_few_tiles_and_loads(answer, is_causal):
     what = f"{'causal, ' * is_causal}120 queries, 72 keys, head_dim 24, tiles of 32 and 16"
     if done.products < 2 * needed:
         reject(
-            f"{what}: {done.products} products of tiles are computed by tl.dot, where {2 * needed} are needed"
+            f"{what}: {done.products} products of tiles are computed by tl.dot, where {2 * needed} are "
+            "needed. Are the tiles those of runtime.tile_sizes?"
         )
     if done.products > 2 * needed:
         reject(

@@ -376,6 +376,11 @@ WRONG = {
             {"    lse = m_i + tl.log(l_safe)\n": "    lse = tl.log(l_safe)\n"},
             "maximum is missing",
         ),
+        Wrong(
+            "a small number keeps empty rows from 0 / 0",
+            {"l_safe = tl.where(l_i == 0.0, 1.0, l_i)\n    o =": "l_safe = l_i + 1e-6\n    o ="},
+            "Is something added to l?",
+        ),
     ],
     "whole_forward": [
         Wrong("v with k's strides", {"v_head, stride_v, offs_n": "v_head, stride_k, offs_n"}, "heads in other places"),
@@ -386,6 +391,17 @@ WRONG = {
         Wrong("past the keys", {"tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)": "(pid_m + 1) * BLOCK_M"}, "are visited"),
         Wrong("lse in base 2", {"m_i + tl.log(l_safe)": "m_i + tl.log2(l_safe)"}, "lse FAIL"),
         Wrong("no guard", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i"}, "no keys"),
+        Wrong("a small number in l", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i + 1e-6"}, "Is something added to l?"),
+        Wrong(
+            "key heads of batch 1 are counted among the query heads",
+            {"(k_ptr, stride_k, head // group, heads_q // group": "(k_ptr, stride_k, head // group, heads_q"},
+            "query heads share key heads",
+        ),
+        Wrong(
+            "tiles of its own",
+            {"tiles = runtime.tile_sizes(head_dim, q.dtype)": "tiles = dict(BLOCK_M=64, BLOCK_N=64)"},
+            "Are the tiles those of runtime.tile_sizes?",
+        ),
         Wrong("missing keys seen", {"(offs_n < seq_k)[None, :]": "(offs_n <= seq_k)[None, :]"}, "one head"),
         Wrong(
             "padded columns stored",
