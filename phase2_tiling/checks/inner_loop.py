@@ -59,11 +59,11 @@ def _check_known_mistakes(attention):
 
 
 def loop(
-    q, k, v, *, scale=SCALE, update=None, step=BLOCK_N, width=BLOCK_N, first=lambda start: start,
+    q, k, v, *, scale=SCALE, update=None, after=None, step=BLOCK_N, width=BLOCK_N, first=lambda start: start,
     past_end=-math.inf, bias=None,
 ):  # fmt: skip
-    """o in fp64, in tiles of `width` keys that begin at first(start). update(acc, alpha, p v) is the new acc; bias: a
-    number for each key.
+    """o in fp64, in tiles of `width` keys that begin at first(start). update(acc, alpha, p v) is the new acc;
+    after(acc, l, alpha, sum of p) are acc and l at the end of a turn; bias: a number for each key.
     """
     q, k, v = q.double(), k.double(), v.double()
     m, l, acc = torch.full_like(q[:, :1], -math.inf), torch.zeros_like(q[:, :1]), 0 * q
@@ -77,7 +77,9 @@ def loop(
         alpha, p = torch.exp(m - m_new), torch.exp(s - m_new)
         acc = update(acc, alpha, p @ v_tile) if update else alpha * acc + p @ v_tile
         l, m = alpha * l + p.sum(1, keepdim=True), m_new
-    return acc / l
+        if after:
+            acc, l = after(acc, l, alpha, p.sum(1, keepdim=True))
+    return acc / torch.where(l == 0, 1.0, l)
 
 
 def _wrong_scales(q, k, v):
@@ -120,10 +122,26 @@ def _wrong_loops(q, k, v):
             pv
         ),
     }
+    afters = {
+        "acc is divided by l in every turn: the division comes once, after the loop": lambda acc, l, alpha, p: (
+            acc / l,
+            l,
+        ),
+        "l is multiplied by alpha once more: online_softmax_step did that": lambda acc, l, alpha, p: (
+            acc,
+            alpha * l,
+        ),
+        "l is brought up to date twice: online_softmax_step returns the new l": lambda acc, l, alpha, p: (
+            acc,
+            alpha * l + p,
+        ),
+    }
     wrong = {sentence: loop(q, k, v, update=update) for sentence, update in updates.items()}
+    wrong |= {sentence: loop(q, k, v, after=after) for sentence, after in afters.items()}
     padded = torch.nn.functional.pad(k, (0, 0, 0, -SEQ_K % BLOCK_N))
     reshaped = torch.cat([tile.reshape(HEAD_DIM, -1).T for tile in padded.split(BLOCK_N)])[:SEQ_K]
     whole = SEQ_K // BLOCK_N * BLOCK_N
+    cut_k, cut_v = (torch.cat([t[:SEQ_Q], 0 * t[SEQ_Q:]]) for t in (k, v))
     return wrong | {
         "k is reshaped, which keeps the order of its numbers: transpose it, tl.trans(k)": loop(
             q, reshaped, v
@@ -143,6 +161,9 @@ def _wrong_loops(q, k, v):
             q, k[:whole], v[:whole]
         ),
         "the loop ends at seq_q: it runs over keys, seq_k of them": loop(q, k[:SEQ_Q], v[:SEQ_Q]),
+        "k and v are loaded as if they had seq_q rows: they have seq_k": loop(q, cut_k, cut_v),
+        "k is loaded as if it had seq_q rows: it has seq_k": loop(q, cut_k, v),
+        "v is loaded as if it had seq_q rows: it has seq_k": loop(q, k, cut_v),
     }
 
 

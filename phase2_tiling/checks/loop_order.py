@@ -32,6 +32,7 @@ def check(answer):
         for seq_q, seq_k, head_dim, dtype, options in cases:
             q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
             verify(answer.attention_keys_outside, q, k, v)
+    _check_kept_whole(answer)
     require_any_scale(answer.attention_keys_outside)
     require_tensor_cores(answer, answer.attention_keys_outside)
     _require_barrier(answer)
@@ -72,6 +73,26 @@ def _check_continuation(answer):
         _require_visits(moved, tensors, triton.cdiv(seq_k, block_n))
 
 
+def _check_kept_whole(answer):
+    """Keys whose weights are 0 leave an o in fp32 as it was, with inputs in fp16."""
+    q, k, v = one_head(20, 70, 16)
+    o = torch.linspace(-1, 1, 20 * 16, device=q.device).view(20, 16)
+    before, m, l = o.clone(), torch.full_like(o[:, 0], 1000.0), torch.full_like(o[:, 0], 3.0)
+    answer._attention_keys_outside_kernel[(1,)](
+        q, k, v, o, m, l, q.stride(), k.stride(), v.stride(), o.stride(), 20, 70, 0.25,
+        HEAD_DIM=16, BLOCK_M=16, BLOCK_N=32, num_stages=1,
+    )  # fmt: skip
+    rounded = "o is rounded to the dtype of v at every visit: store it in that of o_ptr, as store_tile does"
+    require(
+        "o in fp32, q, k and v in fp16, all weights 0",
+        o,
+        before,
+        mistakes={rounded: before.to(v.dtype).float()},
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
 def _check_strides(answer):
     """o for tensors that have strides of their own each."""
     q, k, v = with_own_strides(*(t.clone() for t in one_head(50, 70, 16, dtype=FP32)))
@@ -88,10 +109,12 @@ def _check_strides(answer):
 def _require_state(state, right, before, q, k, v, block_m, block):
     """Hold (o, m, l) against `right`; `before` is the state without the keys k, in tiles of `block`."""
     of_keys, last = state_of(q, k, v), state_of(q, k[block:], v[block:])
+    tail = _joined(right, state_of(q, 0 * k[: -len(k) % block], 0 * v[: -len(v) % block]))
     acc = _visits(q, k, v, before, block, lambda o, l, new, alpha, pv: alpha * o + pv)
     row = torch.arange(len(q), device=q.device)
     first = row < block_m
     walked = row % block < block_m  # by a walk in steps of `block`
+    whole = row < len(q) // block_m * block_m
     new = right[2] - before[2] * torch.exp(before[1] - right[1])  # what the keys add to l
     visits = (state[2].double() - right[2]) / new + 1
     twice = torch.allclose(visits, visits.round(), atol=1e-3) and (visits > 1.5).any()
@@ -113,6 +136,10 @@ def _require_state(state, right, before, q, k, v, block_m, block):
             ),
             "only the first tile of queries is visited: do the offsets contain start_m?": torch.where(
                 first.view(-1, *[1] * (right[i].dim() - 1)), right[i], before[i]
+            ),
+            "keys past the end count as logit 0: replace s by -inf there": tail[i],
+            "the last, partial tile of queries is never visited: the inner loop ends at seq_q": torch.where(
+                whole.view(-1, *[1] * (right[i].dim() - 1)), right[i], before[i]
             ),
             "some queries are never visited: the inner loop goes by BLOCK_M": torch.where(
                 walked.view(-1, *[1] * (right[i].dim() - 1)), right[i], before[i]
@@ -150,6 +177,9 @@ _WRONG_UPDATES = {
     "the old o is divided by alpha: multiply": lambda o, l, new, alpha, pv: (
         (l / alpha * o + pv) / new
     ),
+    "p v is multiplied by alpha, too: only the old part is": lambda o, l, new, alpha, pv: (
+        alpha * (l * o + pv) / new
+    ),
     "it is not divided by l' at every visit": lambda o, l, new, alpha, pv: alpha * l * o + pv,
     "it is divided by the old l, not by l'": lambda o, l, new, alpha, pv: alpha * o + pv / l,
     "(alpha l / l') o is divided by l' once more: p v alone has yet to be divided": (
@@ -160,6 +190,15 @@ _WRONG_UPDATES = {
     ),
     "the old o is missing": lambda o, l, new, alpha, pv: pv / new,
 }
+
+
+def _joined(one, other):
+    """(o, m, l) of two sets of keys together."""
+    m = torch.maximum(one[1], other[1])
+    weights = [l * torch.exp(part - m) for _, part, l in (one, other)]
+    l = sum(weights)
+    o = sum(w[:, None] * part[0] for w, part in zip(weights, (one, other), strict=True))
+    return o / l[:, None], m, l
 
 
 def _visits(q, k, v, state, block, update):

@@ -4,7 +4,7 @@ In the first paper's order (arXiv 2205.14135, Algorithm 1) a tile of keys and va
 visit it. Between two visits the state of a row waits in memory: m, l, and the output o that is right for the keys seen
 so far, divided by its l already. A visit brings (m, l, o) to (m', l', o'):
 
-    (m', l', alpha, p) = online_softmax_step(m, l, s)      l o is the acc of phase 2      o' = ?
+    (m', l', alpha, p) = online_softmax_step(m, l, s)      o = acc / l      o' = ?
 
 Derive o' from acc' = alpha acc + p v, and write the inner loop: for each tile of queries load q and the state, take the
 tile of keys into it, store the state. Load it on every visit, the first included: what the kernel finds in memory is

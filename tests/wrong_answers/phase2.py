@@ -118,6 +118,38 @@ WRONG = {
             {"tl.dot(q, tl.trans(k)": "tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32))"},
             "q and k go in as they are loaded",
         ),
+        Wrong(
+            "divided in every turn",
+            {'alpha[:, None], input_precision="ieee")': 'alpha[:, None], input_precision="ieee") / l_i[:, None]'},
+            "the division comes once, after the loop",
+        ),
+        Wrong(
+            "l times alpha again",
+            {"online_softmax_step(m_i, l_i, s)\n": "online_softmax_step(m_i, l_i, s)\n        l_i = alpha * l_i\n"},
+            "by alpha once more",
+        ),
+        Wrong(
+            "l updated again",
+            {
+                "online_softmax_step(m_i, l_i, s)\n": (
+                    "online_softmax_step(m_i, l_i, s)\n        l_i = alpha * l_i + tl.sum(p, axis=1)\n"
+                )
+            },
+            "returns the new l",
+        ),
+        Wrong(
+            "k and v have seq_q rows",
+            {
+                "stride_k, offs_n, offs_d, seq_k,": "stride_k, offs_n, offs_d, seq_q,",
+                "stride_v, offs_n, offs_d, seq_k,": "stride_v, offs_n, offs_d, seq_q,",
+            },
+            "as if they had seq_q rows",
+        ),
+        Wrong(
+            "v has seq_q rows",
+            {"stride_v, offs_n, offs_d, seq_k,": "stride_v, offs_n, offs_d, seq_q,"},
+            "v is loaded as if",
+        ),
     ],
     "key_bias": [
         Wrong(
@@ -286,5 +318,29 @@ WRONG = {
         Wrong("start_m is missing", {"start_m + tl.arange": "tl.arange"}, "do the offsets contain start_m?"),
         Wrong("a store is not masked", {"l_new, mask=rows": "l_new"}, "do the stores have a mask?"),
         Wrong("v is converted up", {"p.to(v.dtype), v, ": "p, v.to(tl.float32), "}, "not that one up"),
+        Wrong(
+            "o is rounded to the dtype of v",
+            {"seq_q, HEAD_DIM, o)\n": "seq_q, HEAD_DIM, o.to(v.dtype))\n"},
+            "rounded to the dtype of v at every visit",
+        ),
+        Wrong(
+            "missing keys have the logit 0",
+            {'            s = tl.where((offs_n < seq_k)[None, :], s, float("-inf"))\n': ""},
+            "keys past the end count as logit 0",
+        ),
+        Wrong(
+            "whole tiles of queries only",
+            {"0, seq_q, BLOCK_M": "0, seq_q // BLOCK_M * BLOCK_M, BLOCK_M"},
+            "partial tile of queries is never visited",
+        ),
+        Wrong(
+            "p v times alpha",
+            {
+                'p.to(v.dtype), v, o * (alpha * l_i)[:, None], input_precision="ieee")': (
+                    'p.to(v.dtype), v, o * l_i[:, None], input_precision="ieee") * alpha[:, None]'
+                )
+            },
+            "p v is multiplied by alpha, too",
+        ),
     ],
 }
