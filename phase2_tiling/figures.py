@@ -158,7 +158,7 @@ def matmul_orders() -> None:
     grid(right, 0, 0, rows, inner, "q", lambda _, r: r == 1, "X")
     grid(right, x, y, inner, cols, "k", lambda r, _: r == 1, "Y", label_below=True)
     grid(right, x, 0, rows, cols, "state", lambda i, j: True, "")
-    right.text(x + 2.5, 2.0, "C", size=12, weight="bold", ha="center", va="center", color=INK)
+    right.text(x + 2.5, 2.5, "C", size=12, weight="bold", ha="center", va="center", color=INK)
     right.set_title("Sum outside: one column of X at a time")
     right.text(
         (x + cols) / 2,
@@ -277,8 +277,9 @@ def loop_orders(tiles: int = 4) -> None:
         text = f"state out and in\n{tiles - 1} times, then O"
         right.text(tiles + 1.4, y, text, va="center", size=8, color=INK)
     right.add_patch(Rectangle((0, 0), tiles, tiles, fill=False, ec=INK, lw=1.6))
-    left.text(tiles / 2, -0.8, f"{tiles} programs, side by side", ha="center", size=9, color=INK)
-    right.text(tiles / 2, -0.8, "one program, column by column", ha="center", size=9, color=INK)
+    below = (f"{tiles} programs; each goes from 1 to {tiles}", f"one program, from 1 to {tiles**2}")
+    for ax, text in zip((left, right), below, strict=True):
+        ax.text(tiles / 2, -0.8, text, ha="center", size=9, color=INK)
     left.set_title("Queries outside (FlashAttention-2)")
     right.set_title("Keys outside (FlashAttention)")
     style.show(

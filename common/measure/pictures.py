@@ -89,7 +89,7 @@ def one_head_times(record: dict) -> None:
     ax.set_yscale("log")
     ax.set_xlabel("sequence length (one head, head_dim 64, fp16)")
     ax.set_ylabel("milliseconds")
-    ax.set_title("Not writing S and P, in time")
+    ax.set_title("Time of one head")
     ax.legend(loc="upper left")
     longest = max(r["seq"] for r in record["rows"])
     at_end = ", ".join(
