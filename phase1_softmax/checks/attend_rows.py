@@ -54,7 +54,7 @@ def _cases():
     ramp = torch.linspace(-30, 30, 400).expand(2, 400)
     rescale = "the same rows falling are right: is everything that was summed under an old maximum rescaled?"
     return [
-        ("5 rows of 100 falling logits", falling, v, ALL, "are the missing columns masked?"),
+        ("5 rows of 100 falling logits", falling, v, ALL, "what does the second tile do to m, l and acc?"),
         ("400 falling logits a row", ramp.flip(1), w, ONE, "is the end of the row reached?"),
         ("400 rising logits a row", ramp, w, ONE, rescale),
         ("400 logits a row", randn(2, 400), w, ALL, rescale),
@@ -200,6 +200,8 @@ def _require_right(what, s, v, got, right, question):
         "a row of s is sought at row * n: rows are a stride apart": torch.logsumexp(
             _as(s, (s.shape[1], 1)), 1
         ),
+        "this is -inf: is m updated in the loop?": torch.full_like(lse, -INF),
+        **_own_maximum(wide),
     }
     for n in (2**k for k in range(4, 11) if 2**k < s.shape[1]):
         first = f"this is the lse of the first {n} logits: does the loop go on?"
@@ -243,24 +245,44 @@ def _wrong_loops(s, v):
     for cols in (2**k for k in range(4, 11)):
         m = s.new_full((s.shape[0], 1), -INF)
         l = torch.zeros_like(m)
-        rescaled = divided = s.new_zeros(s.shape[0], v.shape[1])
+        rescaled = divided = shrunk = s.new_zeros(s.shape[0], v.shape[1])
         for tile, values in zip(s.split(cols, 1), v.split(cols), strict=True) if v.shape[0] else ():
             m_new = torch.maximum(m, tile.amax(1, keepdim=True))
             shift = torch.where(m_new == -INF, 0.0, m_new)
             alpha, p = torch.exp(m - shift), torch.exp(tile - shift)
             m, l = m_new, alpha * l + p.sum(1, keepdim=True)
             rescaled = alpha * (rescaled + p @ values)
-            divided = alpha * divided + p @ values / torch.where(l == 0, 1.0, l)
+            norm = torch.where(l == 0, 1.0, l)
+            divided = alpha * divided + p @ values / norm
+            shrunk = (alpha * shrunk + p @ values) / norm
         norm = torch.where(l == 0, 1.0, l)
         inside = f"p v is divided by l inside the loop{{}} (tiles of {cols}): l is not complete there, so divide acc "
         inside += "once, after the last tile"
+        each = f"acc is divided by l in every step{{}} (tiles of {cols}): alpha rescales sums, and this is none. Divide "
+        each += "acc once, after the last tile"
         results |= {
             f"alpha rescales p v as well (tiles of {cols}): p v counts against the new maximum already": (
                 rescaled / norm
             ),
             inside.format(""): divided,
             inside.format(", and again after it"): divided / norm,
+            each.format(""): shrunk,
+            each.format(", and again after the loop"): shrunk / norm,
         }
+    return results
+
+
+def _own_maximum(s):
+    """The lse if each tile is measured against its own maximum, for tiles of every size."""
+    top, results = s.amax(1) if s.shape[1] else s.new_zeros(0), {}
+    for cols in (2**k for k in range(4, 11) if 2**k < s.shape[1]):
+        m, l = torch.full_like(top, -INF), torch.zeros_like(top)
+        for tile in s.split(cols, 1):
+            own = tile.amax(1)
+            m_new = torch.maximum(m, own)
+            m, l = m_new, l * torch.exp(m - m_new) + torch.exp(tile - own[:, None]).sum(1)
+        wrong = f"a tile is measured against its own maximum, not against the new one (tiles of {cols})"
+        results[wrong] = top + torch.log(l)
     return results
 
 

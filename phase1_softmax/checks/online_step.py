@@ -57,7 +57,7 @@ def _states():
     some[::2, 1:] = some[1] = -INF
     mixed = torch.where(torch.arange(6, device=runtime.DEVICE) % 3 == 0, fresh, m)
     return [
-        ("a tile with larger logits", m, l, tile + 20),
+        ("a tile with larger logits", m, l, tile + 10),
         ("a tile with smaller logits", m, l, tile - 20),
         ("a tile like those before", m, l, tile),
         ("the first tile", fresh, none, tile),
@@ -87,7 +87,15 @@ def _require_state(what, m_got, l_got, m, l, tile, tolerance):
         reject(f"{what}: m and l are exchanged: return m first, then l")
     require_sane(f"{what}: m", m_got, m_new)
     require(f"{what}: m", m_got, m_new, mistakes=of_m, **tolerance)
+    guard_of_old = torch.where(m == -INF, 0.0, m_new)
     of_l = {
+        "the guard asks whether the old maximum is -inf: the new one is subtracted": (
+            l * torch.exp(m - guard_of_old) + torch.exp(tile - guard_of_old[:, None]).sum(1)
+        ),
+        "the tile's sum is one number for all rows: which axis is summed?": (
+            l * torch.exp(m - shift) + torch.exp(tile - shift[:, None]).sum()
+        ),
+        "this is the LSE, m + log(l): return l": m_new + torch.log(l_new),
         "the old sum was measured against the old maximum: is it rescaled?": l + new,
         "the old sum is rescaled the wrong way around: it must never grow": l * torch.exp(shift - m)
         + new,
@@ -98,6 +106,10 @@ def _require_state(what, m_got, l_got, m, l, tile, tolerance):
         "the tile's sum is rescaled too: it is measured against the new maximum already": (l + new)
         * torch.exp(m - shift),
     }
+    if _same(l_got, torch.zeros_like(l)) and tile.isfinite().all():
+        reject(
+            f"{what}: l is 0: what is subtracted lies far above every logit. Is it a number such as -1e4, not m?"
+        )
     require_sane(f"{what}: l", l_got, l_new)
     require(f"{what}: l", l_got, l_new, mistakes=of_l, **tolerance)
 

@@ -128,8 +128,19 @@ WRONG = {
         Wrong(
             "PyTorch: a guard at -1e4",
             {"torch.where(m_new == -math.inf, 0.0, m_new)": "m_new.clamp(min=-1e4)"},
-            "logits near -20000",
+            "l is 0: what is subtracted lies far above every logit",
         ),
+        Wrong(
+            "PyTorch: the guard asks for the old maximum",
+            {"torch.where(m_new == -math.inf": "torch.where(m == -math.inf"},
+            "the guard asks whether the old maximum is -inf",
+        ),
+        Wrong(
+            "PyTorch: a new maximum starts the sum anew",
+            {"l * torch.exp(m - shift)": "torch.where(m == m_new, l, 0.0)"},
+            "the old sum is lost",
+        ),
+        Wrong("PyTorch: the LSE", {f"return m_new, {_NEW_L}": f"return m_new, m_new + torch.log({_NEW_L})"}, "return l"),
         Wrong("PyTorch: no rescale", {"l * torch.exp(m - shift)": "l"}, "measured against the old maximum: is it resc"),
         Wrong("PyTorch: rescaled the wrong way around", {"torch.exp(m - shift)": "torch.exp(shift - m)"}, "never grow"),
         Wrong("PyTorch: the old maximum is lost", {"torch.maximum(m, tile.amax(dim=1))": "tile.amax(dim=1)"}, "alone"),
@@ -186,6 +197,7 @@ WRONG = {
             "right so far: online_step, in PyTorch. Next: line",
             kind="unfinished",
         ),
+        Wrong("Triton: a sum over all rows", {"shift[:, None]), axis=1)": "shift[:, None]))"}, "which axis is summed?"),
         Wrong("Triton: no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf subtracted"),
         Wrong(
             "Triton: a large negative number for -inf",
@@ -251,6 +263,23 @@ WRONG = {
             {"tl.sum(p[:, None] * v, axis=0)\n": "tl.sum(p[:, None] * v, axis=0) / l\n"},
             "p v is divided by l inside the loop, and again after it (tiles of 64)",
         ),
+        Wrong(
+            "acc is divided in every step",
+            {"        m = m_new\n": "        m = m_new\n        acc = acc / l\n", "(acc / norm)": "acc"},
+            "acc is divided by l in every step (tiles of 64)",
+        ),
+        Wrong(
+            "acc is divided in every step, and after the loop",
+            {"        m = m_new\n": "        m = m_new\n        acc = acc / l\n"},
+            "acc is divided by l in every step, and again after the loop (tiles of 64)",
+        ),
+        Wrong("m is not updated", {"        m = m_new\n": ""}, "is m updated in the loop?"),
+        Wrong(
+            "a tile against its own maximum",
+            {"tl.exp(s - shift)": "tl.exp(s - tl.max(s, axis=0))"},
+            "a tile is measured against its own maximum",
+        ),
+        Wrong("alpha turned around", {"tl.exp(m - shift)": "tl.exp(shift - m)"}, "or infinity multiplied by 0?"),
         Wrong(
             "v with the strides of s",
             {"s.stride(), v.stride()": "s.stride(), s.stride()"},
