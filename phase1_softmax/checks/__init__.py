@@ -39,7 +39,8 @@ def require_sane(what, actual, expected, else_=""):
         return  # require says so
     if actual.isnan().any() and not expected.isnan().any():
         reject(
-            f"{what} is NaN: is -inf subtracted from -inf somewhere, 0 divided by 0, or infinity multiplied by 0?{else_}"
+            f"{what} is NaN: is -inf subtracted from -inf somewhere, 0 divided by 0, or infinity multiplied by 0?"
+            f"{else_}"
         )
     rounded = torch.allclose(actual.double(), expected, rtol=1e-6, atol=1e-6)
     if actual.dtype == torch.float64 and rounded and not torch.allclose(actual, expected, **EXACT):

@@ -54,7 +54,13 @@ def _cases():
     ramp = torch.linspace(-30, 30, 400).expand(2, 400)
     rescale = "the same rows falling are right: is everything that was summed under an old maximum rescaled?"
     return [
-        ("5 rows of 100 falling logits", falling, v, ALL, "what does the second tile do to m, l and acc?"),
+        (
+            "5 rows of 100 falling logits",
+            falling,
+            v,
+            ALL,
+            "what does the second tile do to m, l and acc?",
+        ),
         ("400 falling logits a row", ramp.flip(1), w, ONE, "is the end of the row reached?"),
         ("400 rising logits a row", ramp, w, ONE, rescale),
         ("400 logits a row", randn(2, 400), w, ALL, rescale),
@@ -258,8 +264,8 @@ def _wrong_loops(s, v):
         norm = torch.where(l == 0, 1.0, l)
         inside = f"p v is divided by l inside the loop{{}} (tiles of {cols}): l is not complete there, so divide acc "
         inside += "once, after the last tile"
-        each = f"acc is divided by l in every step{{}} (tiles of {cols}): alpha rescales sums, and this is none. Divide "
-        each += "acc once, after the last tile"
+        each = f"acc is divided by l in every step{{}} (tiles of {cols}): alpha rescales sums, and this is none. "
+        each += "Divide acc once, after the last tile"
         results |= {
             f"alpha rescales p v as well (tiles of {cols}): p v counts against the new maximum already": (
                 rescaled / norm
@@ -281,7 +287,9 @@ def _own_maximum(s):
             own = tile.amax(1)
             m_new = torch.maximum(m, own)
             m, l = m_new, l * torch.exp(m - m_new) + torch.exp(tile - own[:, None]).sum(1)
-        wrong = f"a tile is measured against its own maximum, not against the new one (tiles of {cols})"
+        wrong = (
+            f"a tile is measured against its own maximum, not against the new one (tiles of {cols})"
+        )
         results[wrong] = top + torch.log(l)
     return results
 

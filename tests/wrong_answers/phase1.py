@@ -140,7 +140,7 @@ WRONG = {
             {"l * torch.exp(m - shift)": "torch.where(m == m_new, l, 0.0)"},
             "the old sum is lost",
         ),
-        Wrong("PyTorch: the LSE", {f"return m_new, {_NEW_L}": f"return m_new, m_new + torch.log({_NEW_L})"}, "return l"),
+        Wrong("PyTorch: an LSE", {f"return m_new, {_NEW_L}": f"return m_new, m_new + torch.log({_NEW_L})"}, "return l"),
         Wrong("PyTorch: no rescale", {"l * torch.exp(m - shift)": "l"}, "measured against the old maximum: is it resc"),
         Wrong("PyTorch: rescaled the wrong way around", {"torch.exp(m - shift)": "torch.exp(shift - m)"}, "never grow"),
         Wrong("PyTorch: the old maximum is lost", {"torch.maximum(m, tile.amax(dim=1))": "tile.amax(dim=1)"}, "alone"),
