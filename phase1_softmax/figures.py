@@ -310,7 +310,7 @@ def _memory(ax, matrix, memory):
         _box(ax, 8 + address * 1.1, 1.2, 1.1, 1, str(value), color=TINTS[value // 4])
         ax.text(8.55 + address * 1.1, 0.75, f"{order[value]}", **below)
     ax.text(7.8, 1.7, "memory", ha="right", va="center", size=8)
-    ax.text(7.8, 0.75, "visited as number", ha="right", va="center", size=8)
+    ax.text(7.8, 0.75, "visit number", ha="right", va="center", size=8)
 
 
 # --- 2. the mathematics -------------------------------------------------------------------------------------------
