@@ -45,7 +45,9 @@ def execute(
     """
     try:
         notebook = nbformat.read(path, as_version=4)
-        _client(notebook, path, on_cell).execute()
+        # This course's modules, even where the environment has those of another copy installed.
+        ours = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        _client(notebook, path, on_cell).execute(env=os.environ | {"PYTHONPATH": ours})
     except CellExecutionError as error:
         return re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # without terminal colors
     except Exception as error:  # it is no notebook, or its kernel dies or cannot start

@@ -152,6 +152,14 @@ def test_predictions_are_stored_open_and_answered_in_a_later_cell(notebook):
     assert asked == 0, "each prediction is compared with its answer"
 
 
+def test_a_notebook_imports_this_course_and_no_other_copy(monkeypatch, tmp_path):
+    (tmp_path / "common.py").write_text("raise ImportError('another copy')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    path = tmp_path / "chapter.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("import common")]), path)
+    assert notebooks.execute(path) is None
+
+
 def test_store_keeps_tags(tmp_path):
     cell = nbformat.v4.new_code_cell("1 + 1", metadata=dict(tags=["nbval-check-output"]))
     path = tmp_path / "a.ipynb"
