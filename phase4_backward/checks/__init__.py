@@ -7,7 +7,7 @@ from collections.abc import Callable
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.learn.judge import misread, reject, require_ieee, require_narrow_products
+from common.learn.judge import misread, reject, require, require_ieee, require_narrow_products
 from common.measure import traffic
 from common.source import source
 from common.verify import Report, VerificationError
@@ -234,7 +234,10 @@ def visible_pairs(walk, seq_q, seq_k, block_m, block_n, device):
         "the mask is the wrong way round: query i sees keys j <= i": walked & (j >= i),
     }
     if walk == "over keys":
+        last = ((row + block_m).clamp(max=seq_k) - 1) // block_n  # tile of the walk
         wrong |= {
+            "only the last tile of the walk is in dq: add each tile's product to it": (j <= i)
+            & (pid_n == last),
             "the walk leaves out tiles on the diagonal: the tile's last query sees its own key": (
                 j <= i
             )
@@ -252,6 +255,36 @@ def visible_pairs(walk, seq_q, seq_k, block_m, block_n, device):
             & (i >= pid_n * block_m),
         }
     return j <= i, wrong
+
+
+def require_full(walk, run: Callable, names, block_m=32, block_n=16) -> None:
+    """Reject an answer whose walk or mask is the causal one where IS_CAUSAL is false. run(q, k, v,
+    do, lse, delta, block_m=, block_n=) returns the gradients that `names` names.
+    """
+    inputs = q, k, v, do, o, lse = plain_inputs(1, 1, 40, 40, is_causal=False)
+    i, j = (torch.arange(40, device=q.device).view(shape) for shape in ((40, 1), (1, 40)))
+    row, col = i // block_m * block_m, j // block_n * block_n
+    everything = torch.ones(40, 40, dtype=torch.bool, device=q.device)
+    wrong = {"the causal mask is applied without IS_CAUSAL": j <= i}
+    if walk == "over keys":
+        wrong["the walk ends at the diagonal without IS_CAUSAL: it ends at seq_k"] = (
+            col < row + block_m
+        )
+    else:
+        for at, visible in (
+            ("diagonal", i >= col // block_m * block_m),
+            ("tile's first key", i >= col),
+        ):
+            sentence = f"the walk starts at the {at} without IS_CAUSAL: it starts at query 0"
+            wrong[sentence] = visible
+    right, _ = gradients(*inputs, everything)
+    wrong = {sentence: gradients(*inputs, visible)[0] for sentence, visible in wrong.items()}
+    delta = roomy((do * o).sum(-1))
+    got = run(q, k, v, do, lse, delta, block_m=block_m, block_n=block_n)
+    for name, actual in zip(names, got, strict=True):
+        mistakes = {sentence: grads[name] for sentence, grads in wrong.items()}
+        what = f"{name}, full, 40 queries and 40 keys, tiles of {block_m} queries x {block_n} keys"
+        require(what, actual, right[name], mistakes=mistakes)
 
 
 def gradients(q, k, v, do, o, lse, visible, *, modulo=False, delta=None, shared=False):

@@ -55,7 +55,7 @@ def _check_order(race, order):
         "FIRST": at[0, 0]
         > min(at[1, 0], at[2, 0]),  # what program 0 stores comes over another's part
         "LOST": at[1, 0] < at[2, 1] and at[2, 0] < at[1, 1],  # both have loaded, neither has stored
-        "LAST": at[2, 2] < at[1, 1],
+        "LAST": at[2, 2] < max(at[0, 0], at[1, 1]),
     }
     others = [name for name, does in spoils.items() if does and name != race]
     if not spoils[race]:

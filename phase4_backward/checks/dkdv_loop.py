@@ -11,6 +11,7 @@ from phase4_backward.checks import (
     gradients,
     only_head_0,
     plain_inputs,
+    require_full,
     require_products,
     roomy,
     verify,
@@ -24,6 +25,8 @@ import torch
 def check(answer):
     for blocks in ((32, 16), (16, 32)):
         _check_walk(answer.attention_dkdv, *blocks)
+
+    require_full("over queries", answer.attention_dkdv, ("dk", "dv"))
 
     def run(q, lse):
         answer.attention_dkdv(q, q, q, q, lse, lse, block_m=16, block_n=16)
@@ -41,7 +44,7 @@ def _check_walk(attention_dkdv, block_m, block_n):
     visible, masks = visible_pairs("over queries", 70, 50, block_m, block_n, q.device)
     right, mistakes = gradients(*inputs, visible)
     wrong = {sentence: gradients(*inputs, mask)[0] for sentence, mask in masks.items()}
-    wrong |= _wrong_heads(inputs, delta, visible)
+    wrong |= _wrong_heads(inputs, delta, visible, block_m)
     wrong |= wrong_strides(*inputs, visible, delta)
     dk, dv = attention_dkdv(q, k, v, do, lse, delta, True, block_m=block_m, block_n=block_n)
     for name, actual in dict(dv=dv, dk=dk).items():
@@ -58,18 +61,21 @@ def _check_walk(attention_dkdv, block_m, block_n):
         require(what, actual, right[name], mistakes=candidates, signs=signs)
 
 
-def _wrong_heads(inputs, delta, visible):
+def _wrong_heads(inputs, delta, visible, block_m):
     """{sentence: gradients} where a key head is given other query heads, or they another lse or delta."""
     usual = dict(zip(("q", "k", "v", "do", "o", "lse"), inputs, strict=True), visible=visible)
     lse = usual["lse"]
     place = torch.arange(4, device=lse.device)[:, None, None] % 2  # of a query head in its group
     first, last = (dict(visible=visible & (place == n)) for n in (0, 1))
+    last_tile = torch.arange(70, device=lse.device)[:, None] >= 69 // block_m * block_m
+    replaced = dict(visible=last["visible"] & last_tile)
     modulo, shared = dict(modulo=True), dict(shared=True)
     lse_of_0 = dict(lse=lse[:, :1].expand_as(lse))
     delta_of_0 = dict(delta=delta[:, :1].expand_as(delta))
     changed = {
         "only the first query head of each group is in it: add up the group": first,
         "only the last query head of each group is in it: add up the group": last,
+        "only the last tile of the walk is in it: add each tile's product": replaced,
         "key head h_kv is given the query heads with h % heads_kv = h_kv; a group is made of neighbors": modulo,
         "every key head is given the query heads of key head 0: those of h_kv begin at h_kv * group": shared,
         "every head has the lse of head 0: lse_ptr + h * seq_q": lse_of_0,

@@ -9,6 +9,7 @@ from phase4_backward.checks import (
     check_bytes,
     gradients,
     plain_inputs,
+    require_full,
     require_products,
     roomy,
     verify,
@@ -34,6 +35,9 @@ def check(answer):
         dq = answer.attention_dq(q, k, v, do, lse, delta, True, block_m=block_m, block_n=block_n)
         require(f"dq, {causal_case(block_m, block_n, 50, 70)}", dq, right["dq"], mistakes=mistakes)
     _check_keys_past_the_end(answer)
+    require_full(
+        "over keys", lambda *inputs, **tiles: [answer.attention_dq(*inputs, **tiles)], ["dq"]
+    )
 
     def run(q, lse):
         answer.attention_dq(q, q, q, q, lse, lse, block_m=16, block_n=16)

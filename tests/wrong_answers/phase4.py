@@ -139,6 +139,17 @@ WRONG = {
         ),
         Wrong("walks to the end", {"tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)": "seq_k"}, "where does the walk end?"),
         Wrong("stops a tile early", {"(pid_m + 1) * BLOCK_M": "pid_m * BLOCK_M"}, "leaves out tiles on the diagonal"),
+        Wrong(
+            "ends at the diagonal, full",
+            {"    if IS_CAUSAL:\n        end_n": "    if True:\n        end_n"},
+            "ends at seq_k",
+        ),
+        Wrong(
+            "masked, full",
+            {"        if IS_CAUSAL:\n            vis": "        if True:\n            vis"},
+            "mask is applied",
+        ),
+        Wrong("dq is replaced", {'k, dq, input_precision="ieee"': 'k, input_precision="ieee"'}, "only the last tile"),
         Wrong("diagonal hidden", {">= offs_n": "> offs_n"}, "query i sees key i"),
         Wrong("no mask", {"visible = visible & (offs_m[:, None] >= offs_n[None, :])": "pass"}, "not masked inside"),
         Wrong(
@@ -163,6 +174,17 @@ WRONG = {
         Wrong(
             "starts at 0", {"start = pid_n * BLOCK_N // BLOCK_M * BLOCK_M": "start = 0"}, "where does the walk start?"
         ),
+        Wrong(
+            "starts at the diagonal, full",
+            {"    if IS_CAUSAL:\n        start": "    if True:\n        start"},
+            "it starts at query 0",
+        ),
+        Wrong(
+            "masked, full",
+            {"            if IS_CAUSAL:\n                vis": "            if True:\n                vis"},
+            "mask is applied",
+        ),
+        Wrong("dv is replaced", {'do, dv, input_precision="ieee"': 'do, input_precision="ieee"'}, "only the last tile"),
         Wrong(
             "start in queries",
             {"pid_n * BLOCK_N // BLOCK_M * BLOCK_M": "pid_n * BLOCK_M"},
@@ -428,6 +450,7 @@ WRONG = {
         ),
         Wrong("an order that is right", {"[0, 1, 2, 1, 2, 2]": "[0, 1, 1, 2, 2, 2]"}, "each program comes at its time"),
         Wrong("another race's order", {"[1, 1, 0, 2, 2, 2]": "[0, 2, 1, 1, 2, 2]"}, "LOST would be its name"),
+        Wrong("0 comes last", {"[1, 1, 0, 2, 2, 2]": "[1, 1, 2, 2, 2, 0]"}, "LAST is in it too"),
         Wrong("two races at once", {"[0, 2, 2, 2, 1, 1]": "[0, 1, 2, 2, 2, 1]"}, "LOST is in it too"),
         Wrong("not an order", {"[0, 2, 2, 2, 1, 1]": "[0, 1, 2]"}, "program 0 once, 1 twice and 2 three times"),
         Wrong("no zeros", {"dq_sum = torch.zeros(": "dq_sum = torch.empty("}, "with which numbers does dq_sum begin"),
