@@ -122,12 +122,13 @@ def graph() -> None:
     step("Q", "S", r"$S = \mathrm{scale}\; Q K^\top$", above=0.45)
     step("K", "S")
     step("S", "P", "softmax", r"$dS = P \ast (dP - \delta)$")
-    step("P", "O", r"$O = P V$", r"$dP = dO\, V^\top$", left=0.45)
+    step("P", "O", r"$O = P V$", r"$dP = dO\, V^\top$", left=0.6)
     step("V", "O")
     red = dict(fontsize=9, color=COLORS["state"], ha="left")
     ax.text(0.0, 2.85, r"$dQ = \mathrm{scale}\; dS\, K$", **red)
     ax.text(0.0, -0.45, r"$dK = \mathrm{scale}\; dS^\top Q$", **red)
     ax.text(6.4, -1.75, r"$dV = P^\top dO$", **red)
+    ax.text(9.8, 1.15, r"$\delta_i = \sum_d dO_{id}\, O_{id}$", **red)
     _arrow(ax, (10.75, 2.8), (11.3, 2.8))
     ax.text(11.4, 2.8, "the loss", va="center", fontsize=9)
     _arrow(ax, (11.3, 2.0), (10.75, 2.0), COLORS["state"])
@@ -138,7 +139,7 @@ def graph() -> None:
         fig,
         alt="Attention as a graph. Numbers run to the right: Q and K make S, the softmax makes P, P and V make O, "
         "which goes on to the loss. Below each matrix stands its gradient; gradients run back to the left, each "
-        "step with its formula.",
+        "step with its formula. From O and dO comes delta, which the step to dS subtracts.",
     )
 
 
