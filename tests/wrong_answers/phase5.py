@@ -154,6 +154,7 @@ WRONG = {
             "other instructions are",
         ),
         Wrong("upside down", {"return old / new": "return new / old"}, "upside down"),
+        Wrong("a gain without its one", {"return old / new": "return old / new - 1"}, "1.12, not 0.12"),
         Wrong("the other model", {"(serial_clocks(t,": "(overlapped_clocks(t,"}, "if everything overlaps"),
         Wrong(
             "a dict of clocks",
