@@ -146,6 +146,8 @@ def clocks(turns: Mapping[str, Mapping[str, float]], title: str) -> None:
     left = np.zeros(len(names))
     for kind, look in KIND_LOOKS.items():
         widths = np.array([turns[name].get(kind, 0) for name in names])
+        if not widths.any():
+            continue
         ax.barh(names, widths, 0.7, left=left, label=kind, **look)
         left += widths
     for y, total in enumerate(left):
@@ -183,9 +185,9 @@ def between(
                         textcoords="offset points", ha="center", va="center",
                         bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
         ax.plot(recorded, y, "o", color=COLORS["tiled"], markersize=8)
-        ax.annotate(f"{recorded:.0f}", (recorded, y - 0.2), (0, 2), textcoords="offset points", ha="center",
+        ax.annotate(f"{recorded:.0f}", (recorded, y - 0.2), (0, 5), textcoords="offset points", ha="center",
                     fontsize=9)  # fmt: skip
-    ax.axvline(product, color=COLORS["limit"], linewidth=1.2, linestyle="--")
+    ax.axvline(product, color=COLORS["limit"], linewidth=1.2, linestyle="--", zorder=0)
     ax.annotate(f"large product: {product:.0f}", (product, -0.6), (0, 3), textcoords="offset points", ha="center",
                 fontsize=8)  # fmt: skip
     ax.set_yticks(range(len(cases)), list(cases))
