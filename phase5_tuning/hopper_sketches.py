@@ -22,6 +22,10 @@ PRODUCTS = {
 
 
 LEGEND = "left factor in shared memory", "left factor in registers"
+LEFT_FACTORS = {  # one color, as a lane's name says which product it is
+    "S": dict(facecolor=COLORS["tiled"]),
+    "PV": dict(facecolor=COLORS["tiled"], hatch="//"),
+}
 
 
 def turns(
@@ -70,7 +74,7 @@ def turns(
     axes[-1, 0].set_xlabel("instruction of one turn, in the order of the listing")
     handles = [
         Patch(**look, edgecolor="white", label=label)
-        for look, label in zip(PRODUCTS.values(), legend, strict=True)
+        for look, label in zip((LEFT_FACTORS if names else PRODUCTS).values(), legend, strict=True)
     ]
     fig.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
     style.show(fig, alt=" ".join(_said(*item, names) for item in bodies.items()))
@@ -81,7 +85,9 @@ def _named_lanes(ax, body, names, wide):
     lanes = [*(name.replace("^T", "$^T$") for name in names), LANES[-1]]
     products = [span for span in listing.under_way(body) if span[0] != "copy"]
     for y, (kind, first, last) in enumerate(products):
-        box = Rectangle((first, y + 0.1), last - first, 0.8, edgecolor="white", **PRODUCTS[kind])
+        box = Rectangle(
+            (first, y + 0.1), last - first, 0.8, edgecolor="white", **LEFT_FACTORS[kind]
+        )
         ax.add_patch(box)
     at = [n for n, x in enumerate(body) if x.what == "exponential"]
     ax.vlines(at, len(names) + 0.1, len(names) + 0.9, color=COLORS["state"], linewidth=1)
