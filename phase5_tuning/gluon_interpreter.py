@@ -87,8 +87,13 @@ class Thread:
         self.done = True
         self.scheduler.back.release()
 
-    def wait(self, ready: Callable[[], bool] | None = None, why: str = "") -> None:
-        """Let others run, until ready() is true."""
+    def waits_for(self) -> str:
+        return self.why() if callable(self.why) else self.why
+
+    def wait(
+        self, ready: Callable[[], bool] | None = None, why: str | Callable[[], str] = ""
+    ) -> None:
+        """Let others run, until ready() is true. why: in words, or what returns them later."""
         self.ready, self.why = ready, why
         self.scheduler.back.release()
         self.turn.acquire()
@@ -129,7 +134,7 @@ class Scheduler:
             elif able:
                 self._step(self.random.choices(able, [t.speed for t in able])[0])
             else:
-                said = (f"{t.name} waits for {t.why}" for t in self.threads if t.why)
+                said = (f"{t.name} waits for {t.waits_for()}" for t in self.threads if t.why)
                 raise Deadlock(f"nobody can go on: {'; '.join(said)}")
         raise Deadlock(f"the kernel has not ended after {STEPS} turns")
 
@@ -566,7 +571,10 @@ class _Mbarrier:
 
     @staticmethod
     def wait(barrier, parity):
-        _me().wait(lambda: barrier.completed & 1 != parity, f"{barrier.name}, parity {int(parity)}")
+        def why():  # the phase may go on while a thread waits
+            return f"{barrier.name}, parity {int(parity)}, in phase {barrier.completed}"
+
+        _me().wait(lambda: barrier.completed & 1 != parity, why)
 
 
 class _Tma:

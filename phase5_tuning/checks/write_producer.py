@@ -1,6 +1,7 @@
 """Runs the forward kernel with the answer's producer in many orders of turns, counts its copies, and compiles it."""
 
 import contextlib
+from collections import Counter
 from unittest import mock
 
 from common import make_qkv
@@ -51,21 +52,21 @@ def _check_case(answer, case):
         except (Deadlock, Race, Unfenced) as error:
             reject(f"{said}: {type(error).__name__}: {error}")
         if not torch.equal(o, right):
-            reject(f"{said}: {_difference(o, right)}")
-        if copies != needed:
+            reject(f"{said}: {_difference(o, right)}{_astray(copies, needed)}")
+        if copies.total() != needed.total():
             reject(
-                f"{said}: {copies} tiles are copied into shared memory, where {needed} are needed"
+                f"{said}: {copies.total()} tiles are copied into shared memory, where {needed.total()} are "
+                f"needed{_astray(copies, needed)}"
             )
 
 
 def _run(q, k, v, is_causal, replaced=(), seed=0):
-    """(o, how many tiles were copied into shared memory)"""
-    copies = 0
+    """(o, how often each tile was copied into shared memory)"""
+    copies = Counter()
 
-    def counted(*args):
-        nonlocal copies
-        copies += 1
-        return load(*args)
+    def counted(descriptor, place, barrier, shared):
+        copies[shared.name.partition("[")[0], *map(int, place[:3])] += 1
+        return load(descriptor, place, barrier, shared)
 
     load = gluon_interpreter.Load
     fn = gluon_interpreter.attention(seed=seed, replaced=replaced)
@@ -119,6 +120,19 @@ def _difference(o, right):
     if o[wrong].isnan().any():
         return f"{where}: it is NaN there, as shared memory is before the first copy into it"
     return where
+
+
+def _astray(copies, needed):
+    """A tile that is copied and not needed, and one that is needed and not copied, in words."""
+    words = ""
+    for tiles, said in (
+        (copies - needed, "copied, not needed"),
+        (needed - copies, "needed, not copied"),
+    ):
+        if tiles:
+            name, b, h, row = min(tiles)
+            words += f"; {said}: {name} of head {h}, batch {b}, from row {row} on"
+    return words
 
 
 def _check_compiled(answer):

@@ -15,9 +15,8 @@ A program takes one tile of queries after another: turns 0, 1, 2, ... For each t
   barrier for each slot of the ring.
 
 A full barrier completes a phase with one arrival and all announced bytes, an empty one when all consumers have arrived.
-Consumers arrive at `q_empty` of a turn's place when its output has left. They wait for that in the next turn, once they
-have its queries and first keys, so never wait for it before these are sent. Wait at empty barriers only: a producer
-runs ahead as far as there is room.
+For the place of turn t, consumers arrive at `q_empty` in turn t + 1, once they have its queries and first keys. So send
+these before you wait for turn t's arrival. Wait at empty barriers only: a producer runs ahead as far as there is room.
 
     mbarrier.wait(barrier, parity)      mbarrier.arrive(barrier, count=1)
     mbarrier.expect(barrier, nbytes)    one arrival, and so many bytes that will come. nbytes must be known when the

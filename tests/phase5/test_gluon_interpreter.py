@@ -388,7 +388,7 @@ def test_a_word_of_the_kernels_may_be_replaced():
         pass
 
     fn = gluon_interpreter.attention(replaced=[(hopper_forward._produce, no_more)])
-    with pytest.raises(Deadlock, match=r"consume 0 of program 0 waits for q_full\[0\], parity 0"):
+    with pytest.raises(Deadlock, match=r"consume 0 of program 0 waits for q_full\[0\], parity 0, in phase 0"):
         fn(q, k, v, is_causal=False, scale=None, enable_gqa=False)
 
 

@@ -482,9 +482,17 @@ WRONG = {
             },
             "waits for kv_full[0], parity 0",
         ),
-        Wrong("values of the same step", {"right = start_n + BLOCK_N": "right = start_n"}, "o is wrong in"),
-        Wrong("the queries' head", {"[b, h_kv, start_n, 0]": "[b, h, start_n, 0]"}, "o is wrong in"),
-        Wrong("all consumers have the first's queries", {"row + c * ROWS": "row"}, "o is wrong in"),
+        Wrong(
+            "values of the same step",
+            {"right = start_n + BLOCK_N": "right = start_n"},
+            "copied, not needed: v of head 0, batch 0, from row -128 on",
+        ),
+        Wrong(
+            "the queries' head",
+            {"[b, h_kv, start_n, 0]": "[b, h, start_n, 0]"},
+            "copied, not needed: k of head 2, batch 0, from row 0 on",
+        ),
+        Wrong("all consumers have the first's queries", {"row + c * ROWS": "row"}, "needed, not copied: q of head"),
         Wrong(
             "from the first tile to the last",
             {
