@@ -10,7 +10,7 @@ Models, on a CPU: gluon_interpreter (runs the Hopper kernels), hopper_model (tim
 Measurement: bench, hopper_bench, context_bench (speed beside peers), hopper_beside, host, power, counters (one
     question each), compile_all and listing (machine code), hopper_launches (the chapter's kernels, compiled).
 Records read: hopper_records (tables), figures, hopper_figures, hopper_sketches, context_figures, speeds (pictures).
-Proof: cases, which `python -m phase5_tuning` runs.
+Tests: cases, which `python -m phase5_tuning` runs.
 """
 
 from phase5_tuning.attention import FlashAttention, flash_attention
