@@ -29,7 +29,7 @@ CASES = [
      dict(layout="bshd", layout_v="sliced")),
     ("columns in other places: the last stride is any number, too", 1, 2, 2, 40, 50, 32, FP32, False, None,
      dict(layout="transposed", layout_v="bshd")),
-    ("query heads share key heads", 2, 6, 2, 40, 50, 16, FP32, False, None, {}),
+    ("query heads share key heads", 2, 6, 2, 40, 50, 16, FP32, False, None, dict(layout="bshd")),
     ("head_dim 40", 1, 2, 2, 40, 50, 40, FP32, False, None, dict(poison=True)),
     ("head_dim 5", 1, 2, 2, 20, 30, 5, FP32, False, None, dict(poison=True)),
     ("head_dim 200", 1, 1, 1, 20, 30, 200, FP16, False, None, {}),
