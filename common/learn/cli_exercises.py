@@ -266,7 +266,9 @@ def _print_verdict(exercise: Exercise, verdict: Verdict, *, short: bool = False)
     if not short or verdict.kind not in ("passed", "unfinished"):
         console.print(verdict.message, markup=False, style=None if verdict.passed else "red")
     if not short and verdict.kind == "wrong":
-        console.print(f"[dim]{exercise.explained} explains what it takes[/]", soft_wrap=True)
+        console.print(
+            f"[dim]to read again: {exercise.explained}, and what leads up to it[/]", soft_wrap=True
+        )
     if verdict.not_noted:
         console.print(verdict.not_noted, markup=False, style="yellow", soft_wrap=True)
 

@@ -6,18 +6,28 @@ import traceback
 from pathlib import Path
 
 
-def root_of(error: BaseException) -> BaseException:
-    """The error that all others in its chain came from."""
-    return _chain(error)[-1]
+def root_of(error: BaseException, path: Path | None = None) -> BaseException:
+    """The error that all others in its chain came from; path: the learner's file."""
+    return _chain(error, path)[-1]
 
 
-def _chain(error: BaseException) -> list[BaseException]:
-    """An error, and each that led to the one before; `raise e from e` leads to itself."""
+def _chain(error: BaseException, path: Path | None = None) -> list[BaseException]:
+    """An error, and each that led to the one before; `raise e from e` leads to itself.
+
+    What a line of the learner's file raises in an `except` is a mistake of its own: what was being
+    handled there did not lead to it.
+    """
     chain = []
     while error and not any(error is known for known in chain):
         chain.append(error)
-        error = error.__cause__ or error.__context__
+        handled = None if path and _raised_in(error, path) else error.__context__
+        error = error.__cause__ or handled
     return chain
+
+
+def _raised_in(error: BaseException, path: Path) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename) == path
 
 
 def is_stub(error: BaseException) -> bool:
@@ -33,8 +43,8 @@ def described(error: BaseException, path: Path) -> str:
     The interpreter wraps an error inside a function of Triton in one for each call that led there:
     the innermost line of the file is in the traceback nearest to the root that has one.
     """
-    root = root_of(error)
-    own = next((own for e in reversed(_chain(error)) if (own := _own_frames(e, path))), None)
+    root = root_of(error, path)
+    own = next((own for e in reversed(_chain(error, path)) if (own := _own_frames(e, path))), None)
     if is_stub(root):
         so_far = "".join(getattr(root, "__notes__", ()))
         return so_far + (

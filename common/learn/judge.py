@@ -326,7 +326,7 @@ def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
         return dict(kind="wrong", message=str(wrong))
     # SystemExit and KeyboardInterrupt too, if the answer raises them.
     except BaseException as error:
-        kind = "unfinished" if errors.is_stub(errors.root_of(error)) else "error"
+        kind = "unfinished" if errors.is_stub(errors.root_of(error, path)) else "error"
         return dict(kind=kind, message=errors.described(error, path))
 
 

@@ -207,6 +207,22 @@ def test_the_root_of_an_error_is_its_cause_before_what_was_handled_meanwhile():
     assert errors.root_of(outer) is cause
 
 
+IN_EXCEPT = """
+def run():
+    try:
+        {}["missing"]
+    except ValueError.of_mine:
+        pass
+"""
+
+
+def test_a_mistake_in_an_except_is_named_before_what_was_handled_there(tmp_path):
+    message = ran(IN_EXCEPT, tmp_path)["message"]
+    assert "line 5, in run: except ValueError.of_mine:" in message
+    assert "AttributeError" in message
+    assert "KeyError" not in message
+
+
 BRANCH = """
 import torch, triton
 import triton.language as tl
