@@ -32,11 +32,13 @@ def turns(
     bodies: Mapping[str, Sequence[listing.Instruction]],
     names: Sequence[str] = (),
     legend: Sequence[str] = LEGEND,
+    masked: tuple[int, int] | None = None,
 ) -> None:
     """Turns of loops in machine code, one strip each: what may be under way at which instruction.
 
     bodies: title -> the instructions of a turn. names: of the products, if they are not S and PV;
     then each has a lane of its own, and copies have none. legend: what the two colors of products say.
+    masked: the first and the last position of a mask that most turns skip.
     """
     style.use()
     height = 0.4 * (len(names) + 1) if names else 1.75
@@ -64,6 +66,10 @@ def turns(
             ax.add_patch(box)
         at = [n for n, x in enumerate(body) if x.what == "exponential"]
         ax.vlines(at, 0.1, 0.85, color=COLORS["state"], linewidth=1)
+        if masked:
+            first, last = masked
+            ax.axvspan(first, last + 1, color=COLORS["faint"], linewidth=0)
+            ax.text((first + last + 1) / 2, 1.5, "mask, mostly skipped", ha="center", va="center")
         ax.set_xlim(0, len(body))
         ax.set_ylim(0, 3)
         ax.set_yticks([2.5, 1.5, 0.5], LANES)
@@ -77,7 +83,10 @@ def turns(
         for look, label in zip((LEFT_FACTORS if names else PRODUCTS).values(), legend, strict=True)
     ]
     fig.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
-    style.show(fig, alt=" ".join(_said(*item, names) for item in bodies.items()))
+    said = [_said(*item, names) for item in bodies.items()]
+    if masked:
+        said.append(f"A mask, mostly skipped, stands from {masked[0] + 1} to {masked[1] + 1}.")
+    style.show(fig, alt=" ".join(said))
 
 
 def _named_lanes(ax, body, names, wide):

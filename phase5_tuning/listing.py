@@ -136,6 +136,18 @@ def under_way(body: list[Instruction]) -> list[tuple[str, int, int]]:
     return spans
 
 
+def mask(body: list[Instruction]) -> tuple[int, int]:
+    """(first, last) position of the mask: what a branch skips if it holds a mask's selects and no exponential."""
+    position = {x.address: n for n, x in enumerate(body)}
+    for n, x in enumerate(body):
+        to = re.search(r"^(?:@!?\w+ )?BRA\b.*?(0x[0-9a-f]+)", x.text)
+        end = position.get(int(to[1], 16), 0) if to else 0
+        skipped = [y.opcode.split(".")[0] for y in body[n + 1 : end]]
+        if skipped.count("FSEL") >= 32 and "MUFU" not in skipped:
+            return n + 1, end - 1
+    raise ValueError("this turn skips no mask")
+
+
 def hidden(body: list[Instruction]) -> tuple[int, int]:
     """(exponentials issued while a product of the same warps may be under way, exponentials)."""
     products = [(first, last) for name, first, last in under_way(body) if name != "copy"]

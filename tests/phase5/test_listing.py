@@ -2,6 +2,8 @@
 
 from phase5_tuning import listing
 
+import pytest
+
 SETS = """
         /*0000*/                   UTMALDG.4D [UR8], [UR4] ;             /* 0x0000 */
         /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3 ;  /* 0x0000 */
@@ -38,6 +40,14 @@ def test_products_are_under_way_until_they_are_waited_for():
     body = listing.turn(SASS)
     assert listing.under_way(body) == [("copy", 0, 1), ("S", 2, 10), ("PV", 6, 21)]
     assert listing.hidden(body) == (10, 20)
+
+
+def test_a_mask_is_what_a_branch_skips():
+    texts = ["@!P0 BRA 0x240", "ISETP.GE.AND P1, PT, R2, R3, PT", *["FSEL R5, R5, -INF, P1"] * 34, "MUFU.EX2 R5, R5"]
+    code = [listing.Instruction(16 * n, text) for n, text in enumerate(texts)]
+    assert listing.mask(code) == (1, 35)
+    with pytest.raises(ValueError, match="no mask"):
+        listing.mask(code[1:])
 
 
 def test_the_outline_names_what_is_waited_for():
