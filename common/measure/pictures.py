@@ -1,5 +1,5 @@
-"""Pictures of measurements: recorded GPU runs (phaseN_x/results/*.json), each with its provenance
-underneath, and bytes that were counted.
+"""Pictures of measurements: recorded GPU runs (phaseN_x/results/*.json), with their provenance
+underneath, and bytes that were counted. signed=False leaves it to the next picture of the same record.
 """
 
 import textwrap
@@ -248,7 +248,11 @@ _PEERS = {
 
 
 def waterfall(
-    record: dict, names: dict[str, str], cases: list[tuple], predicted: dict[tuple, dict]
+    record: dict,
+    names: dict[str, str],
+    cases: list[tuple],
+    predicted: dict[tuple, dict],
+    signed: bool = True,
 ) -> None:
     """Phase 5: the ladder. Each rung's TFLOP/s, the step from the rung before, and what was predicted.
     A step of less than 2 percent is grey: it may be noise.
@@ -310,10 +314,10 @@ def waterfall(
         steps = (f"{names[p]} {tflops[p]:.0f}" for p in shown)
         said.append(f"{title}: {', '.join(steps)}; SDPA flash {peer or 0:.0f}")
     np.atleast_1d(axes)[0].set_ylabel("TFLOP/s (diamond: predicted)" if predicted else "TFLOP/s")
-    _signed(fig, record, alt=f"TFLOP/s after each rung. {'. '.join(said)}.")
+    _signed(fig, *[record] * signed, alt=f"TFLOP/s after each rung. {'. '.join(said)}.")
 
 
-def peers(record: dict, mode: str) -> None:
+def peers(record: dict, mode: str, signed: bool = True) -> None:
     """Phase 5: TFLOP/s against sequence length beside all peers, a panel for each head_dim and mask."""
     use()
     fig, axes = plt.subplots(2, 2, figsize=(9, 6.2), layout="constrained", sharex=True, sharey=True)
@@ -354,7 +358,7 @@ def peers(record: dict, mode: str) -> None:
         handles.values(), handles, loc="outside upper center", ncols=columns or 1, fontsize=9
     )
     alt = f"TFLOP/s against the sequence length. At the longest, {'; '.join(said)}; a large product {ceiling:.0f}."
-    _signed(fig, record, alt=alt)
+    _signed(fig, *[record] * signed, alt=alt)
 
 
 def long_sweep(record: dict, dtype: str = "bf16", head_dims: tuple[int, ...] = (64, 128)) -> None:
