@@ -208,9 +208,18 @@ def between(
     )
 
 
-def schedules(runs: Mapping[str, Sequence[tuple[int, float, float, int]]], tiles: int) -> None:
-    """Programs of causal tiles on a few slots: who runs when. runs: title -> (slot, start, end, tile)."""
+def schedules(
+    runs: Mapping[str, Sequence[tuple[int, float, float, int]]],
+    tiles: int,
+    what: str = "program",
+    row: str = "slot",
+) -> None:
+    """Programs of causal tiles on a few slots: who runs when. runs: title -> (slot, start, end, tile).
+
+    what, row: what a box and a row stand for.
+    """
     style.use()
+    longest = max(end for bars in runs.values() for _, _, end, _ in bars)
     fig, axes = plt.subplots(
         1, len(runs), figsize=(8.8, 2.6), layout="constrained", sharex=True, sharey=True
     )
@@ -225,7 +234,7 @@ def schedules(runs: Mapping[str, Sequence[tuple[int, float, float, int]]], tiles
                 ec="white",
             )
             ax.add_patch(box)
-            if end - start > 2:
+            if end - start > 0.03 * longest:  # there is room for the number
                 color = "white" if shade < 0.6 else COLORS["ink"]
                 ax.text(
                     (start + end) / 2,
@@ -242,10 +251,10 @@ def schedules(runs: Mapping[str, Sequence[tuple[int, float, float, int]]], tiles
         ax.set_ylim(max(b[0] for b in bars) + 1, 0)
         ax.set_yticks([])
         ax.set_xlabel("time, in tiles of keys")
-    axes[0].set_xlim(0, 1.04 * max(b[2] for bars in runs.values() for b in bars))
-    axes[0].set_ylabel("slots for programs")
+    axes[0].set_xlim(0, 1.04 * longest)
+    axes[0].set_ylabel(f"{row}s for {what}s")
     ends = (f"{title}: {max(end for _, _, end, _ in bars):.0f}" for title, bars in runs.items())
     style.show(
         fig,
-        alt=f"Programs as boxes, a row for each slot. Done, in tiles of keys: {', '.join(ends)}.",
+        alt=f"{what.capitalize()}s as boxes, a row for each {row}. Done, in tiles of keys: {', '.join(ends)}.",
     )

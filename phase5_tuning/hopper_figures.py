@@ -32,6 +32,8 @@ def timeline(
 ) -> None:
     """Draw one timeline or several, by title: copies, products, and what each consumer does itself.
 
+    Products have a lane for each actor, and so have copies if several actors ask for them.
+
     start, end: the part to draw, in microseconds; to the end of the longest run if no end is given.
     """
     runs = {"": runs} if isinstance(runs, Timeline) else runs
@@ -82,6 +84,7 @@ def _consumers(run):
 def _draw(ax, run, start, end):
     ax.set_xlim(start, end)
     consumers = _consumers(run)
+    asking = sorted({interval.actor for interval in run.of("TMA")})
     rows = ["TMA", "tensor cores", *consumers]
     for y, row in enumerate(rows):
         lanes = []  # when each is free again
@@ -90,6 +93,8 @@ def _draw(ax, run, start, end):
                 continue
             if row == "tensor cores":  # they take turns: a lane for each actor
                 lane, count = consumers.index(interval.actor), len(consumers)
+            elif row == "TMA" and len(asking) > 1:
+                lane, count = asking.index(interval.actor), len(asking)
             elif row == "TMA":
                 lane = next((i for i, free in enumerate(lanes) if free <= interval.start), 0)
                 if not lanes or lanes[lane] > interval.start:

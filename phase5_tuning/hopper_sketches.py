@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-# --- 1 and 5. turns of a loop -------------------------------------------------------------------------------------
+# --- 5. turns of a loop -------------------------------------------------------------------------------------------
 
 LANES = ("copy under way", "product under way", "exponentials")
 PRODUCTS = {
@@ -31,14 +31,13 @@ LEFT_FACTORS = {  # one color, as a lane's name says which product it is
 def turns(
     bodies: Mapping[str, Sequence[listing.Instruction]],
     names: Sequence[str] = (),
-    legend: Sequence[str] = LEGEND,
     masked: tuple[int, int] | None = None,
 ) -> None:
     """Turns of loops in machine code, one strip each: what may be under way at which instruction.
 
     bodies: title -> the instructions of a turn. names: of the products, if they are not S and PV;
-    then each has a lane of its own, and copies have none. legend: what the two colors of products say.
-    masked: the first and the last position of a mask that most turns skip.
+    then each has a lane of its own, and copies have none. masked: the first and the last position of
+    a mask that most turns skip.
     """
     style.use()
     height = 0.4 * (len(names) + 1) if names else 1.75
@@ -80,7 +79,7 @@ def turns(
     axes[-1, 0].set_xlabel("instruction of one turn, in the order of the listing")
     handles = [
         Patch(**look, edgecolor="white", label=label)
-        for look, label in zip((LEFT_FACTORS if names else PRODUCTS).values(), legend, strict=True)
+        for look, label in zip((LEFT_FACTORS if names else PRODUCTS).values(), LEGEND, strict=True)
     ]
     fig.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
     said = [_said(*item, names) for item in bodies.items()]
@@ -120,35 +119,6 @@ def _said(title, body, names):
         f"{title}: {len(body)} instructions; under way: {spans}; {hidden} of {exponentials} exponentials "
         "stand between the start of a product and its wait."
     )
-
-
-def busy(units: Mapping[str, Mapping[str, float]]) -> None:
-    """Clocks of each unit of a multiprocessor for one turn. units: title -> unit -> clocks."""
-    fig, ax = style.new(7.4, 0.55 * len(units) + 1.4)
-    looks = {
-        "S": dict(color=COLORS["tiled"]),
-        "softmax": dict(color=COLORS["state"], hatch="..", edgecolor="white"),
-        "PV": dict(color=COLORS["v"], hatch="//", edgecolor="white"),
-    }
-    left = np.zeros(len(units))
-    for name, look in looks.items():
-        widths = np.array([unit[name] for unit in units.values()])
-        bars = ax.barh(list(units), widths, 0.6, left=left, label=name, **look)
-        for bar, width in zip(bars, widths, strict=True):
-            middle = bar.get_x() + width / 2, bar.get_y() + 0.3
-            ax.text(
-                *middle, f"{width:.0f}", ha="center", va="center", fontsize=9,
-                bbox=dict(facecolor="white", edgecolor="none", pad=1),
-            )  # fmt: skip
-        left += widths
-    ax.invert_yaxis()
-    ax.set_xlabel("clocks, if one follows the other")
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, fontsize=9)
-    said = "; ".join(
-        f"{title}: " + ", ".join(f"{name} {clocks:.0f}" for name, clocks in unit.items())
-        for title, unit in units.items()
-    )
-    style.show(fig, alt=f"Clocks of one turn, one unit after the other. {said}.")
 
 
 # --- 2. the ring --------------------------------------------------------------------------------------------------
@@ -307,7 +277,10 @@ def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> Non
             )  # fmt: skip
             left += kib
     ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.2)
-    ax.text(limit, -0.55, f"{limit:.0f}", ha="center", va="bottom", fontsize=9)
+    above = ax.get_xaxis_transform()  # y in shares of the axes
+    ax.text(
+        limit, 1.02, f"limit {limit:.0f}", ha="center", va="bottom", fontsize=9, transform=above
+    )
     ax.set_yticks(range(len(parts)), parts)
     ax.set_ylim(len(parts) - 0.5, -0.6)
     ax.set_xlim(0, 1.04 * limit)
