@@ -64,3 +64,18 @@ def test_both_passes_are_sorted_by_the_time_of_both():
     _, first, second = map(str.split, hopper_records.both_passes(record).splitlines())
     assert first == ["this", "chapter", "1.25", "2.00", "3.00"]
     assert second == ["cuDNN", "1.00", "3.00", "4.50"]
+
+
+def test_the_table_of_two_runs_counts_what_it_leaves_out():
+    cases = [("fp16", "fwd", 64, False, seq) for seq in (1024, 4096, 16384)]
+    first = dict(zip(cases, [(0.97, 1.0), (1.0, 0.99), (1.0, 1.0)], strict=True))
+    again = dict(zip(cases, [(1.0, 1.0), (0.99, 0.9), (1.0, 1.0)], strict=True))
+    lines = hopper_records.table_of_runs(first, again).splitlines()
+    assert [line.split(",")[4].split()[0] for line in lines if line.startswith("fwd")] == ["1024"]
+    assert "left out: 2 of 3 cases; 1 of these are below 0.98" in "\n".join(lines)
+
+
+def test_instructions_before_and_after_are_of_one_case():
+    before, counters = (records.load("phase5_tuning", f"h200_{name}") for name in ("hopper_counters", "counters"))
+    _, *rows = hopper_records.table_of_instructions(before, counters).splitlines()
+    assert [int(row.split()[-2]) for row in rows] == [693, 122, 1433]
