@@ -271,7 +271,7 @@ def test_a_notebook_that_cannot_be_read_is_a_failed_step(spoil, words, broken_co
 
 
 def test_a_notebook_whose_kernel_cannot_start_is_a_failed_step(broken_course, monkeypatch):
-    def execute(self):
+    def execute(self, **_):
         raise RuntimeError("Kernel died before replying to kernel_info")
 
     monkeypatch.setattr(notebooks.NotebookClient, "execute", execute)
