@@ -153,44 +153,41 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
 
 
 def roofline(
-    points: Mapping[str, tuple[float, float]],
+    points: Mapping[str, tuple[float, float, float]],
     copy: float,
     gemm: float,
 ) -> None:
-    """`points`: name -> (FLOPs, bytes), on the roof: `copy` bytes/s and `gemm` FLOP/s, as measured."""
+    """`points`: name -> (FLOPs, bytes, seconds to compute), under the roof of `copy` bytes/s and
+    `gemm` FLOP/s, as measured. A point that exponentials keep below the roof is a diamond.
+    """
     _, ax = style.new(7.6, 3.6)
-    x = np.logspace(-0.5, 4.5, 200)
+    x = np.logspace(-0.5, 5.4, 200)
     ridge = gemm / copy
     ax.loglog(x, np.minimum(x * copy, gemm) / 1e12, color=INK)
     ax.axvline(ridge, color=INK, lw=1, ls=":")
     ax.text(ridge * 1.1, 1.25, f"ridge: {ridge:.0f} FLOP/byte", size=8)
-    ax.text(4.2, 15, f"HBM: {copy / 1e12:.2f} TB/s", rotation=34, size=8, ha="left", va="top")
+    ax.text(4.2, 15, f"HBM: {copy / 1e12:.2f} TB/s", rotation=36, size=8, ha="left", va="top")
     ax.text(ridge * 1.1, gemm / 1e12 * 1.15, f"tensor cores: {gemm / 1e12:.0f} TFLOP/s", size=8)
-    for name, (flops, moved) in points.items():
-        intensity = flops / moved
-        bound = intensity < ridge
+    said = []
+    for name, (flops, moved, seconds) in points.items():
+        intensity, height = flops / moved, flops / max(moved / copy, seconds) / 1e12
+        bound, below = intensity < ridge, height < 0.99 * min(flops / moved * copy, gemm) / 1e12
         color = style.COLORS["bad"] if bound else style.COLORS["tiled"]
-        height = min(intensity * copy, gemm) / 1e12
-        ax.plot(intensity, height, "o" if bound else "s", color=color, ms=7)
-        ax.annotate(
-            name,
-            (intensity, height),
-            (-7, 4) if bound else (-8, -11),
-            textcoords="offset points",
-            size=9,
-            ha="right",
-        )
+        ax.plot(intensity, height, "o" if bound else "D" if below else "s", color=color, ms=7)
+        place = dict(textcoords="offset points", size=9)
+        where = dict(xytext=(-7, 4), ha="right") if bound else dict(xytext=(9, -4 if below else 6))
+        words = f"{name}: {height:.0f} TFLOP/s" if below else name
+        ax.annotate(words, (intensity, height), **where, **place)
+        said.append(f"{name} {intensity:.3g}, at {height:.0f} TFLOP/s")
     ax.set(
         xlabel="arithmetic intensity in FLOP per byte of HBM traffic", ylabel="attainable TFLOP/s"
     )
-    ax.set(xlim=(0.4, 3e4), ylim=(1, 1700))
+    ax.set(xlim=(0.4, 2.5e5), ylim=(1, 1700))
     ax.set_title("A roofline: what the memory allows, and what the tensor cores allow")
     style.show(
         ax.figure,
         f"A roofline. Attainable speed rises with arithmetic intensity at {copy / 1e12:.2f} TB/s up to "
-        f"{gemm / 1e12:.0f} TFLOP/s at {ridge:.0f} FLOP per byte. In FLOP per byte: "
-        + ", ".join(f"{name} {flops / moved:.3g}" for name, (flops, moved) in points.items())
-        + ".",
+        f"{gemm / 1e12:.0f} TFLOP/s at {ridge:.0f} FLOP per byte. In FLOP per byte: {'; '.join(said)}.",
     )
 
 
@@ -247,14 +244,14 @@ def programs_and_mask(n: int = 10, block: int = 4) -> None:
         center, offsets = (left + right) / 2, f"{p} * {block} + arange(0, {block})"
         ax.text(center, -1.75, f"program {p}", size=9, weight="bold", **middle)
         ax.text(center, -2.45, offsets, size=8, family="monospace", **middle)
-    ax.text(-0.2, 0.5, "offset", ha="right", va="center", size=9)
-    ax.text(-0.2, -0.5, "is ours", ha="right", va="center", size=9)
+    ax.text(-0.2, 0.5, "offs", ha="right", va="center", size=9, family="monospace")
+    ax.text(-0.2, -0.5, "offs < n", ha="right", va="center", size=9, family="monospace")
     ax.text(n + (programs * block - n) / 2, 1.35, "not ours", ha="center", size=9, color=INK)
-    ax.set_title(f"A vector of {n} elements, blocks of {block}: the mask guards the last program")
+    ax.set_title(f"n = {n} elements, blocks of {block}: the mask offs < n guards the last program")
     style.show(
         ax.figure,
         f"{n} elements in {programs} blocks of {block}, one for each program. Offsets from {n} to "
-        f"{programs * block - 1} belong to the last program and are no elements; there the mask is False.",
+        f"{programs * block - 1} belong to the last program and are no elements; there the mask, offs < n, is False.",
     )
 
 
@@ -328,7 +325,7 @@ def streaming_state(row: Sequence[float]) -> None:
     style.show(
         left.figure,
         f"Left: the running maximum m over the logits {list(row)} is {m.tolist()}. Right: the sum l after each of "
-        f"them is {sums}; at a new maximum the old sum shrinks.",
+        f"them is {sums}; at the new maximum 5 the old sum is multiplied by exp(-2).",
     )
 
 
@@ -359,8 +356,11 @@ def _running_sum(ax, row, m) -> list[float]:
             bottom += part
         sums.append(round(bottom, 3))
         ax.text(k, bottom + 0.03, f"l = {bottom:.3f}", ha="center", size=9)
-    ax.annotate("a new maximum:\nthe old sum shrinks by $e^{-2}$", (2.75, 0.1), (1.62, 1.56), size=8, ha="left",
-                arrowprops=dict(arrowstyle="->", lw=0.8))  # fmt: skip
+    # The 5 comes third. A bracket holds what the sum of the first two has become.
+    old = sums[1] * math.exp(m[1] - m[2])
+    ax.plot([2.67, 2.62, 2.62, 2.67], [0.01, 0.01, old, old], color=INK, lw=1)
+    ax.annotate("a new maximum: the old sum\nis multiplied by $e^{-2}$", (2.61, old / 2), (2.47, 1.58), size=8,
+                ha="center", arrowprops=dict(arrowstyle="->", lw=0.8))  # fmt: skip
     ax.set(ylabel="l, the sum of $e^{s-m}$", ylim=(0, 1.85))
     ax.set_title("The sum l, and the term of each logit")
     return sums
