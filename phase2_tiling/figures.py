@@ -58,12 +58,15 @@ def _drawing(width, height, columns=1):
 
 def data_flow() -> None:
     """Three kernels that hand S and P on through HBM, and one that keeps them on chip."""
-    fig, (left, right) = _drawing(9.2, 3.1, 2)
+    fig, (left, right) = _drawing(9.2, 3.4, 2)
     for ax, title in ((left, "Three kernels"), (right, "One kernel")):
-        ax.add_patch(Rectangle((0, 5.0), 16.4, 4.9, fc="#F5F5F5", ec=COLORS["s"], lw=0.8))
-        ax.text(0.2, 9.55, "HBM", size=9, weight="bold", va="center", color=INK)
-        ax.text(0.2, 0.35, "on chip", size=9, weight="bold", va="center", color=INK)
-        ax.set(xlim=(-0.1, 16.5), ylim=(-0.1, 10))
+        for y, height, color, words, at in (
+            (5.0, 4.9, "#F5F5F5", "HBM", 9.55),
+            (-0.9, 5.0, "white", "on chip", -0.5),
+        ):
+            ax.add_patch(Rectangle((0, y), 16.4, height, fc=color, ec=COLORS["s"], lw=0.8))
+            ax.text(0.2, at, words, size=9, weight="bold", va="center", color=INK)
+        ax.set(xlim=(-0.1, 16.5), ylim=(-1, 10))
         ax.set_title(title)
 
     def matrix(ax, x, name, width=0.8):
@@ -93,34 +96,36 @@ def data_flow() -> None:
         right.text(x + 0.6, 9.2, name, ha="center", va="center", size=11, weight="bold", color=INK)
         return x + 0.6
 
-    _box(right, 0.3, 0.9, 15.8, 2.6)
     center = {n: tiled(x, n, chosen) for n, x, chosen in (("Q", 2.2, 1), ("O", 14.2, 1))}
     center |= {n: tiled(x, n, None) for n, x in dict(K=5.35, V=11.3).items()}
-    for x, width, name, tint in (
-        (2.15, 1.3, "Q", "q"),
-        (5.3, 1.3, "S", "s"),
-        (7.8, 1.3, "P", "s"),
-        (10.3, 2.8, "m, l, acc", "state"),
+    for x, y, width, name, tint in (
+        (2.15, 0.3, 1.3, "Q", "q"),
+        (5.3, 2.5, 1.3, "K", "k"),
+        (5.3, 0.3, 1.3, "S", "s"),
+        (7.8, 0.3, 1.3, "P", "s"),
+        (11.25, 2.5, 1.3, "V", "v"),
+        (10.5, 0.3, 2.8, "m, l, acc", "state"),
     ):
-        _box(right, x, 1.5, width, 1.3, name, TINT[tint], size=10, weight="bold")
-    for start, end in ((3.5, 5.2), (6.65, 7.7), (9.15, 10.2)):
-        _arrow(right, (start, 2.15), (end, 2.15))
-    _arrow(right, (center["Q"], 7.1), (center["Q"], 2.9))
-    _arrow(right, (center["K"], 5.3), (center["K"], 2.9))
-    _arrow(right, (center["V"], 5.3), (center["V"], 2.9))
-    look = dict(arrowstyle="-|>", mutation_scale=11, lw=1.3, color=INK)
-    bend = "arc3,rad=0.75"
-    right.add_patch(FancyArrowPatch((6.8, 5.5), (6.8, 8.7), connectionstyle=bend, **look))
+        _box(right, x, y, width, 1.1, name, TINT[tint], size=10, weight="bold")
+    for start, end in ((3.5, 5.2), (6.65, 7.7), (9.15, 10.4)):
+        _arrow(right, (start, 0.85), (end, 0.85))
+    _arrow(right, (center["Q"], 7.1), (center["Q"], 1.5))
+    for name, beside in (("K", 1.0), ("V", -1.0)):
+        _arrow(right, (center[name], 5.3), (center[name], 3.7))
+        _arrow(right, (center[name], 2.4), (center[name], 1.5))
+        _arrow(right, (center[name] + beside, 8.7), (center[name] + beside, 5.5))  # tile after tile
     text = "all tiles of\nK and V, once\nfor each tile\nof queries"
-    right.text(8.1, 7.1, text, va="center", size=8, color=INK)
-    _arrow(right, (center["O"], 2.15), (center["O"], 7.1), COLORS["bad"])
-    right.plot([13.1, center["O"]], [2.15, 2.15], color=COLORS["bad"], lw=1.3)
+    right.text(
+        (center["K"] + center["V"]) / 2, 7.1, text, ha="center", va="center", size=8, color=INK
+    )
+    _arrow(right, (center["O"], 0.85), (center["O"], 7.1), COLORS["bad"])
+    right.plot([13.3, center["O"]], [0.85, 0.85], color=COLORS["bad"], lw=1.3)
     style.show(
         fig,
         "Left, three kernels: QK^T reads Q and K from HBM and writes S there, the softmax reads S and writes P, and PV "
         "reads P and V and writes O. Right, one kernel, for one tile of Q: all tiles of K and V come in one after "
-        "another, once for each tile of queries. Tiles of S and P and the state m, l, acc stay on chip, and one tile "
-        "of O is written at the end.",
+        "another, once for each tile of queries. Tiles of S and P and the state m, l, acc stay on chip, beside the "
+        "tile of Q and the tiles of K and V that have just come in, and one tile of O is written at the end.",
     )
 
 
@@ -131,7 +136,7 @@ def matmul_orders() -> None:
     """What one step of C = X Y touches, with the sum over r as the inner loop and as the outer
     loop.
     """
-    fig, (left, right) = _drawing(8.6, 3.3, 2)
+    fig, (left, right) = _drawing(8.6, 3.5, 2)
     rows, cols, inner = 4, 5, 3
 
     def grid(ax, x, y, n_rows, n_cols, tint, chosen, name, label_below=False):
@@ -152,14 +157,14 @@ def matmul_orders() -> None:
     left.text(x + 3.5, 2.5, "C", size=12, weight="bold", ha="center", va="center", color=INK)
     _arrow(left, (0.2, 2.5), (2.8, 2.5))
     _arrow(left, (x + 3.5, y + 2.8), (x + 3.5, y + 0.2))
-    left.set_title("Sum inside: one tile of C at a time")
+    left.set_title("Sum inside:\none tile of C at a time")
     left.text((x + cols) / 2, -0.8, "C is written once", ha="center", size=9, color=INK)
 
     grid(right, 0, 0, rows, inner, "q", lambda _, r: r == 1, "X")
     grid(right, x, y, inner, cols, "k", lambda r, _: r == 1, "Y", label_below=True)
     grid(right, x, 0, rows, cols, "state", lambda i, j: True, "")
     right.text(x + 2.5, 2.5, "C", size=12, weight="bold", ha="center", va="center", color=INK)
-    right.set_title("Sum outside: one column of X at a time")
+    right.set_title("Sum outside:\none column of tiles of X at a time")
     right.text(
         (x + cols) / 2,
         -0.8,
@@ -357,11 +362,15 @@ def memory_wall(shared: Mapping[int, int], limits: Mapping[str, int]) -> None:
             color=INK,
         )
     ax.plot(seq, size, color=COLORS["unfused"], zorder=2)
-    fits = size * 1024 <= max(limits.values())
-    ax.plot(
-        seq[fits], size[fits], "o", color=COLORS["good"], ms=8, label="fits at least one of them"
-    )
-    ax.plot(seq[~fits], size[~fits], "X", color=COLORS["bad"], ms=10, label="fits none")
+    room = np.array([sum(s * 1024 <= limit for limit in limits.values()) for s in size])
+    looks = {
+        "fits all of them": (room == len(limits), dict(marker="o", color=COLORS["good"], ms=8)),
+        "fits some": ((room > 0) & (room < len(limits)),
+                      dict(marker="s", color=COLORS["good"], mfc="white", mew=2, ms=8)),
+        "fits none": (room == 0, dict(marker="X", color=COLORS["bad"], ms=10)),
+    }  # fmt: skip
+    for label, (which, look) in looks.items():
+        ax.plot(seq[which], size[which], ls="", label=label, **look)
     for x, y in zip(seq, size, strict=True):
         ax.annotate(f"{y:.0f}", (x, y), (8, -9), textcoords="offset points", size=9, color=INK)
     ax.set_xscale("log", base=2)
