@@ -160,6 +160,46 @@ def head_mapping(heads_q: int, heads_kv: int) -> None:
     )
 
 
+def padding() -> None:
+    """What the padded rows and columns of a tile of Q, K and V must hold, and why."""
+    panels = {  # padded columns, padded rows, the two reasons
+        "Q": ("0", "anything", "columns: in every dot product\nrows: not stored"),
+        "K": ("0", "anything", "columns: in every dot product\nrows: their logits become -inf"),
+        "V": ("anything", "0", "columns: not stored\nrows: times the weight 0"),
+    }
+    fig, axes = style.new(8.8, 2.6, columns=3)
+    for ax, (name, (columns, rows, why)) in zip(axes, panels.items(), strict=True):
+        style.blank(ax)
+        line = dict(edge=COLORS["ink"], size=13)
+        style.box(ax, 0, 0, name, width=5, height=2.4, color=style.TINT[name.lower()], **line)
+        parts = ((5, 0, 3, 2.4, columns), (0, 2.4, 5, 1.6, rows), (5, 2.4, 3, 1.6, "anything"))
+        for x, y, width, height, what in parts:
+            if what == "0":
+                style.box(ax, x, y, what, width=width, height=height, **line)
+                continue
+            look = dict(fc="white", ec=COLORS["s"], hatch="///", lw=0)
+            ax.add_patch(Rectangle((x, y), width, height, **look))
+            ax.add_patch(Rectangle((x, y), width, height, fill=False, ec=COLORS["ink"], lw=1.2))
+            ax.text(x + width / 2, y + height / 2, what, ha="center", va="center", fontsize=9,
+                    bbox=dict(fc="white", ec="none", pad=1.5))  # fmt: skip
+        for x, words in ((2.5, "HEAD_DIM"), (6.5, "padded")):
+            ax.text(x, -0.15, words, ha="center", va="bottom", fontsize=8)
+        for y, words in ((1.2, "exist"), (3.2, "padded")):
+            ax.text(-0.15, y, words, ha="right", va="center", rotation=90, fontsize=8)
+        ax.text(0, 4.25, why, va="top", fontsize=9)
+        ax.set(xlim=(-1.1, 8.05), ylim=(5.6, -0.7), aspect="equal")
+    title = "What the padding must hold: 0, or anything, even NaN"
+    fig.suptitle(title, fontsize=11, x=0.01, ha="left", fontweight="bold")
+    said = (
+        f"{n}: padded columns {c}, padded rows {r} ({why})" for n, (c, r, why) in panels.items()
+    )
+    style.show(
+        fig,
+        "Tiles of Q, K and V that stick out of their matrices, and what their padding must hold. "
+        f"{'. '.join(said)}. Where padded rows and columns meet: anything.".replace("\n", "; "),
+    )
+
+
 def causal_tiles(
     kind: Callable, sizes: Sequence[tuple[int, int]], block_m: int, block_n: int
 ) -> None:
