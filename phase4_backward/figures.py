@@ -81,9 +81,9 @@ def board(*rows: Mapping[str, np.ndarray], alt: str) -> None:
 
 def graph() -> None:
     """Attention as a graph: numbers run to the right, gradients run back to the left."""
-    fig, ax = style.new(8.8, 4.0)
+    fig, ax = style.new(9.2, 4.0)
     style.blank(ax)
-    places = dict(Q=(0, 3.2), K=(0, 0), S=(3.2, 1.6), P=(6.4, 1.6), V=(6.4, -1.3), O=(9.8, 1.6))
+    places = dict(Q=(0, 3.2), K=(0, 0), S=(3.2, 1.6), P=(6.4, 1.6), V=(6.4, -1.3), O=(10.8, 1.6))
     tint = dict(Q="q", K="k", V="v", O="o", S="s", P="s")
     for name, (x, y) in places.items():
         style.box(
@@ -122,18 +122,18 @@ def graph() -> None:
     step("Q", "S", r"$S = \mathrm{scale}\; Q K^\top$", above=0.45)
     step("K", "S")
     step("S", "P", "softmax", r"$dS = P \ast (dP - \delta)$")
-    step("P", "O", r"$O = P V$", r"$dP = dO\, V^\top$", left=0.6)
+    step("P", "O", r"$O = P V$", r"$dP = dO\, V^\top$", left=0.9)
     step("V", "O")
     red = dict(fontsize=9, color=COLORS["state"], ha="left")
     ax.text(0.0, 2.85, r"$dQ = \mathrm{scale}\; dS\, K$", **red)
     ax.text(0.0, -0.45, r"$dK = \mathrm{scale}\; dS^\top Q$", **red)
     ax.text(6.4, -1.75, r"$dV = P^\top dO$", **red)
-    ax.text(9.8, 1.15, r"$\delta_i = \sum_d dO_{id}\, O_{id}$", **red)
-    _arrow(ax, (10.75, 2.8), (11.3, 2.8))
-    ax.text(11.4, 2.8, "the loss", va="center", fontsize=9)
-    _arrow(ax, (11.3, 2.0), (10.75, 2.0), COLORS["state"])
-    ax.text(11.4, 2.0, "its gradient", va="center", **red)
-    ax.set_xlim(-0.2, 12.8)
+    ax.text(10.8, 1.15, r"$\delta = \mathrm{rowsum}(dO \ast O)$", **red)
+    _arrow(ax, (11.75, 2.8), (12.3, 2.8))
+    ax.text(12.4, 2.8, "the loss", va="center", fontsize=9)
+    _arrow(ax, (12.3, 2.0), (11.75, 2.0), COLORS["state"])
+    ax.text(12.4, 2.0, "its gradient", va="center", **red)
+    ax.set_xlim(-0.2, 13.8)
     ax.set_ylim(-2.1, 5.2)
     style.show(
         fig,
@@ -182,7 +182,7 @@ def walks(tiles: int = 5) -> None:
     full and causal.
     """
     style.use()
-    fig, axes = plt.subplots(1, 4, figsize=(9.4, 3.1), layout="constrained")
+    fig, axes = plt.subplots(1, 4, figsize=(10, 3.1), layout="constrained")
     own = 2
     for n, ax in enumerate(axes):
         style.blank(ax)
@@ -220,11 +220,11 @@ def walks(tiles: int = 5) -> None:
         kernel = "dQ kernel" if by_rows else "dK/dV kernel"
         ax.set_title(f"{kernel}, {'causal' if causal else 'full'}", fontsize=10)
         ax.set_xlabel("tiles of keys", fontsize=9)
+        ax.set_ylabel("tiles of queries", fontsize=9)
         ax.xaxis.set_label_position("top")
         ax.set_xlim(-0.1, tiles + 1.7)
         ax.set_ylim(tiles + 1.4, -0.1)
         ax.set_aspect("equal")
-    axes[0].set_ylabel("tiles of queries", fontsize=9)
     style.show(
         fig,
         alt="Four grids of tiles, queries downwards and keys to the right. The dQ kernel walks along one row of "

@@ -56,12 +56,17 @@ def attempt(what: str, yours: Any, right: torch.Tensor) -> None:
     """Print whether the reader's tensor is the right one; how to make one where it is None."""
     if yours is None:
         print(f"{what}: replace None in this cell by an expression, and run it again.")
-    elif not isinstance(yours, torch.Tensor):
+        return
+    if right.ndim == 0 and isinstance(yours, int | float):
+        yours = torch.tensor(yours)
+    if not isinstance(yours, torch.Tensor):
         print(f"{what}: wanted is a tensor of shape {tuple(right.shape)}, not {yours!r}.")
     elif yours.shape != right.shape:
         print(f"{what}: its shape is {tuple(yours.shape)}, where {tuple(right.shape)} is right.")
     elif torch.allclose(yours.double(), right.double()):
         print(f"{what}: right.")
+    elif right.ndim == 0:
+        print(f"{what}: not right yet. It is {yours:.4g} where {right:.4g} is right.")
     else:
         wrong = ~torch.isclose(yours.double(), right.double())
         where = tuple(wrong.nonzero()[0].tolist())

@@ -81,3 +81,17 @@ def test_a_prediction_is_compared_with_the_answer(yours, answer, verdict, capsys
 def test_an_attempt_is_compared_at_once(yours, said, capsys):
     attempt("dV", yours, torch.ones(2, 3, dtype=torch.float64))
     assert capsys.readouterr().out == f"{said}\n"
+
+
+@pytest.mark.parametrize(
+    ("yours", "said"),
+    [
+        (-0.75, "delta: right."),
+        (torch.tensor(-0.75), "delta: right."),
+        (-0.5, "delta: not right yet. It is -0.5 where -0.75 is right."),
+        ("-0.75", "delta: wanted is a tensor of shape (), not '-0.75'."),
+    ],
+)
+def test_a_number_will_do_where_a_number_is_wanted(yours, said, capsys):
+    attempt("delta", yours, torch.tensor(-0.75).double())
+    assert capsys.readouterr().out.strip() == said
