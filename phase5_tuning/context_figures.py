@@ -131,14 +131,14 @@ def three_ways(ranks: int) -> None:
     )
 
 
-def lanes(cases: Mapping[str, tuple[float, float]], ranks: int) -> None:
-    """A rank's products and transfers over the steps; cases: title -> (products, transfer) of a step."""
+def lanes(cases: Mapping[str, tuple[int, float, float]]) -> None:
+    """A rank's products and transfers over the steps; cases: title -> (steps, products, transfer) of a step."""
     fig, axes = style.new(9.5, 2.2, columns=len(cases), sharex=True, sharey=True)
     said = []
-    for ax, (title, (products, transfer)) in zip(axes, cases.items(), strict=True):
+    for ax, (title, (steps, products, transfer)) in zip(axes, cases.items(), strict=True):
         at = 0.0
-        for step in range(ranks):
-            moving = transfer if step < ranks - 1 else 0.0
+        for step in range(steps):
+            moving = transfer if step < steps - 1 else 0.0
             ax.broken_barh([(at, products)], (1.1, 0.8), color=COLORS["tiled"], edgecolor="white")
             ax.text(at + products / 2, 1.5, f"{step}", ha="center", va="center", color="white")
             if moving:
@@ -152,8 +152,9 @@ def lanes(cases: Mapping[str, tuple[float, float]], ranks: int) -> None:
         )
         ax.grid(False)
         ax.set(xlabel="time (products of a step on the left = 1)")
-        said.append(f"{title}: {at:g} units of time, of which products {ranks * products:g}")
-    style.show(fig, alt=f"Two lanes, products and transfers, of {ranks} steps. {'; '.join(said)}.")
+        took = f"{at:g} units of time, of which products {steps * products:g}"
+        said.append(f"{title}: {steps} steps, {took}")
+    style.show(fig, alt=f"Two lanes of a rank, products and transfers. {'; '.join(said)}.")
 
 
 def hiding(

@@ -37,8 +37,12 @@ from torch.overrides import TorchFunctionMode
 
 class Rejected(Exception):
     """An answer is wrong. The message says what is wrong, in words that help to find the
-    mistake.
+    mistake. kind: of the verdict, where another process has judged.
     """
+
+    def __init__(self, message: str, kind: str = "wrong"):
+        super().__init__(message)
+        self.kind = kind
 
 
 def reject(message: str) -> None:
@@ -323,7 +327,7 @@ def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
         with _no_truth_of_blocks(path):
             return dict(kind="passed", message=check(load(path)) or "")
     except (Rejected, VerificationError) as wrong:
-        return dict(kind="wrong", message=str(wrong))
+        return dict(kind=getattr(wrong, "kind", "wrong"), message=str(wrong))
     # SystemExit and KeyboardInterrupt too, if the answer raises them.
     except BaseException as error:
         kind = "unfinished" if errors.is_stub(errors.root_of(error, path)) else "error"

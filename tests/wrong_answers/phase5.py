@@ -1396,4 +1396,118 @@ WRONG = {
             "in the order in which they are sent",
         ),
     ],
+    "real_ring": [
+        Wrong("its own keys again", {"            kv = buffer\n": ""}, "again and again"),
+        Wrong("to itself", {"dist.isend(kv, (rank + 1) % ranks)": "dist.isend(kv, rank)"}, "sends to itself, where"),
+        Wrong(
+            "the other way round",
+            {"isend(kv, (rank + 1)": "isend(kv, (rank - 1)", "irecv(buffer, (rank - 1)": "irecv(buffer, (rank + 1)"},
+            "gives the same result",
+        ),
+        Wrong("no modulo", {"(rank + 1) % ranks": "rank + 1"}, "rank 2 sends to rank 3, where rank 0"),
+        Wrong(
+            "receives from the next rank",
+            {"(rank - 1) % ranks": "(rank + 1) % ranks"},
+            "where rank 2 is the one before",
+        ),
+        Wrong("one step short", {"in range(ranks)": "in range(ranks - 1)"}, "are missing: 3 ranks take 3 steps"),
+        Wrong("sent in the last step too", {"last = step + 1 == ranks": "last = False"}, "nobody needs them"),
+        Wrong(
+            "one step too many",
+            {"in range(ranks)": "in range(ranks + 1)", "step + 1 == ranks": "step == ranks"},
+            "its own keys count twice",
+        ),
+        Wrong("no wait for what comes", {"            coming.wait()\n": ""}, "sends what may not have come yet"),
+        Wrong(
+            "what comes is copied before the wait",
+            {
+                "            coming.wait()\n            kv = buffer\n": (
+                    "            kv = buffer.clone()\n            coming.wait()\n"
+                )
+            },
+            "before wait() of its receive",
+        ),
+        Wrong(
+            "attends to what comes",
+            {"part = attention_forward(q, *kv)": "part = attention_forward(q, *(kv if last else buffer))"},
+            "attends to keys or values that may not have come yet",
+        ),
+        Wrong("no wait for a send", {"            sending.wait()\n": ""}, "has not waited for a send"),
+        Wrong("into what is being sent", {"buffer = torch.empty_like(kv)": "buffer = kv"}, "that it is sending"),
+        Wrong(
+            "what is being sent changes",
+            {
+                "            sending.wait()\n            coming.wait()\n            kv = buffer\n": (
+                    "            coming.wait()\n            kv.copy_(buffer)\n            sending.wait()\n"
+                )
+            },
+            "changed the tensor of its send 1",
+        ),
+        Wrong(
+            "added up",
+            {"            merge_(o, lse, *part)": "            o, lse = o + part[0], lse + part[1]"},
+            "are added up",
+        ),
+        Wrong("not merged", {"            merge_(o, lse, *part)": "            o, lse = part"}, "the last step alone"),
+        Wrong(
+            "keys alone travel",
+            {
+                "    kv = torch.stack((k, v))\n": "    kv = k.clone()\n",
+                "attention_forward(q, *kv)": "attention_forward(q, kv, v)",
+            },
+            "values must travel too",
+        ),
+        Wrong(
+            "a collective",
+            {
+                "    for step": (
+                    "    everybody = [torch.empty_like(kv) for _ in range(ranks)]\n"
+                    "    dist.all_gather(everybody, kv)\n    for step"
+                )
+            },
+            "all_gather is a collective",
+        ),
+        Wrong(
+            "the send that waits",
+            {
+                "sending = dist.isend(kv, (rank + 1) % ranks)": "dist.send(kv, (rank + 1) % ranks)",
+                "            sending.wait()\n": "",
+            },
+            "dist.send returns when the transfer is done",
+        ),
+        Wrong(
+            "all wait for their sends first",
+            {
+                "sending = dist.isend(kv, (rank + 1) % ranks)": "dist.isend(kv, (rank + 1) % ranks).wait()",
+                "            sending.wait()\n": "",
+            },
+            "rank 0 waits for its send 1 in line",
+        ),
+        Wrong(
+            "a receive that nobody sends",
+            {
+                "    return o, lse": (
+                    "    dist.irecv(torch.empty_like(kv), (rank - 1) % ranks).wait()\n    return o, lse"
+                )
+            },
+            "Does every rank start as many receives",
+        ),
+        Wrong(
+            "nothing travels while it attends",
+            {
+                "        part = attention_forward(q, *kv)\n": "",
+                "        if not last:\n            buffer": (
+                    "        part = attention_forward(q, *kv)\n        if not last:\n            buffer"
+                ),
+            },
+            "keys or values stand still",
+        ),
+        Wrong(
+            "values do not fit",
+            {"buffer = torch.empty_like(kv)": "buffer = torch.empty_like(k)"},
+            "All shards have one shape",
+        ),
+        Wrong("o alone", {"return o, lse": "return o"}, "expected (o, lse)"),
+        Wrong("a wrong name", {"torch.empty_like(kv)": "torch.empty_like(kvs)"}, "in ring_attention", kind="error"),
+    ],
 }

@@ -1,0 +1,389 @@
+"""Runs an answer in three processes over gloo: results, deadlocks, races, and what travels meanwhile.
+
+The check starts a process that imports the course once and forks the ranks. There `isend` and `irecv` start a
+`Transfer`, which sees what gloo does not tell: who waits for what, what changes on its way, and what is used before it
+has come. Ranks end with the process that started them, and by themselves when their time is over.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from common.learn import judge
+from common.learn.judge import Rejected, reject, require
+from common.phases import ROOT
+from phase5_tuning import forward
+
+import torch
+import torch.distributed as dist
+
+RANKS = 3
+LIMIT = 6  # seconds for a transfer; a rank has twice as many in all, and usually takes one
+SHAPES = (1, 2, 8, 16), (2, 1, 5, 32)
+COLLECTIVES = """
+    all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast
+    broadcast_object_list gather gather_object reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list
+"""
+BLOCKING = dict(send="isend", recv="irecv", send_object_list="isend", recv_object_list="irecv")
+
+
+def check(answer):
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", __name__, answer.__file__, folder],
+            cwd=ROOT,
+            env=os.environ
+            | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
+            stdin=subprocess.DEVNULL,
+            timeout=50,
+        )
+        verdicts = [_verdict(Path(folder), rank, answer.__file__) for rank in range(RANKS)]
+    failed = [of for of in verdicts if of["kind"] != "passed"]
+    # A rank that ends leaves others waiting, or without an end: what they say comes second.
+    failed.sort(key=lambda of: (of["stuck"], of["kind"] in ("timeout", "crashed")))
+    if failed and not failed[0]["stuck"]:
+        raise Rejected(failed[0]["message"], failed[0]["kind"])
+    if failed:
+        waiting = "; ".join(of["message"] for of in failed)
+        reject(f"no rank goes on: {waiting}. {failed[0]['advice']}")
+    return (
+        f"{RANKS} processes over gloo: right, nobody waits for ever, keys travel while ranks attend"
+    )
+
+
+def _verdict(folder: Path, rank: int, path: str) -> dict:
+    """What a rank has written, or why it has not, with the line of the answer where it ended."""
+    written = folder / f"{rank}.json"
+    if written.exists():
+        return json.loads(written.read_text())
+    stack = folder / f"{rank}.stack"
+    text = stack.read_text() if stack.exists() else ""
+    line = re.search(rf'File "{re.escape(path)}", line (\d+)', text)
+    where = f" It was at line {line[1]}." if line else ""
+    if text.startswith("Timeout"):
+        why = f"no result of rank {rank} after {2 * LIMIT} s: is there a loop that never ends?"
+        return dict(kind="timeout", stuck=False, message=why + where)
+    why = f"Python ended rank {rank} in the middle of the check."
+    return dict(kind="crashed", stuck=False, message=why + where)
+
+
+# --- in the process of a rank ----------------------------------------------------------------------------------------
+
+
+class Stuck(Rejected):
+    """A transfer does not end."""
+
+
+class Transfer:
+    """A send or a receive that has been started. What is received is there after `wait`, and NaN before.
+
+    gloo gets a copy, so that a mistake shows in every run, whichever rank is faster.
+    """
+
+    def __init__(self, rank: "Rank", kind: str, tensor: torch.Tensor, peer: int | None, start):
+        self.rank, self.kind, self.tensor, self.waited = rank, kind, tensor, False
+        if not tensor.is_contiguous():
+            reject(f"line {rank.line()}: isend and irecv take contiguous tensors alone")
+        rank.transfers.append(self)
+        self.number = len(rank.of(kind))
+        rank.check_start(self, peer)
+        self.copy = tensor.clone()
+        self.work = start(self.copy)
+        if kind == "receive" and tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+
+    def wait(self, *timeout) -> bool:
+        try:
+            self.work.wait(*timeout)
+        except RuntimeError as error:
+            line = self.rank.line()
+            raise Stuck(
+                f"rank {self.rank.number} waits for its {self.kind} {self.number} in line {line}"
+            ) from error
+        if not self.waited:
+            self.waited = True
+            if self.kind == "receive":
+                self.tensor.copy_(self.copy)
+            elif not torch.allclose(self.tensor, self.copy, rtol=0, atol=0, equal_nan=True):
+                reject(
+                    f"rank {self.rank.number} changed the tensor of its send {self.number} before it had waited for "
+                    "that send. The next rank may get the old numbers or the new"
+                )
+        return True
+
+    def __getattr__(self, name):
+        return getattr(self.work, name)
+
+
+class Rank:
+    """A rank: what it starts in a call of the answer, and whether it computes meanwhile."""
+
+    def __init__(self, path: str, number: int):
+        self.path, self.number = path, number
+
+    def begin(self, share: int) -> None:
+        """Before a call; share: how many numbers its keys and values have together."""
+        self.share, self.transfers, self.attended, self.idle = share, [], 0, None
+
+    def of(self, kind: str, waited: bool | None = None) -> list[Transfer]:
+        return [t for t in self.transfers if t.kind == kind and waited in (None, t.waited)]
+
+    def line(self) -> int:
+        """The innermost line of the answer that is being executed."""
+        frame = sys._getframe(1)
+        while frame and frame.f_code.co_filename != self.path:
+            frame = frame.f_back
+        return frame.f_lineno if frame else 0
+
+    def check_start(self, new: Transfer, peer: int | None) -> None:
+        after, before = (self.number + 1) % RANKS, (self.number - 1) % RANKS
+        does = f"line {self.line()}: rank {self.number} {new.kind}s"
+        turned = _TURNED if peer in (after, before) else ""
+        if new.kind == "send" and peer != after:
+            reject(f"{does} to {self._named(peer)}, where rank {after} is the next one{turned}")
+        if new.kind == "receive" and peer not in (before, None):
+            reject(
+                f"{does} from {self._named(peer)}, where rank {before} is the one before{turned}"
+            )
+        for other in self.transfers:
+            if other is new or other.waited or not _overlap(new.tensor, other.tensor):
+                continue
+            if new.kind == "receive" and other.kind == "send":
+                reject(f"{does} into the tensor that it is sending: receive into another one")
+            if new.kind == "send" and other.kind == "receive":
+                reject(f"{does} what may not have come yet: wait() of the receive first")
+            if new.kind == other.kind == "receive":
+                reject(
+                    f"{does} into a tensor into which its receive {other.number} comes: wait first"
+                )
+        opposite = self.of("receive" if new.kind == "send" else "send")
+        if len(opposite) >= new.number:
+            mine, other = new.tensor.nbytes, opposite[new.number - 1].tensor.nbytes
+            if mine != other:
+                reject(
+                    f"{does} {mine} bytes, and its {opposite[0].kind} {new.number} has {other}. All shards have one "
+                    "shape and dtype: so must have what is sent and what it is received into"
+                )
+
+    def _named(self, peer):
+        return "itself" if peer == self.number else f"rank {peer}"
+
+    def attend(self, q, k, v, *args, **options):
+        """attention_forward, watched."""
+        if any(_overlap(t.tensor, x) for t in self.of("receive", False) for x in (k, v)):
+            reject(
+                f"line {self.line()}: rank {self.number} attends to keys or values that may not have come yet: wait() "
+                "of the receive first"
+            )
+        came, leaving, coming = (
+            sum(t.tensor.numel() for t in self.of(*which))
+            for which in (("receive", True), ("send", False), ("receive", False))
+        )
+        if came < (RANKS - 1) * self.share and min(leaving, coming) < self.share:
+            self.idle = self.idle or self.line()
+        self.attended += 1
+        return _ATTEND(q, k, v, *args, **options)
+
+    def check_end(self) -> None:
+        for kind in ("send", "receive"):
+            if self.of(kind, False):
+                reject(f"rank {self.number} has not waited for a {kind} that it started")
+        sent, enough = sum(t.tensor.numel() for t in self.of("send")), (RANKS - 1) * self.share
+        if sent > enough:
+            reject(
+                f"rank {self.number} sends {sent} numbers, where {enough} are enough: in each step but the last its "
+                "keys and values, once. In the last step nobody needs them any more"
+            )
+        if not self.attended:
+            reject(
+                "attention_forward was not called, so it cannot be seen what is computed while the keys travel"
+            )
+        if self.idle:
+            reject(
+                f"line {self.idle}: rank {self.number} computes while keys or values stand still: start both transfers "
+                "before, and wait for them after"
+            )
+
+    @contextlib.contextmanager
+    def watched(self):
+        """Inside, torch.distributed and attention_forward tell this rank what they are called for."""
+
+        def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
+            peer = dst if group_dst is None else group_dst
+            return Transfer(self, "send", tensor, peer, lambda copy: _ISEND(copy, peer, tag=tag))
+
+        def irecv(tensor, src=None, group=None, tag=0, group_src=None):
+            peer = src if group_src is None else group_src
+            return Transfer(self, "receive", tensor, peer, lambda copy: _IRECV(copy, peer, tag=tag))
+
+        def batch_isend_irecv(p2p_op_list):
+            return [op.op(op.tensor, op.peer, tag=op.tag) for op in p2p_op_list]
+
+        def refused(name, why):
+            def call(*_, **__):
+                reject(f"line {self.line()}: dist.{name} {why}")
+
+            return call
+
+        replaced = dict(isend=isend, irecv=irecv, batch_isend_irecv=batch_isend_irecv)
+        for name in COLLECTIVES.split():
+            why = "is a collective of all ranks. Here a rank talks to its neighbors alone, by isend and irecv"
+            replaced[name] = refused(name, why)
+        for name, instead in BLOCKING.items():
+            why = (
+                "returns when the transfer is done, so nothing is computed meanwhile. If all ranks send first, nobody "
+                f"gets to receiving: a deadlock. Start both, with {instead} here, then wait"
+            )
+            replaced[name] = refused(name, why)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(forward, "attention_forward", self.attend))
+            for module in (dist, dist.distributed_c10d):  # P2POp compares with the latter's
+                stack.enter_context(mock.patch.multiple(module, **replaced))
+            yield
+
+
+_ATTEND, _ISEND, _IRECV = forward.attention_forward, dist.isend, dist.irecv
+_TURNED = (
+    ". Without a mask a ring that turns the other way gives the same result; with one (section 3.2) a rank must know "
+    "whose keys it holds"
+)
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
+def _play(answer, here: Rank) -> str:
+    """One rank's calls of the answer, each judged."""
+    for shape in SHAPES:
+        everybody = [
+            torch.randn(3, *shape, generator=torch.Generator().manual_seed(rank))
+            for rank in range(RANKS)
+        ]
+        q, k, v = (t.clone() for t in everybody[here.number])
+        here.begin(k.numel() + v.numel())
+        got = answer.ring_attention(q, k, v)
+        if not (isinstance(got, tuple) and len(got) == 2):
+            reject(f"expected (o, lse) from each rank, got {type(got).__name__}")
+        if not all(map(torch.equal, (q, k, v), everybody[here.number])):
+            reject(f"rank {here.number} has written into its inputs")
+        _check_result(here.number, everybody, *got)
+        here.check_end()
+    return "right"
+
+
+def _check_result(number: int, everybody: list[torch.Tensor], o, lse) -> None:
+    q, _, own_v = everybody[number]
+    parts = [_attention(q, k, v) for _, k, v in everybody]
+    own, next_one = parts[number], (number + 1) % RANKS
+    others = [of for rank, of in enumerate(parts) if rank != next_one]
+    wrong = {
+        "these are its own keys alone": own,
+        "these are the keys of the last step alone: merge each part into the result": parts[
+            next_one
+        ],
+        "the parts are added up: merge them": tuple(map(sum, zip(*parts, strict=True))),
+        "its own keys were merged again and again: attend to what came": _merged([own] * RANKS),
+        f"the keys of rank {next_one} are missing: {RANKS} ranks take {RANKS} steps": _merged(
+            others
+        ),
+        f"its own keys count twice: {RANKS} ranks take {RANKS} steps": _merged([*parts, own]),
+        "keys of all ranks, with the values of its own: values must travel too": _merged(
+            [_attention(q, k, own_v) for _, k, _ in everybody]
+        ),
+        "keys and values of other ranks are exchanged": _merged(
+            [own]
+            + [_attention(q, v, k) for rank, (_, k, v) in enumerate(everybody) if rank != number]
+        ),
+    }
+    for i, name, got, right in zip(
+        (1, 0), ("lse", "o"), (lse, o), reversed(_merged(parts)), strict=True
+    ):
+        mistakes = {sentence: of[i] for sentence, of in wrong.items()}
+        unread = isinstance(got, torch.Tensor) and bool(got.isnan().any())
+        signs = {"it has NaN: was something used before wait() of its receive?": unread}
+        require(f"rank {number}: {name}", got, right, mistakes=mistakes, signs=signs)
+
+
+def _attention(q, k, v):
+    s = q @ k.mT / q.shape[-1] ** 0.5
+    lse = torch.logsumexp(s, dim=-1)
+    return torch.exp(s - lse[..., None]) @ v, lse
+
+
+def _merged(parts):
+    os, lses = map(torch.stack, zip(*parts, strict=True))
+    lse = torch.logsumexp(lses, dim=0)
+    return (torch.exp(lses - lse)[..., None] * os).sum(dim=0), lse
+
+
+def _live(number: int, path: str, folder: str) -> None:
+    """A rank from its first to its last moment; its verdict is in folder/number.json."""
+    stack = open(f"{folder}/{number}.stack", "w")  # noqa: SIM115 - open until the process ends
+    faulthandler.enable(stack)
+    faulthandler.dump_traceback_later(2 * LIMIT, exit=True, file=stack)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=number, world_size=RANKS,
+        timeout=datetime.timedelta(seconds=LIMIT),
+    )  # fmt: skip
+    here, barrier, waits = Rank(path, number), dist.barrier, []
+
+    def play(answer):
+        try:
+            return _play(answer, here)
+        except Stuck as stuck:
+            waits.append(stuck)
+            raise
+
+    with here.watched():
+        verdict = judge.judge(play, Path(path))
+    behind = waits and len(here.of("receive")) < len(here.of("send"))
+    advice = _SEND_FIRST if behind else _UNMATCHED
+    verdict |= dict(stuck=bool(waits), advice=advice)
+    Path(folder, f"{number}.json").write_text(json.dumps(verdict))
+    if verdict["kind"] == "passed":
+        with contextlib.suppress(Exception):  # another one failed
+            barrier()  # a rank that leaves early breaks connections
+
+
+_SEND_FIRST = (
+    "A send is done when the next rank has started to receive. If all wait for their sends first, nobody gets to "
+    "receiving: start both, then wait"
+)
+_UNMATCHED = "Does every rank start as many receives as the rank before starts sends?"
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _main(path: str, folder: str) -> None:
+    _end_with_parent()
+    torch.set_num_threads(1)
+    sys.stdout, sys.stderr = judge._Capped(sys.stdout), judge._Capped(sys.stderr)
+    ranks = []
+    for number in range(RANKS):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            try:
+                _end_with_parent()
+                _live(number, path, folder)
+            finally:
+                sys.stdout.flush()
+                os._exit(0)
+    for rank in ranks:
+        os.waitpid(rank, 0)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
