@@ -108,6 +108,10 @@ class Report:
     def passed(self) -> bool:
         return all(r.passed for r in self.results)
 
+    # So that `assert verify_results(...)` means what it says.
+    def __bool__(self) -> bool:
+        return self.passed
+
     @property
     def z(self) -> float:
         """The largest z; NaN if any tensor could not be compared."""

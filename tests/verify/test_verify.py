@@ -468,6 +468,12 @@ def test_check_raises_with_index_values_and_hint():
     assert isinstance(caught.value, AssertionError)
 
 
+def test_a_report_of_a_failure_is_false():
+    q, k, v = make_qkv(1, 2, 30, 32)
+    assert verify_results(emulate, q, k, v)
+    assert not verify_results(bent(place(5.0)), q, k, v)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_non_finite_element_fails(value):
     q, k, v = make_qkv(1, 2, 30, 32)
