@@ -398,19 +398,33 @@ def objections(exercise: Exercise, verdict: Verdict, *, limit: float = COMPILER_
     if not (verdict.passed and verdict.launches):
         return []
     command = [sys.executable, "-W", "ignore", "-m", "common.learn.offline_answer"]
-    try:
-        child = subprocess.run(
+    # Not a pipe: a process that the answer starts would hold it open.
+    with tempfile.TemporaryFile("w+") as found:
+        child = subprocess.Popen(
             [*command, str(exercise.path)],
             cwd=phases.ROOT,
             env=os.environ | dict(TRITON_INTERPRET="0"),
-            input=json.dumps(verdict.launches),
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=found,
+            stderr=subprocess.DEVNULL,
             text=True,
-            timeout=limit,
+            start_new_session=True,
         )
-        return json.loads(child.stdout)
-    except (subprocess.TimeoutExpired, ValueError):
-        return []
+        try:
+            child.communicate(json.dumps(verdict.launches), timeout=limit)
+            found.seek(0)
+            return json.load(found)
+        except (subprocess.TimeoutExpired, ValueError):
+            return []
+        finally:
+            _end(child)
+
+
+def _end(child: subprocess.Popen) -> None:
+    """End a process that leads a session, and what it has started there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def _hash(answer: bytes) -> str:
@@ -442,9 +456,7 @@ def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
                 kind="timeout", message=f"{message} It was at {where}" if where else message
             )
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # what the answer started, too
-            child.wait()
+            _end(child)
         try:
             return json.loads(_read(report))
         except (OSError, ValueError):

@@ -8,6 +8,7 @@ objections; both are JSON.
 
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -84,12 +85,15 @@ def _reason(made: offline.Compiled, answer: str) -> str:
 def main(path: str) -> int:
     from common.learn import judge  # which imports this module
 
+    own, launches = os.getpid(), json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):  # what the answer prints, and Triton
         sys.modules["answer"] = judge.load(Path(path))
-        found = objections(json.load(sys.stdin), Path(path).read_text())
-    json.dump(found, sys.stdout)
+        found = objections(launches, Path(path).read_text())
+    if os.getpid() == own:  # a process that the answer forked has no say
+        json.dump(found, sys.stdout)
+        sys.stdout.flush()
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(*sys.argv[1:]))
+    os._exit(main(*sys.argv[1:]))  # not held up by threads that the answer has started

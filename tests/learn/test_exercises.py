@@ -378,8 +378,11 @@ FORK = "import os, time\nif os.fork() == 0:\n    time.sleep(600)\n"
 def test_what_an_answer_forked_ends_with_its_check(learner):
     read, write = os.pipe()
     os.set_inheritable(write, True)
+    answer = learner("masked_add")
     with mock.patch.object(subprocess, "Popen", partial(subprocess.Popen, close_fds=False)):
-        assert learner("masked_add")(ADD + FORK).passed
+        verdict = answer(ADD + FORK)
+        assert verdict.passed
+        assert exercises.objections(answer.exercise, verdict, limit=300) == []
     os.close(write)
     assert os.read(read, 1) == b""  # returns once nobody holds the other end
 
@@ -396,11 +399,25 @@ def test_a_fork_has_no_say_in_the_verdict(learner):
     assert verdict.kind == "wrong"
 
 
+THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n"
+FORK_FIRST = "import os\nchild = os.fork()\nif child:\n    os.waitpid(child, 0)\n"  # which writes first
+
+
 def test_a_thread_that_never_ends_holds_up_no_verdict(learner):
-    thread = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n"
-    verdict = learner("masked_add")(ADD + thread)
+    verdict = learner("masked_add")(ADD + THREAD)
     assert verdict.passed, verdict
     assert verdict.seconds < exercises.TIME_LIMIT / 2
+
+
+@needs_interpreter
+@without_gpu
+@pytest.mark.parametrize("started", [THREAD, FORK_FIRST], ids=["a thread", "a fork"])
+def test_what_an_answer_started_keeps_no_objection_back(started, learner):
+    answer = learner("masked_add")
+    store = "    tl.store("
+    verdict = answer(started + ADD.replace(store, LOOP.format("break") + store, 1))
+    (objection,) = exercises.objections(answer.exercise, verdict, limit=300)
+    assert objection.startswith("no GPU can run _masked_add_kernel: line")
 
 
 FORGED = json.dumps(dict(kind="passed", message="forged", gpu=False))
