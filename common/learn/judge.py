@@ -10,6 +10,7 @@ with `reject` or with any VerificationError.
 import ast
 import bdb
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import importlib.util
@@ -403,7 +404,12 @@ def _no_debugger(*_, **__):
     raise bdb.BdbQuit
 
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
 def main(folder: str, name: str, path: str, verdict: str) -> int:
+    # Killed with the command, or with its terminal, which cannot end it themselves.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     stack = open(f"{verdict}.stack", "w")  # noqa: SIM115 - open until the process ends
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack)

@@ -491,6 +491,28 @@ def test_where_progress_cannot_be_kept_a_hint_is_shown_all_the_same(copy, attemp
     assert (copy / ".course").read_text() == "a file"
 
 
+HELD = """
+import time
+held = open({alive!r}, "w")
+held.write("begun ")
+held.flush()
+time.sleep(60)
+held.write("and left behind")
+"""
+
+
+def test_an_answer_ends_with_a_check_that_is_killed(copy):
+    alive = copy / "alive"
+    os.mkfifo(alive)
+    write(copy, PHASE_1[2], HELD.format(alive=str(alive)))
+    check = subprocess.Popen([sys.executable, "-m", "common.learn.cli", "check", "1.3"], cwd=copy)
+    with alive.open() as said:
+        begun = said.read(6)
+        check.kill()
+        check.wait()
+        assert begun + said.read() == "begun "  # returns once the answer's process has ended
+
+
 def test_a_folder_that_is_gone_is_said(copy, attempt):
     printed, code = attempt("next", before='gone=$(mktemp -d) && cd "$gone" && rmdir "$gone" &&')
     assert code == 1
