@@ -5,6 +5,8 @@ import re
 import traceback
 from pathlib import Path
 
+from common import phases
+
 
 def root_of(error: BaseException, path: Path | None = None) -> BaseException:
     """The error that all others in its chain came from; path: the learner's file."""
@@ -66,6 +68,20 @@ def described(error: BaseException, path: Path) -> str:
     if own:
         return f"{path.name}, line {own[-1].lineno}, in {own[-1].name}: {line}\n{what}"
     return what
+
+
+def of_the_course(error: BaseException) -> str:
+    """What is said of an error in the course's own files, before the answer is loaded."""
+    frame = [f for f in traceback.extract_tb(error.__traceback__) if _ships(f.filename)][-1]
+    what = "".join(traceback.format_exception_only(error)).strip()
+    return (
+        f"{Path(frame.filename).relative_to(phases.ROOT)}, line {frame.lineno}: {what}\n"
+        "Your answer was not looked at: a file of the course cannot be loaded. git status shows which have been changed"
+    )
+
+
+def _ships(file: str) -> bool:
+    return Path(file).is_relative_to(phases.ROOT) and "site-packages" not in file
 
 
 # Patterns in an error and in the line of the answer that raised it, and what may help; the first that fits counts.

@@ -418,7 +418,12 @@ def main(folder: str, name: str, path: str, verdict: str) -> int:
     sys.stdout, sys.stderr = _Capped(sys.stdout), _Capped(sys.stderr)
     sys.breakpointhook = _no_debugger
     torch.set_num_threads(1)  # tensors are small
-    check = importlib.import_module(f"{folder}.checks.{name}").check
+    try:
+        check = importlib.import_module(f"{folder}.checks.{name}").check
+    except Exception as error:
+        outcome = dict(kind="crashed", message=errors.of_the_course(error))
+        Path(verdict).write_text(json.dumps(outcome))
+        return 1
     own, sys.argv = (
         os.getpid(),
         [""],

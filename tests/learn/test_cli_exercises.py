@@ -388,6 +388,23 @@ def test_a_missing_solution_stops_its_own_exercise_alone(copy, attempt):
     assert PHASE_1[2].title in attempt("next", "1.3")[0]
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("phase1_softmax/checks/masked_add.py", "1 +", "SyntaxError"),
+        ("phase1_softmax/online_softmax.py", "x", "phase1_softmax/online_softmax.py, line 1: NameError: name 'x'"),
+    ],
+)
+def test_a_broken_file_of_the_course_is_not_blamed_on_the_answer(file, text, said, copy, attempt):
+    write(copy, PHASE_1[2], "# mine\n")
+    (copy / file).write_text(text)
+    printed, code = attempt("check", "1.3")
+    assert code == 1
+    assert said in printed
+    assert file in printed
+    assert "Your answer was not looked at: a file of the course cannot be loaded. git status shows" in printed
+
+
 def test_a_terminal_of_ascii_shows_what_it_can(copy, attempt):
     for command in ([], ["next", "1.4"], ["hint", "1.4"], ["solution", "1.4", "--give-up"], ["diff", "2", "3"]):
         printed, code = attempt(*command, PYTHONIOENCODING="ascii", PYTHONUTF8="0", LC_ALL="C", PYTHONCOERCECLOCALE="0")
