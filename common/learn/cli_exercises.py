@@ -304,8 +304,11 @@ def _say_next(progress: Progress, after: Exercise | None = None) -> None:
     if exercise is None:
         console.print("All exercises are solved.")
         return
-    exercises.begin(exercise)
     console.print(f"Next: [bold]{exercise.number}  {exercise.title}[/]\n      {exercise.file}")
+    try:
+        exercises.begin(exercise)
+    except OSError as error:  # the verdict that was said before stays as it is
+        console.print(f"      {error}", markup=False, style="yellow", soft_wrap=True)
     if not progress.passed:
         console.print(
             "      [bold]make lab[/] opens the notebooks, [bold]course next[/] shows the task"

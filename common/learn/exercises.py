@@ -288,7 +288,8 @@ def _write(path: Path, content: bytes) -> None:
         new.write_bytes(content)
         new.replace(path)
     except OSError as error:
-        new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a disk that nobody may write to
+            new.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -364,7 +365,11 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
     """Check the learner's file and note in the progress file if it is right. Never raises for
     what the answer does.
     """
-    begin(exercise)
+    try:
+        begin(exercise)
+    except OSError as error:
+        if not exercise.path.exists():
+            return Verdict("unfinished", f"its file cannot be created: {error}")
     answer = exercise.path.read_bytes()
     if answer.decode(errors="replace") == exercise.stub:
         return Verdict("unfinished", "the file is as shipped: nothing has been changed yet")

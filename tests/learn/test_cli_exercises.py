@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -247,15 +248,16 @@ def test_all_solved(copy, terminal):
 @pytest.fixture
 def typed(tmp_path, monkeypatch):
     """A function that runs a command in this process, where nothing is solved; it returns (what was printed, exit
-    code). `outcomes` are the verdicts of checks.
+    code). `outcomes` are the verdicts of checks, which are not run then.
     """
     for phase in phases.PHASES:
         (tmp_path / phase.folder).symlink_to(phases.ROOT / phase.folder)
     monkeypatch.setattr(phases, "ROOT", tmp_path)
     monkeypatch.setattr(exercises, "take_over", list)
 
-    def run(*arguments, outcomes=()):
-        with mock.patch.object(exercises, "check", side_effect=outcomes):
+    def run(*arguments, outcomes=None):
+        checks = mock.patch.object(exercises, "check", side_effect=outcomes)
+        with checks if outcomes else nullcontext():
             done = CliRunner().invoke(cli.app, arguments)
         return " ".join(done.output.split()), done.exit_code
 
@@ -432,6 +434,27 @@ def test_the_paths_of_an_exercise_are_taken_from_any_folder(copy, monkeypatch):
     for name in ("masked_add.py", "./masked_add.py", "../phase1_softmax/masked_add.py", exercise.file, *absolute):
         assert exercises.find(name) is exercise
     assert exercises.find("../masked_add.py") is None
+
+
+def test_where_no_file_can_be_created_each_answer_that_is_there_has_its_verdict(typed, monkeypatch):
+    first, second, third = PHASE_1[:3]
+    for exercise in (first, third):
+        write(phases.ROOT, exercise, exercise.solution.read_text())
+
+    def no_room(path, content):
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(exercises, "_write", no_room)
+    monkeypatch.setattr(exercises, "_in_child", lambda *_, **__: dict(kind="passed", message="all right"))
+    shown, code = typed("check", "1")
+    assert code == 1
+    assert shown.count("PASS") == 2
+    assert f"{second.number} {second.name} not finished" in shown
+    assert f"2 of {len(PHASE_1)} exercises passed" in shown
+    shown, code = typed("check", first.number)
+    assert code == 0
+    assert f"Next: {second.number}" in shown
+    assert "Read-only file system" in shown
 
 
 def test_a_reset_on_a_full_disk_leaves_the_answer(copy, attempt):
