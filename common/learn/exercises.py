@@ -485,7 +485,7 @@ def _innermost_line(path: Path, report: Path) -> str:
     try:
         stack = _read(report.with_name(f"{report.name}.stack"))
         line, function = re.search(
-            rf'File "{re.escape(str(path))}", line (\d+) in (\w+)', stack
+            rf'File "{re.escape(str(path))}", line (\d+) in (\S+)', stack
         ).groups()
         return f"line {line}, in {function}: {_read(path).splitlines()[int(line) - 1].strip()}"
     except (OSError, ValueError, AttributeError, IndexError):
