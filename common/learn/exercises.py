@@ -120,7 +120,10 @@ class Exercise:
     @property
     def solution_text(self) -> str:
         try:
-            return _read(self.solution)
+            text = _read(self.solution)
+            if BEGIN not in text:
+                raise ValueError("nothing in it is the learner's part")
+            return text
         except (OSError, ValueError) as error:
             raise Damaged(self.solution, error) from error
 
@@ -367,6 +370,8 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
     """
     try:
         begin(exercise)
+    except Damaged as damaged:
+        return Verdict("error", str(damaged))
     except OSError as error:
         if not exercise.path.exists():
             return Verdict("unfinished", f"its file cannot be created: {error}")
@@ -502,8 +507,9 @@ def take_over() -> list[str]:
     """
     said = [_set_bad_progress_aside()]
     _rename_progress()
-    for exercise in (e for e in load() if e.solution.exists()):
-        said += [_take_over_answer(path, exercise) for path in exercise.places if path.exists()]
+    for exercise in load():
+        with contextlib.suppress(Damaged):  # its own commands say so
+            said += [_take_over_answer(path, exercise) for path in exercise.places if path.exists()]
     return list(filter(None, said))
 
 

@@ -379,13 +379,28 @@ def test_a_manifest_that_cannot_be_read_is_named_and_the_machine_can_still_be_lo
     assert attempt("verify", "9")[1] == 2
 
 
-def test_a_missing_solution_stops_its_own_exercise_alone(copy, attempt):
-    missing = PHASE_1[1].solution.relative_to(phases.ROOT)
-    (copy / missing).unlink()
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (Path.unlink, "No such file or directory"),
+        (lambda path: path.write_text(""), "ValueError: nothing in it is the learner's part"),
+        (lambda path: path.write_text(path.read_text().partition(exercises.END)[0]), "ValueError: '# your code' with"),
+    ],
+    ids=["missing", "empty", "cut off"],
+)
+def test_a_broken_solution_stops_its_own_exercise_alone(spoil, said, copy, attempt):
+    broken = PHASE_1[1].solution.relative_to(phases.ROOT)
+    spoil(copy / broken)
     for command in ("next", "check", "hint", "reset"):
         printed, code = attempt(command, "1.2")
         assert code == 1
-        assert printed == f"{missing}: No such file or directory. The course ships this file: git restore {missing}\n"
+        assert printed.startswith(f"{broken}: {said}")
+        assert printed.endswith(f". The course ships this file: git restore {broken}\n")
+        assert printed.count("\n") == 1
+    assert shipped(copy, PHASE_1[1]).read_text() == PHASE_1[1].stub
+    printed, _ = attempt("check", "1")
+    assert f"raises an error\n{broken}: {said}" in printed
+    assert f"0 of {len(PHASE_1)} exercises passed" in printed
     assert attempt()[1] == 0
     assert PHASE_1[2].title in attempt("next", "1.3")[0]
 
