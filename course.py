@@ -13,8 +13,10 @@ def main() -> None:
         sys.exit(
             f"{imported} hides the course's package of the same name: take it off PYTHONPATH, or uninstall it"
         )
-    from common.learn.cli import main
-
+    try:
+        from common.learn.cli import main
+    except KeyboardInterrupt:  # Ctrl-C comes before there is a command to stop
+        sys.exit(130)
     main()
 
 

@@ -107,6 +107,13 @@ def test_the_command_without_another_common():
     assert "Next:" in done.stdout
 
 
+def test_the_command_is_stopped_while_it_starts():
+    stopped = "def find_spec(self, name, *_):\n        if name == 'typer': raise KeyboardInterrupt"
+    code = f"import sys, course\nclass Stop:\n    {stopped}\nsys.meta_path.insert(0, Stop())\ncourse.main()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.fixture
 def package(bare):
     """What setuptools sees of the course."""

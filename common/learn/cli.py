@@ -163,8 +163,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="replace the file if it is there")] = False,
 ) -> None:
     """Write phase 5's operator as one file that can be imported without the course."""
-    command = [sys.executable, "-m", "phase5_tuning.export", str(file.absolute())]
-    raise typer.Exit(subprocess.run(command + ["--force"] * force, cwd=phases.ROOT).returncode)
+    raise typer.Exit(_module("phase5_tuning.export", str(file.absolute()), *["--force"] * force))
 
 
 def _at_once() -> ThreadPoolExecutor:

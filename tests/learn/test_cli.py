@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 from common import phases, runtime
 from common.learn import cli, doctor, exercises, notebooks
@@ -51,6 +52,13 @@ def test_verify_fails_if_any_phase_does(monkeypatch):
     monkeypatch.setattr(cli, "_module", lambda folder: int(folder == PHASES[1].folder))
     assert CliRunner().invoke(cli.app, ["verify"]).exit_code == 1
     assert CliRunner().invoke(cli.app, ["verify", "1"]).exit_code == 0
+
+
+def test_what_runs_a_module_on_this_terminal_can_be_stopped(monkeypatch, tmp_path):
+    monkeypatch.setattr(subprocess.Popen, "wait", mock.Mock(side_effect=[KeyboardInterrupt, 0, 0]))
+    monkeypatch.setattr(subprocess, "run", None)  # which would print where the module was
+    done = CliRunner().invoke(cli.app, ["export", str(tmp_path / "x.py")])
+    assert (done.exit_code, done.output) == (130, "Stopped.\n")
 
 
 def test_an_unknown_phase_is_named_with_those_that_exist():
