@@ -167,7 +167,7 @@ def find(name: str) -> Exercise | None:
 
 def similar(name: str) -> list[str]:
     """Names that may have been meant, the likeliest first."""
-    full = {e.formerly: e.name for e in load()} | {e.name: e.name for e in load()}
+    full = {e.formerly: e.name for e in load() if e.formerly} | {e.name: e.name for e in load()}
     close = difflib.get_close_matches(Path(name).stem, full, n=3, cutoff=0.6)
     return list(dict.fromkeys(full[s] for s in close))
 
