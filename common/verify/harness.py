@@ -37,6 +37,7 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
+from common.validate import check_scale
 from common.verify import diagnose
 from common.verify.reference import NEG_INF
 
@@ -164,10 +165,11 @@ def verify_results(
     truth is that of the inputs as they were.
     """
     _check_arguments(fn, q, k, v, do)
-    if do is not None and torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "do: there are no gradients inside torch.inference_mode(); call outside of it, or without do"
-        )
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+    true_scale = check_scale(scale, q.shape[-1])
+    _check_gradients(q, k, v, do)
     kwargs = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     inputs = {name: t.detach() for name, t in dict(q=q, k=k, v=v, do=do).items() if t is not None}
     before = {name: t.clone() for name, t in inputs.items()}
@@ -177,7 +179,6 @@ def verify_results(
     lead = (1,) * (4 - q.dim())
     q4, k4, v4 = (t.detach().reshape(lead + t.shape) for t in (q, k, v))
     do4 = None if do is None else do.reshape(lead + do.shape)
-    true_scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     expected = _expected(q4, k4, v4, do4, is_causal, true_scale)
     sdpa = {}
     if compare_sdpa and q.numel() > 0:
@@ -458,6 +459,21 @@ def _check_arguments(fn, q, k, v, do) -> None:
     for name, t in dict(k=k, v=v, do=q if do is None else do).items():
         if t.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} like q, got {t.device}")
+
+
+def _check_gradients(q, k, v, do) -> None:
+    """Raise where PyTorch would give none."""
+    if do is None:
+        return
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "do: there are no gradients inside torch.inference_mode(); call outside of it, or without do"
+        )
+    for name, t in dict(q=q, k=k, v=v).items():
+        if t.is_inference():
+            raise RuntimeError(
+                f"{name}: a tensor made inside torch.inference_mode() has no gradient; pass its clone()"
+            )
 
 
 def _shared_heads(q, k) -> bool:

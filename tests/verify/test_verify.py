@@ -307,6 +307,11 @@ def test_gradients_are_had_under_no_grad_and_not_in_inference_mode():
         assert verify_results(emulate, q, k, v, do=do).passed
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"^do: there are no gradients inside"):
         verify_results(emulate, q, k, v, do=do)
+    with torch.inference_mode():
+        inferred = k.clone()
+    with pytest.raises(RuntimeError, match=r"^k: a tensor made inside torch.inference_mode\(\) has no gradient"):
+        verify_results(emulate, q, inferred, v, do=do)
+    assert verify_results(emulate, q, inferred, v)
 
 
 def test_a_scale_of_zero_is_zero_and_not_the_default():
@@ -923,6 +928,10 @@ HALF, HALVED = torch.ones(1, 1, 4, 16, dtype=FP16), Fraction(1, 2)
         (dict(q=HALF[..., :0]), ValueError, "q: expected head_dim from 1 upwards, got shape .1, 1, 4, 0."),
         (dict(do=torch.ones(2, 2)), ValueError, "do: expected .1, 1, 4, 16., torch.float16 like q, got .2, 2"),
         (dict(do=torch.ones(1, 1, 4, 16)), ValueError, "do: expected .*torch.float16 like q, got .*torch.float32"),
+        (dict(scale=math.nan), ValueError, "scale: expected a finite number"),
+        (dict(scale="0.25"), TypeError, "scale: expected a real number or None, got str"),
+        (dict(is_causal=1), TypeError, "is_causal: expected a bool, got int"),
+        (dict(enable_gqa="no"), TypeError, "enable_gqa: expected a bool, got str"),
     ],
 )  # fmt: skip
 def test_an_argument_of_a_wrong_kind_is_named(wrong, error, words):
