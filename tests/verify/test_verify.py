@@ -301,6 +301,17 @@ def test_large_logits_excuse_no_wrong_o(dtype):
     assert verify_results(bent(lambda o, lse: (0 * o, lse)), q, k, v, scale=1000.0)["o"].z > 100
 
 
+def test_logits_in_the_millions_excuse_a_gradient_of_zeros():
+    """The price of a rho that covers P computed anew from logits whose rounding exceeds 1."""
+
+    def without(q, k, v, **options):
+        return emulate(q, k, v, **options)[0].detach() + 0 * (q.sum() + k.sum() + v.sum())
+
+    q, k, v, do = Case(grad=True, dtype=FP32).inputs()
+    assert not verify_results(without, q, k, v, do=do, compare_sdpa=False).passed
+    assert verify_results(without, q, k, v, do=do, scale=1e6, compare_sdpa=False).passed
+
+
 def test_gradients_are_had_under_no_grad_and_not_in_inference_mode():
     q, k, v, do = Case(grad=True).inputs()
     with torch.no_grad():
