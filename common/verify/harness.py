@@ -222,6 +222,10 @@ def verify_softmax(fn, x, *, kind="softmax") -> Report:
     The rounding of the row's sum is left out: in fp32, a right kernel may be rejected in rows of more
     than 1e5 equal logits.
     """
+    if not callable(fn):
+        raise TypeError(f"fn: expected a function of x, got {type(fn).__name__}")
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
     if kind not in ("softmax", "logsumexp") or x.dtype not in UNIT_ROUNDOFF:
         raise ValueError(
             f'expected kind "softmax" or "logsumexp" and x in fp16, bf16 or fp32, got {kind!r}, {x.dtype}'

@@ -958,6 +958,13 @@ def test_an_x_without_rows_or_memory_is_named(x):
         verify_softmax(lambda x: x, x)
 
 
+def test_a_softmax_of_no_tensor_is_named():
+    with pytest.raises(TypeError, match=r"^x: expected a torch.Tensor, got list"):
+        verify_softmax(lambda x: x, [1.0])
+    with pytest.raises(TypeError, match=r"^fn: expected a function of x, got Tensor"):
+        verify_softmax(torch.ones(2, 3), torch.ones(2, 3))
+
+
 def test_a_result_that_is_not_dense_fails():
     report = verify_results(lambda q, k, v, **_: q.to_sparse(), *make_qkv(1, 1, 4, 16))
     assert "expected a dense tensor, got" in report["o"].problem
