@@ -193,5 +193,9 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["--hopper"]:
         call_hopper(sys.argv[2], int(sys.argv[3]), sys.argv[4])
     else:
+        import torch
+
+        if not torch.cuda.is_available():
+            sys.exit("There is no GPU here: nothing to run under sanitizers.")
         found = [consan() if tool == "consan" else verdict(tool) for tool in sys.argv[1:] or TOOLS]
         raise SystemExit(0 if all(found) else 1)

@@ -1,5 +1,7 @@
 """The calls that run under compute-sanitizer, without it."""
 
+import subprocess
+import sys
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
@@ -8,6 +10,7 @@ from phase5_tuning import gluon_interpreter, hopper_backward
 
 import pytest
 import sanitize
+import torch
 from helpers import interpreted_only
 
 
@@ -25,6 +28,14 @@ def test_a_missing_tool_is_no_success(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert not sanitize.verdict("memcheck")
     assert "compute-sanitizer" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_missing_gpu_is_one_line():
+    command = [sys.executable, "-m", "tests.sanitize", "memcheck"]
+    done = subprocess.run(command, cwd=sanitize.ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "There is no GPU here: nothing to run under sanitizers.\n"
 
 
 @interpreted_only
