@@ -11,8 +11,10 @@ module's name in front. The text is the modules' own, comments included.
 import argparse
 import ast
 import builtins
+import contextlib
 import keyword
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -376,7 +378,9 @@ def export(stem: str) -> str:
 def header(stem: str) -> str:
     """What the file says first: where it is from, how it is called, its licence."""
     git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    commit = ""  # of a copy without Git
+    if shutil.which("git"):
+        commit = subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     function = loaded(ROOTS[0][0]).defines(ROOTS[0][1]).node
     arguments = re.sub(r": [\w.| ]+?(?==|,|$)", "", ast.unparse(function.args))
     return HEADER.format(
@@ -400,10 +404,13 @@ def main(argv=None) -> int:
         sys.exit(f"{file.name} cannot be imported: call it name.py, of letters, digits and _")
     if file.is_dir() or (file.exists() and not options.force):
         sys.exit(f"{file} is there already; --force replaces a file")
-    text = export(file.stem)
+    text, new = export(file.stem), file.with_name(f".{file.name}.new")
     try:
-        file.write_text(text)
+        new.write_text(text)
+        new.replace(file)  # on a full disk the file that was there stays
     except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
         sys.exit(f"{file} cannot be written: {error.strerror}")
     print(f"{file}: {len(text.splitlines())} lines. from {file.stem} import flash_attention")
     return 0

@@ -174,6 +174,20 @@ def test_the_file_holds_what_ships_and_nothing_else(exported, beside):
     assert done.returncode == 0, done.stdout
 
 
+def test_a_copy_of_the_course_without_git_can_be_exported(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert "commit unknown" in " ".join(export.header("fast").split())
+
+
+def test_on_a_full_disk_the_file_that_was_there_stays(tmp_path):
+    (tmp_path / "mine.py").write_text("mine")
+    command = [sys.executable, "-m", "phase5_tuning.export", str(tmp_path / "mine.py"), "--force"]
+    done = subprocess.run(["sh", "-c", 'ulimit -f 0; exec "$@"', "sh", *command], cwd=ROOT, stderr=subprocess.PIPE)
+    assert b"mine.py cannot be written: " in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+    assert (tmp_path / "mine.py").read_text() == "mine"
+
+
 def test_a_folder_that_nobody_may_write_is_one_line(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
