@@ -407,9 +407,13 @@ def _no_debugger(*_, **__):
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
-def main(folder: str, name: str, path: str, verdict: str) -> int:
-    # Killed with the command, or with its terminal, which cannot end it themselves.
+def end_with_parent() -> None:
+    """This process is killed with its parent, also where that one cannot end it: its terminal is closed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(folder: str, name: str, path: str, verdict: str) -> int:
+    end_with_parent()
     stack = open(f"{verdict}.stack", "w")  # noqa: SIM115 - open until the process ends
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack)
