@@ -95,18 +95,25 @@ class Transfer:
         self.number = len(rank.of(kind))
         rank.check_start(self, peer)
         self.copy = tensor.clone()
-        self.work = start(self.copy)
+        with self._other_rank("starts"):
+            self.work = start(self.copy)
         if kind == "receive" and tensor.is_floating_point():
             tensor.fill_(float("nan"))
 
-    def wait(self, *timeout) -> bool:
+    @contextlib.contextmanager
+    def _other_rank(self, does: str):
+        """Inside, an error means that the other rank has not come, or has left after a mistake of its own."""
         try:
-            self.work.wait(*timeout)
+            yield
         except RuntimeError as error:
             line = self.rank.line()
             raise Stuck(
-                f"rank {self.rank.number} waits for its {self.kind} {self.number} in line {line}"
+                f"rank {self.rank.number} {does} its {self.kind} {self.number} in line {line}"
             ) from error
+
+    def wait(self, *timeout) -> bool:
+        with self._other_rank("waits for"):
+            self.work.wait(*timeout)
         if not self.waited:
             self.waited = True
             if self.kind == "receive":

@@ -1408,7 +1408,16 @@ WRONG = {
         Wrong(
             "receives from the next rank",
             {"(rank - 1) % ranks": "(rank + 1) % ranks"},
-            "where rank 2 is the one before",
+            "is the one before. Without a mask",
+        ),
+        Wrong(
+            "to itself, on a rank that has left when the others start",
+            {
+                "    for step": (
+                    "    if rank == 2:\n        dist.isend(kv, rank)\n    __import__('time').sleep(3)\n    for step"
+                )
+            },
+            "rank 2 sends to itself",
         ),
         Wrong("one step short", {"in range(ranks)": "in range(ranks - 1)"}, "are missing: 3 ranks take 3 steps"),
         Wrong("sent in the last step too", {"last = step + 1 == ranks": "last = False"}, "nobody needs them"),
@@ -1481,7 +1490,7 @@ WRONG = {
                 "sending = dist.isend(kv, (rank + 1) % ranks)": "dist.isend(kv, (rank + 1) % ranks).wait()",
                 "            sending.wait()\n": "",
             },
-            "rank 0 waits for its send 1 in line",
+            "its send 1 in line",
         ),
         Wrong(
             "a receive that nobody sends",
