@@ -459,8 +459,10 @@ def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
             child.wait(limit)
         except subprocess.TimeoutExpired:
             child.send_signal(signal.SIGUSR1)  # it writes where it is
-            time.sleep(0.5)
-            where = _innermost_line(exercise.path, report)
+            where, until = "", time.monotonic() + 5
+            while not where and time.monotonic() < until:
+                time.sleep(0.1)
+                where = _innermost_line(exercise.path, report)
             message = f"no result after {limit:.0f} s: is there a loop that never ends?"
             return dict(
                 kind="timeout", message=f"{message} It was at {where}" if where else message
@@ -490,7 +492,7 @@ def _innermost_line(path: Path, report: Path) -> str:
     try:
         stack = _read(report.with_name(f"{report.name}.stack"))
         line, function = re.search(
-            rf'File "{re.escape(str(path))}", line (\d+) in (\S+)', stack
+            rf'File "{re.escape(str(path))}", line (\d+) in (\S+)\n', stack
         ).groups()
         return f"line {line}, in {function}: {_read(path).splitlines()[int(line) - 1].strip()}"
     except (OSError, ValueError, AttributeError, IndexError):

