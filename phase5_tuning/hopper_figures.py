@@ -169,7 +169,7 @@ def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
     axes[0, 0].set_ylabel("program: tile\nof keys" if most < 5 else "program: tile of keys")
     handles = [
         Patch(facecolor=_shade(0.6), label="adds to a tile of queries (its number)"),
-        Patch(label="a part is ready and waits for its turn", **_WAITS),
+        Patch(label="a part is ready and waits to be added", **_WAITS),
         Patch(facecolor=TINT["s"], label="the program runs"),
     ]
     fig.legend(handles=handles, loc="outside upper left", ncols=3, fontsize=8)
@@ -177,7 +177,7 @@ def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
     style.show(
         fig,
         alt="A row for each program, by ticket: when it runs, when it adds to which tile of queries, and when a "
-        f"part of dQ waits for its turn. {said}.",
+        f"part of dQ waits to be added. {said}.",
     )
 
 
