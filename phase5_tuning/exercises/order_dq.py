@@ -42,7 +42,7 @@ def walk(n: int, tiles_m: int, block_m: int, block_n: int, window: int) -> range
 
 def take_tile(ticket: int, tiles_n: int) -> int:
     """The tile of keys that the program with this ticket owns."""
-    # your code: of the tiles of keys that see a tile of queries, which one gets there first?
+    # your code: of the tiles of keys that a tile of queries sees, whose program gets there first?
     return tiles_n - 1 - ticket
 
 
