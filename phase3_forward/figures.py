@@ -326,6 +326,58 @@ def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
     )
 
 
+def split_keys(heads: int, parts: int, multiprocessors: int, tiles_n: int = 16) -> None:
+    """One query tile: its keys in one program, and cut over several; beside each, the GPU it fills."""
+    style.use()
+    fig, axes = plt.subplots(
+        2, 2, figsize=(8.6, 4.1), layout="constrained", width_ratios=(5, 2), height_ratios=(2, 3)
+    )
+    for (ax, gpu), cut in zip(axes, (1, parts), strict=True):
+        style.blank(ax)
+        width = tiles_n // cut
+        for part in range(cut):
+            start = (
+                part * width + (part - (cut - 1) / 2) * 0.5
+            )  # half a tile of space between parts
+            middle, last = start + width / 2, "" if cut == 1 else f"$_{part}$"
+            for tile in range(width):
+                style.box(ax, start + tile, 0, color=style.TINT["k"])
+            ax.text(middle, -0.2, f"program {part}", ha="center", va="bottom", fontsize=9)
+            down = dict(arrowprops=dict(arrowstyle="->", color=COLORS["ink"]))
+            ax.annotate("", (middle, 2.1), (middle, 1.05), **down)
+            style.box(ax, middle - 1.5, 2.1, f"o{last}, LSE{last}", width=3, color=style.TINT["o"])
+            if cut > 1:
+                ax.annotate(
+                    "", (tiles_n / 2 + (part - (cut - 1) / 2) * 0.8, 4.2), (middle, 3.15), **down
+                )
+        if cut > 1:
+            words = dict(width=6, color=style.TINT["state"])
+            style.box(ax, tiles_n / 2 - 3, 4.2, "merge by LSE", **words)
+            ax.annotate("", (tiles_n / 2, 6.2), (tiles_n / 2, 5.25), **down)
+            style.box(ax, tiles_n / 2 - 1.5, 6.2, "o, LSE", width=3, color=style.TINT["o"])
+        ax.text(-1.1, 0.5, "tiles\nof keys", ha="right", va="center", fontsize=9)
+        ax.set(xlim=(-3.2, tiles_n + 1), ylim=(7.3 if cut > 1 else 3.2, -1.2))
+        title = "the keys in one program" if cut == 1 else f"the keys cut over {cut} programs"
+        ax.set_title(title, fontsize=10)
+
+        style.blank(gpu)
+        busy, columns = min(heads * cut, multiprocessors), 22
+        for number in range(multiprocessors):
+            y, x = divmod(number, columns)
+            style.box(gpu, x, y, color=COLORS["tiled" if number < busy else "faint"], line=1)
+        gpu.set(xlim=(0, columns), ylim=(-(-multiprocessors // columns), 0), aspect="equal")
+        gpu.set_title(
+            f"{heads} heads: {busy} of {multiprocessors}\nmultiprocessors work", fontsize=10
+        )
+    works = f"{heads} of {multiprocessors} multiprocessors work, or {min(heads * parts, multiprocessors)}"
+    style.show(
+        fig,
+        f"Above: one program walks over all {tiles_n} tiles of keys and gives o and LSE. Below: {parts} programs take "
+        f"{tiles_n // parts} tiles each and give an o and an LSE each, and a merge makes one o and one LSE of them. "
+        f"With {heads} heads {works} with {parts} parts.",
+    )
+
+
 def error_budget(budget: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
     """For every dtype and rounding: its predicted size, and the error when it alone is made."""
     fig, axes = style.new(8.6, 2.6, columns=len(budget), sharey=True)
@@ -355,28 +407,6 @@ def error_budget(budget: Mapping[str, Mapping[str, tuple[float, float]]]) -> Non
         + "; ".join(
             f"{d}, {name} ({budget[d][name][0]:.0e} predicted)" for d, name in largest.items()
         ),
-    )
-
-
-def z_histogram(z: Mapping[str, np.ndarray], limit: float) -> None:
-    """How the errors of a right and a wrong kernel are distributed, in units of sigma."""
-    fig, ax = style.new(8, 2.8)
-    largest = max(float(np.abs(values).max()) for values in z.values())
-    bins = np.linspace(-1.05 * largest, 1.05 * largest, 121)
-    looks = (COLORS["tiled"], True), (COLORS["bad"], False)
-    for (name, values), (color, filled) in zip(z.items(), looks, strict=True):
-        kind = "stepfilled" if filled else "step"
-        ax.hist(values, bins=bins, color=color, histtype=kind, linewidth=1.5, label=name)
-    for side in (-limit, limit):
-        ax.axvline(side, color=COLORS["limit"], linestyle="--", linewidth=1)
-    ax.text(limit, ax.get_ylim()[1] * 0.95, "  limit", va="top")
-    ax.set_yscale("log")
-    ax.set_xlabel("error of an element of O, in units of its sigma")
-    ax.set_ylabel("elements")
-    ax.legend(loc="upper left", fontsize=9)
-    widest = "; ".join(f"{name}: largest {np.abs(values).max():.1f}" for name, values in z.items())
-    style.show(
-        fig, f"Histograms of errors in units of sigma, the limit at {limit:g} marked. {widest}."
     )
 
 

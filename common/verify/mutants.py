@@ -6,7 +6,7 @@ through.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -289,7 +289,9 @@ DEFAULTS = "assert_close, its defaults"  # torch.testing.assert_close, which cho
 OURS = "verify_results"
 
 
-def rule_table() -> tuple[list[dict], dict[str, dict[str, int]]]:
+def rule_table(
+    of: Mapping[str, Mutant] = MUTANTS,
+) -> tuple[list[dict], dict[str, dict[str, int]]]:
     """Which acceptance rule lets which mutant through, and how often each rejects the correct
     emulator.
 
@@ -298,7 +300,7 @@ def rule_table() -> tuple[list[dict], dict[str, dict[str, int]]]:
     correct=, correct_rejected_bf16=). The correct emulator runs on the mutants' cases in fp16, bf16 and fp32. Customary
     rules see the fp64 truth and every tensor of the case, which is more than most tests give them.
     """
-    mutants = {name: m for name, m in MUTANTS.items() if not m.benign}
+    mutants = {name: m for name, m in of.items() if not m.benign}
     rows = [
         dict(mutant=name, what=m.what) | _accepted_by(m.case, m.attention)
         for name, m in mutants.items()
