@@ -31,6 +31,24 @@ def cases():
     yield case("no rows", softmax, (0, 17))
 
 
+def logsumexp_by_step() -> Stage:
+    """logsumexp with one state for a row, by `online_softmax_step`, in place of one for a column."""
+    kernel = "_logsumexp_kernel"
+    merged = 'tl.sum(l_i * tl.exp(m_i - tl.where(m == float("-inf"), 0.0, m)[:, None]), axis=1)'
+    return Stage(
+        online_softmax,
+        (kernel, "tl.full((BLOCK_M, BLOCK_N), ", "tl.full((BLOCK_M,), "),
+        (kernel, "tl.zeros((BLOCK_M, BLOCK_N), ", "tl.zeros((BLOCK_M,), "),
+        (
+            kernel,
+            "m_i, l_i = merge_states(m_i, l_i, x, 1.0)",
+            "m_i, l_i, _, _ = online_softmax_step(m_i, l_i, x)",
+        ),
+        (kernel, "m = tl.max(m_i, axis=1)", "m = m_i"),
+        (kernel, merged, "l_i"),
+    )
+
+
 def broken() -> Stage:
     """The kernels with a mistake that the chapter lets its reader find."""
     return Stage(online_softmax, ("online_softmax_step", "alpha * l_i +", "l_i +"))

@@ -213,7 +213,7 @@ def describe(kernel, args: tuple, kwargs: dict) -> Launch:
     signature = {n: typed(values[n], [names.index(n)], is_constexpr[n]) for n in names}
     options = {n: v for n, v in kwargs.items() if n not in names}
     module = kernel.fn.__module__
-    source = _source_with_imports(kernel) if module == "__main__" else None
+    source = _source_with_imports(kernel) if module == "__main__" or _is_edited(kernel) else None
     return Launch(module, kernel.fn.__name__, source, signature, constexprs, divisible, options)
 
 
@@ -226,9 +226,18 @@ def _source_with_imports(kernel) -> str:
     lines = ["import triton", "import triton.language as tl"]
     for name in kernel.fn.__code__.co_names:
         used = kernel.fn.__globals__.get(name)
-        if isinstance(used, triton.runtime.KernelInterface) and used.fn.__module__ != "__main__":
+        if not isinstance(used, triton.runtime.KernelInterface):
+            continue
+        if _is_edited(used):
+            lines.append(_source_with_imports(used))
+        elif used.fn.__module__ != "__main__":
             lines.append(f"from {used.fn.__module__} import {used.fn.__name__}")
     return "\n".join([*lines, inspect.getsource(kernel.fn)])
+
+
+def _is_edited(kernel) -> bool:
+    """Whether a kernel is a Stage's: then the module that it names holds another one."""
+    return kernel.fn.__code__.co_filename.startswith(f"<{kernel.fn.__module__}, edited")
 
 
 # --- in the child process ------------------------------------------------------------------------------------------
