@@ -2,10 +2,14 @@
 
 from common import make_qkv, source, verify_results
 from common.learn.stages import Stage
+from common.measure.offline import compile_launches, record_launches
+from common.verify import verify_softmax
+from phase1_softmax import cases, online_softmax
 from phase3_forward import forward
 from phase3_forward.forward import attention_forward
 
 import pytest
+import torch
 
 KERNEL = "_attn_fwd_kernel"
 
@@ -28,6 +32,23 @@ def test_launchers_launch_the_stage_inside_the_block_only(edit):
 def test_the_source_of_a_stage_is_its_own():
     stage = Stage(forward, (KERNEL, "tl.program_id(0) % tiles_m", "tl.program_id(1)"))
     assert source.diff(stage[KERNEL], forward._attn_fwd_kernel).count("tl.program_id") == 3  # one line of context
+
+
+def test_a_stage_is_compiled_as_it_is_edited():
+    x = torch.ones(4, 1024)
+    launches = record_launches(lambda: online_softmax.softmax_online(x))
+    with Stage(online_softmax, ("online_softmax_step", "alpha * l_i", "l_i")):  # which the kernel calls
+        launches += record_launches(lambda: online_softmax.softmax_online(x))
+    shipped, edited = compile_launches(launches, ["sm_90"], sass=True)
+    assert shipped.kernel == edited.kernel
+    assert shipped.sass != edited.sass
+
+
+def test_phase_1s_stage_by_step_is_right():
+    x = torch.randn(33, 1500, generator=torch.Generator().manual_seed(0))
+    x[0] = float("-inf")
+    with cases.logsumexp_by_step():
+        assert verify_softmax(online_softmax.logsumexp, x, kind="logsumexp").passed
 
 
 @pytest.mark.parametrize(
