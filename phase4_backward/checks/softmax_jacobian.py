@@ -114,25 +114,35 @@ def _check_is_right(is_right):
             seen.append((s.dtype, s.requires_grad, equal))
             return function(s)
 
+        raised = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # gradcheck's, of anything below fp64
             try:
                 verdict = is_right(watched)
             except GradcheckError:
-                reject(
-                    f"{said}: it raises gradcheck's error; wanted is False: raise_exception=False"
-                )
+                raised = True
             except ValueError as error:
                 reject(f"{said}: gradcheck says {error}: does the input require a gradient?")
         if not seen:
             reject(f"{said}: it never calls the function: give it to torch.autograd.gradcheck")
         if seen[0][0] != torch.float64:
-            reject(f"{said}: the logits are {seen[0][0]}: finite differences need torch.float64")
-        if verdict is not right:
-            equal = verdict is True and seen[0][2]
-            why = (
-                ". Equal logits hide it: the weights are equal too. Take random ones"
-                if equal
-                else ""
+            reject(
+                f"{said}: its logits are {seen[0][0]}, whose rounding hides the small steps that gradcheck "
+                "takes: finite differences need torch.float64"
             )
+        if raised and right:
+            reject(
+                f"{said}: gradcheck finds it wrong, and raises an error. With its own eps, atol and rtol it accepts it"
+            )
+        if raised:
+            reject(
+                f"{said}: gradcheck finds the mistake, and reports it by an error, which is_right lets through. "
+                "is_right must return False here: give gradcheck raise_exception=False, or catch its error"
+            )
+        if verdict is not right:
+            why = ""
+            if verdict is None:
+                why = ": return what gradcheck says"
+            elif verdict is True and seen[0][2]:
+                why = ". Equal logits hide it: the weights are equal too. Take random ones"
             reject(f"{said}: expected {right}, got {verdict!r}{why}")

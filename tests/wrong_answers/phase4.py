@@ -24,7 +24,18 @@ WRONG = {
         ),
         Wrong("fp32", {"dtype=torch.float64, requires_grad": "requires_grad"}, "finite differences need torch.float64"),
         Wrong("equal logits", {"s = torch.randn(3, 5,": "s = torch.zeros(3, 5,"}, "Equal logits hide it"),
-        Wrong("it raises", {", raise_exception=False": ""}, "it raises gradcheck's error"),
+        Wrong("it raises", {", raise_exception=False": ""}, "which is_right lets through"),
+        Wrong(
+            "fp32, and it raises",
+            {"dtype=torch.float64, requires_grad": "requires_grad", ", raise_exception=False": ""},
+            "finite differences need torch.float64",
+        ),
+        Wrong(
+            "no tolerance, and it raises",
+            {"raise_exception=False": "atol=1e-14, rtol=0"},
+            "With its own eps, atol and rtol",
+        ),
+        Wrong("no return", {"return torch.autograd.grad": "torch.autograd.grad"}, "return what gradcheck says"),
         Wrong("no gradient asked for", {", requires_grad=True": ""}, "does the input require a gradient?"),
         Wrong(
             "always right",
