@@ -31,7 +31,7 @@ def kept(seqs: Sequence[int], needs: Mapping[str, Sequence[float]]) -> None:
                     textcoords="offset points", fontsize=9)  # fmt: skip
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    ax.set_xlabel("sequence length (one layer, one sequence, 32 heads of 128, fp16)")
+    ax.set_xlabel("sequence length, tokens (one layer, one sequence, 32 heads of 128)")
     ax.set_ylabel("GiB kept")
     ax.legend(loc="upper left")
     style.show(
@@ -148,7 +148,7 @@ def jacobian(p: np.ndarray, matrix: np.ndarray) -> None:
     n = len(p)
     style.use()
     fig, (left, right) = plt.subplots(
-        1, 2, figsize=(7.6, 3.2), layout="constrained", width_ratios=(1, 1.25)
+        1, 2, figsize=(7.6, 3.2), layout="constrained", width_ratios=(1, 1.1)
     )
     left.bar(range(n), p, color=COLORS["s"])
     left.set_xlabel("key j")
@@ -156,7 +156,7 @@ def jacobian(p: np.ndarray, matrix: np.ndarray) -> None:
     left.set_xticks(range(n))
     left.set_title("row 0 of P", fontsize=10)
     largest = np.abs(matrix).max()
-    image = right.imshow(matrix, cmap="RdBu", vmin=-largest, vmax=largest)
+    right.imshow(matrix, cmap="RdBu", vmin=-largest, vmax=largest)
     for i, j in np.ndindex(n, n):
         dark = abs(matrix[i, j]) > 0.6 * largest
         right.text(j, i, f"{matrix[i, j]:+.3f}", ha="center", va="center", fontsize=9,
@@ -166,7 +166,6 @@ def jacobian(p: np.ndarray, matrix: np.ndarray) -> None:
     right.set_xlabel("logit $s_k$")
     right.set_ylabel("weight $p_j$")
     right.set_title("change of $p_j$ for each unit of $s_k$", fontsize=10)
-    plt.colorbar(image, ax=right, shrink=0.9)
     style.show(
         fig,
         alt="Left, the four weights of row 0 of P as bars. Right, the Jacobian as a table of four by four numbers: "
@@ -182,7 +181,10 @@ def walks(tiles: int = 5) -> None:
     full and causal.
     """
     style.use()
-    fig, axes = plt.subplots(1, 4, figsize=(10, 3.1), layout="constrained")
+    fig, axes = plt.subplots(
+        1, 4, figsize=(10, 3.1), layout="constrained", width_ratios=(7.5, 5.9, 7.5, 5.9)
+    )
+    fig.get_layout_engine().set(w_pad=0.15)
     own = 2
     for n, ax in enumerate(axes):
         style.blank(ax)
@@ -200,10 +202,9 @@ def walks(tiles: int = 5) -> None:
                 style.box(ax, j, i, text, color=color, line=1.5, size=10)
         look = dict(edge=COLORS["ink"], ink="white")
         if by_rows:
-            style.box(ax, tiles + 0.35, own, "dQ", width=1.2, color=COLORS["q"], **look)
-            _arrow(
-                ax, (0.1, own + 0.85), ((own + 1 if causal else tiles) - 0.1, own + 0.85), line=1.2
-            )
+            end = own + 1 if causal else tiles
+            style.box(ax, end + 0.35, own, "dQ", width=1.2, color=COLORS["q"], **look)
+            _arrow(ax, (0.1, own + 0.85), (end - 0.1, own + 0.85), line=1.2)
         else:
             style.box(
                 ax,
@@ -219,11 +220,11 @@ def walks(tiles: int = 5) -> None:
             )
         kernel = "dQ kernel" if by_rows else "dK/dV kernel"
         ax.set_title(f"{kernel}, {'causal' if causal else 'full'}", fontsize=10)
-        ax.set_xlabel("tiles of keys", fontsize=9)
-        ax.set_ylabel("tiles of queries", fontsize=9)
-        ax.xaxis.set_label_position("top")
-        ax.set_xlim(-0.1, tiles + 1.7)
-        ax.set_ylim(tiles + 1.4, -0.1)
+        middle = dict(fontsize=9, ha="center", va="center")
+        ax.text(tiles / 2, -0.4, "tiles of keys", **middle)
+        ax.text(-0.45, tiles / 2, "tiles of queries", rotation=90, **middle)
+        ax.set_xlim(-0.8, tiles + (1.7 if by_rows else 0.1))
+        ax.set_ylim(tiles + 1.4, -0.8)
         ax.set_aspect("equal")
     style.show(
         fig,
@@ -303,12 +304,21 @@ def mistakes(z: Mapping[str, Mapping[str, float]], limit: float) -> None:
         ax.text(x + 0.5, -0.15, name, ha="center", va="bottom", fontweight="bold")
     for y, what in enumerate(z):
         ax.text(-0.12, y + 0.5, what, ha="right", va="center", fontsize=9)
-    ax.set_xlim(-3.6, len(names))
+    ax.text(
+        -0.12,
+        -0.15,
+        f"largest z, dark above {limit:g}",
+        ha="right",
+        va="bottom",
+        fontsize=9,
+        style="italic",
+    )
+    ax.set_xlim(-2.95, len(names))
     ax.set_ylim(len(z), -0.9)
     style.show(
         fig,
         alt=f"A table of {len(z)} mistakes against o, lse, dq, dk and dv. A cell holds the largest z of that tensor "
-        "and is colored where it is above the limit. o and lse never are; dq or dk nearly always, dv in a few rows.",
+        "and is dark where it is above the limit. o and lse never are; dq or dk nearly always, dv in a few rows.",
     )
 
 
@@ -338,7 +348,7 @@ def live(curves: Mapping[str, Sequence[float]]) -> None:
     left.set_ylabel("loss, nats a character")
     left.legend(fontsize=9)
     right.set_yscale("log")
-    right.set_ylabel("distance from SDPA's loss\n(1e-8 stands for less)")
+    right.set_ylabel("distance from SDPA's loss, nats\n(1e-8 stands for less)")
     last = ", ".join(f"{name} {losses[-1]:.2f}" for name, losses in curves.items())
     style.show(
         fig,
