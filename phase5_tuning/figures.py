@@ -166,45 +166,38 @@ def clocks(turns: Mapping[str, Mapping[str, float]], title: str) -> None:
 
 
 def between(
-    cases: Mapping[str, tuple[Sequence[float], float, Sequence[float]]],
-    product: float,
-    mhz: tuple[float, float],
+    cases: Mapping[str, tuple[float, float, float]], product: float, mhz: float
 ) -> None:
     """Where the record lies between a model in which nothing overlaps and one in which everything does.
 
-    cases: name -> (TFLOP/s if nothing overlaps, recorded, if everything overlaps); a model has two
-        numbers, one for each clock
+    cases: name -> TFLOP/s (if nothing overlaps, recorded, if everything overlaps)
     product: TFLOP/s of a large product
-    mhz: the two clocks
+    mhz: the clock of both models
     """
-    fig, ax = style.new(8, 0.62 * len(cases) + 1.3)
+    fig, ax = style.new(8, 0.55 * len(cases) + 1.3)
     for y, (serial, recorded, overlapped) in enumerate(cases.values()):
-        for (low, high), color in ((serial, "state"), (overlapped, "faint")):
-            ax.barh(y, high - low, 0.4, left=low, color=COLORS[color], edgecolor="black", alpha=0.6)
-            ax.annotate(f"{low:.0f} to {high:.0f}", ((low + high) / 2, y + 0.2), (0, -8), fontsize=8,
-                        textcoords="offset points", ha="center", va="center",
-                        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
-        ax.plot(recorded, y, "o", color=COLORS["tiled"], markersize=8)
-        ax.annotate(f"{recorded:.0f}", (recorded, y - 0.2), (0, 5), textcoords="offset points", ha="center",
+        for rate, color in ((overlapped, "faint"), (serial, "state")):
+            ax.barh(y, rate, 0.5, color=COLORS[color], edgecolor="black", linewidth=0.8)
+        for rate, inside in ((serial, "nothing overlaps: "), (overlapped, "everything: ")):
+            ax.annotate(f"{inside}{rate:.0f}", (rate, y), (-5, 0), textcoords="offset points", ha="right",
+                        va="center", fontsize=8)  # fmt: skip
+        ax.plot(recorded, y, "o", color=COLORS["tiled"], markeredgecolor="white", markersize=9)
+        ax.annotate(f"{recorded:.0f}", (recorded, y - 0.25), (0, 2), textcoords="offset points", ha="center",
                     fontsize=9)  # fmt: skip
-    ax.axvline(product, color=COLORS["limit"], linewidth=1.2, linestyle="--", zorder=0)
+    ax.axvline(product, color=COLORS["limit"], linewidth=1.2, linestyle="--")
     ax.annotate(f"large product: {product:.0f}", (product, -0.6), (0, 3), textcoords="offset points", ha="center",
                 fontsize=8)  # fmt: skip
     ax.set_yticks(range(len(cases)), list(cases))
-    ax.set_ylim(len(cases) - 0.3, -0.6)
-    ax.set_xlim(0, 1.1 * max(top[1] for *_, top in cases.values()))
-    ax.set_xlabel(
-        "TFLOP/s (left band: nothing overlaps; dot: recorded; right band: everything overlaps;\n"
-        f"a band is from {mhz[0]:.0f} to {mhz[1]:.0f} MHz)"
-    )
+    ax.set_ylim(len(cases) - 0.5, -0.6)
+    ax.set_xlim(0, 1.05 * max(top for *_, top in cases.values()))
+    ax.set_xlabel(f"TFLOP/s (bars: the two models, at {mhz:.0f} MHz; dot: recorded)")
     said = (
-        f"{name}: {serial[0]:.0f} to {serial[1]:.0f} if nothing overlaps, {recorded:.0f} recorded, "
-        f"{top[0]:.0f} to {top[1]:.0f} if everything does"
+        f"{name}: {serial:.0f} if nothing overlaps, {recorded:.0f} recorded, {top:.0f} if everything does"
         for name, (serial, recorded, top) in cases.items()
     )
     style.show(
         fig,
-        alt=f"TFLOP/s, at {mhz[0]:.0f} to {mhz[1]:.0f} MHz. {'; '.join(said)}. A large product: {product:.0f}.",
+        alt=f"TFLOP/s, the models at {mhz:.0f} MHz. {'; '.join(said)}. A large product: {product:.0f}.",
     )
 
 
