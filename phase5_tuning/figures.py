@@ -165,9 +165,7 @@ def clocks(turns: Mapping[str, Mapping[str, float]], title: str) -> None:
     style.show(fig, alt=f"{title}. Clocks for 64 x 128 logits: {said}.")
 
 
-def between(
-    cases: Mapping[str, tuple[float, float, float]], product: float, mhz: float
-) -> None:
+def between(cases: Mapping[str, tuple[float, float, float]], product: float, mhz: float) -> None:
     """Where the record lies between a model in which nothing overlaps and one in which everything does.
 
     cases: name -> TFLOP/s (if nothing overlaps, recorded, if everything overlaps)
@@ -176,11 +174,18 @@ def between(
     """
     fig, ax = style.new(8, 0.55 * len(cases) + 1.3)
     for y, (serial, recorded, overlapped) in enumerate(cases.values()):
-        for rate, color in ((overlapped, "faint"), (serial, "state")):
-            ax.barh(y, rate, 0.5, color=COLORS[color], edgecolor="black", linewidth=0.8)
-        for rate, inside in ((serial, "nothing overlaps: "), (overlapped, "everything: ")):
-            ax.annotate(f"{inside}{rate:.0f}", (rate, y), (-5, 0), textcoords="offset points", ha="right",
-                        va="center", fontsize=8)  # fmt: skip
+        look = dict(edgecolor="black", linewidth=0.8)
+        ax.barh(y, overlapped, 0.5, color=COLORS["faint"], **look)
+        ax.barh(y, serial, 0.5, color=COLORS["k"], **look)
+        ax.text(10, y, f"nothing overlaps: {serial:.0f}", va="center", fontsize=8)
+        ax.text(
+            overlapped - 10,
+            y,
+            f"everything overlaps: {overlapped:.0f}",
+            ha="right",
+            va="center",
+            fontsize=8,
+        )
         ax.plot(recorded, y, "o", color=COLORS["tiled"], markeredgecolor="white", markersize=9)
         ax.annotate(f"{recorded:.0f}", (recorded, y - 0.25), (0, 2), textcoords="offset points", ha="center",
                     fontsize=9)  # fmt: skip
