@@ -18,6 +18,7 @@ from phase3_forward.forward import attention_forward
 import torch
 import triton
 import triton.language as tl
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 # --- kernels -------------------------------------------------------------------------------------------------------
 
@@ -324,6 +325,7 @@ def flash_attention(
     q, k, v = validate.cast_like_sdpa(q, k, v)
     scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
     validate.refuse_transforms(q, k, v)
-    if torch.compiler.is_compiling():  # torch.export loses the Function and keeps the operator
+    if torch.compiler.is_compiling() or any(map(is_functorch_wrapped_tensor, (q, k, v))):
+        # torch.export loses the Function and keeps the operator, and torch.vmap takes only that.
         return _forward_op(q, k, v, is_causal, scale)[0]
     return FlashAttention.apply(q, k, v, is_causal, scale)[0]

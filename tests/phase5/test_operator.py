@@ -205,6 +205,19 @@ def test_trap43_derivatives_by_torch_func_are_refused_by_name(fn, way):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (None, None, 1)], ids=str)
+@BOTH_PHASES
+def test_vmap_gives_sdpas_results_and_gradients(fn, dims):
+    tensors = leaves(2, 1, 5, 16, dtype=torch.float32)
+    made = []
+    for call in (fn, F.scaled_dot_product_attention):
+        many = [t if d is None else torch.stack([t, 2 * t], d) for t, d in zip(tensors, dims, strict=True)]
+        o = torch.vmap(call, in_dims=dims)(*many)
+        made.append([o, *torch.autograd.grad(o.square().sum(), tensors)])
+    torch.testing.assert_close(*made, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_trap43_forward_mode_is_noticed_by_what_was_compiled_before():
     tensors = make_qkv(1, 1, 5, 16, dtype=torch.float32)
     fn = compiled(flash_attention)
