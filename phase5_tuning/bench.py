@@ -256,7 +256,7 @@ def table(rows: list[dict], clock: str = "gpu"):
 def arguments(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="course bench",
-        description=__doc__.split("\n\n")[0],
+        description=(__doc__ or "").split("\n\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
 

@@ -49,7 +49,7 @@ def launches(rung, dtype, head_dim) -> Iterator[tuple[str, offline.Launch]]:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     known = list(offline.SHARED_LIMIT)
     what = f"of {', '.join(known)}; default: {' '.join(TARGETS)}"
     parser.add_argument("targets", nargs="*", metavar="target", help=what)

@@ -242,7 +242,7 @@ def arguments(argv=None) -> argparse.Namespace:
     def listed(of):
         return lambda text: [of(part) for part in text.split(",")]
 
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--seq-len", type=listed(size), default="16384,65536,131072")
     parser.add_argument("--heads", type=size, default=16)
     parser.add_argument("--heads-kv", type=size, help="fewer heads of K and V; not with torch")

@@ -393,7 +393,9 @@ def header(stem: str) -> str:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="course export", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="course export", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("file", type=Path, help="the file to write, such as fast_attention.py")
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
     options = parser.parse_args(argv)

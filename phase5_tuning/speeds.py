@@ -5,6 +5,7 @@ picture anew and prints the table.
 import hashlib
 from pathlib import Path
 
+from common.arguments import arguments
 from common.measure import records
 from phase5_tuning import hopper_sketches as sketches
 
@@ -54,6 +55,7 @@ def fingerprint() -> str:
 
 
 if __name__ == "__main__":
+    arguments()
     figure = sketches.bars(rates(), PROVIDERS, SEQ)
     figure.savefig(PATH, dpi=110, metadata=dict(records=fingerprint()))
     print(table())

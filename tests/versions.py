@@ -5,6 +5,7 @@ requirements.txt; "here" is the environment that runs this. VERSIONS.md gets a r
 older one. The exit code is 1 if a test fails. On 2 cores a version takes 10 minutes and 6 GB.
 """
 
+import argparse
 import os
 import re
 import subprocess
@@ -54,9 +55,17 @@ def row(version: str) -> tuple[str, bool]:
     return f"| {' | '.join(cells)} |", run.returncode == 0
 
 
-def main(versions: list[str]) -> int:
+def named(version: str) -> str:
+    if version != "here" and not re.fullmatch(r"\d+\.\d+\.\d+", version):
+        raise argparse.ArgumentTypeError(f"{version!r}: expected a version such as 2.15.0, or here")
+    return version
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the tests of the kernels with other versions of PyTorch.")
+    parser.add_argument("versions", nargs="+", metavar="version", type=named, help="such as 2.15.0, or here")
     good = True
-    for version in versions:
+    for version in parser.parse_args().versions:
         line, passed = row(version)
         good &= passed
         same = line.split("|")[1:4]  # torch, Triton, Python
@@ -68,4 +77,4 @@ def main(versions: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from common.arguments import arguments
+
 # torch release -> the Triton release that it is built for and that this course was run with
 PAIRS = {"2.13": "3.7.1", "2.11": "3.6.0"}
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -299,4 +301,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    arguments()
     raise SystemExit(main())

@@ -37,6 +37,7 @@ from functools import cache
 from pathlib import Path
 
 from common import phases
+from common.arguments import arguments
 
 # Seconds for an answer, of which starting Python takes two; checks of right ones end in under five,
 # or in twenty where the compiler is asked.
@@ -564,5 +565,6 @@ def _take_over_answer(path: Path, exercise: Exercise) -> str:
 
 
 if __name__ == "__main__":
+    arguments()
     for exercise in load():
         _write(exercise.shipped, exercise.stub.encode())

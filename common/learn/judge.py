@@ -28,6 +28,7 @@ from types import ModuleType
 from unittest import mock
 
 from common import runtime
+from common.arguments import arguments
 from common.learn import errors, offline_answer
 from common.measure import traffic
 from common.verify import VerificationError, guard, verify_results
@@ -443,7 +444,8 @@ def main(folder: str, name: str, path: str, verdict: str) -> int:
 
 if __name__ == "__main__":
     # The module that the checks import, not this second copy of it: there must be one Rejected.
-    code = importlib.import_module("common.learn.judge").main(*sys.argv[1:])
+    given = arguments("folder", "exercise", "file", "verdict")
+    code = importlib.import_module("common.learn.judge").main(*given)
     with contextlib.suppress(AttributeError, OSError, ValueError):  # if the answer has closed them
         sys.stdout.flush()
         sys.stderr.flush()

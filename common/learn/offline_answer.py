@@ -17,6 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 from common import runtime
+from common.arguments import arguments
 from common.measure import offline
 
 TARGETS = "sm_90", "sm_80"  # the others are asked where the first one refuses
@@ -96,4 +97,4 @@ def main(path: str) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main(*sys.argv[1:]))  # not held up by threads that the answer has started
+    os._exit(main(*arguments("file")))  # not held up by threads that the answer has started

@@ -4,6 +4,7 @@ anew.
 
 from pathlib import Path
 
+from common.arguments import arguments
 from common.style import COLORS, blank, new
 
 import matplotlib.pyplot as plt
@@ -108,4 +109,5 @@ def overview() -> None:
 
 
 if __name__ == "__main__":
+    arguments()
     overview()

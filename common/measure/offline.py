@@ -29,6 +29,7 @@ from pathlib import Path
 from unittest import mock
 
 from common import runtime
+from common.arguments import arguments
 from common.phases import ROOT
 
 import torch
@@ -337,6 +338,7 @@ def _cuobjdump(cubin: bytes, flag: str) -> str:
 
 
 if __name__ == "__main__":
+    arguments()
     with contextlib.redirect_stdout(sys.stderr):  # where Triton prints a program that ptxas refuses
         try:
             results = [asdict(compile_one(**job)) for job in json.load(sys.stdin)]

@@ -18,6 +18,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
+from common.arguments import arguments
 from common.learn import exercises
 from common.measure import records
 from common.phases import PHASES, ROOT
@@ -206,4 +207,5 @@ def pictures_page() -> str:
 
 
 if __name__ == "__main__":
+    arguments()
     raise SystemExit(main())

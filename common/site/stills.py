@@ -7,6 +7,7 @@ import io
 import re
 import shutil
 
+from common.arguments import arguments
 from common.site import moving
 
 from PIL import Image
@@ -39,4 +40,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    arguments()
     main()

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+from common.arguments import arguments
 from common.learn import judge
 from common.learn.judge import Rejected, reject, require
 from common.phases import ROOT
@@ -386,4 +387,4 @@ def _main(path: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main(*arguments("file", "folder"))

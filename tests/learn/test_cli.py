@@ -194,6 +194,33 @@ def test_a_module_reports_a_failure_with_its_exit_code(tmp_path):
     assert [json.loads(line)["passed"] for line in lines.stdout.splitlines()] == [False, True]
 
 
+def entry_points():
+    """The modules that `python -m` runs, as it names them; an answer is no module of the course."""
+    found = []
+    for path in sorted(path for top in ("common", "phase*", "tests") for path in ROOT.glob(f"{top}/**/*.py")):
+        *folders, name = path.relative_to(ROOT).with_suffix("").parts
+        if name == "__main__":
+            found.append(".".join(folders))
+        elif folders[-1] not in ("exercises", "solutions") and "\nif __name__ == " in path.read_text():
+            found.append(".".join([*folders, name]))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", entry_points())
+def test_a_module_explains_itself_and_refuses_nonsense(module):
+    def run(*typed):
+        command = [sys.executable, "-m", module, *typed]
+        return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+
+    explained, refused = run("--help"), run("nonsense", "--nonsense", "more", "and", "more")
+    assert explained.returncode == 0, explained.stderr
+    assert explained.stdout.lower().lstrip().startswith("usage:")
+    assert refused.returncode == 2
+    assert "nonsense" in refused.stdout + refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 def test_the_readme_names_only_commands_that_exist():
     text = (ROOT / "README.md").read_text()
     makefile = (ROOT / "Makefile").read_text()

@@ -9,6 +9,8 @@ import re
 from itertools import product
 from pathlib import Path
 
+from common.arguments import arguments
+
 PAGE = Path(__file__).with_name("pipeline.html")
 PLACE = re.compile(r'(?<=<script type="application/json" id="data">\n).*?(?=\n</script>)', re.S)
 MODEL = "phase5_tuning.hopper_model"  # imported by name: common knows no phase
@@ -65,6 +67,7 @@ def read() -> dict:
 
 
 if __name__ == "__main__":
+    arguments()
     data = write(compute(importlib.import_module(MODEL)))
     PAGE.write_text(PLACE.sub(lambda _: data, PAGE.read_text(), count=1))
     print(f"{PAGE.name}: {len(data) / 1024:.0f} KiB of timelines")
