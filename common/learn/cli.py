@@ -330,8 +330,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left running
     try:
         app()
-    except exercises.Damaged as damaged:
-        sys.exit(str(damaged))
+    except exercises.Unusable as unusable:
+        sys.exit(str(unusable))
     except OSError as error:
         sys.exit(f"{error}. Is there room on the disk, and may you read and write there?")
 

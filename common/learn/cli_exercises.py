@@ -307,7 +307,7 @@ def _say_next(progress: Progress, after: Exercise | None = None) -> None:
     console.print(f"Next: [bold]{exercise.number}  {exercise.title}[/]\n      {exercise.file}")
     try:
         exercises.begin(exercise)
-    except (OSError, exercises.Damaged) as error:  # the verdict that was said before stays as it is
+    except (OSError, exercises.Unusable) as error:  # the verdict said before stays as it is
         console.print(f"      {error}", markup=False, style="yellow", soft_wrap=True)
     if not progress.passed:
         console.print(

@@ -46,7 +46,21 @@ COMPILER_LIMIT = 30  # seconds for the compiler, after an answer passed; a few a
 BEGIN, SHOWN, END = "# your code", "#|", "# end of your code"
 
 
-class Damaged(Exception):
+class Unusable(Exception):
+    """A file cannot be used as it is; the message names it and says what to do."""
+
+
+class NoFile(Unusable):
+    """Something that is no file has the name of a learner's file."""
+
+    def __init__(self, path: Path, file: str):
+        kind = "a folder" if path.is_dir() else "a pipe or a device"
+        if path.is_symlink():
+            kind = "a link that leads to no file"
+        super().__init__(f"{file} is {kind}, where a file with your answer belongs: move it away")
+
+
+class Damaged(Unusable):
     """A file of the course itself is missing or broken; the message says how to get it back."""
 
     def __init__(self, path: Path, error: Exception):
@@ -85,6 +99,17 @@ class Exercise:
     @property
     def path(self) -> Path:
         return phases.ROOT / self.file
+
+    @property
+    def answer(self) -> bytes | None:
+        """What the learner's file holds; None where there is none. Raises NoFile without opening what
+        may never end.
+        """
+        if not os.path.lexists(self.path):
+            return None
+        if not self.path.is_file():
+            raise NoFile(self.path, self.file)
+        return self.path.read_bytes()
 
     @property
     def shipped(self) -> Path:
@@ -154,13 +179,13 @@ def find(name: str) -> Exercise | None:
     """The exercise called by its name ("online_step"), its former name, its number ("1.3") or its
     file: the learner's, or the shipped one, from here or from the root of the course.
     """
-    files = {Path(name).resolve(), (phases.ROOT / name).resolve()}
+    files = {*map(os.path.realpath, (name, phases.ROOT / name))}
     return next(
         (
             e
             for e in load()
             if name in (e.number, e.name, e.formerly or e.name)
-            or not files.isdisjoint((e.path.resolve(), *(p.resolve() for p in e.places)))
+            or not files.isdisjoint(map(os.path.realpath, (e.path, *e.places)))
         ),
         None,
     )
@@ -260,9 +285,11 @@ class Progress:
 
     def solved(self, exercise: Exercise) -> bool:
         """True if the file is still the answer that passed."""
-        return exercise.path.exists() and self.passed.get(exercise.name) == _hash(
-            exercise.path.read_bytes()
-        )
+        try:
+            answer = exercise.answer
+        except (OSError, Unusable):  # its own commands say so
+            return False
+        return answer is not None and self.passed.get(exercise.name) == _hash(answer)
 
     def next(self, after: Exercise | None = None) -> Exercise | None:
         """The first exercise that is not solved; the first of those after another one, if there
@@ -286,7 +313,7 @@ def _read(path: Path) -> str:
 def _write(path: Path, content: bytes) -> None:
     """The whole file at once: a reader never sees half of it, and a full disk leaves what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path = path.resolve()  # a link stays one
+    path = Path(os.path.realpath(path))  # a link stays one
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         new.write_bytes(content)
@@ -308,9 +335,9 @@ def _free(path: Path, ending: str) -> Path:
 
 def _edited(exercise: Exercise) -> bool:
     """True if the learner's file holds more than a stub, today's or an older one."""
-    if not exercise.path.exists():
+    answer = exercise.answer
+    if answer is None:
         return False
-    answer = exercise.path.read_bytes()
     untouched = _hash(answer) == Progress.load().begun.get(exercise.name)
     return not untouched and answer.decode(errors="replace") != exercise.stub
 
@@ -319,7 +346,7 @@ def begin(exercise: Exercise) -> None:
     """Create the learner's file from the stub. One that has been edited is left alone; one that has
     not follows the stub when the course is updated.
     """
-    as_shipped = exercise.path.exists() and exercise.path.read_bytes() == exercise.stub.encode()
+    as_shipped = exercise.answer == exercise.stub.encode()
     if not (as_shipped or _edited(exercise)):
         _write_stub(exercise)
 
@@ -371,12 +398,15 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
     """
     try:
         begin(exercise)
-    except Damaged as damaged:
-        return Verdict("error", str(damaged))
+    except Unusable as unusable:
+        return Verdict("error", str(unusable))
     except OSError as error:
         if not exercise.path.exists():
             return Verdict("unfinished", f"its file cannot be created: {error}")
-    answer = exercise.path.read_bytes()
+    try:
+        answer = exercise.answer
+    except OSError as error:
+        return Verdict("error", f"its file cannot be read: {error}")
     if answer.decode(errors="replace") == exercise.stub:
         return Verdict("unfinished", "the file is as shipped: nothing has been changed yet")
     start = time.perf_counter()
@@ -511,8 +541,10 @@ def take_over() -> list[str]:
     said = [_set_bad_progress_aside()]
     _rename_progress()
     for exercise in load():
-        with contextlib.suppress(Damaged):  # its own commands say so
-            said += [_take_over_answer(path, exercise) for path in exercise.places if path.exists()]
+        with contextlib.suppress(Unusable):  # its own commands say so
+            said += [
+                _take_over_answer(path, exercise) for path in exercise.places if path.is_file()
+            ]
     return list(filter(None, said))
 
 
@@ -550,7 +582,7 @@ def _take_over_answer(path: Path, exercise: Exercise) -> str:
     as_shipped = path.read_bytes() == exercise.stub.encode()
     if shipped and as_shipped:
         return ""
-    if as_shipped or (exercise.path.exists() and path.read_bytes() == exercise.path.read_bytes()):
+    if as_shipped or path.read_bytes() == exercise.answer:
         path.unlink()
     elif _edited(exercise):
         kept = shutil.move(path, _free(exercise.path, "old")).relative_to(phases.ROOT)

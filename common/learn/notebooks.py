@@ -90,9 +90,7 @@ def main() -> int:
     if args.store:
         os.environ["TRITON_INTERPRET"] = "1"
         if answered := [
-            e.file
-            for e in exercises.load()
-            if e.path.exists() and e.path.read_bytes() != e.stub.encode()
+            e.file for e in exercises.load() if e.answer not in (None, e.stub.encode())
         ]:
             parser.error(
                 f"--store would store the verdicts on your answers: move {', '.join(answered)} away, or bring them "

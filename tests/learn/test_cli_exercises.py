@@ -590,6 +590,35 @@ def test_an_unwritable_work_folder_is_named_in_a_line(copy, attempt):
     assert "0 of" in printed  # how far one is
 
 
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (os.mkfifo, "a pipe or a device"),
+        (Path.mkdir, "a folder"),
+        (lambda path: path.symlink_to(path.name), "a link that leads to no file"),
+        (lambda path: path.symlink_to("nowhere.py"), "a link that leads to no file"),
+        (lambda path: path.symlink_to("/dev/zero"), "a link that leads to no file"),
+    ],
+    ids=["a pipe", "a folder", "a link to itself", "a link to nothing", "a link to a device"],
+)
+def test_what_is_no_file_is_named_in_a_line_and_left(make, kind, copy, attempt):
+    spoiled = PHASE_1[0]
+    write(copy, spoiled, "")
+    (copy / spoiled.file).unlink()
+    make(copy / spoiled.file)
+    said = f"{spoiled.file} is {kind}, where a file with your answer belongs: move it away"
+    before = os.lstat(copy / spoiled.file).st_ino
+    for command in ("next", "check", "hint", "reset", "watch", "solution"):
+        assert attempt(command, "1.1", before="timeout 30") == (f"{said}\n", 1)
+    printed, code = attempt("check", "1", before="timeout 60")
+    assert f"raises an error\n{said}\n" in printed
+    assert f"0 of {len(PHASE_1)} exercises passed" in printed
+    printed, code = attempt(before="timeout 30")  # how far one is
+    assert (code, said in printed) == (0, True)
+    assert PHASE_1[1].title in attempt("next", "1.2")[0]
+    assert os.lstat(copy / spoiled.file).st_ino == before
+
+
 def test_answers_in_the_shipped_files_move_to_work(copy, course):
     alone, begun, both, equal, untouched = PHASE_1[:5]
     answers = {e.name: f"# mine: {e.title}\n" for e in PHASE_1}
