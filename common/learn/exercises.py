@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -525,8 +526,9 @@ def _innermost_line(path: Path, report: Path) -> str:
         line, function = re.search(
             rf'File "{re.escape(str(path))}", line (\d+) in (\S+)\n', stack
         ).groups()
-        return f"line {line}, in {function}: {_read(path).splitlines()[int(line) - 1].strip()}"
-    except (OSError, ValueError, AttributeError, IndexError):
+        with tokenize.open(path) as answer:  # in the encoding that Python takes it for
+            return f"line {line}, in {function}: {answer.readlines()[int(line) - 1].strip()}"
+    except (OSError, ValueError, AttributeError, IndexError, SyntaxError):
         return ""
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -89,7 +90,8 @@ def main(path: str) -> int:
     own, launches = os.getpid(), json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):  # what the answer prints, and Triton
         sys.modules["answer"] = judge.load(Path(path))
-        found = objections(launches, Path(path).read_text())
+        with tokenize.open(path) as file:  # in the encoding that Python takes it for
+            found = objections(launches, file.read())
     if os.getpid() == own:  # a process that the answer forked has no say
         json.dump(found, sys.stdout)
         sys.stdout.flush()

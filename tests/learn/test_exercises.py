@@ -376,6 +376,22 @@ def test_what_compiles_for_no_gpu_passes_with_a_warning(name, before, line, kern
     assert objection.startswith(f"no GPU can run {kernel}: line {number}, `{line}`: unsupported")
 
 
+@needs_interpreter
+@without_gpu
+def test_what_is_said_of_an_answer_in_latin_1_names_its_line(learner, tmp_path):
+    answer = learner("online_step")
+    text = answer.exercise.solution.read_text().replace(
+        "    m_new = tl.maximum(", LOOP.format("break") + "    m_new = tl.maximum(", 1
+    )
+    answer.exercise.path.write_bytes(f"# coding: latin-1\n# é\n{text}".encode("latin-1"))
+    verdict = check(answer.exercise)
+    assert verdict.passed, verdict
+    (objection,) = exercises.objections(answer.exercise, verdict, limit=300)
+    assert "`break`: unsupported" in objection
+    (tmp_path / "verdict.stack").write_text(f'File "{answer.exercise.path}", line 2 in f')
+    assert exercises._innermost_line(answer.exercise.path, tmp_path / "verdict") == "line 2, in f: # é"
+
+
 @interpreted_only
 def test_a_kernel_of_a_check_is_compiled_with_the_answers_function(learner):
     answer = learner("varlen")
