@@ -1512,6 +1512,38 @@ WRONG = {
             "keys or values stand still",
         ),
         Wrong(
+            "receives after it has attended",
+            {
+                "            coming = dist.irecv(buffer, (rank - 1) % ranks)\n": "",
+                "            sending.wait()\n            coming.wait()\n": (
+                    "            dist.irecv(buffer, (rank - 1) % ranks).wait()\n            sending.wait()\n"
+                ),
+            },
+            "computes while keys or values stand still",
+        ),
+        Wrong(
+            "two receives into one tensor",
+            {
+                "buffer = torch.empty_like(kv)": "buffer = buffer if step else torch.empty_like(kv)",
+                "            coming.wait()\n            kv = buffer\n": "",
+            },
+            "into which its receive 1 comes: wait first",
+        ),
+        Wrong(
+            "PyTorch computes",
+            {
+                "part = attention_forward(q, *kv)": (
+                    "s = q @ kv[0].mT / q.shape[-1] ** 0.5\n        part = s.softmax(-1) @ kv[1], s.logsumexp(-1)"
+                )
+            },
+            "attention_forward was not called",
+        ),
+        Wrong(
+            "writes into its inputs",
+            {"    return o, lse": "    q.zero_()\n    return o, lse"},
+            "has written into its inputs",
+        ),
+        Wrong(
             "values do not fit",
             {"buffer = torch.empty_like(kv)": "buffer = torch.empty_like(k)"},
             "All shards have one shape",
