@@ -17,6 +17,8 @@ def main() -> None:
         from common.learn.cli import main
     except KeyboardInterrupt:  # Ctrl-C comes before there is a command to stop
         sys.exit(130)
+    except ImportError as error:  # it names a package that is missing, or a file that hides one
+        sys.exit(str(error))
     main()
 
 

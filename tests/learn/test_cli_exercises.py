@@ -619,6 +619,28 @@ def test_what_is_no_file_is_named_in_a_line_and_left(make, kind, copy, attempt):
     assert os.lstat(copy / spoiled.file).st_ino == before
 
 
+@pytest.mark.parametrize("name", ["numpy", "torch", "triton", "rich"])
+def test_a_file_that_hides_a_package_is_named_in_a_line(name, copy):
+    def run(*command, folder=copy):
+        environment = os.environ | dict(PYTHONPATH=str(copy))
+        done = subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True)
+        return done.stderr.strip().splitlines()[-1:], done.returncode
+
+    def said(folder):
+        return f"{folder / name}.py hides the package {name}, which the course needs: rename it"
+
+    write(copy, PHASE_1[2], PHASE_1[2].solution.read_text())
+    for harmless in ("work", "work/phase1_softmax", "phase1_softmax"):
+        (copy / harmless / f"{name}.py").write_text("")
+    assert run("course.py", "next") == ([], 0)
+    notebook = "-c", "import sys; sys.path[0] = ''; import common"
+    for beside in ("work/phase1_softmax", "phase1_softmax"):
+        assert run(*notebook, folder=copy / beside) == ([f"ImportError: {said(copy / beside)}"], 1)
+    (copy / f"{name}.py").write_text("")
+    for command in ("", "next", "check", "verify"):
+        assert run("course.py", *filter(None, [command])) == ([said(copy)], 1)
+
+
 def test_answers_in_the_shipped_files_move_to_work(copy, course):
     alone, begun, both, equal, untouched = PHASE_1[:5]
     answers = {e.name: f"# mine: {e.title}\n" for e in PHASE_1}
