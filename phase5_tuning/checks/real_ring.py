@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -88,8 +89,9 @@ class Transfer:
     gloo gets a copy, so that a mistake shows in every run, whichever rank is faster.
     """
 
-    def __init__(self, rank: "Rank", kind: str, tensor: torch.Tensor, peer: int | None, start):
+    def __init__(self, rank: "Rank", kind: str, tensor, peer: int | None, tag: int, start):
         self.rank, self.kind, self.tensor, self.waited = rank, kind, tensor, False
+        self.before, self.tag = rank.attended, tag
         if not tensor.is_contiguous():
             reject(f"line {rank.line()}: isend and irecv take contiguous tensors alone")
         rank.transfers.append(self)
@@ -97,7 +99,7 @@ class Transfer:
         rank.check_start(self, peer)
         self.copy = tensor.clone()
         with self._other_rank("starts"):
-            self.work = start(self.copy)
+            self.work = start(self.copy, peer, tag=tag)
         if kind == "receive" and tensor.is_floating_point():
             tensor.fill_(float("nan"))
 
@@ -113,17 +115,29 @@ class Transfer:
             ) from error
 
     def wait(self, *timeout) -> bool:
+        if self.waited:
+            reject(
+                f"line {self.rank.line()}: rank {self.rank.number} waits for its {self.kind} {self.number} once more. "
+                "Over gloo the second wait() of a transfer never returns"
+            )
+        self.rank.check_wait(self)
         with self._other_rank("waits for"):
             self.work.wait(*timeout)
+        self.waited = True
+        if self.kind == "receive":
+            self.tensor.copy_(self.copy)
+        elif not torch.allclose(self.tensor, self.copy, rtol=0, atol=0, equal_nan=True):
+            reject(
+                f"rank {self.rank.number} changed the tensor of its send {self.number} before it had waited for "
+                "that send. The next rank may get the old numbers or the new"
+            )
+        return True
+
+    def is_completed(self) -> bool:
         if not self.waited:
-            self.waited = True
-            if self.kind == "receive":
-                self.tensor.copy_(self.copy)
-            elif not torch.allclose(self.tensor, self.copy, rtol=0, atol=0, equal_nan=True):
-                reject(
-                    f"rank {self.rank.number} changed the tensor of its send {self.number} before it had waited for "
-                    "that send. The next rank may get the old numbers or the new"
-                )
+            reject(
+                f"line {self.rank.line()}: over gloo is_completed() is False until wait() returns: call wait()"
+            )
         return True
 
     def __getattr__(self, name):
@@ -136,9 +150,11 @@ class Rank:
     def __init__(self, path: str, number: int):
         self.path, self.number = path, number
 
-    def begin(self, share: int) -> None:
-        """Before a call; share: how many numbers its keys and values have together."""
-        self.share, self.transfers, self.attended, self.idle = share, [], 0, None
+    def begin(self, everybody: list[torch.Tensor]) -> None:
+        """Before a call; everybody: q, k and v of each rank."""
+        self.everybody, self.share = everybody, 2 * everybody[0][0].numel()
+        self.transfers, self.attended, self.idle = [], 0, None
+        self.given, self.options = {}, False
 
     def of(self, kind: str, waited: bool | None = None) -> list[Transfer]:
         return [t for t in self.transfers if t.kind == kind and waited in (None, t.waited)]
@@ -166,7 +182,7 @@ class Rank:
             if new.kind == "receive" and other.kind == "send":
                 reject(f"{does} into the tensor that it is sending: receive into another one")
             if new.kind == "send" and other.kind == "receive":
-                reject(f"{does} what may not have come yet: wait() of the receive first")
+                reject(f"{does} what may not have come yet: {_FIRST}")
             if new.kind == other.kind == "receive":
                 reject(
                     f"{does} into a tensor into which its receive {other.number} comes: wait first"
@@ -187,22 +203,72 @@ class Rank:
         """attention_forward, watched."""
         if any(_overlap(t.tensor, x) for t in self.of("receive", False) for x in (k, v)):
             reject(
-                f"line {self.line()}: rank {self.number} attends to keys or values that may not have come yet: wait() "
-                "of the receive first"
+                f"line {self.line()}: rank {self.number} attends to keys or values that may not have come yet: "
+                + _FIRST
             )
         came, leaving, coming = (
             sum(t.tensor.numel() for t in self.of(*which))
             for which in (("receive", True), ("send", False), ("receive", False))
         )
         if came < (RANKS - 1) * self.share and min(leaving, coming) < self.share:
-            self.idle = self.idle or self.line()
+            still = (
+                f"line {self.line()}: rank {self.number} computes while keys or values stand still"
+            )
+            self.idle = self.idle or still
         self.attended += 1
+        names = " ".join(map(self._whose, (q, k, v)))
+        self.given[names] = self.given.get(names, 0) + k.numel()
+        self.options |= bool(args or options)
         return _ATTEND(q, k, v, *args, **options)
+
+    def _whose(self, x: torch.Tensor) -> str:
+        """ "K2": x is of the keys of rank 2."""
+        for rank, tensors in enumerate(self.everybody):
+            for name, whole in zip("QKV", tensors, strict=True):
+                if torch.isin(x, whole).all():
+                    return f"{name}{rank}"
+        return "?"
+
+    def wanted(self) -> dict[str, int]:
+        """What attention_forward must be given, and how many keys' numbers in all."""
+        ring = [(self.number - step) % RANKS for step in range(RANKS)]
+        return {f"Q{self.number} K{rank} V{rank}": self.share // 2 for rank in ring}
+
+    def given_right(self) -> bool:
+        return self.given == self.wanted()
+
+    def signs(self) -> dict[str, bool]:
+        """Sentences on a wrong result, by what attention_forward was given."""
+        whole = self.share // 2
+        given = ", ".join(
+            names if n == whole else f"{names} ({n / whole:g} times)"
+            for names, n in self.given.items()
+        )
+        beside = " and at its further arguments" if self.options else ""
+        return {
+            f"attention_forward was given {given}, as is right: look at the merge{beside}": self.given_right(),
+            f"attention_forward was given {given}, where {', '.join(self.wanted())} is right": bool(
+                given
+            ),
+        }
+
+    def check_wait(self, transfer: Transfer) -> None:
+        if transfer.before == self.attended and not self.idle:
+            self.idle = (
+                f"line {self.line()}: rank {self.number} waits for its {transfer.kind} {transfer.number} and has "
+                "computed nothing since it started it"
+            )
 
     def check_end(self) -> None:
         for kind in ("send", "receive"):
             if self.of(kind, False):
                 reject(f"rank {self.number} has not waited for a {kind} that it started")
+        for names in self.given:
+            if names[0] == "Q" and names.split()[0] != f"Q{self.number}":
+                reject(
+                    f"rank {self.number} gives attention_forward {names}: queries of another rank. Q stays, "
+                    "keys and values travel"
+                )
         sent, enough = sum(t.tensor.numel() for t in self.of("send")), (RANKS - 1) * self.share
         if sent > enough:
             reject(
@@ -214,10 +280,7 @@ class Rank:
                 "attention_forward was not called, so it cannot be seen what is computed while the keys travel"
             )
         if self.idle:
-            reject(
-                f"line {self.idle}: rank {self.number} computes while keys or values stand still: start both transfers "
-                "before, and wait for them after"
-            )
+            reject(f"{self.idle}: start both transfers, attend, and then wait for them")
 
     @contextlib.contextmanager
     def watched(self):
@@ -225,11 +288,11 @@ class Rank:
 
         def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
             peer = dst if group_dst is None else group_dst
-            return Transfer(self, "send", tensor, peer, lambda copy: _ISEND(copy, peer, tag=tag))
+            return Transfer(self, "send", tensor, peer, tag, _ISEND)
 
         def irecv(tensor, src=None, group=None, tag=0, group_src=None):
             peer = src if group_src is None else group_src
-            return Transfer(self, "receive", tensor, peer, lambda copy: _IRECV(copy, peer, tag=tag))
+            return Transfer(self, "receive", tensor, peer, tag, _IRECV)
 
         def batch_isend_irecv(p2p_op_list):
             return [op.op(op.tensor, op.peer, tag=op.tag) for op in p2p_op_list]
@@ -250,7 +313,14 @@ class Rank:
                 f"gets to receiving: a deadlock. Start both, with {instead} here, then wait"
             )
             replaced[name] = refused(name, why)
+
+        def start(thread):
+            reject(
+                f"line {self.line()}: a thread is started. isend and irecv return at once, so none is needed"
+            )
+
         with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(threading.Thread, "start", start))
             stack.enter_context(mock.patch.object(forward, "attention_forward", self.attend))
             for module in (dist, dist.distributed_c10d):  # P2POp compares with the latter's
                 stack.enter_context(mock.patch.multiple(module, **replaced))
@@ -258,6 +328,7 @@ class Rank:
 
 
 _ATTEND, _ISEND, _IRECV = forward.attention_forward, dist.isend, dist.irecv
+_FIRST = "wait() of the receive first, or let it receive into another tensor"
 _TURNED = (
     ". Without a mask a ring that turns the other way gives the same result; with one (section 3.2) a rank must know "
     "whose keys it holds"
@@ -276,48 +347,47 @@ def _play(answer, here: Rank) -> str:
             for rank in range(RANKS)
         ]
         q, k, v = (t.clone() for t in everybody[here.number])
-        here.begin(k.numel() + v.numel())
+        here.begin(everybody)
         got = answer.ring_attention(q, k, v)
-        if not (isinstance(got, tuple) and len(got) == 2):
+        if not (isinstance(got, tuple | list) and len(got) == 2):
             reject(f"expected (o, lse) from each rank, got {type(got).__name__}")
         if not all(map(torch.equal, (q, k, v), everybody[here.number])):
             reject(f"rank {here.number} has written into its inputs")
-        _check_result(here.number, everybody, *got)
+        _check_result(here, everybody, *got)
         here.check_end()
     return "right"
 
 
-def _check_result(number: int, everybody: list[torch.Tensor], o, lse) -> None:
-    q, _, own_v = everybody[number]
+def _check_result(here: Rank, everybody: list[torch.Tensor], o, lse) -> None:
+    number, (q, _, own_v) = here.number, everybody[here.number]
     parts = [_attention(q, k, v) for _, k, v in everybody]
     own, next_one = parts[number], (number + 1) % RANKS
     others = [of for rank, of in enumerate(parts) if rank != next_one]
     wrong = {
-        "these are its own keys alone": own,
         "these are the keys of the last step alone: merge each part into the result": parts[
             next_one
         ],
         "the parts are added up: merge them": tuple(map(sum, zip(*parts, strict=True))),
-        "its own keys were merged again and again: attend to what came": _merged([own] * RANKS),
-        f"the keys of rank {next_one} are missing: {RANKS} ranks take {RANKS} steps": _merged(
-            others
-        ),
-        f"its own keys count twice: {RANKS} ranks take {RANKS} steps": _merged([*parts, own]),
-        "keys of all ranks, with the values of its own: values must travel too": _merged(
-            [_attention(q, k, own_v) for _, k, _ in everybody]
-        ),
-        "keys and values of other ranks are exchanged": _merged(
-            [own]
-            + [_attention(q, v, k) for rank, (_, k, v) in enumerate(everybody) if rank != number]
-        ),
     }
+    if not here.given_right():
+        wrong |= {
+            "these are its own keys alone": own,
+            "its own keys were merged again and again: attend to what came": _merged([own] * RANKS),
+            f"the keys of rank {next_one} are missing: {RANKS} ranks take {RANKS} steps": _merged(
+                others
+            ),
+            f"its own keys count twice: {RANKS} ranks take {RANKS} steps": _merged([*parts, own]),
+            "keys of all ranks, with the values of its own: values must travel too": _merged(
+                [_attention(q, k, own_v) for _, k, _ in everybody]
+            ),
+        }
     for i, name, got, right in zip(
         (1, 0), ("lse", "o"), (lse, o), reversed(_merged(parts)), strict=True
     ):
         mistakes = {sentence: of[i] for sentence, of in wrong.items()}
         unread = isinstance(got, torch.Tensor) and bool(got.isnan().any())
         signs = {"it has NaN: was something used before wait() of its receive?": unread}
-        require(f"rank {number}: {name}", got, right, mistakes=mistakes, signs=signs)
+        require(f"rank {number}: {name}", got, right, mistakes=mistakes, signs=signs | here.signs())
 
 
 def _attention(q, k, v):
@@ -353,7 +423,8 @@ def _live(number: int, path: str, folder: str) -> None:
     with here.watched():
         verdict = judge.judge(play, Path(path))
     behind = waits and len(here.of("receive")) < len(here.of("send"))
-    advice = _SEND_FIRST if behind else _UNMATCHED
+    tagged = waits and any(t.tag for t in here.transfers)
+    advice = _SEND_FIRST if behind else _TAGGED if tagged else _UNMATCHED
     verdict |= dict(stuck=bool(waits), advice=advice)
     Path(folder, f"{number}.json").write_text(json.dumps(verdict))
     if verdict["kind"] == "passed":
@@ -365,7 +436,8 @@ _SEND_FIRST = (
     "A send is done when the next rank has started to receive. If all wait for their sends first, nobody gets to "
     "receiving: start both, then wait"
 )
-_UNMATCHED = "Does every rank start as many receives as the rank before starts sends?"
+_UNMATCHED = "Does every rank start as many receives as the rank before starts sends, and both before it waits?"
+_TAGGED = "A receive takes a send of its own tag alone: does every receive have the tag of a send of the rank before?"
 
 
 def _main(path: str, folder: str) -> None:

@@ -19,8 +19,8 @@ process group is there before it calls ring_attention. `dist` is torch.distribut
     q, k, v  (batch, heads, rows, head_dim), fp32 and contiguous: those of this rank, of one shape on all ranks
     returns  (o, lse) over the keys of all ranks, (batch, heads, rows, head_dim) and (batch, heads, rows)
 
-Keys and values must be on their way while the rank attends, and nothing is sent that nobody needs. Collectives, and the
-send and recv that wait by themselves, are not used.
+Every transfer must be under way while the rank attends, and nothing is sent that nobody needs. Collectives, threads,
+and the send and recv that wait by themselves, are not used.
 
 Notebook: phase5_tuning/context_parallel.ipynb, section 6.1.
 """

@@ -74,6 +74,18 @@ def test_a_wrong_answer_is_rejected_and_the_mistake_is_named(name, wrong, tmp_pa
     assert wrong.says in verdict["message"]
 
 
+@interpreted_only
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [(name, right) for name, rights in wrong_answers.load("RIGHT").items() for right in rights],
+    ids=lambda x: getattr(x, "mistake", x),
+)
+def test_another_right_answer_passes(name, right, tmp_path):
+    exercise = exercises.find(name)
+    verdict = judged(exercise, right.applied_to(exercise.solution.read_text()), tmp_path)
+    assert verdict["kind"] == right.kind, verdict
+
+
 def test_every_exercise_has_wrong_answers():
     assert list(WRONG) == [e.name for e in EXERCISES]
     assert all(len(wrongs) >= 2 for wrongs in WRONG.values())

@@ -25,10 +25,10 @@ class Wrong:
         return solution
 
 
-def load() -> dict[str, list[Wrong]]:
-    """By name of the exercise, from tests/wrong_answers/phaseN.py."""
+def load(which: str = "WRONG") -> dict[str, list[Wrong]]:
+    """By name of the exercise, from tests/wrong_answers/phaseN.py; which: WRONG, or RIGHT for other right answers."""
     wrong = {}
     for phase in phases.PHASES:
         if (phases.ROOT / phase.folder / "exercises").exists():
-            wrong |= importlib.import_module(f"wrong_answers.phase{phase.number}").WRONG
+            wrong |= getattr(importlib.import_module(f"wrong_answers.phase{phase.number}"), which, {})
     return wrong

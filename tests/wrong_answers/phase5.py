@@ -6,6 +6,19 @@ from wrong_answers import Wrong
 LINE = "\n" + 16 * " "
 WAIT_AND_ARRIVE = f"yield wait(ring.full[i], full_parity){LINE}yield arrive(ring.empty[i]){LINE}# end"
 
+
+def _apart(transfers: str) -> dict[str, str]:
+    """real_ring: k and v travel apart, by these transfers."""
+    return {
+        "    kv = torch.stack((k, v))\n": "    after, before, kv = (rank + 1) % ranks, (rank - 1) % ranks, (k, v)\n",
+        "buffer = torch.empty_like(kv)": "buffer = new_k, new_v = torch.empty_like(k), torch.empty_like(v)",
+        "            sending = dist.isend(kv, (rank + 1) % ranks)\n": "            k, v = kv\n",
+        "coming = dist.irecv(buffer, (rank - 1) % ranks)": f"transfers = [{transfers}]",
+        "            sending.wait()\n": "",
+        "coming.wait()": "[transfer.wait() for transfer in transfers]",
+    }
+
+
 WRONG = {
     "count_flops": [
         Wrong("not halved", {" // (2 if is_causal else 1)": ""}, "under a causal mask the count is half"),
@@ -1550,5 +1563,188 @@ WRONG = {
         ),
         Wrong("o alone", {"return o, lse": "return o"}, "expected (o, lse)"),
         Wrong("a wrong name", {"torch.empty_like(kv)": "torch.empty_like(kvs)"}, "in ring_attention", kind="error"),
+        Wrong(
+            "all keys first, then all products",
+            {
+                "    for step in range(ranks):\n": (
+                    "    shares = [kv]\n"
+                    "    for _ in range(ranks - 1):\n"
+                    "        buffer = torch.empty_like(kv)\n"
+                    "        sending = dist.isend(shares[-1], (rank + 1) % ranks)\n"
+                    "        dist.irecv(buffer, (rank - 1) % ranks).wait()\n"
+                    "        sending.wait()\n"
+                    "        shares.append(buffer)\n"
+                    "    return attention_forward(q, *torch.cat(shares, dim=3))\n"
+                    "    for step in range(ranks):\n"
+                )
+            },
+            "has computed nothing since it started it",
+        ),
+        Wrong(
+            "the first transfer beside no products",
+            {
+                "        part = attention_forward(q, *kv)\n": (
+                    "            if step == 0:\n"
+                    "                coming.wait(), sending.wait()\n"
+                    "                mine, kv = kv, buffer\n"
+                    "                continue\n"
+                    "        part = attention_forward(q, *kv)\n"
+                ),
+                "        if step == 0:\n            o": "        if step == 1:\n            o",
+                "    return o, lse": "    merge_(o, lse, *attention_forward(q, *mine))\n    return o, lse",
+            },
+            "waits for its receive 1 and has computed nothing",
+        ),
+        Wrong(
+            "k and v received in the other order",
+            _apart("dist.isend(k, after), dist.isend(v, after), dist.irecv(new_v, before), dist.irecv(new_k, before)"),
+            "given Q0 K0 V0, Q0 V2 K2, Q0 K1 V1, where Q0 K0 V0, Q0 K2 V2, Q0 K1 V1 is right",
+        ),
+        Wrong(
+            "tags that do not match",
+            _apart(
+                "dist.isend(k, after, tag=1), dist.isend(v, after, tag=2), "
+                "dist.irecv(new_k, before, tag=0), dist.irecv(new_v, before, tag=1)"
+            ),
+            "of its own tag alone",
+        ),
+        Wrong(
+            "all wait for their receives first",
+            {
+                "            sending = dist.isend(kv, (rank + 1) % ranks)\n": "",
+                "coming = dist.irecv(buffer, (rank - 1) % ranks)": (
+                    "coming = dist.irecv(buffer, (rank - 1) % ranks)\n"
+                    "            coming.wait()\n"
+                    "            sending = dist.isend(kv, (rank + 1) % ranks)"
+                ),
+            },
+            "and both before it waits",
+        ),
+        Wrong(
+            "waits twice", {"            coming.wait()\n": "            coming.wait(), coming.wait()\n"}, "once more"
+        ),
+        Wrong(
+            "asks without a wait",
+            {"            coming.wait()\n": "            while not coming.is_completed():\n                pass\n"},
+            "is_completed() is False until wait()",
+        ),
+        Wrong(
+            "threads",
+            {
+                "            sending = dist.isend(kv, (rank + 1) % ranks)\n": (
+                    "            move = lambda kv=kv: dist.isend(kv, (rank + 1) % ranks).wait()\n"
+                    "            sending = __import__('threading').Thread(target=move)\n"
+                    "            sending.start()\n"
+                ),
+                "sending.wait()": "sending.join()",
+            },
+            "a thread is started",
+        ),
+        Wrong(
+            "queries and results travel",
+            {
+                "    kv = torch.stack((k, v))\n": (
+                    "    kv = torch.cat((q, torch.zeros_like(q), torch.full_like(q[..., :1], -1e9)), dim=-1)\n"
+                    "    columns = q.shape[-1]\n"
+                    "    for step in range(ranks):\n"
+                    "        part = attention_forward(kv[..., :columns], k, v)\n"
+                    "        merge_(kv[..., columns:-1], kv[..., -1], *part)\n"
+                    "        buffer = torch.empty_like(kv)\n"
+                    "        sending = dist.isend(kv, (rank + 1) % ranks)\n"
+                    "        dist.irecv(buffer, (rank - 1) % ranks).wait()\n"
+                    "        sending.wait()\n"
+                    "        kv = buffer\n"
+                    "    return kv[..., columns:-1], kv[..., -1]\n"
+                )
+            },
+            "queries of another rank",
+        ),
+        Wrong(
+            "results travel",
+            {
+                "    kv = torch.stack((k, v))\n": (
+                    "    o, lse = attention_forward(q, k, v)\n    kv = torch.cat((o, lse[..., None]), dim=-1)\n"
+                ),
+                "part = attention_forward(q, *kv)": "part = kv[..., :-1], kv[..., -1]",
+                "            o, lse = part": "            pass",
+            },
+            "given Q0 K0 V0, where",
+        ),
+        Wrong(
+            "the plain average",
+            {
+                "            merge_(o, lse, *part)": (
+                    "            o, lse = (step * o + part[0]) / (step + 1), torch.logaddexp(lse, part[1])"
+                )
+            },
+            "as is right: look at the merge",
+        ),
+        Wrong(
+            "each part merged with the LSE of the result",
+            {"            merge_(o, lse, *part)": "            merge_(o, lse, part[0], lse)"},
+            "as is right: look at the merge",
+        ),
+        Wrong(
+            "a mask",
+            {"attention_forward(q, *kv)": "attention_forward(q, *kv, True)"},
+            "at its further arguments",
+        ),
+        Wrong(
+            "its own keys are sent in each step",
+            {"dist.isend(kv,": "dist.isend(torch.stack((k, v)),"},
+            "Q0 K0 V0, Q0 K2 V2 (2 times), where",
+        ),
+    ],
+}
+
+# Other right answers than the solution: `mistake` says what they do in another way.
+RIGHT = {
+    "real_ring": [
+        Wrong(mistake, edits, "3 processes over gloo", kind="passed")
+        for mistake, edits in {
+            "k and v apart, with tags, received in another order": _apart(
+                "dist.irecv(new_v, before, tag=2), dist.irecv(new_k, before, tag=1), "
+                "dist.isend(k, after, tag=1), dist.isend(v, after, tag=2)"
+            ),
+            "one batch": _apart(
+                "*dist.batch_isend_irecv(["
+                "dist.P2POp(dist.isend, k, after), dist.P2POp(dist.isend, v, after), "
+                "dist.P2POp(dist.irecv, new_k, group_peer=before), dist.P2POp(dist.irecv, new_v, group_peer=before)])"
+            ),
+            "two buffers in turn": {
+                "    kv = torch.stack((k, v))\n": "    kv = torch.stack((k, v))\n    buffer = torch.empty_like(kv)\n",
+                "            buffer = torch.empty_like(kv)\n": "",
+                "kv = buffer": "kv, buffer = buffer, kv",
+            },
+            "all receives ahead, all sends waited for at the end": {
+                "    kv = torch.stack((k, v))\n": (
+                    "    kv, sends = torch.stack((k, v)), []\n"
+                    "    buffers = torch.empty(ranks - 1, *kv.shape)\n"
+                    "    receives = [dist.irecv(buffer, (rank - 1) % ranks) for buffer in buffers]\n"
+                ),
+                "            buffer = torch.empty_like(kv)\n": "",
+                "sending = dist.isend(kv, (rank + 1) % ranks)": "sends.append(dist.isend(kv, (rank + 1) % ranks))",
+                "            coming = dist.irecv(buffer, (rank - 1) % ranks)\n": "",
+                "            sending.wait()\n": "",
+                "coming.wait()": "receives[step].wait()",
+                "kv = buffer": "kv = buffers[step]",
+                "    return o, lse": "    [sending.wait() for sending in sends]\n    return [o, lse]",
+            },
+            "what came is sent on before the send before it is waited for": {
+                "        last = step + 1 == ranks\n": (
+                    "        last = step + 1 == ranks\n        past = sending if step else None\n"
+                ),
+                "            sending.wait()\n": "",
+                "        part = attention_forward(q, *kv)\n": (
+                    "        if past:\n            past.wait()\n        part = attention_forward(q, *kv)\n"
+                ),
+            },
+            "head by head": {
+                "part = attention_forward(q, *kv)": (
+                    "parts = [attention_forward(*(x[:, [head]] for x in (q, *kv))) for head in range(q.shape[1])]\n"
+                    "        part = [torch.cat(of, dim=1) for of in zip(*parts)]"
+                )
+            },
+        }.items()
     ],
 }
