@@ -1,4 +1,4 @@
-"""Checks the merge in place: several dtypes, queries that see nothing, views, logits near 1000 and far apart."""
+"""Checks the merge in place: several dtypes, queries that see nothing, views, logits near 1000, a ring of 64 ranks."""
 
 from common.learn.judge import reject, require
 
@@ -20,7 +20,28 @@ def check(answer):
     ):
         _check_case(answer, what, shift, dtype)
     _check_heads(answer)
-    return "fp32, fp16 and bf16, logits near 1000, queries that see nothing, views of larger tensors, heads"
+    for dtype in (torch.float32, torch.float16):
+        _check_ring(answer, dtype)
+    return "fp32, fp16 and bf16, queries that see nothing, views of larger tensors, 64 ranks with logits near 1000"
+
+
+def _check_ring(answer, dtype):
+    """Rows of v are alike, so each part has them for o, and so has the result."""
+    ranks, generator = 64, torch.Generator().manual_seed(5)
+    s = 1000 + 3 * torch.randn(ranks, 2, 5, 7, generator=generator)
+    lses = torch.logsumexp(s, -1)
+    part = torch.randn(4, generator=generator).to(dtype).expand(2, 5, 4)
+    o, lse = part.float().clone(), lses[0].clone()
+    for lse_part in lses[1:]:
+        answer.merge_ranks(o, lse, part.clone(), lse_part.clone())
+    parts = str(dtype).removeprefix("torch.float")
+    what = f"{ranks} ranks, logits near 1000, all rows of v alike, parts in fp{parts}"
+    sign = (
+        f"after {ranks - 1} merges o is wrong by {(o - part).abs().max().item():.0e}: the two weights of a merge do "
+        "not add up to 1. Do they come from the new lse, which is rounded to 0.00006?"
+    )
+    require(f"{what}: o", o, part.float(), signs={sign: True}, rtol=1e-5, atol=1e-5)
+    require(f"{what}: lse", lse, torch.logsumexp(lses.double(), 0).float(), rtol=1e-5, atol=1e-3)
 
 
 def _check_heads(answer):

@@ -979,6 +979,17 @@ WRONG = {
             },
             "by the lse from before the merge",
         ),
+        Wrong(
+            "exercise 1.2, in place",
+            {
+                'gap = (lse_part - lse).masked_fill(both == float("-inf"), 0.0)': (
+                    'shift = both.masked_fill(both == float("-inf"), 0.0)'
+                ),
+                "torch.sigmoid(-gap)": "(lse - shift).exp()",
+                "torch.sigmoid(gap)": "(lse_part - shift).exp()",
+            },
+            "not add up to 1. Do they come from the new lse",
+        ),
         Wrong("-inf - (-inf)", {'.masked_fill(both == float("-inf"), 0.0)': ""}, "there is a NaN"),
         Wrong(
             "not in place",
@@ -1699,6 +1710,46 @@ WRONG = {
 
 # Other right answers than the solution: `mistake` says what they do in another way.
 RIGHT = {
+    "merge_ranks": [
+        Wrong(
+            "weights divided by their sum",
+            {
+                'gap = (lse_part - lse).masked_fill(both == float("-inf"), 0.0)': (
+                    'shift = torch.maximum(lse, lse_part).masked_fill(both == float("-inf"), 0.0)\n'
+                    "    mine, late = (lse - shift).exp(), (lse_part - shift).exp()\n"
+                    "    total = (mine + late).clamp(min=1)"
+                ),
+                "torch.sigmoid(-gap)": "(mine / total)",
+                "torch.sigmoid(gap)": "(late / total)",
+            },
+            "64 ranks",
+            kind="passed",
+        ),
+        Wrong(
+            "from o towards the part",
+            {
+                "    o.mul_(torch.sigmoid(-gap)[..., None])\n": "",
+                "o.add_(o_part * torch.sigmoid(gap)[..., None])": (
+                    "o.lerp_(o_part.float(), torch.sigmoid(gap)[..., None])"
+                ),
+            },
+            "64 ranks",
+            kind="passed",
+        ),
+        Wrong(
+            "in fp64",
+            {
+                "torch.logaddexp(lse, lse_part)": "torch.logaddexp(lse.double(), lse_part.double())",
+                'gap = (lse_part - lse).masked_fill(both == float("-inf"), 0.0)': (
+                    'shift = both.masked_fill(both == float("-inf"), 0.0)'
+                ),
+                "torch.sigmoid(-gap)": "(lse - shift).exp()",
+                "torch.sigmoid(gap)": "(lse_part - shift).exp()",
+            },
+            "64 ranks",
+            kind="passed",
+        ),
+    ],
     "real_ring": [
         Wrong(mistake, edits, "3 processes over gloo", kind="passed")
         for mistake, edits in {
