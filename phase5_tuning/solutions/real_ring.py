@@ -7,7 +7,7 @@ process group is there before it calls ring_attention. `dist` is torch.distribut
 
     dist.get_rank(), dist.get_world_size()      which rank this is, and of how many
     dist.isend(x, dst)          starts to send x to rank dst. Its result's wait() returns when the send is done; until
-                                then x must not change
+                                then x must not change. Call the wait() of a transfer once
     dist.irecv(buffer, src)     starts to receive from rank src into buffer, a tensor of the shape of what is sent.
                                 Until its result's wait() has returned, buffer must not be used
     dist.batch_isend_irecv([dist.P2POp(dist.isend, x, dst), dist.P2POp(dist.irecv, buffer, src)])
