@@ -4,11 +4,11 @@ A program owns BLOCK_M queries and walks over tiles of BLOCK_N keys,
 
     dQ_i = scale sum_j dS_ij K_j,      dS = P * (dP - delta).
 
-Phase 4's `recompute_tile` returns P and dS of a tile (without the scale; it is multiplied at the end). With IS_CAUSAL
-query i sees the keys 0..i, and a tile of keys that none of the program's queries sees must not even be loaded. BLOCK_M
-and BLOCK_N may differ, either way. (Stopping at seq_k as well, where that comes first, saves iterations only: keys past
-the end are masked in any case.) The loads are there: write where the walk ends, and what is done
-with a tile.
+Phase 4's `recompute_tile` returns P and dS of a tile. (dQ's factor, the scale, is multiplied in at the end.) With
+IS_CAUSAL query i sees the keys 0..i, and a tile of keys that none of the program's BLOCK_M rows would see must not even
+be loaded. BLOCK_M and BLOCK_N may differ, either way. (Stopping at seq_k as well, where that comes first, saves
+iterations only: keys past the end are masked in any case.) The loads are there: write where the walk ends, and what is
+done with a tile.
 
     q, do       (batch, heads, seq_q, head_dim)      k, v   (batch, heads, seq_k, head_dim)      fp16, bf16 or fp32
     lse, delta  (batch, heads, seq_q), fp32          seq_q, seq_k: any lengths, also different ones

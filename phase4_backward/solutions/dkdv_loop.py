@@ -5,9 +5,9 @@ A program owns BLOCK_N keys of one key head and walks over tiles of BLOCK_M quer
     dV_j = sum_i P_ij dO_i,      dK_j = scale sum_i dS_ij Q_i,
 
 in each of the `group` query heads that share the key head: query head h uses key head h // group. Phase 4's
-`recompute_tile` returns P and dS of a tile (without the scale; it is multiplied at the end). With IS_CAUSAL query i
-sees the keys 0..i, and no tile of queries that lies wholly before the tile's first key may be loaded: the check counts
-bytes. BLOCK_M and BLOCK_N may differ, either way.
+`recompute_tile` returns P and dS of a tile. (dK's factor, the scale, is multiplied in at the end.) With IS_CAUSAL query
+i sees the keys 0..i, and no tile of queries that lies wholly before the tile's first key may be loaded: the check
+counts bytes. BLOCK_M and BLOCK_N may differ, either way.
 
 The loads are there. Write where the walk starts, which query head a step of the outer loop visits,
 and what is done with a tile.
