@@ -20,6 +20,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -326,14 +327,51 @@ def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
     "unfinished") and message.
     """
     try:
-        with _no_truth_of_blocks(path):
-            return dict(kind="passed", message=check(load(path)) or "")
+        with _no_truth_of_blocks(path), _functions_kept():
+            return dict(kind="passed", message=check(_loaded(path)) or "")
     except (Rejected, VerificationError) as wrong:
         return dict(kind=getattr(wrong, "kind", "wrong"), message=str(wrong))
     # SystemExit and KeyboardInterrupt too, if the answer raises them.
     except BaseException as error:
         kind = "unfinished" if errors.is_stub(errors.root_of(error, path)) else "error"
         return dict(kind=kind, message=errors.described(error, path))
+
+
+def _loaded(path: Path) -> ModuleType:
+    """The answer, with PyTorch's defaults as they were before it: a check's own tensors follow them."""
+    dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
+    try:
+        return load(path)
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(grad)
+
+
+@contextlib.contextmanager
+def _functions_kept() -> Iterator[None]:
+    """Rejects an answer that replaces a function of PyTorch or of the course: its check may use it."""
+    before = _functions()
+    yield
+    now = _functions()
+    for (owner, name), function in before.items():
+        kept = now.get((owner, name), print)
+        # PyTorch itself wraps some when it is first compiled.
+        if kept is not function and inspect.unwrap(kept) is not inspect.unwrap(function):
+            raise Rejected(f"the answer replaces {owner}.{name}, which its check may use: leave it")
+
+
+def _functions() -> dict[tuple[str, str], Callable]:
+    """The functions and classes of PyTorch's first level, of `common` and of the checks, by module and name."""
+    ours = [name for name in sys.modules if re.match(r"common\b|\w+\.checks\b", name)]
+    owners = {name: vars(sys.modules[name]) for name in ("torch", *ours)}
+    owners["torch.Tensor"] = vars(torch._C.TensorBase) | vars(torch.Tensor)
+    return {
+        (owner, name): value
+        for owner, held in owners.items()
+        for name, value in held.items()
+        if callable(value)
+    }
 
 
 @contextlib.contextmanager

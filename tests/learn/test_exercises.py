@@ -389,6 +389,32 @@ def test_what_compiles_for_no_gpu_passes_with_a_warning(name, before, line, kern
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("torch.isclose = lambda *_, **__: torch.tensor(True)", "torch.isclose"),
+        ("torch.Tensor.all = lambda self: True", "torch.Tensor.all"),
+        ("from common.learn import judge; judge.reject = print", "common.learn.judge.reject"),
+        ("m.require = lambda *_, **__: None", "phase1_softmax.checks.masked_add.require"),
+    ],
+)
+def test_an_answer_that_replaces_what_its_check_uses_is_rejected(line, name, learner):
+    wrong = ADD.replace("2 * x + y", "x + y")
+    verdict = learner("masked_add")(f"{wrong}\nimport phase1_softmax.checks.masked_add as m\n{line}\n")
+    assert verdict.kind == "wrong", verdict
+    assert verdict.message == f"the answer replaces {name}, which its check may use: leave it"
+
+
+@interpreted_only
+@pytest.mark.parametrize("line", ["default_dtype(torch.float64)", "default_device('meta')", "grad_enabled(False)"])
+def test_pytorchs_defaults_in_an_answer_change_no_verdict(line, tmp_path):
+    for name in ("masked_add", "softmax_jacobian"):
+        exercise = exercises.find(name)
+        verdict = judged(exercise, f"{exercise.solution.read_text()}\ntorch.set_{line}\n", tmp_path)
+        assert verdict["kind"] == "passed", verdict
+
+
+@needs_interpreter
 @without_gpu
 def test_what_is_said_of_an_answer_in_latin_1_names_its_line(learner, tmp_path):
     answer = learner("online_step")
