@@ -2,13 +2,19 @@
 on Python's path.
 """
 
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 
 def main() -> None:
-    imported = Path(find_spec("common").origin).resolve()
+    if os.environ.get("COLUMNS") == "0":  # a terminal without a size: nothing would be printed
+        del os.environ["COLUMNS"]
+    found = find_spec("common")
+    if found is None:
+        sys.exit("Python does not look into the course's folder: unset PYTHONSAFEPATH")
+    imported = Path(found.origin).resolve()
     if imported.parent != Path(__file__).resolve().with_name("common"):
         sys.exit(
             f"{imported} hides the course's package of the same name: take it off PYTHONPATH, or uninstall it"
@@ -17,7 +23,9 @@ def main() -> None:
         from common.learn.cli import main
     except KeyboardInterrupt:  # Ctrl-C comes before there is a command to stop
         sys.exit(130)
-    except ImportError as error:  # it names a package that is missing, or a file that hides one
+    except ModuleNotFoundError as error:
+        sys.exit(f"{error}: make course installs what the course needs, into .venv")
+    except ImportError as error:  # it names a file that hides a package
         sys.exit(str(error))
     main()
 

@@ -641,6 +641,20 @@ def test_a_file_that_hides_a_package_is_named_in_a_line(name, copy):
         assert run("course.py", *filter(None, [command])) == ([said(copy)], 1)
 
 
+def test_a_python_that_lacks_what_the_course_needs_says_so_in_a_line(copy):
+    def run(*options, **environment):
+        bare = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "COLUMNS")}
+        command = [sys.executable, *options, "course.py"]
+        done = subprocess.run(command, cwd=copy, env=bare | environment, capture_output=True, text=True)
+        return done.stdout, done.stderr, done.returncode
+
+    missing = "No module named 'typer': make course installs what the course needs, into .venv\n"
+    assert run("-S") == ("", missing, 1)  # without site-packages
+    unseen = "Python does not look into the course's folder: unset PYTHONSAFEPATH\n"
+    assert run("-S", PYTHONSAFEPATH="1") == ("", unseen, 1)
+    assert PHASE_1[0].file in run(COLUMNS="0")[0]  # a terminal without a size
+
+
 def test_answers_in_the_shipped_files_move_to_work(copy, course):
     alone, begun, both, equal, untouched = PHASE_1[:5]
     answers = {e.name: f"# mine: {e.title}\n" for e in PHASE_1}
