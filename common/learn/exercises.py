@@ -248,8 +248,16 @@ class Progress:
     def load(cls) -> "Progress":
         """The stored progress; none at all where the file is missing or cannot be read."""
         try:
+            return cls._stored()
+        except OSError:
+            return cls()
+
+    @classmethod
+    def _stored(cls) -> "Progress":
+        """Raises OSError where a file is there that cannot be read: written anew, it would be lost."""
+        try:
             return cls._parsed(_read(cls.path()))
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
             return cls()
 
     @classmethod
@@ -277,7 +285,7 @@ class Progress:
         cls.path().parent.mkdir(exist_ok=True)
         with cls.path().with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            progress = cls.load()
+            progress = cls._stored()
             yield progress
             progress.save()
 

@@ -601,6 +601,29 @@ def test_progress_survives_a_damaged_file(learner, tmp_path):
     assert Progress.load() == Progress()
 
 
+def test_progress_that_cannot_be_read_is_not_written_over(learner, monkeypatch):
+    exercise = learner("masked_add").exercise
+    Progress(passed={"online_step": "a"}, hints={"online_step": 2}).save()
+    before, read = Progress.path().read_bytes(), exercises._read
+
+    def forbidden(path):
+        if path == Progress.path():
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(exercises, "_read", forbidden)
+    monkeypatch.setattr(exercises, "_in_child", lambda *_, **__: dict(kind="passed", message="right"))
+    exercise.path.write_text(ADD)
+    verdict = check(exercise)
+    assert verdict.passed
+    assert "not noted, so check again later: [Errno 13] Permission denied" in verdict.not_noted
+    with pytest.raises(PermissionError):
+        exercises.reset(exercise)
+    assert Progress.path().read_bytes() == before
+    assert exercise.path.read_text() == ADD
+    assert Progress.load() == Progress()  # what course shows
+
+
 def test_a_verdict_is_said_although_it_cannot_be_noted(learner, tmp_path, monkeypatch, capsys):
     answer = learner("masked_add")
     (tmp_path / ".course").write_text("a file")
