@@ -180,8 +180,7 @@ def test_defines_no_kernel_of_ours(path, notebook):
 
 
 def test_verdicts_on_a_learners_answers_are_not_stored(capsys, monkeypatch, tmp_path):
-    (tmp_path / "answer.py").write_bytes(b"solved = True  # \xe9")  # no UTF-8
-    answer = SimpleNamespace(file="work/answer.py", path=tmp_path / "answer.py", stub="solved = False")
+    answer = SimpleNamespace(file="work/answer.py", answer=b"solved = True  # \xe9", stub="solved = False")  # no UTF-8
     monkeypatch.setattr(notebooks.exercises, "load", lambda: [answer])
     monkeypatch.setattr("sys.argv", ["notebooks", "phase1", "--store"])
     monkeypatch.setattr(notebooks, "execute", None)
