@@ -58,6 +58,7 @@ def test_tiles_for_few_programs_come_with_limits():
 def test_both_backward_kernels_have_the_plain_tiles_of_a_backward_pass():
     forward, dkdv, dq = (configs.plain(kernel, 256, torch.float32) for kernel in ("forward", "dkdv", "dq"))
     assert dq == dkdv != forward
+    assert dq.BLOCK_M < forward.BLOCK_M
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -291,6 +291,12 @@ def test_trap25_scales_at_both_ends_of_fp32(scale):
             assert dv.isfinite().all()
 
 
+def test_trap25_fewer_key_heads_with_a_scale_too_large_for_base_2():
+    q, k, v = make_qkv(1, 4, 3, 16, heads_kv=2)
+    results = [fn(q, k, v, scale=3e38, enable_gqa=True) for fn in (attention_forward, forward_in_base_e)]
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(("scale", "called"), [(3e38, True), (-3e38, True), (0.1, False), (-0.1, False)])
 def test_trap25_a_scale_too_large_for_base_2_goes_to_phase_4_backward(scale, called, fresh_plans):
     q, k, v = make_qkv(1, 1, 3, 16)
