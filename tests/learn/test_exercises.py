@@ -426,7 +426,7 @@ def test_what_is_said_of_an_answer_in_latin_1_names_its_line(learner, tmp_path):
     assert verdict.passed, verdict
     (objection,) = exercises.objections(answer.exercise, verdict, limit=300)
     assert "`break`: unsupported" in objection
-    (tmp_path / "verdict.stack").write_text(f'File "{answer.exercise.path}", line 2 in f')
+    (tmp_path / "verdict.stack").write_text(f'File "{answer.exercise.path}", line 2 in f\n')
     assert exercises._innermost_line(answer.exercise.path, tmp_path / "verdict") == "line 2, in f: # é"
 
 
@@ -519,7 +519,7 @@ def test_an_answer_may_say_what_the_terminal_cannot_show(learner, monkeypatch, c
 def test_an_answer_that_is_no_utf_8_is_an_answer(learner, tmp_path):
     answer = learner("masked_add")
     answer.exercise.path.write_bytes(ADD.encode() + b"# \xe9\n")
-    (tmp_path / "verdict.stack").write_text(f'File "{answer.exercise.path}", line 2 in f')
+    (tmp_path / "verdict.stack").write_text(f'File "{answer.exercise.path}", line 2 in f\n')
     assert exercises._innermost_line(answer.exercise.path, tmp_path / "verdict") == ""
     assert exercises._edited(answer.exercise)
 
