@@ -1,6 +1,4 @@
-"""The command `course`. It is not in `common`, since another package of that name may come first
-on Python's path.
-"""
+"""The command `course`. It is not in `common`, since another package of that name may come first on Python's path."""
 
 import os
 import sys
@@ -16,9 +14,7 @@ def main() -> None:
         sys.exit("Python does not look into the course's folder: unset PYTHONSAFEPATH")
     imported = Path(found.origin).resolve()
     if imported.parent != Path(__file__).resolve().with_name("common"):
-        sys.exit(
-            f"{imported} hides the course's package of the same name: take it off PYTHONPATH, or uninstall it"
-        )
+        sys.exit(f"{imported} hides the course's package of the same name: take it off PYTHONPATH, or uninstall it")
     try:
         from common.learn.cli import main
     except KeyboardInterrupt:  # Ctrl-C comes before there is a command to stop

@@ -5,7 +5,5 @@ import sys
 from setuptools import setup
 
 if "bdist_wheel" in sys.argv:
-    sys.exit(
-        "The course lives in its checkout, notebooks and answers included: run make course, or pip install -e ."
-    )
+    sys.exit("The course lives in its checkout, notebooks and answers included: run make course, or pip install -e .")
 setup()

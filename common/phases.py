@@ -1,5 +1,5 @@
-"""The phases of the course: folder, modules, kernels and chapters. Imports nothing, so that the command
-line starts at once.
+"""The phases of the course: folder, modules, kernels and chapters. Imports nothing, so that the command line starts at
+once.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Phase:
-    """One folder of the course; `python -m folder` verifies it. `kernels`, as (module, name), are
-    those to compare with other phases' of the same kind."""
+    """One folder of the course; `python -m folder` verifies it. `kernels`, as (module, name), are those to compare with
+    other phases' of the same kind."""
 
     folder: str
     title: str
@@ -110,9 +110,7 @@ PHASES = (
 
 
 def find(name: str) -> Phase | None:
-    """The phase called by its number ("3"), its folder, or a beginning of it that no other phase
-    shares.
-    """
+    """The phase called by its number ("3"), its folder, or a beginning of it that no other phase shares."""
     matches = [p for p in PHASES if name in (str(p.number), p.folder)] or [
         p for p in PHASES if p.folder.startswith(name)
     ]

@@ -1,8 +1,7 @@
-"""Where kernels run. Decided once, here, before Triton is imported; nothing else in the course asks
-"is there a GPU?".
+"""Where kernels run. Decided once, here, before Triton is imported; nothing else in the course asks "is there a GPU?".
 
-Triton reads TRITON_INTERPRET when it is imported, so the switch must be set before. Importing this
-module does that, and every phase imports it first:
+Triton reads TRITON_INTERPRET when it is imported, so the switch must be set before. Importing this module does that,
+and every phase imports it first:
 
     a GPU that Triton supports        kernels are compiled for it, tensors live on DEVICE = "cuda"
     none, or an older one             TRITON_INTERPRET=1: the same kernels run on the CPU, DEVICE = "cpu"
@@ -34,9 +33,7 @@ def _choose(environ, triton_loaded: bool, capability: tuple[int, int] | None) ->
             return False
         why = "there is no GPU here"
         if capability:
-            why = "this GPU's compute capability is {}.{}, Triton needs {}.{}".format(
-                *capability, *OLDEST
-            )
+            why = "this GPU's compute capability is {}.{}, Triton needs {}.{}".format(*capability, *OLDEST)
         if triton_loaded:
             raise RuntimeError(
                 f"triton was imported before the course could choose its CPU interpreter ({why}): import "
@@ -57,17 +54,14 @@ def _loaded_interpreted(modules) -> bool | None:
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 INTERPRETED = _choose(os.environ, "triton" in sys.modules, CAPABILITY)
 if _loaded_interpreted(sys.modules) not in (None, INTERPRETED):
-    raise RuntimeError(
-        "TRITON_INTERPRET was changed after triton had been imported: set it before Python starts"
-    )
+    raise RuntimeError("TRITON_INTERPRET was changed after triton had been imported: set it before Python starts")
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 # Why no kernel can run in this process; "" where kernels can.
 CANNOT_RUN = ""
 if not INTERPRETED and DEVICE == "cpu":
     CANNOT_RUN = (
-        f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']} asks for compiled kernels, and there is "
-        "no GPU: unset it"
+        f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']} asks for compiled kernels, and there is no GPU: unset it"
     )
 
 recording = False  # True while common.measure.offline notes launches down instead of making them
@@ -81,11 +75,9 @@ KERNEL_DTYPE = {torch.bfloat16: torch.float32} if INTERPRETED else {}
 
 
 def to_kernel_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in the dtype in which kernels compute here: unchanged, except for bf16 when
-    interpreted (fp32).
+    """The tensors in the dtype in which kernels compute here: unchanged, except for bf16 when interpreted (fp32).
 
-    A lazily negated view (such as `z.conj().imag`) is written out, as a kernel reads the memory and
-    not the sign.
+    A lazily negated view (such as `z.conj().imag`) is written out, as a kernel reads the memory and not the sign.
     """
     _need_memory(tensors)
     written = [t.resolve_neg() for t in tensors]
@@ -125,9 +117,8 @@ if hasattr(os, "register_at_fork"):
 def _patch_once() -> None:
     """Let Triton's interpreter skip work that is done.
 
-    A kernel's launch gives the functions of triton.language their interpreted kind. Each call of a
-    function inside it looks through all of them again: a quarter of the time of an interpreted
-    kernel.
+    A kernel's launch gives the functions of triton.language their interpreted kind. Each call of a function inside it
+    looks through all of them again: a quarter of the time of an interpreted kernel.
     """
     import triton.language as tl
     from triton.language import core
@@ -149,8 +140,7 @@ def _patch_once() -> None:
 
 
 def on_device_of(tensor: torch.Tensor):
-    """Context manager for launches: Triton launches on the current GPU, so it makes `tensor`'s the
-    current one.
+    """Context manager for launches: Triton launches on the current GPU, so it makes `tensor`'s the current one.
 
     Interpreted, it lets one thread in at a time.
     """
@@ -163,12 +153,11 @@ def on_device_of(tensor: torch.Tensor):
 
 
 def tile_sizes(head_dim: int, dtype: torch.dtype, *, backward: bool = False) -> dict[str, int]:
-    """Tile shape and launch options of phases 2 to 4: a safe choice for every GPU, not a tuned one
-    (that is phase 5).
+    """Tile shape and launch options of phases 2 to 4: a safe choice for every GPU, not a tuned one (that is phase 5).
 
-    Products in fp32 without TF32 run on the ordinary cores and want many registers, hence small
-    tiles. So does the backward pass, which keeps twice as many tiles at once. All stay under the 99
-    KB of shared memory that a consumer GPU gives to one program.
+    Products in fp32 without TF32 run on the ordinary cores and want many registers, hence small tiles. So does the
+    backward pass, which keeps twice as many tiles at once. All stay under the 99 KB of shared memory that a consumer
+    GPU gives to one program.
     """
     wide = head_dim > 128
     if dtype == torch.float32:
@@ -177,6 +166,4 @@ def tile_sizes(head_dim: int, dtype: torch.dtype, *, backward: bool = False) -> 
     if backward:
         block = 32 if wide else 64
         return dict(BLOCK_M=block, BLOCK_N=block, num_warps=4, num_stages=1)
-    return dict(
-        BLOCK_M=64, BLOCK_N=32 if wide else 64, num_warps=4, num_stages=3 if head_dim <= 64 else 2
-    )
+    return dict(BLOCK_M=64, BLOCK_N=32 if wide else 64, num_warps=4, num_stages=3 if head_dim <= 64 else 2)

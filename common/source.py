@@ -10,9 +10,7 @@ from pathlib import Path
 
 
 def source(obj, *, docstring: bool = True) -> str:
-    """The source text of a function, class or kernel (jitted or interpreted); without its
-    docstring if asked.
-    """
+    """The source text of a function, class or kernel (jitted or interpreted); without its docstring if asked."""
     text = textwrap.dedent(inspect.getsource(getattr(obj, "fn", obj)))
     return text if docstring else _without_docstring(text)
 
@@ -26,9 +24,32 @@ def _without_docstring(text: str) -> str:
     return "".join(lines)
 
 
+def program(text: str) -> str:
+    """What a text of Python says, without comments, docstrings and layout: the same for every version of Python."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return _said(tree)
+
+
+def _said(node) -> str:
+    if isinstance(node, list):
+        return f"[{','.join(map(_said, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 adds empty pieces
+        node.values = [piece for piece in node.values if piece.value != ""]
+    fields = [
+        (name, value) for name, value in ast.iter_fields(node) if value not in (None, [])
+    ]  # later versions have more
+    return f"{type(node).__name__}({','.join(f'{name}={_said(value)}' for name, value in fields)})"
+
+
 def show(*objs, docstring: bool = True, folded: str = "") -> "Highlighted":
-    """Display the source of the objects, highlighted; with `folded`, behind a line with that text,
-    which a click opens. Viewers that show no HTML show the source open.
+    """Display the source of the objects, highlighted; with `folded`, behind a line with that text, which a click opens.
+    Viewers that show no HTML show the source open.
     """
     text = "\n\n".join(source(obj, docstring=docstring).rstrip() for obj in objs)
     return Highlighted(_without_marks(text), folded=folded)
@@ -43,18 +64,14 @@ def _without_marks(text: str) -> str:
 def function_in(path: Path, name: str) -> str:
     """The source of a function in a file, without its docstring, and without importing the file."""
     text = path.read_text()
-    node = next(
-        n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == name
-    )
+    node = next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name == name)
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
     return _without_docstring("\n".join(text.splitlines()[first - 1 : node.end_lineno]) + "\n")
 
 
 def diff_texts(old: str, new: str) -> str:
     """Unified diff of two texts, without the lines that name files."""
-    return "\n".join(
-        list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=3, lineterm=""))[2:]
-    )
+    return "\n".join(list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=3, lineterm=""))[2:])
 
 
 def diff(old, new) -> str:
@@ -69,9 +86,8 @@ def show_diff(old, new, *, folded: str = "") -> "Highlighted":
 
 @dataclass(frozen=True)
 class Highlighted:
-    """Code that a notebook displays in color. The colors are inline and bring their own background,
-    so that stored outputs look the same on every page, light or dark; where HTML is not shown, the
-    plain text is."""
+    """Code that a notebook displays in color. The colors are inline and bring their own background, so that stored
+    outputs look the same on every page, light or dark; where HTML is not shown, the plain text is."""
 
     text: str
     language: str = "python"
@@ -84,8 +100,7 @@ class Highlighted:
 
         block = "background: #f7f7f7; color: #222222; padding: 6px 8px"
         letters = (
-            "line-height: 135%; font-family: monospace; font-size: 12px; "
-            "color: #222222; background: none; margin: 0"
+            "line-height: 135%; font-family: monospace; font-size: 12px; color: #222222; background: none; margin: 0"
         )
         look = HtmlFormatter(noclasses=True, style="default", cssstyles=block, prestyles=letters)
         html = highlight(self.text, get_lexer_by_name(self.language, stripnl=False), look)

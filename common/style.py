@@ -1,5 +1,5 @@
-"""One look for every picture: a color means the same thing in all of them, and differs in lightness
-as well as in hue, so that it also reads in grey."""
+"""One look for every picture: a color means the same thing in all of them, and differs in lightness as well as in hue,
+so that it also reads in grey."""
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -25,20 +25,11 @@ COLORS = {
     "ink": "#222222",
 }
 # Light versions of them, so that text on them stays readable.
-TINT = {
-    "q": "#BFDCEE",
-    "k": "#FBE3B3",
-    "v": "#BFE5D9",
-    "o": "#F1D9E6",
-    "s": "#D6D6D6",
-    "state": "#F6D3BC",
-}
+TINT = {"q": "#BFDCEE", "k": "#FBE3B3", "v": "#BFE5D9", "o": "#F1D9E6", "s": "#D6D6D6", "state": "#F6D3BC"}
 
 
 def use() -> None:
-    """Set the look: called by every picture; white background, so that pages with a dark theme
-    show it well.
-    """
+    """Set the look: called by every picture; white background, so that pages with a dark theme show it well."""
     mpl.rcParams.update(
         {
             "figure.dpi": 110,
@@ -67,9 +58,9 @@ def new(width: float = 8, height: float = 3.2, columns: int = 1, **kwargs):
 def show(figure, alt: str) -> None:
     """Display a figure in a notebook, with an alternative text: what the picture shows, in words.
 
-    The text stands in the output's text/plain, and as "alt" in its metadata. JupyterLab and GitHub
-    show the image without it; pages made from a notebook can take it from there. A picture inside
-    HTML would carry it, but both remove the image data from HTML that they do not trust.
+    The text stands in the output's text/plain, and as "alt" in its metadata. JupyterLab and GitHub show the image
+    without it; pages made from a notebook can take it from there. A picture inside HTML would carry it, but both remove
+    the image data from HTML that they do not trust.
     """
     if not alt.strip():
         raise ValueError("alt: say in words what the picture shows")
@@ -92,10 +83,7 @@ def blank(ax) -> None:
         side.set_visible(False)
 
 
-def box(
-    ax, x, y, text="",
-    *, width=1.0, height=1.0, color="white", ink=None, size=9, edge="white", line=1.2,
-) -> None:  # fmt: skip
+def box(ax, x, y, text="", *, width=1.0, height=1.0, color="white", ink=None, size=9, edge="white", line=1.2) -> None:
     """A rectangle with a text in its middle."""
     ax.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor=edge, linewidth=line))
     middle = x + width / 2, y + height / 2

@@ -9,11 +9,4 @@ from phase1_softmax.online_softmax import (
     softmax_online,
 )
 
-__all__ = [
-    "logsumexp",
-    "merge_states",
-    "online_softmax_step",
-    "softmax",
-    "softmax_fused",
-    "softmax_online",
-]
+__all__ = ["logsumexp", "merge_states", "online_softmax_step", "softmax", "softmax_fused", "softmax_online"]

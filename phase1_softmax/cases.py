@@ -39,11 +39,7 @@ def logsumexp_by_step() -> Stage:
         online_softmax,
         (kernel, "tl.full((BLOCK_M, BLOCK_N), ", "tl.full((BLOCK_M,), "),
         (kernel, "tl.zeros((BLOCK_M, BLOCK_N), ", "tl.zeros((BLOCK_M,), "),
-        (
-            kernel,
-            "m_i, l_i = merge_states(m_i, l_i, x, 1.0)",
-            "m_i, l_i, _, _ = online_softmax_step(m_i, l_i, x)",
-        ),
+        (kernel, "m_i, l_i = merge_states(m_i, l_i, x, 1.0)", "m_i, l_i, _, _ = online_softmax_step(m_i, l_i, x)"),
         (kernel, "m = tl.max(m_i, axis=1)", "m = m_i"),
         (kernel, merged, "l_i"),
     )

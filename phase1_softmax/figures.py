@@ -1,6 +1,4 @@
-"""The pictures of phase 1. Each function draws one, from the numbers it is given or computes on
-the spot.
-"""
+"""The pictures of phase 1. Each function draws one, from the numbers it is given or computes on the spot."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,48 +14,15 @@ INK, FAINT, STATE, GREY = (style.COLORS[n] for n in ("ink", "faint", "state", "s
 TINTS = ("#E69F00", "#56B4E9", "#CFE8DC", "#CC79A7")
 
 
-def _box(
-    ax,
-    x,
-    y,
-    width,
-    height,
-    text="",
-    *,
-    color="white",
-    edge=INK,
-    size=9,
-    weight="normal",
-    dashed=False,
-):
-    ax.add_patch(
-        Rectangle((x, y), width, height, fc=color, ec=edge, lw=1, ls="--" if dashed else "-")
-    )
-    ax.text(
-        x + width / 2,
-        y + height / 2,
-        text,
-        ha="center",
-        va="center",
-        size=size,
-        weight=weight,
-        color=INK,
-    )
+def _box(ax, x, y, width, height, text="", *, color="white", edge=INK, size=9, weight="normal", dashed=False):
+    ax.add_patch(Rectangle((x, y), width, height, fc=color, ec=edge, lw=1, ls="--" if dashed else "-"))
+    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=size, weight=weight, color=INK)
 
 
 def _arrow(ax, start, end, *, both=False, color=INK):
     look = "<|-|>" if both else "-|>"
     ax.add_patch(
-        FancyArrowPatch(
-            start,
-            end,
-            arrowstyle=look,
-            mutation_scale=11,
-            lw=1.2,
-            color=color,
-            shrinkA=0,
-            shrinkB=0,
-        )
+        FancyArrowPatch(start, end, arrowstyle=look, mutation_scale=11, lw=1.2, color=color, shrinkA=0, shrinkB=0)
     )
 
 
@@ -78,8 +43,7 @@ def three_tokens(tokens, p, v, o) -> None:
     _weights(left, tokens, p)
     _outputs(right, tokens, v, o)
     rows = "; ".join(
-        f"{token} {', '.join(f'{w:.2f}' for w in weights)}"
-        for token, weights in zip(tokens, p, strict=True)
+        f"{token} {', '.join(f'{w:.2f}' for w in weights)}" for token, weights in zip(tokens, p, strict=True)
     )
     style.show(
         left.figure,
@@ -135,14 +99,10 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
         arrowprops=dict(arrowstyle="-"),
     )
     ax.text(65536 * 1.1, s[-1], "S", va="center", color=INK, weight="bold")
-    ax.text(
-        65536 * 1.1, qkvo[-1], "Q, K, V, O", va="center", color=style.COLORS["q"], weight="bold"
-    )
+    ax.text(65536 * 1.1, qkvo[-1], "Q, K, V, O", va="center", color=style.COLORS["q"], weight="bold")
     ax.set_xticks(seq, [f"{int(n)}" for n in seq])
     ax.set(xlabel="sequence length", ylabel="memory in GB", xlim=(460, 65536 * 1.9))
-    ax.set_title(
-        f"S grows with the square (batch {batch}, {heads} heads, head_dim {head_dim}, fp16)"
-    )
+    ax.set_title(f"S grows with the square (batch {batch}, {heads} heads, head_dim {head_dim}, fp16)")
     style.show(
         ax.figure,
         f"Memory against sequence length, both axes logarithmic. S grows with the square, from "
@@ -152,13 +112,9 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
     )
 
 
-def roofline(
-    points: Mapping[str, tuple[float, float, float]],
-    copy: float,
-    gemm: float,
-) -> None:
-    """`points`: name -> (FLOPs, bytes, seconds to compute), under the roof of `copy` bytes/s and
-    `gemm` FLOP/s, as measured. A point that exponentials keep below the roof is a diamond.
+def roofline(points: Mapping[str, tuple[float, float, float]], copy: float, gemm: float) -> None:
+    """`points`: name -> (FLOPs, bytes, seconds to compute), under the roof of `copy` bytes/s and `gemm` FLOP/s, as
+    measured. A point that exponentials keep below the roof is a diamond.
     """
     _, ax = style.new(7.6, 3.6)
     x = np.logspace(-0.5, 5.4, 200)
@@ -179,9 +135,7 @@ def roofline(
         words = f"{name}: {height:.0f} TFLOP/s" if below else name
         ax.annotate(words, (intensity, height), **where, **place)
         said.append(f"{name} {intensity:.3g}, at {height:.0f} TFLOP/s")
-    ax.set(
-        xlabel="arithmetic intensity in FLOP per byte of HBM traffic", ylabel="attainable TFLOP/s"
-    )
+    ax.set(xlabel="arithmetic intensity in FLOP per byte of HBM traffic", ylabel="attainable TFLOP/s")
     ax.set(xlim=(0.4, 2.5e5), ylim=(1, 1700))
     ax.set_title("A roofline: what the memory allows, and what the tensor cores allow")
     style.show(
@@ -201,15 +155,7 @@ def memory_hierarchy() -> None:
         _box(ax, 2 + shift, 4 + shift, 31, 29, color="white")
     ax.text(17.5, 30.5, "SM: where kernels run", ha="center", size=9, weight="bold")
     _box(ax, 5, 20, 25, 9, "registers\n256 KiB", color="#F6D7C8")
-    _box(
-        ax,
-        5,
-        6,
-        25,
-        12,
-        "shared memory\nup to 227 KiB\n30 TB/s, all SMs",
-        color="#FBE7BF",
-    )
+    _box(ax, 5, 6, 25, 12, "shared memory\nup to 227 KiB\n30 TB/s, all SMs", color="#FBE7BF")
     ax.text(17.5, 1, "132 of them", ha="center", size=9)
     _box(ax, 48, 10, 15, 22, "L2 cache\n\n60 MB\n\nof all SMs", color="#DCEBF5")
     _box(ax, 76, 4, 22, 33, "HBM\n\n141 GB\n\nevery tensor\nlives here", color="#E8E8E8")
@@ -266,12 +212,7 @@ def memory_order() -> None:
     cases = (
         ("x: shape (3, 4), strides (4, 1)", x, straight, straight_on),
         ("x.t(): shape (4, 3), strides (1, 4)", x.T, straight, jump),
-        (
-            "x.t().contiguous(): shape (4, 3), strides (3, 1)",
-            x.T,
-            jumping,
-            "new memory, written in the new order",
-        ),
+        ("x.t().contiguous(): shape (4, 3), strides (3, 1)", x.T, jumping, "new memory, written in the new order"),
     )
     style.use()
     _, axes = plt.subplots(3, 1, figsize=(7.8, 5.6), layout="constrained")
@@ -285,10 +226,7 @@ def memory_order() -> None:
     style.show(
         axes[0].figure,
         "A matrix in memory. "
-        + " ".join(
-            f"{title}: laid out as {memory}; {note.rstrip('. ,')}."
-            for title, _, memory, note in cases
-        ),
+        + " ".join(f"{title}: laid out as {memory}; {note.rstrip('. ,')}." for title, _, memory, note in cases),
     )
 
 

@@ -1,7 +1,7 @@
 """Softmax whose row streams by: the recurrence that everything later is built from.
 
-Math. A softmax needs the row's maximum m and the sum l = sum_j exp(x_j - m) before it can emit a
-single value. Both can be kept up to date while the row streams by:
+Math. A softmax needs the row's maximum m and the sum l = sum_j exp(x_j - m) before it can emit a single value. Both can
+be kept up to date while the row streams by:
 
     m' = max(m, x)        l' = l exp(m - m') + exp(x - m')                    (Milakov & Gimelshein, arXiv 1805.02867)
 
@@ -39,9 +39,7 @@ def online_softmax_step(m_i, l_i, s):
 
 @triton.jit
 def merge_states(m_a, l_a, m_b, l_b):
-    """The state of two disjoint sets of columns together, any shape: associative, commutative,
-    identity (-inf, 0).
-    """
+    """The state of two disjoint sets of columns together, any shape: associative, commutative, identity (-inf, 0)."""
     m = tl.maximum(m_a, m_b)
     shift = tl.where(m == float("-inf"), 0.0, m)
     return m, l_a * tl.exp(m_a - shift) + l_b * tl.exp(m_b - shift)
@@ -51,9 +49,7 @@ def merge_states(m_a, l_a, m_b, l_b):
 
 
 @triton.jit
-def _softmax_fused_kernel(
-    x_ptr, y_ptr, stride_x, stride_y, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _softmax_fused_kernel(x_ptr, y_ptr, stride_x, stride_y, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Softmax of rows that fit into one tile.
 
     Grid: (cdiv(rows, BLOCK_M),).
@@ -74,9 +70,7 @@ def _softmax_fused_kernel(
 
 
 @triton.jit
-def _softmax_online_kernel(
-    x_ptr, y_ptr, stride_x, stride_y, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _softmax_online_kernel(x_ptr, y_ptr, stride_x, stride_y, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Softmax of rows of any length, a tile of columns at a time.
 
     Grid: (cdiv(rows, BLOCK_M),).
@@ -107,9 +101,7 @@ def _softmax_online_kernel(
 
 
 @triton.jit
-def _logsumexp_kernel(
-    x_ptr, lse_ptr, stride_x, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _logsumexp_kernel(x_ptr, lse_ptr, stride_x, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """log(sum_j exp(x_j)) of every row, natural logarithm, fp32.
 
     Grid: (cdiv(rows, BLOCK_M),).
@@ -139,12 +131,11 @@ TILE_ELEMENTS = 4096  # fp32 values a program holds: 32 registers in each of 128
 
 
 def softmax(x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Softmax over the last axis. x: (..., n), fp16, bf16 or fp32, any strides; returns the same
-    shape and dtype, or values rounded once to out_dtype.
+    """Softmax over the last axis. x: (..., n), fp16, bf16 or fp32, any strides; returns the same shape and dtype, or
+    values rounded once to out_dtype.
 
-    Computed in fp32. A row of -inf alone gives zeros, as a row that attends to nothing does in SDPA
-    (torch.softmax: NaN); a row with NaN or +inf gives NaN. Raises TypeError or ValueError, naming
-    the argument, for anything else.
+    Computed in fp32. A row of -inf alone gives zeros, as a row that attends to nothing does in SDPA (torch.softmax:
+    NaN); a row with NaN or +inf gives NaN. Raises TypeError or ValueError, naming the argument, for anything else.
 
     Source: Milakov & Gimelshein, arXiv 1805.02867, Algorithm 3, a tile of columns at a time.
     """
@@ -157,17 +148,11 @@ def softmax_fused(x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> t
     """`softmax` for rows of at most 4096 values: each is loaded once and stays on chip."""
     _check(x, out_dtype)
     if x.shape[-1] > TILE_ELEMENTS:
-        raise ValueError(
-            f"x: expected at most {TILE_ELEMENTS} values in a row, got shape {tuple(x.shape)}"
-        )
-    return _launch_softmax(
-        _softmax_fused_kernel, x, max(16, triton.next_power_of_2(x.shape[-1])), out_dtype
-    )
+        raise ValueError(f"x: expected at most {TILE_ELEMENTS} values in a row, got shape {tuple(x.shape)}")
+    return _launch_softmax(_softmax_fused_kernel, x, max(16, triton.next_power_of_2(x.shape[-1])), out_dtype)
 
 
-def softmax_online(
-    x: torch.Tensor, block_n: int = 1024, *, out_dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def softmax_online(x: torch.Tensor, block_n: int = 1024, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """`softmax` for rows of any length, `block_n` columns at a time: a sweep for maximum and
     sum, one to normalize.
     """
@@ -179,8 +164,7 @@ def softmax_online(
 
 
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
-    """log(sum(exp(x))) over the last axis, natural logarithm. x: (..., n), fp16, bf16 or fp32;
-    returns (...) in fp32.
+    """log(sum(exp(x))) over the last axis, natural logarithm. x: (..., n), fp16, bf16 or fp32; returns (...) in fp32.
 
     -inf for a row of -inf alone or of no values at all; NaN for a row with NaN or +inf. Raises like `softmax`.
     """
@@ -192,9 +176,7 @@ def logsumexp(x: torch.Tensor) -> torch.Tensor:
         block_m = TILE_ELEMENTS // block_n if block_n > 256 else 16
         grid = (triton.cdiv(x2.shape[0], block_m),)
         with runtime.on_device_of(x):
-            _logsumexp_kernel[grid](
-                x2, lse, x2.stride(), *x2.shape, BLOCK_M=block_m, BLOCK_N=block_n
-            )
+            _logsumexp_kernel[grid](x2, lse, x2.stride(), *x2.shape, BLOCK_M=block_m, BLOCK_N=block_n)
     return lse
 
 
@@ -206,16 +188,12 @@ def _launch_softmax(kernel, x, block_n, out_dtype):
         block_m = min(16, max(1, TILE_ELEMENTS // block_n))
         grid = (triton.cdiv(x2.shape[0], block_m),)
         with runtime.on_device_of(x):
-            kernel[grid](
-                x2, y2, x2.stride(), y2.stride(), *x2.shape, BLOCK_M=block_m, BLOCK_N=block_n
-            )
+            kernel[grid](x2, y2, x2.stride(), y2.stride(), *x2.shape, BLOCK_M=block_m, BLOCK_N=block_n)
     return y2.to(out_dtype).view(x.shape)
 
 
 def _as_rows(x):
-    """x as a (rows, n) matrix in the dtype that kernels use here; a copy only where the strides
-    leave no other way.
-    """
+    """x as a (rows, n) matrix in the dtype that kernels use here; a copy only where the strides leave no other way."""
     rows = x.numel() // x.shape[-1] if x.shape[-1] else x.shape[:-1].numel()
     return runtime.to_kernel_dtype(x.reshape(rows, x.shape[-1]))[0]
 

@@ -12,32 +12,9 @@ INK, FAINT = COLORS["ink"], COLORS["faint"]
 TEXT_BOX = dict(fc="white", ec="none", pad=1.5)
 
 
-def _box(
-    ax,
-    x,
-    y,
-    width,
-    height,
-    text="",
-    color="white",
-    *,
-    edge=INK,
-    size=9,
-    lw=1.0,
-    ls="-",
-    weight="normal",
-):
+def _box(ax, x, y, width, height, text="", color="white", *, edge=INK, size=9, lw=1.0, ls="-", weight="normal"):
     ax.add_patch(Rectangle((x, y), width, height, fc=color, ec=edge, lw=lw, ls=ls))
-    ax.text(
-        x + width / 2,
-        y + height / 2,
-        text,
-        ha="center",
-        va="center",
-        size=size,
-        weight=weight,
-        color=INK,
-    )
+    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=size, weight=weight, color=INK)
 
 
 def _arrow(ax, start, end, color=INK, *, lw=1.3):
@@ -60,10 +37,7 @@ def data_flow() -> None:
     """Three kernels that hand S and P on through HBM, and one that keeps them on chip."""
     fig, (left, right) = _drawing(9.2, 3.4, 2)
     for ax, title in ((left, "Three kernels"), (right, "One kernel")):
-        for y, height, color, words, at in (
-            (5.0, 4.9, "#F5F5F5", "HBM", 9.55),
-            (-0.9, 5.0, "white", "on chip", -0.5),
-        ):
+        for y, height, color, words, at in ((5.0, 4.9, "#F5F5F5", "HBM", 9.55), (-0.9, 5.0, "white", "on chip", -0.5)):
             ax.add_patch(Rectangle((0, y), 16.4, height, fc=color, ec=COLORS["s"], lw=0.8))
             ax.text(0.2, at, words, size=9, weight="bold", va="center", color=INK)
         ax.set(xlim=(-0.1, 16.5), ylim=(-1, 10))
@@ -74,18 +48,14 @@ def data_flow() -> None:
         _box(ax, x, 5.4, width, 3.4, name, tint, size=11, weight="bold")
         return x + width / 2
 
-    places = dict(
-        Q=(0.5, 0.8), K=(1.6, 0.8), S=(4.0, 3.4), P=(8.8, 3.4), V=(13.4, 0.8), O=(14.8, 0.8)
-    )
+    places = dict(Q=(0.5, 0.8), K=(1.6, 0.8), S=(4.0, 3.4), P=(8.8, 3.4), V=(13.4, 0.8), O=(14.8, 0.8))
     center = {name: matrix(left, x, name, width) for name, (x, width) in places.items()}
     for x, text in ((2.0, "$QK^T$"), (6.9, "softmax"), (11.9, "$PV$")):
         _box(left, x, 1.6, 2.5, 1.4, text, size=10)
     for name, end in (("Q", 2.4), ("K", 2.8), ("S", 7.6), ("P", 12.4), ("V", 13.4)):
         _arrow(left, (center[name] if name not in "SP" else center[name] + 0.8, 5.3), (end, 3.1))
     for start, name in ((4.1, "S"), (8.8, "P"), (14.2, "O")):
-        _arrow(
-            left, (start, 3.1), (center[name] - (0.6 if name in "SP" else 0), 5.3), COLORS["bad"]
-        )
+        _arrow(left, (start, 3.1), (center[name] - (0.6 if name in "SP" else 0), 5.3), COLORS["bad"])
 
     def tiled(x, name, chosen):
         """A matrix cut into four tiles; the center of tile number `chosen` is returned."""
@@ -115,9 +85,7 @@ def data_flow() -> None:
         _arrow(right, (center[name], 2.4), (center[name], 1.5))
         _arrow(right, (center[name] + beside, 8.7), (center[name] + beside, 5.5))  # tile after tile
     text = "all tiles of\nK and V, once\nfor each tile\nof queries"
-    right.text(
-        (center["K"] + center["V"]) / 2, 7.1, text, ha="center", va="center", size=8, color=INK
-    )
+    right.text((center["K"] + center["V"]) / 2, 7.1, text, ha="center", va="center", size=8, color=INK)
     _arrow(right, (center["O"], 0.85), (center["O"], 7.1), COLORS["bad"])
     right.plot([13.3, center["O"]], [0.85, 0.85], color=COLORS["bad"], lw=1.3)
     style.show(
@@ -133,9 +101,7 @@ def data_flow() -> None:
 
 
 def matmul_orders() -> None:
-    """What one step of C = X Y touches, with the sum over r as the inner loop and as the outer
-    loop.
-    """
+    """What one step of C = X Y touches, with the sum over r as the inner loop and as the outer loop."""
     fig, (left, right) = _drawing(8.6, 3.5, 2)
     rows, cols, inner = 4, 5, 3
 
@@ -185,25 +151,8 @@ def _numbers(ax, x, y, rows, tint, *, width=1.35, edge=INK, size=9):
     """A grid of numbers, its lower left corner at (x, y)."""
     for i, row in enumerate(rows):
         for j, number in enumerate(row):
-            text = (
-                number
-                if isinstance(number, str)
-                else f"{number:.4g}"
-                if abs(number) >= 1e-3
-                else "0"
-            )
-            _box(
-                ax,
-                x + j * width,
-                y + len(rows) - 1 - i,
-                width,
-                1,
-                text,
-                tint,
-                lw=0.6,
-                edge=edge,
-                size=size,
-            )
+            text = number if isinstance(number, str) else f"{number:.4g}" if abs(number) >= 1e-3 else "0"
+            _box(ax, x + j * width, y + len(rows) - 1 - i, width, 1, text, tint, lw=0.6, edge=edge, size=size)
 
 
 def worked_steps(q, k, v, turns) -> None:
@@ -239,9 +188,7 @@ def worked_steps(q, k, v, turns) -> None:
         ax.text(-width - 0.9, 7.15, "$Q$", ha="center", size=10, color=INK)
         x = keys * width + gap
         columns = [("alpha", turn["alpha"]), ("m", turn["m"]), ("l", turn["l"])]
-        columns += [
-            (f"acc{d}", [row[d] for row in turn["acc"]]) for d in range(len(turn["acc"][0]))
-        ]
+        columns += [(f"acc{d}", [row[d] for row in turn["acc"]]) for d in range(len(turn["acc"][0]))]
         for c, (name, values) in enumerate(columns):
             tint = "white" if name == "alpha" else TINT["state"]
             _numbers(ax, x + c * width, 2.5, [[value] for value in values], tint)
@@ -302,8 +249,8 @@ def loop_orders(tiles: int = 4) -> None:
 def masked_tile(memory, x, tile) -> None:
     """A tile that sticks out of its matrix.
 
-    memory: a 2-D tensor whose numbers are their own addresses; x: a part of it; tile: the addresses of the tile,
-    whose first column is that of x.
+    memory: a 2-D tensor whose numbers are their own addresses; x: a part of it; tile: the addresses of the tile, whose
+    first column is that of x.
     """
     rows, cols = memory.shape
     fig, ax = style.new(8.6, 4.6)
@@ -353,14 +300,7 @@ def memory_wall(shared: Mapping[int, int], limits: Mapping[str, int]) -> None:
     seq, size = np.array(list(shared)), np.array(list(shared.values())) / 1024
     for name, limit in limits.items():
         ax.axhline(limit / 1024, color=COLORS["limit"], lw=1, ls="--")
-        ax.text(
-            seq[0] * 0.86,
-            limit / 1024 * 1.03,
-            f"{name}: {limit // 1024} KiB",
-            size=8,
-            va="bottom",
-            color=INK,
-        )
+        ax.text(seq[0] * 0.86, limit / 1024 * 1.03, f"{name}: {limit // 1024} KiB", size=8, va="bottom", color=INK)
     ax.plot(seq, size, color=COLORS["unfused"], zorder=2)
     room = np.array([sum(s * 1024 <= limit for limit in limits.values()) for s in size])
     looks = {
@@ -422,12 +362,8 @@ def stages_and_tests(passed: Mapping[str, Mapping[str, bool]]) -> None:
 # --- 5. measurement -----------------------------------------------------------------------------------------------
 
 
-def bytes_against_seq(
-    formulas: Mapping[str, tuple], measured: Mapping[str, Mapping[int, int]], once
-) -> None:
-    """formulas: name -> (color name, marker, function of seq); measured: name -> {seq: bytes};
-    once: seq -> bytes.
-    """
+def bytes_against_seq(formulas: Mapping[str, tuple], measured: Mapping[str, Mapping[int, int]], once) -> None:
+    """formulas: name -> (color name, marker, function of seq); measured: name -> {seq: bytes}; once: seq -> bytes."""
     fig, (left, right) = style.new(9.2, 3.7, 2, width_ratios=(1.5, 1))
     seq, ticks = np.arange(64, 4097, 8), 2 ** np.arange(6, 13, 2)
     curves = {name: np.array([f(int(n)) for n in seq]) for name, (_, _, f) in formulas.items()}
@@ -435,23 +371,9 @@ def bytes_against_seq(
         left.plot(seq, curves[name] / 2**20, color=COLORS[color])
         left.text(seq[-1] * 1.12, curves[name][-1] / 2**20, name, va="center", size=9, color=INK)
         points = measured.get(name, {})
-        left.plot(
-            list(points),
-            [b / 2**20 for b in points.values()],
-            marker,
-            color=COLORS[color],
-            mec=INK,
-            ms=7,
-        )
+        left.plot(list(points), [b / 2**20 for b in points.values()], marker, color=COLORS[color], mec=INK, ms=7)
     left.plot(seq, [once(int(n)) / 2**20 for n in seq], color=INK, lw=1, ls=":")
-    left.text(
-        seq[-1] * 1.12,
-        once(int(seq[-1])) / 2**20,
-        "q, k, v, o once",
-        va="center",
-        size=9,
-        color=INK,
-    )
+    left.text(seq[-1] * 1.12, once(int(seq[-1])) / 2**20, "q, k, v, o once", va="center", size=9, color=INK)
     left.set_xscale("log", base=2)
     left.set_yscale("log", base=10)
     left.set_xticks(ticks, [str(n) for n in ticks])
@@ -499,9 +421,7 @@ def intensities(points: Mapping[str, tuple[float, float]], flops: float, bandwid
             ax.annotate(text, (intensity, roof), where, textcoords="offset points", ha=side, size=9, color=INK,
                         bbox=TEXT_BOX, zorder=1)  # fmt: skip
     ax.set(xlabel="FLOP per byte", ylabel="TFLOP/s at most", xlim=(1.3, 7000), ylim=(22, 1300))
-    ax.set_title(
-        f"What memory allows (H200: {flops / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s, measured)"
-    )
+    ax.set_title(f"What memory allows (H200: {flops / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s, measured)")
     style.show(
         fig,
         f"A roofline: attainable TFLOP/s against FLOP per byte, with the ridge at {ridge:.0f}. "

@@ -1,12 +1,11 @@
 """Attention in tiles for one head: S and P never reach memory.
 
-Math. For a tile of query rows, walk over tiles of keys and values and keep (m, l, acc) instead of S
-and P:
+Math. For a tile of query rows, walk over tiles of keys and values and keep (m, l, acc) instead of S and P:
 
     S_j = scale Q K_j^T      (m, l, alpha, P_j) = online_softmax_step(m, l, S_j)      acc = alpha acc + P_j V_j
 
-and at the end O = acc / l. Dao et al., arXiv 2205.14135 (FlashAttention); with queries in the outer
-loop as in Dao, arXiv 2307.08691 (FlashAttention-2), Algorithm 1.
+and at the end O = acc / l. Dao et al., arXiv 2205.14135 (FlashAttention); with queries in the outer loop as in Dao,
+arXiv 2307.08691 (FlashAttention-2), Algorithm 1.
 
 Builds on: phase 1's `online_softmax_step`.
 Exports to later phases: `load_tile`, `store_tile`, `head_base`, `attention_tile_step`; to exercises
@@ -25,9 +24,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_pointers(base_ptr, offs_row, offs_col, stride_row, stride_col):
-    """Pointers to a tile of a strided matrix, (rows, cols). 64-bit: row * stride passes 2^31
-    sooner than one thinks.
-    """
+    """Pointers to a tile of a strided matrix, (rows, cols). 64-bit: row * stride passes 2^31 sooner than one thinks."""
     rows = offs_row.to(tl.int64)[:, None] * stride_row
     return base_ptr + rows + offs_col.to(tl.int64)[None, :] * stride_col
 
@@ -57,15 +54,9 @@ def store_tile(base_ptr, stride, offs_row, offs_col, rows, cols, tile):
 
 @triton.jit
 def head_base(base_ptr, stride, head, heads):
-    """The first element of one head of a (batch, heads, ...) tensor; `head` counts through the
-    batch.
-    """
+    """The first element of one head of a (batch, heads, ...) tensor; `head` counts through the batch."""
     # 64-bit: batch * stride can pass 2^31.
-    return (
-        base_ptr
-        + (head // heads).to(tl.int64) * stride[0]
-        + (head % heads).to(tl.int64) * stride[1]
-    )
+    return base_ptr + (head // heads).to(tl.int64) * stride[0] + (head % heads).to(tl.int64) * stride[1]
 
 
 @triton.jit
@@ -94,8 +85,8 @@ def _matmul_kernel(
 ):  # fmt: skip
     """c = scale * a @ b in tiles. a (m, k), b (k, n), c (m, n).
 
-    Grid: (cdiv(m, BLOCK_M), cdiv(n, BLOCK_N)): a program owns one tile of c and walks along k.
-    Reads a once for each column of tiles, b once for each row of tiles; writes c once.
+    Grid: (cdiv(m, BLOCK_M), cdiv(n, BLOCK_N)): a program owns one tile of c and walks along k. Reads a once for each
+    column of tiles, b once for each row of tiles; writes c once.
     """
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -161,9 +152,7 @@ def _attention_tiled_kernel(
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = load_tile(k_ptr, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, HEAD_DIM)
         v = load_tile(v_ptr, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
-        m_i, l_i, acc = attention_tile_step(
-            m_i, l_i, acc, q, k, v, scale, (offs_n < seq_k)[None, :]
-        )
+        m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, (offs_n < seq_k)[None, :])
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # no keys at all: o = 0
     store_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
@@ -174,27 +163,19 @@ def _attention_tiled_kernel(
 MATMUL_BLOCK = 64
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None
-) -> torch.Tensor:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
     """softmax(scale q k^T) v for one head, without S or P in memory.
 
-    q (seq_q, head_dim), k and v (seq_k, head_dim), fp16, bf16 or fp32, any strides; head_dim 16,
-    32, 64, 128 or 256 (phase 3 takes the others). scale defaults to 1/sqrt(head_dim). Returns o
-    (seq_q, head_dim) in q's dtype; with seq_k = 0, zeros. Raises TypeError or ValueError naming the
-    argument; nothing is launched then.
+    q (seq_q, head_dim), k and v (seq_k, head_dim), fp16, bf16 or fp32, any strides; head_dim 16, 32, 64, 128 or 256
+    (phase 3 takes the others). scale defaults to 1/sqrt(head_dim). Returns o (seq_q, head_dim) in q's dtype; with seq_k
+    = 0, zeros. Raises TypeError or ValueError naming the argument; nothing is launched then.
     """
     scale = _check(q, k, v, scale)
-    return _launch(
-        _attention_tiled_kernel, q, k, v, scale, **runtime.tile_sizes(q.shape[1], q.dtype)
-    )
+    return _launch(_attention_tiled_kernel, q, k, v, scale, **runtime.tile_sizes(q.shape[1], q.dtype))
 
 
-def matmul(
-    a: torch.Tensor, b: torch.Tensor, *, scale: float = 1.0, out_dtype: torch.dtype | None = None
-):
-    """scale * a @ b. a (m, k), b (k, n), the same dtype, any strides; c (m, n) in out_dtype
-    (default: a's).
+def matmul(a: torch.Tensor, b: torch.Tensor, *, scale: float = 1.0, out_dtype: torch.dtype | None = None):
+    """scale * a @ b. a (m, k), b (k, n), the same dtype, any strides; c (m, n) in out_dtype (default: a's).
 
     Raises TypeError or ValueError naming the argument; nothing is launched then.
     """
@@ -233,14 +214,10 @@ def attention_unfused(q, k, v, scale: float | None = None) -> torch.Tensor:
 
 
 def attention_resident(q, k, v, scale: float | None = None) -> torch.Tensor:
-    """`attention` with all of k and v on chip at once. Right, but a GPU runs it only while seq_k
-    is small.
-    """
+    """`attention` with all of k and v on chip at once. Right, but a GPU runs it only while seq_k is small."""
     scale = _check(q, k, v, scale)
     block_n = max(16, triton.next_power_of_2(k.shape[0]))
-    return _launch(
-        _attention_resident_kernel, q, k, v, scale, BLOCK_M=16, BLOCK_N=block_n, num_warps=16
-    )
+    return _launch(_attention_resident_kernel, q, k, v, scale, BLOCK_M=16, BLOCK_N=block_n, num_warps=16)
 
 
 def _launch(kernel, q, k, v, scale, **tiles):
@@ -261,7 +238,5 @@ def _check(q, k, v, scale) -> float:
     scale = validate.check_qkv(q, k, v, scale, rank=2)
     head_dim = q.shape[1]
     if head_dim < 16 or head_dim & (head_dim - 1):
-        raise ValueError(
-            f"q: expected head_dim 16, 32, 64, 128 or 256 (others: phase 3), got shape {tuple(q.shape)}"
-        )
+        raise ValueError(f"q: expected head_dim 16, 32, 64, 128 or 256 (others: phase 3), got shape {tuple(q.shape)}")
     return scale

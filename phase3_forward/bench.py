@@ -15,9 +15,7 @@ TOKENS, WIDTH = 16384, 2048  # batch * seq and heads * head_dim, the same for ev
 
 
 def case(head_dim: int, is_causal: bool, seq: int) -> list[dict]:
-    """One shape: ours, SDPA's flash and cuDNN backends, and up to seq 4096 PyTorch with S in
-    memory.
-    """
+    """One shape: ours, SDPA's flash and cuDNN backends, and up to seq 4096 PyTorch with S in memory."""
     batch, heads = TOKENS // seq, WIDTH // head_dim
     q, k, v = make_qkv(batch, heads, seq, head_dim, device=runtime.DEVICE)
 
@@ -33,9 +31,7 @@ def case(head_dim: int, is_causal: bool, seq: int) -> list[dict]:
     if seq <= 4096:  # beyond, S alone would take 17 GB and more
         providers["SDPA math"] = lambda: sdpa(SDPBackend.MATH)
     rows = timing.measure(providers, head_dim=head_dim, is_causal=is_causal, seq=seq)
-    return timing.with_tflops(
-        rows, timing.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
-    )
+    return timing.with_tflops(rows, timing.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal))
 
 
 def run() -> list[dict]:

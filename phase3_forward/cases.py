@@ -17,16 +17,7 @@ def cases():
 
     for dtype in runtime.DTYPES:
         for mask in ("full", "causal"):
-            yield case(
-                f"ragged, {dtype}, {mask}",
-                2,
-                2,
-                100,
-                64,
-                seq_k=130,
-                dtype=dtype,
-                is_causal=mask == "causal",
-            )
+            yield case(f"ragged, {dtype}, {mask}", 2, 2, 100, 64, seq_k=130, dtype=dtype, is_causal=mask == "causal")
     for head_dim in (16, 40, 80, 96, 128, 256):
         yield case(f"head_dim {head_dim}", 1, 2, 70, head_dim, is_causal=True)
     yield case("fewer keys than queries", 1, 2, 150, 64, seq_k=70, is_causal=True)

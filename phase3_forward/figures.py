@@ -47,15 +47,11 @@ def calls(answered: Mapping[str, Mapping[str, str]]) -> None:
     ax.set_xlim(-2.6, len(answered))
     ax.set_ylim(len(names), -0.8)
     right = [f"{k} {list(o.values()).count('right')}" for k, o in answered.items()]
-    style.show(
-        fig, f"A table of {len(names)} calls. Answered right, of {len(names)}: {', '.join(right)}."
-    )
+    style.show(fig, f"A table of {len(names)} calls. Answered right, of {len(names)}: {', '.join(right)}.")
 
 
 def programs(batch: int, heads: int, tiles_m: int, chosen: int) -> None:
-    """The grid: which program id computes which tile of query rows of which head; one of them
-    picked out.
-    """
+    """The grid: which program id computes which tile of query rows of which head; one of them picked out."""
     fig, ax = style.new(6.6, 0.42 * batch * heads + 1.0)
     _matrix(ax, batch * heads, tiles_m)
     ax.set_aspect("auto")
@@ -63,22 +59,14 @@ def programs(batch: int, heads: int, tiles_m: int, chosen: int) -> None:
         y, x = divmod(program, tiles_m)
         style.box(ax, x, y, str(program), color=LIGHT_TINTS[y // heads % 2], size=10)
     y, x = divmod(chosen, tiles_m)
-    ax.add_patch(
-        Rectangle((x, y), 1, 1, fill=False, edgecolor=COLORS["ink"], linewidth=3, zorder=3)
-    )
+    ax.add_patch(Rectangle((x, y), 1, 1, fill=False, edgecolor=COLORS["ink"], linewidth=3, zorder=3))
     for row in range(batch * heads):
         b, h = divmod(row, heads)
         ax.text(-0.1, row + 0.5, f"batch {b}, head {h}", ha="right", va="center")
     for tile in range(tiles_m):
         ax.text(tile + 0.5, -0.12, f"tile {tile}", ha="center", va="bottom")
     b, h = divmod(y, heads)
-    ax.text(
-        tiles_m + 0.15,
-        y + 0.5,
-        f"program {chosen}:\ntile {x} of\nbatch {b}, head {h}",
-        va="center",
-        fontsize=9,
-    )
+    ax.text(tiles_m + 0.15, y + 0.5, f"program {chosen}:\ntile {x} of\nbatch {b}, head {h}", va="center", fontsize=9)
     ax.set_xlim(-1.1, tiles_m + 2.4)
     ax.set_ylim(batch * heads, -0.55)
     style.show(
@@ -89,19 +77,13 @@ def programs(batch: int, heads: int, tiles_m: int, chosen: int) -> None:
 
 
 def layouts(heads: int = 2, seq: int = 3, head_dim: int = 2) -> None:
-    """Memory as a strip of elements, in three layouts of the same (1, heads, seq, head_dim)
-    tensor.
-    """
+    """Memory as a strip of elements, in three layouts of the same (1, heads, seq, head_dim) tensor."""
     h_i_d = [(h, i, d) for h in range(heads) for i in range(seq) for d in range(head_dim)]
     i_h_d = [(h, i, d) for i in range(seq) for h in range(heads) for d in range(head_dim)]
     strips = (
         ("BHSD, head after head", h_i_d, (seq * head_dim, head_dim, 1)),
         ("BSHD, token after token", i_h_d, (head_dim, heads * head_dim, 1)),
-        (
-            "expanded, one head read by all",
-            [(None, i, d) for h, i, d in h_i_d if h == 0],
-            (0, head_dim, 1),
-        ),
+        ("expanded, one head read by all", [(None, i, d) for h, i, d in h_i_d if h == 0], (0, head_dim, 1)),
     )
     style.use()
     fig, axes = plt.subplots(3, 1, figsize=(8, 3.9), layout="constrained")
@@ -109,13 +91,9 @@ def layouts(heads: int = 2, seq: int = 3, head_dim: int = 2) -> None:
         style.blank(ax)
         for x, (h, i, d) in enumerate(cells):
             color = COLORS["s"] if h is None else TINTS[h]
-            style.box(
-                ax, x, 0, f"i={i}\nd={d}", color=color, ink="white" if h != 0 else None, size=8
-            )
+            style.box(ax, x, 0, f"i={i}\nd={d}", color=color, ink="white" if h != 0 else None, size=8)
             ax.text(x + 0.5, 1.1, str(x), ha="center", va="top", fontsize=7)
-        ax.set_title(
-            f"{name}; strides: head {per_head}, row {per_row}, head_dim {per_d}", fontsize=10
-        )
+        ax.set_title(f"{name}; strides: head {per_head}, row {per_row}, head_dim {per_d}", fontsize=10)
         ax.set_xlim(-0.1, heads * seq * head_dim + 0.1)
         ax.set_ylim(1.55, -0.05)
     handles = [Patch(color=TINTS[h], label=f"head {h}") for h in range(heads)]
@@ -143,14 +121,10 @@ def head_mapping(heads_q: int, heads_kv: int) -> None:
         for h, kv in enumerate(mapping):
             color = TINTS[kv]
             ax.plot([h + 0.45, at[kv] + 0.45], [0.9, 2.1], color=color, linewidth=2.5, zorder=0)
-            style.box(
-                ax, h, 0, f"q{h}", width=0.9, height=0.9, color=color, ink="white" if kv else None
-            )
+            style.box(ax, h, 0, f"q{h}", width=0.9, height=0.9, color=color, ink="white" if kv else None)
         for kv in range(heads_kv):
             ink = "white" if kv else None
-            style.box(
-                ax, at[kv] - 0.3, 2.1, f"kv{kv}", width=1.5, height=0.9, color=TINTS[kv], ink=ink
-            )
+            style.box(ax, at[kv] - 0.3, 2.1, f"kv{kv}", width=1.5, height=0.9, color=TINTS[kv], ink=ink)
         ax.set_xlim(-0.2, heads_q)
         ax.set_ylim(3.1, -0.1)
     style.show(
@@ -190,9 +164,7 @@ def padding() -> None:
         ax.set(xlim=(-1.1, 8.05), ylim=(5.6, -0.7), aspect="equal")
     title = "What the padding must hold: 0, or anything, even NaN"
     fig.suptitle(title, fontsize=11, x=0.01, ha="left", fontweight="bold")
-    said = (
-        f"{n}: padded columns {c}, padded rows {r} ({why})" for n, (c, r, why) in panels.items()
-    )
+    said = (f"{n}: padded columns {c}, padded rows {r} ({why})" for n, (c, r, why) in panels.items())
     style.show(
         fig,
         "Tiles of Q, K and V that stick out of their matrices, and what their padding must hold. "
@@ -200,9 +172,7 @@ def padding() -> None:
     )
 
 
-def causal_tiles(
-    kind: Callable, sizes: Sequence[tuple[int, int]], block_m: int, block_n: int
-) -> None:
+def causal_tiles(kind: Callable, sizes: Sequence[tuple[int, int]], block_m: int, block_n: int) -> None:
     """Tiles of S under the causal mask, for several (seq_q, seq_k).
 
     kind(tile_m, tile_n, block_m, block_n) names a tile "skipped", "full" or "partial".
@@ -224,15 +194,7 @@ def causal_tiles(
             for start_n in range(0, seq_k, block_n):
                 what = kind(start_m // block_m, start_n // block_n, block_m, block_n)
                 width, height = min(block_n, seq_k - start_n), min(block_m, seq_q - start_m)
-                style.box(
-                    ax,
-                    start_n,
-                    start_m,
-                    width=width,
-                    height=height,
-                    color=TILE_COLORS[what],
-                    line=2,
-                )
+                style.box(ax, start_n, start_m, width=width, height=height, color=TILE_COLORS[what], line=2)
         n = min(seq_q, seq_k)
         ax.plot([0, n, n], [0, n, seq_q], color=COLORS["ink"], linewidth=1.5)
         ax.set_xlim(0, seq_k)
@@ -250,9 +212,7 @@ def causal_tiles(
         ax.set_title(f"seq_q {seq_q}, seq_k {seq_k}", fontsize=10)
     axes[0].set_ylabel("query")
     handles = [Patch(color=color, label=what) for what, color in TILE_COLORS.items()]
-    handles.append(
-        plt.Line2D([], [], color=COLORS["ink"], linewidth=1.5, label="keys to the left are visible")
-    )
+    handles.append(plt.Line2D([], [], color=COLORS["ink"], linewidth=1.5, label="keys to the left are visible"))
     fig.legend(handles=handles, loc="outside lower center", ncols=4 if len(sizes) > 1 else 2)
     lengths = ", ".join(f"{seq_q} queries and {seq_k} keys" for seq_q, seq_k in sizes)
     style.show(
@@ -267,9 +227,7 @@ def alignments(sizes: Sequence[tuple[int, int]]) -> None:
     style.use()
     panels = [(size, name) for size in sizes for name in ("top-left", "bottom-right")]
     widths = [seq_k for (_, seq_k), _ in panels]
-    fig, axes = plt.subplots(
-        1, len(panels), figsize=(8.6, 3.1), layout="constrained", width_ratios=widths
-    )
+    fig, axes = plt.subplots(1, len(panels), figsize=(8.6, 3.1), layout="constrained", width_ratios=widths)
     tallest = max(seq_q for seq_q, _ in sizes)
     for ax, ((seq_q, seq_k), name) in zip(axes, panels, strict=True):
         _matrix(ax, seq_q, seq_k, f"{name}\nseq_q {seq_q}, seq_k {seq_k}")
@@ -283,10 +241,7 @@ def alignments(sizes: Sequence[tuple[int, int]]) -> None:
                 style.box(ax, j, i, color=color)
             if i + shift < 0:
                 ax.text(seq_k / 2, i + 0.5, "sees nothing", ha="center", va="center", fontsize=8)
-    handles = [
-        Patch(color=COLORS["tiled"], label="visible"),
-        Patch(color=COLORS["faint"], label="hidden"),
-    ]
+    handles = [Patch(color=COLORS["tiled"], label="visible"), Patch(color=COLORS["faint"], label="hidden")]
     fig.legend(handles=handles, loc="outside lower center", ncols=2)
     style.show(
         fig,
@@ -296,9 +251,7 @@ def alignments(sizes: Sequence[tuple[int, int]]) -> None:
 
 
 def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
-    """Attention weights P as written numbers: hidden cells are hatched, or orange if they have
-    weight all the same.
-    """
+    """Attention weights P as written numbers: hidden cells are hatched, or orange if they have weight all the same."""
     style.use()
     fig, axes = plt.subplots(1, len(matrices), figsize=(8.6, 2.7), layout="constrained")
     for ax, (title, p) in zip(axes, matrices.items(), strict=True):
@@ -312,33 +265,24 @@ def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
                 ink = "white" if p[i, j] > 0.5 or wrong else None
                 style.box(ax, j, i, f"{p[i, j]:.2f}", color=color, ink=ink, size=8)
                 if not visible[i, j] and not wrong:
-                    hatching = Rectangle(
-                        (j, i), 1, 1, fill=False, hatch="////", ec=COLORS["faint"], lw=0
-                    )
+                    hatching = Rectangle((j, i), 1, 1, fill=False, hatch="////", ec=COLORS["faint"], lw=0)
                     ax.add_patch(hatching)
         ax.set_xlabel("key")
     axes[0].set_ylabel("query")
     given = {name: int(((p > 0) & ~visible).sum()) for name, p in matrices.items()}
     cells = ", ".join(f"{n} with {name}" for name, n in given.items())
-    style.show(
-        fig,
-        f"Weights of six queries and four keys as numbers. Hidden cells that have weight: {cells}.",
-    )
+    style.show(fig, f"Weights of six queries and four keys as numbers. Hidden cells that have weight: {cells}.")
 
 
 def split_keys(heads: int, parts: int, multiprocessors: int, tiles_n: int = 16) -> None:
     """One query tile: its keys in one program, and cut over several; beside each, the GPU it fills."""
     style.use()
-    fig, axes = plt.subplots(
-        2, 2, figsize=(8.6, 4.1), layout="constrained", width_ratios=(5, 2), height_ratios=(2, 3)
-    )
+    fig, axes = plt.subplots(2, 2, figsize=(8.6, 4.1), layout="constrained", width_ratios=(5, 2), height_ratios=(2, 3))
     for (ax, gpu), cut in zip(axes, (1, parts), strict=True):
         style.blank(ax)
         width = tiles_n // cut
         for part in range(cut):
-            start = (
-                part * width + (part - (cut - 1) / 2) * 0.5
-            )  # half a tile of space between parts
+            start = part * width + (part - (cut - 1) / 2) * 0.5  # half a tile of space between parts
             middle, last = start + width / 2, "" if cut == 1 else f"$_{part}$"
             for tile in range(width):
                 style.box(ax, start + tile, 0, color=style.TINT["k"])
@@ -347,9 +291,7 @@ def split_keys(heads: int, parts: int, multiprocessors: int, tiles_n: int = 16) 
             ax.annotate("", (middle, 2.1), (middle, 1.05), **down)
             style.box(ax, middle - 1.5, 2.1, f"o{last}, LSE{last}", width=3, color=style.TINT["o"])
             if cut > 1:
-                ax.annotate(
-                    "", (tiles_n / 2 + (part - (cut - 1) / 2) * 0.8, 4.2), (middle, 3.15), **down
-                )
+                ax.annotate("", (tiles_n / 2 + (part - (cut - 1) / 2) * 0.8, 4.2), (middle, 3.15), **down)
         if cut > 1:
             words = dict(width=6, color=style.TINT["state"])
             style.box(ax, tiles_n / 2 - 3, 4.2, "merge by LSE", **words)
@@ -366,9 +308,7 @@ def split_keys(heads: int, parts: int, multiprocessors: int, tiles_n: int = 16) 
             y, x = divmod(number, columns)
             style.box(gpu, x, y, color=COLORS["tiled" if number < busy else "faint"], line=1)
         gpu.set(xlim=(0, columns), ylim=(-(-multiprocessors // columns), 0), aspect="equal")
-        gpu.set_title(
-            f"{heads} heads: {busy} of {multiprocessors}\nmultiprocessors work", fontsize=10
-        )
+        gpu.set_title(f"{heads} heads: {busy} of {multiprocessors}\nmultiprocessors work", fontsize=10)
     works = f"{heads} of {multiprocessors} multiprocessors work, or {min(heads * parts, multiprocessors)}"
     style.show(
         fig,
@@ -395,18 +335,14 @@ def error_budget(budget: Mapping[str, Mapping[str, tuple[float, float]]]) -> Non
     axes[0].set_ylim(len(names) - 0.5, -0.5)
     handles = [
         plt.Line2D([], [], color=COLORS["ink"], marker="o", linestyle="", label="predicted"),
-        plt.Line2D(
-            [], [], color=COLORS["state"], marker="s", linestyle="", label="measured, made alone"
-        ),
+        plt.Line2D([], [], color=COLORS["state"], marker="s", linestyle="", label="measured, made alone"),
     ]
     fig.legend(handles=handles, loc="outside lower center", ncols=2)
     largest = {d: max(s, key=lambda name, s=s: s[name][0]) for d, s in budget.items()}
     style.show(
         fig,
         "Root mean square errors of O by rounding, predicted and measured, on logarithmic axes. Largest: "
-        + "; ".join(
-            f"{d}, {name} ({budget[d][name][0]:.0e} predicted)" for d, name in largest.items()
-        ),
+        + "; ".join(f"{d}, {name} ({budget[d][name][0]:.0e} predicted)" for d, name in largest.items()),
     )
 
 
@@ -473,28 +409,21 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
         f"{rule} accepts {c['let_through']} of {c['mutants']} and rejects {c['correct_rejected']} of {c['correct']}"
         for rule, c in counts.items()
     ]
-    style.show(
-        fig,
-        f"Wrong kernels and the rules that accept them. Right results rejected as well: {'; '.join(said)}.",
-    )
+    style.show(fig, f"Wrong kernels and the rules that accept them. Right results rejected as well: {'; '.join(said)}.")
 
 
 def causal_bytes(
-    seqs: Sequence[int],
-    formula: Mapping[str, Sequence[int]],
-    counted: Mapping[str, Mapping[int, int]],
+    seqs: Sequence[int], formula: Mapping[str, Sequence[int]], counted: Mapping[str, Mapping[int, int]]
 ) -> None:
-    """Bytes moved by the forward kernel for one head, full and causal: lines are the formula at
-    every length, dots were counted.
+    """Bytes moved by the forward kernel for one head, full and causal: lines are the formula at every length, dots were
+    counted.
     """
     fig, ax = style.new(7.4, 3.2)
     for name, color, marker in (("full", COLORS["unfused"], "o"), ("causal", COLORS["tiled"], "s")):
         line = np.array(formula[name]) / 1e6
         ax.plot(seqs, line, color=color, linewidth=1.3, label=f"{name}, formula")
         at, dots = list(counted.get(name, {})), np.array(list(counted.get(name, {}).values())) / 1e6
-        ax.plot(
-            at, dots, marker, color=color, label=f"{name}, counted", markeredgecolor=COLORS["ink"]
-        )
+        ax.plot(at, dots, marker, color=color, label=f"{name}, counted", markeredgecolor=COLORS["ink"])
     ax.set_xlabel("seq_q = seq_k")
     ax.set_ylabel("megabytes for one head")
     ax.set_xlim(0)

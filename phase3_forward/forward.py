@@ -1,9 +1,8 @@
-"""The forward pass that real models call: batch, heads, any strides, any length, causal, grouped
-heads, LSE.
+"""The forward pass that real models call: batch, heads, any strides, any length, causal, grouped heads, LSE.
 
-The mathematics is phase 2's, unchanged. What is new is the bookkeeping that lets one kernel serve
-every call, and one more number per row: LSE = m + log(l), all that the backward pass needs to
-recompute P. Dao, arXiv 2307.08691 (FlashAttention-2), Algorithm 1.
+The mathematics is phase 2's, unchanged. What is new is the bookkeeping that lets one kernel serve every call, and one
+more number per row: LSE = m + log(l), all that the backward pass needs to recompute P. Dao, arXiv 2307.08691
+(FlashAttention-2), Algorithm 1.
 
 Builds on: phase 2's `load_tile`, `store_tile`, `head_base` and `attention_tile_step`.
 """
@@ -64,9 +63,7 @@ def _attn_fwd_kernel(
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: o = 0, lse = -inf
     store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
-    tl.store(
-        lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q
-    )
+    tl.store(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
 
 
 # --- launcher ------------------------------------------------------------------------------------------------------
@@ -82,19 +79,17 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T) v and the logarithm of its row sums.
 
-    q (batch, heads_q, seq_q, head_dim), k and v (batch, heads_kv, seq_k, head_dim): fp16, bf16 or
-    fp32, any strides, head_dim up to 256, seq_q and seq_k from 0 upwards. With enable_gqa heads_q
-    may be a multiple of heads_kv. is_causal: query i sees keys 0..i, aligned top-left as in SDPA.
-    scale defaults to 1/sqrt(head_dim).
+    q (batch, heads_q, seq_q, head_dim), k and v (batch, heads_kv, seq_k, head_dim): fp16, bf16 or fp32, any strides,
+    head_dim up to 256, seq_q and seq_k from 0 upwards. With enable_gqa heads_q may be a multiple of heads_kv.
+    is_causal: query i sees keys 0..i, aligned top-left as in SDPA. scale defaults to 1/sqrt(head_dim).
 
-    Returns o (batch, heads_q, seq_q, head_dim) in q's dtype, contiguous, and lse (batch, heads_q,
-    seq_q), fp32, natural logarithm. A row without a visible key, or with all its logits at -inf,
-    has o = 0 and lse = -inf. NaN and infinity propagate as in SDPA; under a causal mask a
-    non-finite value in v may also reach earlier rows of its tile (0 * inf). No gradient flows
-    through it: differentiable attention is phase 4's.
+    Returns o (batch, heads_q, seq_q, head_dim) in q's dtype, contiguous, and lse (batch, heads_q, seq_q), fp32, natural
+    logarithm. A row without a visible key, or with all its logits at -inf, has o = 0 and lse = -inf. NaN and infinity
+    propagate as in SDPA; under a causal mask a non-finite value in v may also reach earlier rows of its tile (0 * inf).
+    No gradient flows through it: differentiable attention is phase 4's.
 
-    Raises TypeError or ValueError naming the argument, its shape and what was expected; nothing is
-    launched then. Source: Dao, arXiv 2307.08691, Algorithm 1.
+    Raises TypeError or ValueError naming the argument, its shape and what was expected; nothing is launched then.
+    Source: Dao, arXiv 2307.08691, Algorithm 1.
     """
     scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
     batch, heads_q, seq_q, head_dim = q.shape

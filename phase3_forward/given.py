@@ -27,9 +27,7 @@ def work_of(program, seq_q, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    o_head, stride_o, lse_head, offs_m, offs_d, seq_q, HEAD_DIM: tl.constexpr, m_i, l_i, acc
-):
+def finish(o_head, stride_o, lse_head, offs_m, offs_d, seq_q, HEAD_DIM: tl.constexpr, m_i, l_i, acc):
     """Store o and lse of a tile of queries from its state; the pointers stand at the beginning of the head."""
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])

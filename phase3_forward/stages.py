@@ -44,33 +44,21 @@ MASK = (
 """,
     "",
 )
-_LSE = (
-    """    tl.store(
-        lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q
-    )
-""",
-    "",
-)
+_LSE = ("    tl.store(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)\n", "")
 _EMPTY = (
     "    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: o = 0, lse = -inf\n",
     """    # The epilogue is phase 2's.
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # no keys at all: o = 0
 """,
 )
-_FEATURES = dict(
-    heads=[_HEADS], head_dim=[_COLUMNS, _STATE], mask=[BOUND, MASK], lse=[_EMPTY, _LSE]
-)
+_FEATURES = dict(heads=[_HEADS], head_dim=[_COLUMNS, _STATE], mask=[BOUND, MASK], lse=[_EMPTY, _LSE])
 # The kernel grows from the first of these to the last, which is the module's.
 GROWTH = ("phase 2", "heads", "head_dim", "mask", "lse")
 
 _VISIBLE = "visible = (offs_n < seq_k)[None, :]"
 _WRONG = {
     "heads one after another": [
-        (
-            KERNEL,
-            "head_base(q_ptr, stride_q, pid_bh, heads_q)",
-            "q_ptr + pid_bh * seq_q * HEAD_DIM",
-        ),
+        (KERNEL, "head_base(q_ptr, stride_q, pid_bh, heads_q)", "q_ptr + pid_bh * seq_q * HEAD_DIM"),
         (
             KERNEL,
             "head_base(k_ptr, stride_k, pid_bh // group, heads_q // group)",
@@ -84,20 +72,12 @@ _WRONG = {
     ],
     "offsets of 32 bits": [(HEAD, "heads).to(tl.int64) * stride[0]", "heads) * stride[0]")],
     "key heads by remainder": [
-        (
-            KERNEL,
-            f"stride_{x}, pid_bh // group,",
-            f"stride_{x}, pid_bh // heads_q * 2 + pid_bh % 2,",
-        )
+        (KERNEL, f"stride_{x}, pid_bh // group,", f"stride_{x}, pid_bh // heads_q * 2 + pid_bh % 2,")
         for x in "kv"  # of two key heads
     ],
     "scale of the tile": [(KERNEL, "q, k, v, scale, visible)", "q, k, v, BLOCK_D**-0.5, visible)")],
     "values past the end are infinite": [
-        (
-            KERNEL,
-            _VISIBLE,
-            f'v = tl.where((offs_n < seq_k)[:, None], v, float("inf"))\n        {_VISIBLE}',
-        )
+        (KERNEL, _VISIBLE, f'v = tl.where((offs_n < seq_k)[:, None], v, float("inf"))\n        {_VISIBLE}')
     ],
     "keys past the end are visible": [(KERNEL, _VISIBLE, "visible = (offs_n >= 0)[None, :]")],
     "mask without a loop bound": [(KERNEL, *BOUND)],
@@ -114,13 +94,7 @@ _WRONG = {
         (KERNEL, "load_tile(v_head, stride_v,", "load_tile(v_head, stride_k,"),
     ],
     # For a hunt: where it is wrong is not said here.
-    "suspect": [
-        (
-            KERNEL,
-            "load_tile(v_head, stride_v, offs_n,",
-            "load_tile(v_head, stride_v, offs_n - start_n,",
-        )
-    ],
+    "suspect": [(KERNEL, "load_tile(v_head, stride_v, offs_n,", "load_tile(v_head, stride_v, offs_n - start_n,")],
 }
 NAMES = (*GROWTH, *_WRONG)
 
@@ -173,9 +147,7 @@ def try_mask(loop_ends: str, pair_visible: str) -> None:
     ends = (min(SEQ_K, start + TILE_Q) for start in range(0, SEQ_Q, TILE_Q))
     needed = sum(math.ceil(end / TILE_K) for end in ends)
     unbound = math.ceil(SEQ_Q / TILE_Q) * math.ceil(SEQ_K / TILE_K)
-    print(
-        f"{report.verdict}   tiles of keys visited: {visited}, needed: {needed}, without a bound: {unbound}"
-    )
+    print(f"{report.verdict}   tiles of keys visited: {visited}, needed: {needed}, without a bound: {unbound}")
     if report.passed and visited != needed and runtime.INTERPRETED:
         print("right, but it visits tiles in which nothing is visible")
     if report.hint:

@@ -1,12 +1,11 @@
 """The backward pass: P is recomputed from the LSE, tile by tile, instead of being remembered.
 
-Math. With P_ij = exp(S_ij - LSE_i) and delta_i = sum_d dO_id O_id (FlashAttention-2, arXiv
-2307.08691, Algorithm 2):
+Math. With P_ij = exp(S_ij - LSE_i) and delta_i = sum_d dO_id O_id (FlashAttention-2, arXiv 2307.08691, Algorithm 2):
 
     dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = scale dS K      dK = scale dS^T Q
 
-dQ sums over keys, dK and dV over queries: two kernels, each program owning the tile it writes. No
-atomics, so the result is the same bit for bit in every run.
+dQ sums over keys, dK and dV over queries: two kernels, each program owning the tile it writes. No atomics, so the
+result is the same bit for bit in every run.
 
 Builds on: phase 2's `load_tile`, `store_tile` and `head_base`, phase 3's `attention_forward`.
 """
@@ -48,11 +47,9 @@ def _delta_kernel(
 
 @triton.jit
 def recompute_tile(q, k, v, do, lse, delta, scale, visible):
-    """P and dS of one tile. q, do (BLOCK_M, BLOCK_D); k, v (BLOCK_N, BLOCK_D); lse, delta
-    (BLOCK_M,) fp32.
+    """P and dS of one tile. q, do (BLOCK_M, BLOCK_D); k, v (BLOCK_N, BLOCK_D); lse, delta (BLOCK_M,) fp32.
 
-    Returns p, ds (BLOCK_M, BLOCK_N), fp32; both are 0 where `visible` is false. ds is without the
-    scale.
+    Returns p, ds (BLOCK_M, BLOCK_N), fp32; both are 0 where `visible` is false. ds is without the scale.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     s = tl.where(visible, s, float("-inf"))
@@ -70,8 +67,7 @@ def _attn_bwd_dkdv_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys: walk over all queries that see it, in every query head of the
-    group.
+    """dK and dV of one tile of keys: walk over all queries that see it, in every query head of the group.
 
     Grid: (cdiv(seq_k, BLOCK_N) * batch * heads_kv,).
     New here: the roles of queries and keys are exchanged; a causal walk starts at the diagonal
@@ -168,18 +164,14 @@ def _attn_bwd_dq_kernel(
 # --- launcher ------------------------------------------------------------------------------------------------------
 
 
-def attention_backward(
-    q, k, v, o, lse, do, dlse=None, is_causal=False, scale=None, needs=(True, True)
-):
+def attention_backward(q, k, v, o, lse, do, dlse=None, is_causal=False, scale=None, needs=(True, True)):
     """Gradients of `attention_forward` with respect to q, k and v.
 
-    q, k, v, o, lse as they went in and came out; do like o, any strides; dlse like lse, or None
-    where lse is not used. needs: whether dq is wanted, and whether dk and dv are; what is not
-    wanted is not computed and comes back as None. Returns (dq, dk, dv), each in the shape and dtype
-    of its input, contiguous.
+    q, k, v, o, lse as they went in and came out; do like o, any strides; dlse like lse, or None where lse is not used.
+    needs: whether dq is wanted, and whether dk and dv are; what is not wanted is not computed and comes back as None.
+    Returns (dq, dk, dv), each in the shape and dtype of its input, contiguous.
 
-    Source: Dao, arXiv 2307.08691, Algorithm 2, as two kernels, so that no program adds to what
-    another one writes.
+    Source: Dao, arXiv 2307.08691, Algorithm 2, as two kernels, so that no program adds to what another one writes.
     """
     scale = validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
     batch, heads_q, seq_q, head_dim = q.shape
@@ -187,9 +179,7 @@ def attention_backward(
     needs_q, needs_kv = validate.check_needs(needs)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if lse.numel() == 0 or seq_k == 0:  # no query or no key: nothing depends on the inputs
-        return dq.zero_() if needs_q else None, *(
-            (dk.zero_(), dv.zero_()) if needs_kv else (None, None)
-        )
+        return dq.zero_() if needs_q else None, *((dk.zero_(), dv.zero_()) if needs_kv else (None, None))
 
     delta = torch.empty_like(lse)
     q, k, v, o, do, dq_out, dk_out, dv_out = runtime.to_kernel_dtype(q, k, v, o, do, dq, dk, dv)
@@ -200,17 +190,7 @@ def attention_backward(
     sizes = heads_q // heads_kv, seq_q, seq_k, scale
     options = dict(IS_CAUSAL=is_causal, **padded, **tiles)
     with runtime.on_device_of(q):
-        _delta_kernel[grid_m](
-            o,
-            do,
-            delta,
-            o.stride(),
-            do.stride(),
-            heads_q,
-            seq_q,
-            BLOCK_M=tiles["BLOCK_M"],
-            **padded,
-        )
+        _delta_kernel[grid_m](o, do, delta, o.stride(), do.stride(), heads_q, seq_q, BLOCK_M=tiles["BLOCK_M"], **padded)
         if dlse is not None:  # LSE_i depends on S_ij with weight P_ij, so its gradient joins delta
             delta -= dlse
         if needs_kv:
@@ -263,9 +243,7 @@ def _(q, k, v, o, lse, do, dlse, is_causal, scale, needs_q, needs_kv):
 
 
 def _no_second_derivative(ctx, *grads):
-    raise RuntimeError(
-        "flash_attention: the gradient of a gradient is not implemented; use SDPA's math backend for it"
-    )
+    raise RuntimeError("flash_attention: the gradient of a gradient is not implemented; use SDPA's math backend for it")
 
 
 _backward_op.register_autograd(_no_second_derivative)
@@ -274,9 +252,8 @@ _backward_op.register_autograd(_no_second_derivative)
 class FlashAttention(torch.autograd.Function):
     """`FlashAttention.apply(q, k, v, is_causal, scale)` -> (o, lse), both differentiable.
 
-    Shapes as in `attention_forward`; query heads share key heads if there are fewer of those. Saves
-    q, k, v, o and lse, and nothing that grows with seq_q * seq_k. Only gradients that somebody
-    needs are computed.
+    Shapes as in `attention_forward`; query heads share key heads if there are fewer of those. Saves q, k, v, o and lse,
+    and nothing that grows with seq_q * seq_k. Only gradients that somebody needs are computed.
     """
 
     @staticmethod
@@ -314,11 +291,8 @@ def _save_for_backward(ctx, inputs, output):
 _forward_op.register_autograd(FlashAttention.backward, setup_context=_save_for_backward)
 
 
-def flash_attention(
-    q, k, v, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
-):
-    """softmax(scale q k^T) v, differentiable once; arguments, o and errors as in
-    `attention_forward`.
+def flash_attention(q, k, v, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False):
+    """softmax(scale q k^T) v, differentiable once; arguments, o and errors as in `attention_forward`.
 
     Under autocast the inputs are cast as SDPA's are. Works in torch.compile(fullgraph=True).
     """

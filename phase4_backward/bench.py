@@ -22,9 +22,7 @@ BACKWARD_FLOPS = 2.5
 def case(head_dim: int, is_causal: bool, seq: int) -> list[dict]:
     """One shape: the gradients of q, k and v from a forward pass that has already run."""
     batch, heads = TOKENS // seq, WIDTH // head_dim
-    q, k, v = (
-        t.requires_grad_() for t in make_qkv(batch, heads, seq, head_dim, device=runtime.DEVICE)
-    )
+    q, k, v = (t.requires_grad_() for t in make_qkv(batch, heads, seq, head_dim, device=runtime.DEVICE))
     do = torch.randn_like(q)
 
     def gradients(attention):
@@ -41,9 +39,7 @@ def case(head_dim: int, is_causal: bool, seq: int) -> list[dict]:
         "SDPA cuDNN": gradients(lambda: sdpa(SDPBackend.CUDNN_ATTENTION)),
     }
     rows = timing.measure(providers, head_dim=head_dim, is_causal=is_causal, seq=seq)
-    flops = BACKWARD_FLOPS * timing.attention_flops(
-        batch, heads, seq, seq, head_dim, is_causal=is_causal
-    )
+    flops = BACKWARD_FLOPS * timing.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
     return timing.with_tflops(rows, flops)
 
 

@@ -67,8 +67,8 @@ def versions(seq) -> dict[str, int]:
 
 
 def counted(seq) -> dict[str, int]:
-    """Bytes of the unfused and of our version, as the interpreter counts them. The elementwise step of
-    the unfused one is done in PyTorch and added by hand: it reads P and dP and writes dS.
+    """Bytes of the unfused and of our version, as the interpreter counts them. The elementwise step of the unfused one
+    is done in PyTorch and added by hand: it reads P and dP and writes dS.
     """
     q, k, v, do = inputs(seq)
     with traffic.measure() as theirs:
@@ -107,9 +107,7 @@ def _launch(stage, q, k, v, do, lse_or_p, delta):
     stage["_attn_bwd_dkdv_kernel"][columns](
         q, k, v, do, lse_or_p, delta, dk, dv, *read, *strides_dkdv, *sizes, **options
     )
-    stage["_attn_bwd_dq_kernel"][rows](
-        q, k, v, do, lse_or_p, delta, dq, *read, dq.stride(), *sizes, **options
-    )
+    stage["_attn_bwd_dq_kernel"][rows](q, k, v, do, lse_or_p, delta, dq, *read, dq.stride(), *sizes, **options)
     return dq, dk, dv
 
 
@@ -121,10 +119,7 @@ def both_ways(seq) -> None:
     o, lse = forward.attention_forward(q, k, v)
     p = naive_attention(*exact[:3])[2].to(q.dtype)
     delta = (do.float() * o.float()).sum(dim=-1)
-    ways = {
-        "recomputed": (Stage(backward), lse, "LSE"),
-        "P stored": (Stage(backward, *P_LOADED), p, "P"),
-    }
+    ways = {"recomputed": (Stage(backward), lse, "LSE"), "P stored": (Stage(backward, *P_LOADED), p, "P")}
     for name, (stage, kept, what) in ways.items():
         nothing = contextlib.nullcontext()
         with traffic.measure(kept=kept) if runtime.INTERPRETED else nothing as count:

@@ -17,24 +17,13 @@ def cases():
 
     def case(what, *sizes, is_causal=False, scale=None, do_layout="bhsd", **inputs):
         q, k, v = make_qkv(*sizes, **inputs)
-        do = make_tensor(
-            q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1)
-        )
+        do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1))
         options = dict(do=do, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         return Case(what, lambda: verify_results(attention, q, k, v, **options))
 
     for dtype in runtime.DTYPES:
         for mask in ("full", "causal"):
-            yield case(
-                f"ragged, {dtype}, {mask}",
-                2,
-                2,
-                70,
-                64,
-                seq_k=100,
-                dtype=dtype,
-                is_causal=mask == "causal",
-            )
+            yield case(f"ragged, {dtype}, {mask}", 2, 2, 70, 64, seq_k=100, dtype=dtype, is_causal=mask == "causal")
     for head_dim in (16, 40, 80, 128, 256):
         yield case(f"head_dim {head_dim}", 1, 2, 70, head_dim, is_causal=True)
     yield case("fewer keys than queries", 1, 2, 150, 64, seq_k=70, is_causal=True)
@@ -42,9 +31,7 @@ def cases():
     yield case("grouped heads 6 / 2", 2, 6, 70, 64, heads_kv=2, is_causal=True)
     yield case("one shared key head", 1, 4, 70, 64, heads_kv=1)
     for layout in ("bshd", "transposed", "sliced"):
-        yield case(
-            f"{layout} memory", 2, 3, 70, 64, layout=layout, do_layout=layout, is_causal=True
-        )
+        yield case(f"{layout} memory", 2, 3, 70, 64, layout=layout, do_layout=layout, is_causal=True)
     yield case("dO shared by all heads", 2, 3, 70, 64, do_layout="expanded")
     yield case("NaN all around", 2, 2, 65, 80, poison=True, is_causal=True)
     yield case("one query, one key", 1, 1, 1, 64)

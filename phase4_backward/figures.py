@@ -19,13 +19,9 @@ def _arrow(ax, start, end, color=COLORS["ink"], *, line=1.4):
 
 
 def kept(seqs: Sequence[int], needs: Mapping[str, Sequence[float]]) -> None:
-    """Bytes that a layer keeps between its two passes, against sequence length; the first grows
-    with the square.
-    """
+    """Bytes that a layer keeps between its two passes, against sequence length; the first grows with the square."""
     fig, ax = style.new(7.2, 3.4)
-    for (name, values), color in zip(
-        needs.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True
-    ):
+    for (name, values), color in zip(needs.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True):
         ax.plot(seqs, np.array(values) / 2**30, "o-", color=color, label=name)
         ax.annotate(f"{values[-1] / 2**30:,.0f} GiB", (seqs[-1], values[-1] / 2**30), (-6, 6), ha="right",
                     textcoords="offset points", fontsize=9)  # fmt: skip
@@ -62,16 +58,7 @@ def board(*rows: Mapping[str, np.ndarray], alt: str) -> None:
             for i, j in np.ndindex(*matrix.shape):
                 value = round(float(matrix[i, j]), 3) + 0.0
                 number = f"{value:.0f}" if value.is_integer() else f"{value:.3f}"
-                style.box(
-                    ax,
-                    x + j * size,
-                    top + 0.5 + i * 0.5,
-                    number,
-                    width=size,
-                    height=0.5,
-                    color=tint,
-                    size=8.5,
-                )
+                style.box(ax, x + j * size, top + 0.5 + i * 0.5, number, width=size, height=0.5, color=tint, size=8.5)
             x += matrix.shape[1] * size + gap
         top += height
     ax.set_xlim(-0.05, width - gap + 0.05)
@@ -86,28 +73,8 @@ def graph() -> None:
     places = dict(Q=(0, 3.2), K=(0, 0), S=(3.2, 1.6), P=(6.4, 1.6), V=(6.4, -1.3), O=(10.8, 1.6))
     tint = dict(Q="q", K="k", V="v", O="o", S="s", P="s")
     for name, (x, y) in places.items():
-        style.box(
-            ax,
-            x,
-            y + 0.8,
-            name,
-            width=0.9,
-            height=0.8,
-            color=TINT[tint[name]],
-            edge=COLORS["ink"],
-            size=12,
-        )
-        style.box(
-            ax,
-            x,
-            y,
-            f"d{name}",
-            width=0.9,
-            height=0.8,
-            edge=COLORS["state"],
-            ink=COLORS["state"],
-            size=11,
-        )
+        style.box(ax, x, y + 0.8, name, width=0.9, height=0.8, color=TINT[tint[name]], edge=COLORS["ink"], size=12)
+        style.box(ax, x, y, f"d{name}", width=0.9, height=0.8, edge=COLORS["state"], ink=COLORS["state"], size=11)
 
     def step(start, end, formula="", gradient="", *, above=0.0, left=0.0):
         (x0, y0), (x1, y1) = places[start], places[end]
@@ -115,9 +82,7 @@ def graph() -> None:
         _arrow(ax, (x1 - 0.05, y1 + 0.4), (x0 + 0.95, y0 + 0.4), COLORS["state"])
         x, y = (x0 + x1 + 0.9) / 2, (y0 + y1) / 2
         ax.text(x, y + 1.48 + above, formula, ha="center", va="bottom", fontsize=9)
-        ax.text(
-            x - left, y + 0.22, gradient, ha="center", va="top", fontsize=9, color=COLORS["state"]
-        )
+        ax.text(x - left, y + 0.22, gradient, ha="center", va="top", fontsize=9, color=COLORS["state"])
 
     step("Q", "S", r"$S = \mathrm{scale}\; Q K^\top$", above=0.45)
     step("K", "S")
@@ -147,9 +112,7 @@ def jacobian(p: np.ndarray, matrix: np.ndarray) -> None:
     """One row of weights, and how each of them answers to each logit."""
     n = len(p)
     style.use()
-    fig, (left, right) = plt.subplots(
-        1, 2, figsize=(7.6, 3.2), layout="constrained", width_ratios=(1, 1.1)
-    )
+    fig, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.2), layout="constrained", width_ratios=(1, 1.1))
     left.bar(range(n), p, color=COLORS["s"])
     left.set_xlabel("key j")
     left.set_ylabel("weight $p_j$")
@@ -181,9 +144,7 @@ def walks(tiles: int = 5) -> None:
     full and causal.
     """
     style.use()
-    fig, axes = plt.subplots(
-        1, 4, figsize=(10, 3.1), layout="constrained", width_ratios=(7.5, 5.9, 7.5, 5.9)
-    )
+    fig, axes = plt.subplots(1, 4, figsize=(10, 3.1), layout="constrained", width_ratios=(7.5, 5.9, 7.5, 5.9))
     fig.get_layout_engine().set(w_pad=0.15)
     own = 2
     for n, ax in enumerate(axes):
@@ -206,18 +167,8 @@ def walks(tiles: int = 5) -> None:
             style.box(ax, end + 0.35, own, "dQ", width=1.2, color=COLORS["q"], **look)
             _arrow(ax, (0.1, own + 0.85), (end - 0.1, own + 0.85), line=1.2)
         else:
-            style.box(
-                ax,
-                own - 0.35,
-                tiles + 0.25,
-                "dK, dV",
-                width=1.7,
-                color=COLORS["k"],
-                edge=COLORS["ink"],
-            )
-            _arrow(
-                ax, (own + 0.87, own + 0.1 if causal else 0.1), (own + 0.87, tiles - 0.1), line=1.2
-            )
+            style.box(ax, own - 0.35, tiles + 0.25, "dK, dV", width=1.7, color=COLORS["k"], edge=COLORS["ink"])
+            _arrow(ax, (own + 0.87, own + 0.1 if causal else 0.1), (own + 0.87, tiles - 0.1), line=1.2)
         kernel = "dQ kernel" if by_rows else "dK/dV kernel"
         ax.set_title(f"{kernel}, {'causal' if causal else 'full'}", fontsize=10)
         middle = dict(fontsize=9, ha="center", va="center")
@@ -240,30 +191,15 @@ def walks(tiles: int = 5) -> None:
 def finite_differences(
     steps: Sequence[float], errors: Mapping[str, Sequence[float]], units: Mapping[str, float]
 ) -> None:
-    """Relative error of a finite difference against its step, for each dtype, with the step u^(1/3)
-    that the estimate calls best.
+    """Relative error of a finite difference against its step, for each dtype, with the step u^(1/3) that the estimate
+    calls best.
     """
     fig, ax = style.new(7.8, 3.9)
     colors = (COLORS["tiled"], COLORS["unfused"], COLORS["bad"])
     for (dtype, values), color, marker in zip(errors.items(), colors, "osv", strict=True):
         u = units[dtype]
-        ax.plot(
-            steps,
-            values,
-            marker=marker,
-            markersize=4,
-            linewidth=1.2,
-            color=color,
-            label=f"in {dtype}",
-        )
-        ax.plot(
-            u ** (1 / 3),
-            u ** (2 / 3),
-            "*",
-            markersize=15,
-            color=color,
-            markeredgecolor=COLORS["ink"],
-        )
+        ax.plot(steps, values, marker=marker, markersize=4, linewidth=1.2, color=color, label=f"in {dtype}")
+        ax.plot(u ** (1 / 3), u ** (2 / 3), "*", markersize=15, color=color, markeredgecolor=COLORS["ink"])
     ax.axvline(1e-6, color=COLORS["ink"], linewidth=1, linestyle="--")
     ax.text(1.3e-6, 2e-12, "gradcheck's step", fontsize=9)
     ax.axhline(1, color=COLORS["s"], linewidth=1, linestyle=":")
@@ -294,25 +230,13 @@ def mistakes(z: Mapping[str, Mapping[str, float]], limit: float) -> None:
             value = worst[name]
             wrong = value > limit
             color = COLORS["bad"] if wrong else COLORS["faint"]
-            text = (
-                f"{value:.1f}"
-                if value < 100
-                else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
-            )
+            text = f"{value:.1f}" if value < 100 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
             style.box(ax, x, y, text, color=color, ink="white" if wrong else None, line=1.5, size=8)
     for x, name in enumerate(names):
         ax.text(x + 0.5, -0.15, name, ha="center", va="bottom", fontweight="bold")
     for y, what in enumerate(z):
         ax.text(-0.12, y + 0.5, what, ha="right", va="center", fontsize=9)
-    ax.text(
-        -0.12,
-        -0.15,
-        f"largest z, dark above {limit:g}",
-        ha="right",
-        va="bottom",
-        fontsize=9,
-        style="italic",
-    )
+    ax.text(-0.12, -0.15, f"largest z, dark above {limit:g}", ha="right", va="bottom", fontsize=9, style="italic")
     ax.set_xlim(-2.95, len(names))
     ax.set_ylim(len(z), -0.9)
     style.show(
@@ -326,9 +250,7 @@ def mistakes(z: Mapping[str, Mapping[str, float]], limit: float) -> None:
 
 
 def live(curves: Mapping[str, Sequence[float]]) -> None:
-    """The first steps of training with gradients that are right and wrong, and how far each run is
-    from the first.
-    """
+    """The first steps of training with gradients that are right and wrong, and how far each run is from the first."""
     fig, (left, right) = style.new(8.8, 3.3, columns=2)
     looks = [
         dict(color=COLORS["peer"], linewidth=7),
@@ -358,11 +280,9 @@ def live(curves: Mapping[str, Sequence[float]]) -> None:
     )
 
 
-def mutants(
-    record: Mapping, names: Mapping[str, str], hidden: Sequence[str] = (), window: int = 20
-) -> None:
-    """Training with wrong gradients: the named ones in color, others in grey, without `hidden`;
-    means of `window` steps.
+def mutants(record: Mapping, names: Mapping[str, str], hidden: Sequence[str] = (), window: int = 20) -> None:
+    """Training with wrong gradients: the named ones in color, others in grey, without `hidden`; means of `window`
+    steps.
     """
     fig, ax = style.new(8.2, 4.2)
     looks = (
@@ -379,10 +299,7 @@ def mutants(
         mean = np.convolve(row["losses"], np.full(window, 1 / window), mode="valid")
         label = names.get(name, "other mistakes of logic")
         ax.plot(
-            np.arange(len(mean)) + window,
-            mean,
-            label=None if label in labeled else label,
-            **colored.get(name, grey),
+            np.arange(len(mean)) + window, mean, label=None if label in labeled else label, **colored.get(name, grey)
         )
         labeled.add(label)
     ax.set_yscale("log")

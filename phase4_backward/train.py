@@ -1,12 +1,11 @@
-"""The capstone: a small GPT that learns to write numbers in words, trained with whatever attention
-it is given.
+"""The capstone: a small GPT that learns to write numbers in words, trained with whatever attention it is given.
 
     losses, model = train(flash_attention, steps=40)
     complete(model, ["4170 "])
 
-The text is generated: lines such as "417 four hundred and seventeen". To continue a line, the model
-must look back at the digits, so that attention is what it learns with. Everything but the attention
-is equal from run to run: the weights, the batches, the optimizer.
+The text is generated: lines such as "417 four hundred and seventeen". To continue a line, the model must look back at
+the digits, so that attention is what it learns with. Everything but the attention is equal from run to run: the
+weights, the batches, the optimizer.
 
     python -m phase4_backward.train          40 steps with SDPA and with ours, on this machine
     python -m phase4_backward.train --record NAME [--commit HASH]
@@ -18,7 +17,6 @@ is equal from run to run: the weights, the batches, the optimizer.
 
 import argparse
 import contextlib
-import hashlib
 import itertools
 import json
 import math
@@ -31,16 +29,10 @@ from datetime import UTC, datetime
 from common import runtime
 from common.measure import records
 from common.phases import ROOT
-from common.source import source
 from common.verify import emulator
 from common.verify.mutants import MUTANTS
 from phase3_forward.forward import _attn_fwd_kernel
-from phase4_backward.backward import (
-    _attn_bwd_dkdv_kernel,
-    _attn_bwd_dq_kernel,
-    _delta_kernel,
-    flash_attention,
-)
+from phase4_backward.backward import _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel, _delta_kernel, flash_attention
 
 import torch
 import torch.nn as nn
@@ -71,14 +63,10 @@ def in_words(n: int) -> str:
 
 
 def lines(*, held_out: bool) -> list[str]:
-    """Every number below 10000 with its name, shuffled; each tenth line is held out of the
-    training text.
-    """
+    """Every number below 10000 with its name, shuffled; each tenth line is held out of the training text."""
     numbers = list(range(10_000))
     random.Random(0).shuffle(numbers)
-    return [
-        f"{n} {in_words(n)}\n" for place, n in enumerate(numbers) if (place % 10 == 0) == held_out
-    ]
+    return [f"{n} {in_words(n)}\n" for place, n in enumerate(numbers) if (place % 10 == 0) == held_out]
 
 
 def encode(text: str) -> torch.Tensor:
@@ -90,18 +78,14 @@ def decode(tokens: torch.Tensor) -> str:
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block; attention(q, k, v, is_causal=True) is the one thing that is
-    exchanged.
-    """
+    """Pre-norm transformer block; attention(q, k, v, is_causal=True) is the one thing that is exchanged."""
 
     def __init__(self, width: int, heads: int, attention: Callable):
         super().__init__()
         self.heads, self.attention = heads, attention
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x):
         batch, seq, width = x.shape
@@ -116,21 +100,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens (batch, seq) -> logits (batch, seq, characters)."""
 
-    def __init__(
-        self,
-        attention: Callable,
-        *,
-        width: int = 64,
-        heads: int = 2,
-        layers: int = 2,
-        context: int = 64,
-    ):
+    def __init__(self, attention: Callable, *, width: int = 64, heads: int = 2, layers: int = 2, context: int = 64):
         super().__init__()
         self.context = context
-        self.token, self.position = (
-            nn.Embedding(len(CHARACTERS), width),
-            nn.Embedding(context, width),
-        )
+        self.token, self.position = (nn.Embedding(len(CHARACTERS), width), nn.Embedding(context, width))
         self.blocks = nn.Sequential(*(Block(width, heads, attention) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(CHARACTERS))
 
@@ -155,11 +128,10 @@ def train(
     on_step: Callable[[int, float], None] | None = None,
     **sizes,
 ) -> tuple[list[float], GPT]:
-    """Train a `GPT(attention, **sizes)` on the text. Returns the losses (nats a character, one a
-    step) and the model.
+    """Train a `GPT(attention, **sizes)` on the text. Returns the losses (nats a character, one a step) and the model.
 
-    The same seed gives the same weights and batches, whatever the attention. With dtype float16 or
-    bfloat16 the model runs under autocast; weights stay fp32.
+    The same seed gives the same weights and batches, whatever the attention. With dtype float16 or bfloat16 the model
+    runs under autocast; weights stay fp32.
     """
     torch.manual_seed(seed)
     model = GPT(attention, **sizes).to(runtime.DEVICE)
@@ -167,15 +139,11 @@ def train(
     chosen = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     rise = 0.2 if steps > 5 else 0.3  # at five steps and 0.2 the schedule divides by zero
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, rate, total_steps=steps, pct_start=rise
-    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=rise)
     losses = []
     for step in range(steps):
         starts = torch.randint(len(data) - model.context - 1, (batch,), generator=chosen)
-        window = torch.stack([data[s : s + model.context + 1] for s in starts.tolist()]).to(
-            runtime.DEVICE
-        )
+        window = torch.stack([data[s : s + model.context + 1] for s in starts.tolist()]).to(runtime.DEVICE)
         with precision(dtype):
             logits = model(window[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
@@ -203,9 +171,7 @@ def complete(model: GPT, prompts: list[str], *, length: int = 48) -> list[str]:
 
 
 def score(model: GPT, numbers: int = 500) -> tuple[float, list[str]]:
-    """The share of held-out four-digit numbers that the model writes without a mistake, and its
-    first answers.
-    """
+    """The share of held-out four-digit numbers that the model writes without a mistake, and its first answers."""
     wanted = [line.strip() for line in lines(held_out=True) if line[4] == " "][:numbers]
     written = complete(model, [w[:5] for w in wanted])
     return sum(a == b for a, b in zip(written, wanted, strict=True)) / len(wanted), written[:5]
@@ -225,38 +191,22 @@ def sdpa(backend: SDPBackend | None = None) -> Callable:
 
 
 def record(steps: int = 2000) -> list[dict]:
-    """The long runs: ours, and two of SDPA's backends, whose distance from each other is the
-    yardstick for ours.
+    """The long runs: ours, and two of SDPA's backends, whose distance from each other is the yardstick for ours.
 
-    One row a run: dtype, attention, losses (of every step), score (held-out numbers written right),
-    written (a few).
+    One row a run: dtype, attention, losses (of every step), score (held-out numbers written right), written (a few).
     """
     sizes = dict(width=256, heads=4, layers=4, context=256, batch=64, rate=1e-3)
-    fused = {
-        torch.float32: SDPBackend.EFFICIENT_ATTENTION,
-        torch.bfloat16: SDPBackend.FLASH_ATTENTION,
-    }
+    fused = {torch.float32: SDPBackend.EFFICIENT_ATTENTION, torch.bfloat16: SDPBackend.FLASH_ATTENTION}
     rows = []
     for dtype, backend in fused.items():
-        runs = {
-            "ours": flash_attention,
-            "SDPA fused": sdpa(backend),
-            "SDPA math": sdpa(SDPBackend.MATH),
-        }
+        runs = {"ours": flash_attention, "SDPA fused": sdpa(backend), "SDPA math": sdpa(SDPBackend.MATH)}
         for name, attention in runs.items():
             losses, model = train(attention, steps, dtype=dtype, **sizes)
             with precision(dtype):
                 share, written = score(model)
-            row = dict(
-                dtype=str(dtype).removeprefix("torch."), attention=name, fused=backend.name, **sizes
-            )
+            row = dict(dtype=str(dtype).removeprefix("torch."), attention=name, fused=backend.name, **sizes)
             rows.append(row | dict(score=share, written=written, losses=losses))
-            print(
-                row["dtype"],
-                name,
-                f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, {share:.1%} right",
-                flush=True,
-            )
+            print(row["dtype"], name, f"loss {losses[0]:.4f} -> {losses[-1]:.4f}, {share:.1%} right", flush=True)
     return rows
 
 
@@ -282,8 +232,8 @@ def emulated(mutant: str = "") -> Callable:
 def wrong_gradients(steps: int = 400) -> list[dict]:
     """Training with each mistake beside the right gradient: one row a run, as in `record`.
 
-    Three seeds for the right gradient and for four mistakes; one for the others, and for SDPA.
-    losses ends early where the next one is no number.
+    Three seeds for the right gradient and for four mistakes; one for the others, and for SDPA. losses ends early where
+    the next one is no number.
     """
     sizes = dict(heads=1, context=64, batch=16)
     runs = [("SDPA", sdpa(), 0)]
@@ -301,9 +251,8 @@ def wrong_gradients(steps: int = 400) -> list[dict]:
 
 
 def emulation() -> str:
-    """Hash of the emulation's source: a record of another one is out of date."""
-    texts = map(source, (emulator.Steps, emulator.forward, emulator.backward))
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+    """Hash of the emulation: a record of another one is out of date."""
+    return records.fingerprint(emulator.Steps, emulator.forward, emulator.backward)
 
 
 def record_on_cpu(name: str) -> int:
@@ -330,16 +279,11 @@ def record_on_cpu(name: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Train a small GPT with SDPA and with our attention."
-    )
+    parser = argparse.ArgumentParser(description="Train a small GPT with SDPA and with our attention.")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--record", metavar="NAME", help="record the long curves on this GPU")
     parser.add_argument(
-        "--mutants",
-        type=records.record_name,
-        metavar="NAME",
-        help="record wrong gradients, on the CPU",
+        "--mutants", type=records.record_name, metavar="NAME", help="record wrong gradients, on the CPU"
     )
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
     args = parser.parse_args()
@@ -354,9 +298,7 @@ def main() -> int:
     curves = [train(attention, args.steps)[0] for attention in (sdpa(), flash_attention)]
     for step in range(0, args.steps, max(1, args.steps // 10)):
         print(f"step {step:4d}   SDPA {curves[0][step]:.6f}   ours {curves[1][step]:.6f}")
-    print(
-        f"largest difference of the losses: {max(abs(a - b) for a, b in zip(*curves, strict=True)):.1e}"
-    )
+    print(f"largest difference of the losses: {max(abs(a - b) for a, b in zip(*curves, strict=True)):.1e}")
     return 0
 
 

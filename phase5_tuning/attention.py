@@ -2,8 +2,8 @@
 
     from phase5_tuning import flash_attention as scaled_dot_product_attention
 
-Builds on: this phase's `forward` and `backward`. The operator is made as in phase 4: two custom ops
-that torch.compile takes whole, and an autograd.Function that saves q, k, v, o and the LSE.
+Builds on: this phase's `forward` and `backward`. The operator is made as in phase 4: two custom ops that torch.compile
+takes whole, and an autograd.Function that saves q, k, v, o and the LSE.
 """
 
 from common import validate
@@ -18,22 +18,14 @@ NAMES = "query", "key", "value"
 
 
 def _traced(*tensors) -> bool:
-    """True if somebody looks on and must see operators: a compiler, a tracer, a dispatch mode, a
-    tensor without memory.
+    """True if somebody looks on and must see operators: a compiler, a tracer, a dispatch mode, a tensor without memory.
 
-    Otherwise the passes are called directly: an operator takes longer to call than some kernels
-    run.
+    Otherwise the passes are called directly: an operator takes longer to call than some kernels run.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._len_torch_dispatch_stack()
-    ):
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
         return True
     plain = torch.Tensor, torch.nn.Parameter
-    return any(
-        type(t) not in plain or not torch._C._has_storage(t) for t in tensors if t is not None
-    )
+    return any(type(t) not in plain or not torch._C._has_storage(t) for t in tensors if t is not None)
 
 
 @torch.library.custom_op("flash_attention_course::tuned_forward", mutates_args=())
@@ -64,9 +56,7 @@ def _(q, k, v, o, lse, do, dlse, is_causal, scale, needs_q, needs_kv):
 
 
 def _no_second_derivative(ctx, *grads):
-    raise RuntimeError(
-        "flash_attention: the gradient of a gradient is not implemented; use SDPA's math backend for it"
-    )
+    raise RuntimeError("flash_attention: the gradient of a gradient is not implemented; use SDPA's math backend for it")
 
 
 _backward_op.register_autograd(_no_second_derivative)
@@ -104,12 +94,7 @@ class FlashAttention(torch.autograd.Function):
             grads = _backward_op(q, k, v, o, lse, do, dlse, *ctx.options, *wanted)
         else:
             grads = attention_backward(q, k, v, o, lse, do, dlse, *ctx.options, wanted)
-        return (
-            *(g if needed else None for g, needed in zip(grads, needs, strict=True)),
-            None,
-            None,
-            None,
-        )
+        return (*(g if needed else None for g, needed in zip(grads, needs, strict=True)), None, None, None)
 
 
 def _save_for_backward(ctx, inputs, output):
@@ -119,8 +104,7 @@ def _save_for_backward(ctx, inputs, output):
 
 # Who differentiates the operator itself, as an exported program does, gets the same backward pass.
 _forward_op.register_autograd(
-    lambda ctx, do, dlse: FlashAttention.backward(ctx, do, dlse)[:5],
-    setup_context=_save_for_backward,
+    lambda ctx, do, dlse: FlashAttention.backward(ctx, do, dlse)[:5], setup_context=_save_for_backward
 )
 
 
@@ -134,22 +118,16 @@ def flash_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """softmax(scale query key^T) value, differentiable once, with the signature of
-    F.scaled_dot_product_attention.
+    """softmax(scale query key^T) value, differentiable once, with the signature of F.scaled_dot_product_attention.
 
-    Shapes, dtypes and errors as in phase 4's `flash_attention`. Raises NotImplementedError for
-    attn_mask and for dropout_p > 0. Under autocast the inputs are cast as SDPA's are; works in
-    torch.compile(fullgraph=True). fp32 is computed to fp32 accuracy, or with TF32 after
-    torch.set_float32_matmul_precision("high").
+    Shapes, dtypes and errors as in phase 4's `flash_attention`. Raises NotImplementedError for attn_mask and for
+    dropout_p > 0. Under autocast the inputs are cast as SDPA's are; works in torch.compile(fullgraph=True). fp32 is
+    computed to fp32 accuracy, or with TF32 after torch.set_float32_matmul_precision("high").
     """
     if attn_mask is not None:
-        raise NotImplementedError(
-            "attn_mask: expected None; of masks only is_causal=True is supported"
-        )
+        raise NotImplementedError("attn_mask: expected None; of masks only is_causal=True is supported")
     if dropout_p != 0:
-        raise NotImplementedError(
-            f"dropout_p: expected 0, got {dropout_p!r}; exercise 4.7 has a kernel for it"
-        )
+        raise NotImplementedError(f"dropout_p: expected 0, got {dropout_p!r}; exercise 4.7 has a kernel for it")
     query, key, value = validate.cast_like_sdpa(query, key, value)
     validate.refuse_transforms(query, key, value)
     options = scale, is_causal, enable_gqa

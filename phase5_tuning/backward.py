@@ -2,8 +2,8 @@
 
 A call's kernels, tiles and descriptors are worked out once, as in forward.py.
 
-Builds on: this phase's `dkdv_ladder` and `dq_ladder`; phase 4's `attention_backward` where a scale
-is too large for base 2, and its `_attn_bwd_dkdv_kernel`, which wants the LSE in natural units.
+Builds on: this phase's `dkdv_ladder` and `dq_ladder`; phase 4's `attention_backward` where a scale is too large for
+base 2, and its `_attn_bwd_dkdv_kernel`, which wants the LSE in natural units.
 """
 
 from collections.abc import Callable
@@ -46,9 +46,8 @@ def attention_backward(
 ):  # fmt: skip
     """Gradients of `attention_forward`: arguments and results as phase 4's `attention_backward`.
 
-    dkdv_kernel, dq_kernel: rungs of the ladders; None: the Hopper kernel where it takes the call
-    and all gradients are wanted, else the last rungs. dkdv_config, dq_config: tiles to use instead
-    of the chosen ones, and then on a rung.
+    dkdv_kernel, dq_kernel: rungs of the ladders; None: the Hopper kernel where it takes the call and all gradients are
+    wanted, else the last rungs. dkdv_config, dq_config: tiles to use instead of the chosen ones, and then on a rung.
     """
     tensors = q, k, v, o, lse, do, *(() if dlse is None else (dlse,))
     switches = hopper_forward.enabled(), hopper_backward.ordered()
@@ -70,11 +69,9 @@ def attention_backward(
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """A function of the saved tensors, for all calls of one kind. A launch is None where nobody
-    needs its results.
+    """A function of the saved tensors, for all calls of one kind. A launch is None where nobody needs its results.
 
-    seen_k: keys past it are seen by no query, and their gradients are 0. as_given: no input is
-    converted.
+    seen_k: keys past it are seen by no query, and their gradients are 0. as_given: no input is converted.
     """
 
     rows: Launch
@@ -100,27 +97,20 @@ class BackwardPlan:
                 dq = _empty(q)
                 self.dq(q, k, v, do, row_lse, delta, dq)
         if q.dtype != given[0].dtype:
-            return tuple(
-                g if g is None else g.to(t.dtype) for g, t in zip((dq, dk, dv), given, strict=True)
-            )
+            return tuple(g if g is None else g.to(t.dtype) for g, t in zip((dq, dk, dv), given, strict=True))
         return dq, dk, dv
 
 
 def _plan(
     q, k, v, o, lse, do, dlse, is_causal, scale, needs, dkdv_kernel, dq_kernel, dkdv_config, dq_config
-) -> Callable:  # fmt: skip
+) -> Callable:
     if lse.numel() == 0 or k.shape[2] == 0:
         return partial(_nothing_depends, needs=needs)
     if abs(scale) * LOG2E.value > validate.MAX_SCALE:
         return partial(backward_in_base_e, is_causal=is_causal, scale=scale, needs=needs)
 
     on_a_rung = any((dkdv_kernel, dq_kernel, dkdv_config, dq_config))
-    if (
-        not on_a_rung
-        and all(needs)
-        and hopper_backward.takes(q, k, v, do)
-        and hopper_backward.pays(q, k)
-    ):
+    if not on_a_rung and all(needs) and hopper_backward.takes(q, k, v, do) and hopper_backward.pays(q, k):
         return hopper_backward.plan(q, k, v, o, lse, do, dlse, is_causal, *positive_scale(scale))
     dkdv_kernel = dkdv_kernel or _attn_bwd_dkdv_descriptors_kernel
     dq_kernel = dq_kernel or _attn_bwd_dq_descriptors_kernel
@@ -133,13 +123,7 @@ def _plan(
             dkdv_kernel = _attn_bwd_dkdv_transposed_kernel
         if dq_kernel is _attn_bwd_dq_descriptors_kernel:
             dq_kernel = _attn_bwd_dq_edges_kernel
-    delta, row_lse, dq, dk, dv = (
-        torch.empty_like(lse),
-        torch.empty_like(lse),
-        _empty(q),
-        _empty(k),
-        _empty(v),
-    )
+    delta, row_lse, dq, dk, dv = (torch.empty_like(lse), torch.empty_like(lse), _empty(q), _empty(k), _empty(v))
     head = dict(HEAD_DIM=head_dim, BLOCK_D=configs.padded(head_dim))
     arguments = head | dict(
         stride_q=q.stride(), stride_k=k.stride(), stride_v=v.stride(), stride_do=do.stride(),
@@ -148,9 +132,7 @@ def _plan(
         IS_CAUSAL=is_causal, PRECISION=precision(q.dtype),
     )  # fmt: skip
     unit = 1.0 if dkdv_kernel is _attn_bwd_dkdv_kernel else LOG2E.value
-    row_arguments = dict(
-        stride_o=o.stride(), stride_do=do.stride(), heads_q=heads_q, seq_q=seq_q, unit=unit
-    )
+    row_arguments = dict(stride_o=o.stride(), stride_do=do.stride(), heads_q=heads_q, seq_q=seq_q, unit=unit)
     programs = cdiv(seq_q, ROWS) * batch * heads_q
     rows = Launch(_attn_bwd_rows_kernel, programs, row_arguments | head | dict(BLOCK_M=ROWS), {})
 
@@ -164,13 +146,7 @@ def _plan(
             blocks = (q, m), (k, n), (v, n), (do, m)
             boxes = [described(t, block) for t, block in blocks] if tma else []
             flags = dict(MASKED=is_causal or seen_k % n != 0, RAGGED=seq_q % m != 0)
-            return Launch(
-                kernel,
-                programs(config),
-                arguments | flags | config.tiles,
-                config.options,
-                boxes,
-            )
+            return Launch(kernel, programs(config), arguments | flags | config.tiles, config.options, boxes)
 
         tried = [config]
         if config is None:
@@ -192,9 +168,8 @@ def _plan(
         if needs[0]:
             heads = batch * heads_q
             dq_launch = planned(
-                "dq", dq_kernel, dq_config, (dq,), lambda c: cdiv(seq_q, c.BLOCK_M) * heads,
-                heads * cdiv(seq_q, 64),
-            )  # fmt: skip
+                "dq", dq_kernel, dq_config, (dq,), lambda c: cdiv(seq_q, c.BLOCK_M) * heads, heads * cdiv(seq_q, 64)
+            )
     as_given = all(a is b for a, b in zip(given, converted, strict=True))
     return BackwardPlan(rows, dkdv_launch, dq_launch, seen_k, as_given)
 
@@ -205,9 +180,7 @@ def _empty(t: torch.Tensor) -> torch.Tensor:
 
 
 def _as_kernels_take(q, k, v, o, lse, do, dlse) -> list:
-    """The tensors in the dtype in which kernels compute here; dlse contiguous, as it may be
-    expanded.
-    """
+    """The tensors in the dtype in which kernels compute here; dlse contiguous, as it may be expanded."""
     if dlse is not None:
         dlse = dlse.resolve_neg().contiguous()
     q, k, v, o, do = runtime.to_kernel_dtype(q, k, v, o, do)

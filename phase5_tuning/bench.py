@@ -1,5 +1,4 @@
-"""Time ours, its peers, and every rung of the ladder, in one run: `course bench`, or `python -m
-phase5_tuning.bench`.
+"""Time ours, its peers, and every rung of the ladder, in one run: `course bench`, or `python -m phase5_tuning.bench`.
 
     --head-dim 64,128 --seq-len 1024,4096 --mode fwd,bwd,both --causal no,yes --dtype fp16
     --provider sdpa-flash,ours      one or more; `ladder` is phase 4, every rung, and ours
@@ -9,11 +8,11 @@ phase5_tuning.bench`.
     --check                         verify one head of ours at each shape against attention in fp64, before all timing
     --name h200                     store the rows, with provenance, as phase5_tuning/results/NAME.json
 
-Providers take turns, two each, once in either order, each after a rest and a warm-up; naive runs by
-itself, as its graph may leave no memory to others. The backward pass is timed by itself, on a graph
-that exists already. A case that a peer does not support, or that does not fit into memory, is a row
-that says so. FLOP/s count what the algorithm needs (4 batch heads seq_q seq_k head_dim forward, 2.5
-times that backward, half under a causal mask), not what a kernel recomputes.
+Providers take turns, two each, once in either order, each after a rest and a warm-up; naive runs by itself, as its
+graph may leave no memory to others. The backward pass is timed by itself, on a graph that exists already. A case that a
+peer does not support, or that does not fit into memory, is a row that says so. FLOP/s count what the algorithm needs (4
+batch heads seq_q seq_k head_dim forward, 2.5 times that backward, half under a causal mask), not what a kernel
+recomputes.
 """
 
 import argparse
@@ -53,9 +52,7 @@ def naive(q, k, v, is_causal):
     """Attention as one writes it: S and P in memory, and the mask made anew in every call."""
     s = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
     if is_causal:
-        s = s.masked_fill(
-            torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), float("-inf")
-        )
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), float("-inf"))
     return torch.softmax(s, dim=-1) @ v
 
 
@@ -87,9 +84,7 @@ def flex(q, k, v, is_causal):
 def flash_attn_4(deterministic, q, k, v, is_causal):
     from flash_attn.cute import flash_attn_func
 
-    o = flash_attn_func(
-        *(t.transpose(1, 2) for t in (q, k, v)), causal=is_causal, deterministic=deterministic
-    )
+    o = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=is_causal, deterministic=deterministic)
     return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
 
 
@@ -119,12 +114,10 @@ PROVIDERS = {
     "ours": functools.partial(on_rung, LADDER[-1]),
     # What the operator runs on an H100 or H200.
     "hopper": hopper,
-    # The last rung's tile at head_dim 64, causal, forward: without a limit of registers, and in two
-    # stages.
+    # The last rung's tile at head_dim 64, causal, forward: without a limit of registers, and in two stages.
     "64x128 in 1 stage": functools.partial(forward_only, configs.Config(64, 128, 4, 1)),
     "64x128 in 2 stages": functools.partial(forward_only, configs.Config(64, 128, 4, 2)),
-    # What did not help: K transposed in memory (transposing it is not counted); forward only, other
-    # tiles.
+    # What did not help: K transposed in memory (transposing it is not counted); forward only, other tiles.
     "K pre-transposed": functools.partial(on_rung, LADDER[-1]),
     "128x128 by 8 warps": functools.partial(forward_only, configs.Config(128, 128, 8, 2)),
     "64x64 in 3 stages": functools.partial(forward_only, configs.Config(64, 64, 4, 3)),
@@ -167,19 +160,13 @@ def check(dtype, batch, heads, head_dim, seq, is_causal):
         return tuple(result[-1:, -1:] for result in results)
 
     q, k, v = make_qkv(1, 1, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
-    verify_results(
-        among_others, q, k, v, do=torch.randn_like(q), is_causal=is_causal, compare_sdpa=False
-    ).check()
+    verify_results(among_others, q, k, v, do=torch.randn_like(q), is_causal=is_causal, compare_sdpa=False).check()
 
 
 def run(args) -> list[dict]:
-    """Every case, every provider: one row each, printed as it is measured. With --check, all are
-    verified first.
-    """
+    """Every case, every provider: one row each, printed as it is measured. With --check, all are verified first."""
     rows, cases = [], []
-    for dtype, head_dim, causal, seq in itertools.product(
-        args.dtype, args.head_dim, args.causal, args.seq_len
-    ):
+    for dtype, head_dim, causal, seq in itertools.product(args.dtype, args.head_dim, args.causal, args.seq_len):
         batch = args.batch or max(1, args.tokens // seq)
         heads = args.heads or max(1, args.width // head_dim)
         cases.append((dtype, batch, heads, head_dim, seq, causal == "yes"))
@@ -190,20 +177,13 @@ def run(args) -> list[dict]:
             print("out of memory, not verified:", *case, flush=True)
     for done, (dtype, batch, heads, head_dim, seq, is_causal) in enumerate(cases, start=1):
         print(f"case {done} of {len(cases)}", flush=True)
-        case = dict(
-            dtype=dtype, batch=batch, heads=heads, seq=seq, head_dim=head_dim, is_causal=is_causal
-        )
+        case = dict(dtype=dtype, batch=batch, heads=heads, seq=seq, head_dim=head_dim, is_causal=is_causal)
         try:
-            q, k, v = make_qkv(
-                batch, heads, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE
-            )
+            q, k, v = make_qkv(batch, heads, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
             q, k, v, do = (t.requires_grad_() for t in (q, k, v, torch.randn_like(q)))
         except torch.cuda.OutOfMemoryError:
             missing = itertools.product(args.mode, args.provider)
-            rows += [
-                case | dict(mode=mode, provider=p, note="out of memory: q, k, v, dO")
-                for mode, p in missing
-            ]
+            rows += [case | dict(mode=mode, provider=p, note="out of memory: q, k, v, dO") for mode, p in missing]
             continue
         flops = timing.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
         alone = [p for p in args.provider if p == "naive"]
@@ -226,20 +206,11 @@ def table(rows: list[dict], clock: str = "gpu"):
     from rich.table import Table
 
     providers = list(dict.fromkeys(row["provider"] for row in rows))
-    made = Table(
-        "dtype", "head_dim", "mask", "batch x heads", "seq", "mode", *providers, title=TITLES[clock]
-    )
+    made = Table("dtype", "head_dim", "mask", "batch x heads", "seq", "mode", *providers, title=TITLES[clock])
     cases = {}
     for row in rows:
         mask = "causal" if row["is_causal"] else "full"
-        case = (
-            row["dtype"],
-            row["head_dim"],
-            mask,
-            f"{row['batch']} x {row['heads']}",
-            row["seq"],
-            row["mode"],
-        )
+        case = (row["dtype"], row["head_dim"], mask, f"{row['batch']} x {row['heads']}", row["seq"], row["mode"])
         waits = clock == "gpu" and (row.get("late") or row.get("host_ms", 0) > row.get("ms", 0))
         tflops = row.get("tflops" if clock == "gpu" else "caller_tflops")
         speed = (
@@ -265,18 +236,14 @@ def arguments(argv=None) -> argparse.Namespace:
             values = [of(x.strip()) for x in text.split(",")]
             for value in values:
                 if choices is not None and value not in choices:
-                    raise argparse.ArgumentTypeError(
-                        f"{value!r}: expected some of {', '.join(map(str, choices))}"
-                    )
+                    raise argparse.ArgumentTypeError(f"{value!r}: expected some of {', '.join(map(str, choices))}")
             return values
 
         return parse
 
     def providers(text):
         values = listed([*PROVIDERS, "ladder"])(text)
-        return list(
-            dict.fromkeys(p for v in values for p in (LADDER_PROVIDERS if v == "ladder" else [v]))
-        )
+        return list(dict.fromkeys(p for v in values for p in (LADDER_PROVIDERS if v == "ladder" else [v])))
 
     def size(text):
         if not text.strip().isdecimal() or int(text) == 0:
@@ -286,16 +253,10 @@ def arguments(argv=None) -> argparse.Namespace:
     def some_of(choices):
         return f"one or more of {', '.join(choices)}, with commas between them"
 
-    parser.add_argument(
-        "--head-dim", type=listed(of=size), default="64,128", help="one or more sizes"
-    )
-    parser.add_argument(
-        "--seq-len", type=listed(of=size), default="1024,4096", help="one or more lengths"
-    )
+    parser.add_argument("--head-dim", type=listed(of=size), default="64,128", help="one or more sizes")
+    parser.add_argument("--seq-len", type=listed(of=size), default="1024,4096", help="one or more lengths")
     parser.add_argument("--mode", type=listed(FLOPS), default="fwd,bwd", help=some_of(FLOPS))
-    parser.add_argument(
-        "--causal", type=listed(("no", "yes")), default="no,yes", help=some_of(("no", "yes"))
-    )
+    parser.add_argument("--causal", type=listed(("no", "yes")), default="no,yes", help=some_of(("no", "yes")))
     parser.add_argument("--dtype", type=listed(DTYPES), default="fp16", help=some_of(DTYPES))
     parser.add_argument(
         "--provider",
@@ -304,20 +265,12 @@ def arguments(argv=None) -> argparse.Namespace:
         help=some_of(PROVIDERS) + "; or ladder: phase 4, every rung, and ours",
     )
     parser.add_argument("--tokens", type=size, default=16384, help="batch * seq, without --batch")
-    parser.add_argument(
-        "--width", type=size, default=2048, help="heads * head_dim, without --heads"
-    )
+    parser.add_argument("--width", type=size, default=2048, help="heads * head_dim, without --heads")
     parser.add_argument("--batch", type=size, help="instead of tokens / seq")
     parser.add_argument("--heads", type=size, help="instead of width / head_dim")
-    parser.add_argument(
-        "--clock", choices=TITLES, default="gpu", help="the GPU's, or the caller's with host time"
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="verify one head of ours at each shape first"
-    )
-    parser.add_argument(
-        "--name", type=records.record_name, help="store the rows as phase5_tuning/results/NAME.json"
-    )
+    parser.add_argument("--clock", choices=TITLES, default="gpu", help="the GPU's, or the caller's with host time")
+    parser.add_argument("--check", action="store_true", help="verify one head of ours at each shape first")
+    parser.add_argument("--name", type=records.record_name, help="store the rows as phase5_tuning/results/NAME.json")
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
     return parser.parse_args(argv)
 
@@ -327,25 +280,13 @@ def main(argv=None, kernels=KERNELS, settings=SETTINGS) -> int:
 
     args = arguments(argv)
     if runtime.DEVICE != "cuda":
-        print(
-            "There is no GPU here (or kernels are interpreted): nothing to measure.",
-            file=sys.stderr,
-        )
+        print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
         return 1
     rows = []
     if args.name:
         argv = [f"--name={args.name}", *([f"--commit={args.commit}"] if args.commit else [])]
-        packages = (
-            ["flash-attn-4"] if any(p.startswith("flash-attn-4") for p in args.provider) else []
-        )
-        code = records.main(
-            "phase5_tuning",
-            kernels,
-            lambda: rows.extend(run(args)) or rows,
-            argv,
-            packages,
-            settings,
-        )
+        packages = ["flash-attn-4"] if any(p.startswith("flash-attn-4") for p in args.provider) else []
+        code = records.main("phase5_tuning", kernels, lambda: rows.extend(run(args)) or rows, argv, packages, settings)
     else:
         rows, code = run(args), 0
     made, console = table(rows, args.clock), Console()

@@ -17,9 +17,7 @@ import torch
 
 
 class WithTiles(torch.autograd.Function):
-    """Both passes with given tiles: {"forward": Config, "dkdv": Config, "dq": Config}, each of
-    which may be missing.
-    """
+    """Both passes with given tiles: {"forward": Config, "dkdv": Config, "dq": Config}, each of which may be missing."""
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal, scale, chosen):
@@ -34,12 +32,7 @@ class WithTiles(torch.autograd.Function):
     def backward(ctx, do, _):
         is_causal, scale, chosen = ctx.options
         tiles = dict(dkdv_config=chosen.get("dkdv"), dq_config=chosen.get("dq"))
-        return (
-            *attention_backward(*ctx.saved_tensors, do, None, is_causal, scale, **tiles),
-            None,
-            None,
-            None,
-        )
+        return (*attention_backward(*ctx.saved_tensors, do, None, is_causal, scale, **tiles), None, None, None)
 
 
 def attention(q, k, v, *, is_causal, scale, enable_gqa):
@@ -64,18 +57,11 @@ def cases():
             what, is_causal = f"rung: {rung.name}, {mask}", mask == "causal"
             yield case(what, 2, 2, 70, 64, seq_k=100, fn=rung.attention, is_causal=is_causal)
     for head_dim in (64, 128, 256):
-        kinds = {
-            kind: configs.row(kind, head_dim, torch.float16, True).configs
-            for kind in ("forward", "dkdv", "dq")
-        }
+        kinds = {kind: configs.row(kind, head_dim, torch.float16, True).configs for kind in ("forward", "dkdv", "dq")}
         for group in zip_longest(*kinds.values()):
             chosen = {kind: config for kind, config in zip(kinds, group, strict=True) if config}
-            what = f"head_dim {head_dim}, tiles " + ", ".join(
-                f"{c.BLOCK_M} x {c.BLOCK_N}" for c in chosen.values()
-            )
-            yield case(
-                what, 1, 2, 150, head_dim, seq_k=140, fn=partial(with_tiles, chosen), is_causal=True
-            )
+            what = f"head_dim {head_dim}, tiles " + ", ".join(f"{c.BLOCK_M} x {c.BLOCK_N}" for c in chosen.values())
+            yield case(what, 1, 2, 150, head_dim, seq_k=140, fn=partial(with_tiles, chosen), is_causal=True)
     for dtype in runtime.DTYPES:
         yield case(f"ragged, causal, {dtype}", 2, 2, 70, 64, seq_k=100, dtype=dtype, is_causal=True)
     for head_dim in (16, 40, 80):
@@ -84,9 +70,7 @@ def cases():
     yield case("more keys than queries", 1, 2, 70, 64, seq_k=150, is_causal=True)
     yield case("grouped heads 6 / 2", 2, 6, 70, 64, heads_kv=2, is_causal=True)
     for layout in ("bshd", "transposed", "sliced"):
-        yield case(
-            f"{layout} memory", 2, 3, 70, 64, layout=layout, do_layout=layout, is_causal=True
-        )
+        yield case(f"{layout} memory", 2, 3, 70, 64, layout=layout, do_layout=layout, is_causal=True)
     yield case("dO shared by all heads", 2, 3, 70, 64, do_layout="expanded")
     yield case("NaN all around", 2, 2, 65, 80, poison=True, is_causal=True)
     for head_dim in (64, 59):  # with an axis of one, rows need not be aligned

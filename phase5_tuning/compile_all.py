@@ -1,13 +1,11 @@
-"""`make compile-all`: compile the rungs, and all tiles of the last, for GPUs that are not here;
-print what came out.
+"""`make compile-all`: compile the rungs, and all tiles of the last, for GPUs that are not here; print what came out.
 
     python -m phase5_tuning.compile_all [sm_80 sm_90 sm_100]
 
-A line for each kernel: registers, bytes spilled, shared memory, tensor-core instructions. Exit code
-1 if one does not compile, or if a 16-bit kernel has no tile that fits the GPU, spills at most
-SPILLS bytes, and whose products are not serialized: among its candidates, the choice by measurement
-finds that one. Judged are rungs with all their tiles. fp32 with exact products always spills; it is
-listed, not judged.
+A line for each kernel: registers, bytes spilled, shared memory, tensor-core instructions. Exit code 1 if one does not
+compile, or if a 16-bit kernel has no tile that fits the GPU, spills at most SPILLS bytes, and whose products are not
+serialized: among its candidates, the choice by measurement finds that one. Judged are rungs with all their tiles. fp32
+with exact products always spills; it is listed, not judged.
 """
 
 import argparse
@@ -57,14 +55,10 @@ def main(argv=None) -> int:
     if unknown := set(targets) - set(known):
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
     if not runtime.INTERPRETED:
-        parser.error(
-            "set TRITON_INTERPRET=1: which rungs use descriptors would depend on the GPU at hand"
-        )
+        parser.error("set TRITON_INTERPRET=1: which rungs use descriptors would depend on the GPU at hand")
     bad = 0
     for target in targets or TARGETS:
-        for dtype, head_dim, rung in itertools.product(
-            (torch.float16, torch.float32), (64, 128, 256), LADDER[1:]
-        ):
+        for dtype, head_dim, rung in itertools.product((torch.float16, torch.float32), (64, 128, 256), LADDER[1:]):
             if rung.name == "descriptors" and (target not in WITH_TMA or dtype == torch.float32):
                 continue
             made = list(launches(rung, dtype, head_dim))
@@ -73,18 +67,12 @@ def main(argv=None) -> int:
             for (tiles, _), c in zip(made, compiled, strict=True):
                 good[c.kernel] |= c.fits and c.spills <= SPILLS and not c.serialized
                 note = "" if c.fits else "does not fit"
-                print(
-                    f"{rung.name:20} {str(dtype)[6:]} head_dim {head_dim:3} {tiles:52} {c} {note}",
-                    flush=True,
-                )
+                print(f"{rung.name:20} {str(dtype)[6:]} head_dim {head_dim:3} {tiles:52} {c} {note}", flush=True)
             judged = dtype == torch.float16 and rung.name in ALL_TILES
             missing = [name for name, is_good in good.items() if judged and not is_good]
             bad += sum(c.error is not None for c in compiled) + len(missing)
             for name in missing:
-                print(
-                    f"{name}: no tile that fits, spills at most {SPILLS} bytes and is not serialized",
-                    flush=True,
-                )
+                print(f"{name}: no tile that fits, spills at most {SPILLS} bytes and is not serialized", flush=True)
     print("all good" if not bad else f"{bad} problems")
     return int(bad > 0)
 

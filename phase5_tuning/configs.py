@@ -1,12 +1,10 @@
-"""Which tiles, how many warps, how many stages: a table for the GPU that was measured, a trial on
-any other.
+"""Which tiles, how many warps, how many stages: a table for the GPU that was measured, a trial on any other.
 
     config = choose("forward", head_dim, dtype, tma, is_causal, tiles, launch)
 
-A kernel is "forward", "dkdv" or "dq". A GPU that the table does not know times the table's configs
-with the call at hand, once when it is busy and once when it has little to do. A config that the GPU
-has no room for is passed over; the last candidate, of phases 3 and 4, fits every GPU that Triton
-supports (compute capability 8.0 and later).
+A kernel is "forward", "dkdv" or "dq". A GPU that the table does not know times the table's configs with the call at
+hand, once when it is busy and once when it has little to do. A config that the GPU has no room for is passed over; the
+last candidate, of phases 3 and 4, fits every GPU that Triton supports (compute capability 8.0 and later).
 """
 
 from collections.abc import Callable, Iterable
@@ -22,11 +20,9 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 @dataclass(frozen=True)
 class Config:
-    """Tile of BLOCK_M queries and BLOCK_N keys, warps of a program, stages of its software
-    pipeline.
+    """Tile of BLOCK_M queries and BLOCK_N keys, warps of a program, stages of its software pipeline.
 
-    maxnreg: registers that a thread may have, so that more programs fit; None: as the compiler
-    likes. NVIDIA only.
+    maxnreg: registers that a thread may have, so that more programs fit; None: as the compiler likes. NVIDIA only.
     """
 
     BLOCK_M: int
@@ -47,20 +43,15 @@ class Config:
     def options(self) -> dict[str, int]:
         """Launch options, as Triton names them."""
         options = dict(num_warps=self.num_warps, num_stages=self.num_stages)
-        return (
-            options | dict(maxnreg=self.maxnreg)
-            if self.maxnreg and not torch.version.hip
-            else options
-        )
+        return options | dict(maxnreg=self.maxnreg) if self.maxnreg and not torch.version.hip else options
 
 
 @dataclass(frozen=True)
 class Choice:
     """The configs of one kernel: under a full and under a causal mask, and where programs are few.
 
-    Few programs have few neighbors to work while one of them waits, so that more stages pay. They
-    are few up to few_full or few_causal tiles of 64 rows for each multiprocessor, counted over
-    batch, heads and sequence.
+    Few programs have few neighbors to work while one of them waits, so that more stages pay. They are few up to
+    few_full or few_causal tiles of 64 rows for each multiprocessor, counted over batch, heads and sequence.
     """
 
     full: Config
@@ -80,9 +71,7 @@ class Choice:
         return [c for c in dict.fromkeys((self.full, self.causal, self.few)) if c]
 
 
-def _same(
-    config: Config, few: Config | None = None, few_full: float = 0, few_causal: float = 0
-) -> Choice:
+def _same(config: Config, few: Config | None = None, few_full: float = 0, few_causal: float = 0) -> Choice:
     return Choice(config, config, few, few_full, few_causal)
 
 
@@ -90,13 +79,9 @@ def _same(
 # descriptors fetch the tiles.
 TABLE = {
     ("forward", 64, True): _same(Config(64, 128, 4, 1, maxnreg=128), Config(64, 128, 4, 3), 3, 8),
-    ("forward", 64, False): Choice(
-        Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 128, 4, 3), 2, 2
-    ),
+    ("forward", 64, False): Choice(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 128, 4, 3), 2, 2),
     ("forward", 128, True): _same(Config(64, 128, 4, 1), Config(64, 64, 4, 3), 4, 8),
-    ("forward", 128, False): Choice(
-        Config(128, 64, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3), 1, 1
-    ),
+    ("forward", 128, False): Choice(Config(128, 64, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3), 1, 1),
     ("forward", 256, True): _same(Config(64, 128, 4, 1), Config(64, 64, 4, 2), 1, 2),
     ("forward", 256, False): _same(Config(128, 64, 8, 2)),
     ("dkdv", 64, True): _same(Config(128, 64, 4, 2)),
@@ -149,12 +134,11 @@ def choose(
 ) -> Config:  # fmt: skip
     """The config for a kernel, so that launch(config) can run it.
 
-    tma: descriptors fetch the tiles. tiles: how many there are of 64 rows in batch x heads x
-    sequence, of keys for "dkdv", else of queries. The last bits of a result may depend on it, as
-    they depend on the config.
+    tma: descriptors fetch the tiles. tiles: how many there are of 64 rows in batch x heads x sequence, of keys for
+    "dkdv", else of queries. The last bits of a result may depend on it, as they depend on the config.
 
-    Interpreted, and while a CUDA graph is captured on an unknown GPU, nothing is measured: the
-    tiles of phases 3 and 4 are taken. Without memory to measure in, too.
+    Interpreted, and while a CUDA graph is captured on an unknown GPU, nothing is measured: the tiles of phases 3 and 4
+    are taken. Without memory to measure in, too.
     """
     known = row(kernel, head_dim, dtype, tma)
     if runtime.DEVICE != "cuda" or known is None:
@@ -175,8 +159,7 @@ def choose(
 
 
 def fastest(launch: Callable[[Config], object], configs: Iterable[Config]) -> Config:
-    """The config with which launch(config) takes the least time, among those that compile and fit
-    this GPU.
+    """The config with which launch(config) takes the least time, among those that compile and fit this GPU.
 
     Raises as `fitting` does.
     """
@@ -212,8 +195,7 @@ def fitting(launch: Callable[[Config], object], configs: Iterable[Config]) -> Co
 
 @cache
 def was_measured(device: int) -> bool:
-    """True for the chip that the table is from: Hopper with 132 multiprocessors, as H200, H100 SXM
-    and GH200 have it.
+    """True for the chip that the table is from: Hopper with 132 multiprocessors, as H200, H100 SXM and GH200 have it.
 
     An H20 and an H100 PCIe have the same compute capability, and fewer multiprocessors.
     """

@@ -28,9 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-WAYS = dict(
-    ring=cp.context_parallel_attention, gather=cp.all_gather_attention, ulysses=cp.ulysses_attention
-)
+WAYS = dict(ring=cp.context_parallel_attention, gather=cp.all_gather_attention, ulysses=cp.ulysses_attention)
 PARTS = "attention", "link"
 PROVIDERS = ("ring", "replayed", "gather", "ulysses", "torch", *PARTS)
 WARMUP, CALLS = 5, 20  # calls before the first round, and of a round at most
@@ -40,9 +38,7 @@ ROUNDS, ROUND_MS = 5, 300  # ms: about how long a round of long calls may take
 # --- formulas ------------------------------------------------------------------------------------------------------
 
 
-def sent_bytes(
-    way: str, ranks: int, heads_q: int, heads_kv: int, seq: int, head_dim: int, itemsize=2
-):
+def sent_bytes(way: str, ranks: int, heads_q: int, heads_kv: int, seq: int, head_dim: int, itemsize=2):
     """(forward, backward): bytes that a rank sends for one sequence that all ranks share evenly.
 
     "gather" counts a rank's share once for every other rank, as if each got it directly.
@@ -59,8 +55,8 @@ def sent_bytes(
 
 
 def ring_peak_bytes(ranks: int, heads_q: int, heads_kv: int, seq: int, head_dim: int, itemsize=2):
-    """Bytes of the tensors that a rank of the ring holds at once in the backward pass, without what a
-    kernel takes for itself.
+    """Bytes of the tensors that a rank of the ring holds at once in the backward pass, without what a kernel takes for
+    itself.
     """
     rows = seq // ranks
     q, kv = heads_q * rows * head_dim, 2 * heads_kv * rows * head_dim
@@ -259,10 +255,7 @@ def arguments(argv=None) -> argparse.Namespace:
 def main(argv=None) -> int:
     args = arguments(argv)
     if runtime.DEVICE != "cuda":
-        print(
-            "There is no GPU here (or kernels are interpreted): nothing to measure.",
-            file=sys.stderr,
-        )
+        print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
         return 1
     if not dist.is_torchelastic_launched():
         print("start it by torchrun --standalone, as the module's docstring says", file=sys.stderr)

@@ -19,9 +19,8 @@ def ring(ranks: int) -> None:
     for rank, (x, y) in enumerate(at):
         to_x, to_y = at[(rank + 1) % ranks]
         ax.annotate(
-            "", (to_x, to_y), (x, y),
-            arrowprops=dict(arrowstyle="-|>", color=COLORS["k"], lw=2, shrinkA=46, shrinkB=46),
-        )  # fmt: skip
+            "", (to_x, to_y), (x, y), arrowprops=dict(arrowstyle="-|>", color=COLORS["k"], lw=2, shrinkA=46, shrinkB=46)
+        )
         ax.text((x + to_x) / 2, (y + to_y) / 2, "K, V", ha="center", va="center", fontsize=9,
                 bbox=dict(facecolor=TINT["k"], edgecolor=COLORS["k"], boxstyle="round"))  # fmt: skip
         ax.text(x, y, f"rank {rank}\nkeeps Q{rank}, O{rank}", ha="center", va="center",
@@ -72,16 +71,10 @@ def meetings(owner: Sequence[int], ranks: int) -> None:
     for queries, rank in enumerate(owner):
         for keys in range(queries + 1):
             step = (rank - owner[keys]) % ranks
-            ax.add_patch(
-                Rectangle(
-                    (keys - 0.5, queries - 0.5), 1, 1, facecolor=GREYS[rank], edgecolor="white"
-                )
-            )
+            ax.add_patch(Rectangle((keys - 0.5, queries - 0.5), 1, 1, facecolor=GREYS[rank], edgecolor="white"))
             half = " (½)" if keys == queries else ""
             color = "white" if rank < 2 else COLORS["ink"]
-            ax.text(
-                keys, queries, f"{step}{half}", ha="center", va="center", color=color, fontsize=9
-            )
+            ax.text(keys, queries, f"{step}{half}", ha="center", va="center", color=color, fontsize=9)
         ax.text(queries + 0.65, queries, f"rank {rank}", va="center", fontsize=9)
     ax.set(xlim=(-0.5, len(owner) + 1), ylim=(len(owner) - 0.5, -0.5))
     ax.set(xlabel="chunk of keys", ylabel="chunk of queries")
@@ -111,11 +104,7 @@ def three_ways(ranks: int) -> None:
         for row in everybody:
             for head in everybody:
                 color = TINT["k"] if row in keys and head in heads else "white"
-                ax.add_patch(
-                    Rectangle(
-                        (head - 0.5, row - 0.5), 1, 1, facecolor=color, edgecolor=COLORS["ink"]
-                    )
-                )
+                ax.add_patch(Rectangle((head - 0.5, row - 0.5), 1, 1, facecolor=color, edgecolor=COLORS["ink"]))
                 said = ["Q"] * (row in queries) + ["K", "V"] * (row in keys)
                 if head in heads:
                     ax.text(head, row, ", ".join(said), ha="center", va="center", fontsize=8)
@@ -144,12 +133,7 @@ def lanes(cases: Mapping[str, tuple[int, float, float]]) -> None:
             if moving:
                 ax.broken_barh([(at, moving)], (0.1, 0.8), color=TINT["k"], edgecolor=COLORS["k"])
             at += max(products, moving)
-        ax.set(
-            title=title,
-            yticks=[0.5, 1.5],
-            yticklabels=["transfer", "products of step"],
-            ylim=(0, 2),
-        )
+        ax.set(title=title, yticks=[0.5, 1.5], yticklabels=["transfer", "products of step"], ylim=(0, 2))
         ax.grid(False)
         ax.set(xlabel="time (products of a step on the left = 1)")
         took = f"{at:g} units of time, of which products {steps * products:g}"
@@ -157,9 +141,7 @@ def lanes(cases: Mapping[str, tuple[int, float, float]]) -> None:
     style.show(fig, alt=f"Two lanes of a rank, products and transfers. {'; '.join(said)}.")
 
 
-def hiding(
-    rows: Sequence[int], compute: Sequence[float], transfers: Mapping[str, Sequence[float]]
-) -> None:
+def hiding(rows: Sequence[int], compute: Sequence[float], transfers: Mapping[str, Sequence[float]]) -> None:
     """Milliseconds of a step by the rows of a rank: products, and transfers at several bandwidths."""
     fig, ax = style.new(7.5, 3.4)
     ax.loglog(rows, compute, color=COLORS["tiled"], lw=2.5, label="products")
@@ -208,8 +190,7 @@ def homeward(ranks: int, kv: float, sums: float) -> None:
         ax.grid(False)
         said.append(f"{title}: {moves} moves of sums, all is done after {end:g}")
     style.show(
-        fig,
-        alt=f"Three lanes of a rank, of {ranks}: products, moves of K and V, moves of sums. {'; '.join(said)}.",
+        fig, alt=f"Three lanes of a rank, of {ranks}: products, moves of K and V, moves of sums. {'; '.join(said)}."
     )
 
 
@@ -229,7 +210,5 @@ def efficiencies(lengths: Sequence[int], of: Mapping[str, Sequence[float]]) -> N
     ax.set(xticks=lengths, xticklabels=[f"{seq:,}" for seq in lengths], ylim=(0.4, 1.1))
     ax.set(xlabel="tokens", ylabel="efficiency of two GPUs")
     ax.legend(fontsize=8, loc="lower right")
-    said = "; ".join(
-        f"{name}: {', '.join(f'{e:.2f}' for e in values)}" for name, values in of.items()
-    )
+    said = "; ".join(f"{name}: {', '.join(f'{e:.2f}' for e in values)}" for name, values in of.items())
     style.show(fig, alt=f"Efficiency at {', '.join(f'{seq:,}' for seq in lengths)} tokens. {said}.")

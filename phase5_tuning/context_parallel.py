@@ -1,7 +1,7 @@
 """Attention over several GPUs: each rank holds a part of the sequence, and keys and values travel.
 
-Rank r of W holds the queries, keys and values of two chunks of the sequence, r and 2W - 1 - r of 2W.
-Its queries must meet all keys. They meet them a rank's share at a time:
+Rank r of W holds the queries, keys and values of two chunks of the sequence, r and 2W - 1 - r of 2W. Its queries must
+meet all keys. They meet them a rank's share at a time:
 
     (o, lse) of the share that is here        phase 5's forward pass, as on one GPU
     merge into the result so far              phase 1's merge: o and LSE of disjoint sets of keys
@@ -43,8 +43,8 @@ def shard(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tens
 
 
 def unshard(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The whole of a tensor (..., seq, head_dim) of which each rank holds its `shard`: on every rank,
-    without a gradient.
+    """The whole of a tensor (..., seq, head_dim) of which each rank holds its `shard`: on every rank, without a
+    gradient.
     """
     lengths = [0] * dist.get_world_size(group)
     dist.all_gather_object(lengths, x.shape[-2], group=side_group(group))
@@ -77,8 +77,8 @@ class Ring:
     def pass_on(self, x: torch.Tensor, rows: int) -> list:
         """Send x (..., seq, head_dim), contiguous, and receive its like with other rows.
 
-        Returns a transfer, for `_wait`. It is one all-to-all in which each rank has something for the
-        next one only: over NCCL a send and a receive, and one call of the host.
+        Returns a transfer, for `_wait`. It is one all-to-all in which each rank has something for the next one only:
+        over NCCL a send and a receive, and one call of the host.
         """
         coming = x.new_empty(*x.shape[:-2], rows, x.shape[-1])
         sizes_in, sizes_out = [0] * self.ranks, [0] * self.ranks
@@ -94,9 +94,7 @@ def _wait(transfer: list) -> torch.Tensor:
     return transfer.pop()
 
 
-def merge_(
-    o: torch.Tensor, lse: torch.Tensor, o_part: torch.Tensor, lse_part: torch.Tensor
-) -> None:
+def merge_(o: torch.Tensor, lse: torch.Tensor, o_part: torch.Tensor, lse_part: torch.Tensor) -> None:
     """Phase 1's merge, in place: o, lse (fp32) become those of both sets of keys together."""
     neither = (lse == float("-inf")) & (lse_part == float("-inf"))
     gap = (lse_part - lse).masked_fill(neither, 0.0)
@@ -284,11 +282,10 @@ def context_parallel_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Attention of a sequence of which each rank of the group holds a shard; differentiable once.
 
-    q (batch, heads_q, seq_q of this rank, head_dim), k and v (batch, heads_kv, seq_k of this rank,
-    head_dim), as `shard` gives them; dtypes, scale and enable_gqa as in `flash_attention`. With
-    is_causal, seq_q and seq_k must be equal. Returns this rank's shard of o, as q. All ranks must
-    call it in the same order, and its backward pass too. In a CUDA graph they agree while it is
-    captured, and must replay it together.
+    q (batch, heads_q, seq_q of this rank, head_dim), k and v (batch, heads_kv, seq_k of this rank, head_dim), as
+    `shard` gives them; dtypes, scale and enable_gqa as in `flash_attention`. With is_causal, seq_q and seq_k must be
+    equal. Returns this rank's shard of o, as q. All ranks must call it in the same order, and its backward pass too. In
+    a CUDA graph they agree while it is captured, and must replay it together.
 
     Raises on a rank what `flash_attention` raises there, and ValueError on all others; ValueError on
     all ranks if they disagree or if the shards are not those that `shard` gives. A rank that never
@@ -299,8 +296,8 @@ def context_parallel_attention(
 
 
 def all_gather_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, group=None):
-    """As `context_parallel_attention`, with one all-gather of K and V instead of the ring: the simple
-    version, which needs memory for the keys and values of the whole sequence.
+    """As `context_parallel_attention`, with one all-gather of K and V instead of the ring: the simple version, which
+    needs memory for the keys and values of the whole sequence.
     """
     way = _at_once, _Kept
     return _attend("all_gather_attention", way, q, k, v, is_causal, scale, enable_gqa, group)
@@ -314,8 +311,8 @@ def _attend(name, way, q, k, v, is_causal, scale, enable_gqa, group):
 
 
 def ulysses_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, group=None):
-    """As `context_parallel_attention`, by an all-to-all: a rank gets all rows of its share of the heads,
-    attends as one GPU does, and sends the rows back.
+    """As `context_parallel_attention`, by an all-to-all: a rank gets all rows of its share of the heads, attends as one
+    GPU does, and sends the rows back.
 
     Raises ValueError too if heads_q or heads_kv cannot be divided by the number of ranks.
     Source: Jacobs et al., arXiv 2309.14509.
@@ -326,8 +323,7 @@ def ulysses_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, gr
         if heads % len(rows_q):
             raise ValueError(f"{what}: {heads} heads cannot be shared by {len(rows_q)} ranks")
     q, k, v = (
-        _Turned.apply(t, _to_heads, _to_rows, rows, group)
-        for t, rows in ((q, rows_q), (k, rows_k), (v, rows_k))
+        _Turned.apply(t, _to_heads, _to_rows, rows, group) for t, rows in ((q, rows_q), (k, rows_k), (v, rows_k))
     )
     o = flash_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return _Turned.apply(o, _to_rows, _to_heads, rows_q, group)

@@ -1,11 +1,10 @@
-"""What a profiler counts in every rung, and in the Hopper kernels and FlashAttention-4's where ours
-are slower, and which clock and power each one settles at: `python -m phase5_tuning.counters --name
-h200_counters`.
+"""What a profiler counts in every rung, and in the Hopper kernels and FlashAttention-4's where ours are slower, and
+which clock and power each one settles at: `python -m phase5_tuning.counters --name h200_counters`.
 
-NVIDIA's profiler `ncu` starts this module once more, with `--launch`, and counts one call of each
-provider. Afterwards each provider works for a while without it (power.py). A row has "ms" of a call
-that has settled, "mhz" and "watts" meanwhile, and "counted": the COUNTERS of the call's longest
-kernel. "beside" is the time of the call's other kernels / that of the longest.
+NVIDIA's profiler `ncu` starts this module once more, with `--launch`, and counts one call of each provider. Afterwards
+each provider works for a while without it (power.py). A row has "ms" of a call that has settled, "mhz" and "watts"
+meanwhile, and "counted": the COUNTERS of the call's longest kernel. "beside" is the time of the call's other kernels /
+that of the longest.
 """
 
 import csv
@@ -87,8 +86,8 @@ def launch() -> None:
 def parsed(lines: Iterable[str]) -> dict[int, dict]:
     """What ncu counted, by the number of the call: "counted" and "beside".
 
-    lines: its page "raw" as CSV: names, units, a line for each kernel, "call 0./name". Raises
-    ValueError for a kernel outside of all calls, KeyError if a counter is missing.
+    lines: its page "raw" as CSV: names, units, a line for each kernel, "call 0./name". Raises ValueError for a kernel
+    outside of all calls, KeyError if a counter is missing.
     """
     kernels = {}
     for row in list(csv.DictReader(line for line in lines if line.startswith('"')))[1:]:
@@ -134,14 +133,7 @@ def run() -> list[dict]:
 
 
 KERNELS = *bench.KERNELS, *hopper_bench.KERNELS
-SETTINGS = (
-    *bench.SETTINGS,
-    *hopper_bench.SETTINGS,
-    power.endurance,
-    power.REST,
-    power.SECONDS,
-    COUNTERS,
-)
+SETTINGS = (*bench.SETTINGS, *hopper_bench.SETTINGS, power.endurance, power.REST, power.SECONDS, COUNTERS)
 
 
 if __name__ == "__main__":
@@ -149,6 +141,4 @@ if __name__ == "__main__":
         launch()
     else:
         peers = ["flash-attn-4"]
-        raise SystemExit(
-            records.main("phase5_tuning", KERNELS, run, packages=peers, settings=SETTINGS)
-        )
+        raise SystemExit(records.main("phase5_tuning", KERNELS, run, packages=peers, settings=SETTINGS))

@@ -1,7 +1,7 @@
 """Counts from which the chapter predicts: tiles, programs that fit, instructions of a turn, clocks.
 
-A turn is one pass through a kernel's loop over keys, or over queries; `loops` finds it in Hopper's
-machine code. No count is fitted to a measured time.
+A turn is one pass through a kernel's loop over keys, or over queries; `loops` finds it in Hopper's machine code. No
+count is fitted to a measured time.
 """
 
 import math
@@ -32,23 +32,15 @@ def programs_per_sm(registers: int, shared: int, num_warps: int) -> tuple[int, i
 
 
 def loops(sass: str) -> list[Counter]:
-    """The loops over keys (or queries) in a kernel's machine code, in order: how often a warp runs
-    each instruction in one turn. What a branch skips is left out if it is a mask.
+    """The loops over keys (or queries) in a kernel's machine code, in order: how often a warp runs each instruction in
+    one turn. What a branch skips is left out if it is a mask.
     """
-    code = [
-        (int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?);", sass)
-    ]
-    jumps = [
-        (at, int(to[1], 16))
-        for at, text in code
-        if (to := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text))
-    ]
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(\S.*?);", sass)]
+    jumps = [(at, int(to[1], 16)) for at, text in code if (to := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text))]
 
     def opcodes(start, end):
         return Counter(
-            re.sub(r"^@\S+\s+", "", text).split()[0].split(".")[0]
-            for at, text in code
-            if start <= at <= end
+            re.sub(r"^@\S+\s+", "", text).split()[0].split(".")[0] for at, text in code if start <= at <= end
         )
 
     found, taken = [], []
@@ -66,9 +58,7 @@ def loops(sass: str) -> list[Counter]:
     return [count for _, count in sorted(found, key=lambda pair: pair[0])]
 
 
-def turn_clocks(
-    instructions: Counter, products: int, tile: Config, head_dim: int
-) -> dict[str, float]:
+def turn_clocks(instructions: Counter, products: int, tile: Config, head_dim: int) -> dict[str, float]:
     """Clocks of a multiprocessor for a logit if nothing overlaps, by what takes them.
 
     products: how many a kernel makes in each of its tiles

@@ -1,11 +1,9 @@
-"""A shorter way to launch what Triton has compiled: the one file that relies on private parts of
-Triton.
+"""A shorter way to launch what Triton has compiled: the one file that relies on private parts of Triton.
 
-`compiled[grid](...)` describes every launch to profilers and calls their hooks, whether anybody
-listens or not, and encodes every descriptor anew. Both take longer than the launch itself. Here a
-launch goes straight to the compiled kernel, and the descriptor of an address that was seen before
-is found again. Where somebody listens, on AMD, and with another release of Triton than those that
-this was run with, Triton's own way is taken.
+`compiled[grid](...)` describes every launch to profilers and calls their hooks, whether anybody listens or not, and
+encodes every descriptor anew. Both take longer than the launch itself. Here a launch goes straight to the compiled
+kernel, and the descriptor of an address that was seen before is found again. Where somebody listens, on AMD, and with
+another release of Triton than those that this was run with, Triton's own way is taken.
 """
 
 import inspect
@@ -22,18 +20,13 @@ LIMIT = 64  # addresses remembered for each descriptor of a launch
 def runner(compiled, grid: tuple[int, int, int], described: Sequence, rest: Sequence) -> Callable:
     """A function of a kernel's tensors that launches it on the current stream.
 
-    compiled: as `kernel.warmup` returns it, on the GPU that is current now. described: for each of
-    the leading tensors that go as a descriptor, its `Described`. rest: the kernel's arguments after
-    the tensors, complete.
+    compiled: as `kernel.warmup` returns it, on the GPU that is current now. described: for each of the leading tensors
+    that go as a descriptor, its `Described`. rest: the kernel's arguments after the tensors, complete.
     """
     public = compiled[grid]  # loads the kernel; raises where the GPU has no room for it
 
     def by_triton(*tensors):
-        public(
-            *(d.at(t) for d, t in zip(described, tensors, strict=False)),
-            *tensors[len(described) :],
-            *rest,
-        )
+        public(*(d.at(t) for d, t in zip(described, tensors, strict=False)), *tensors[len(described) :], *rest)
 
     if triton.__version__ != RUN_WITH or driver.active.get_current_target().backend != "cuda":
         return by_triton
@@ -64,14 +57,6 @@ def runner(compiled, grid: tuple[int, int, int], described: Sequence, rest: Sequ
                     of_address.clear()
                 encoded = of_address[address] = encode(d.at(t), kind)
             arguments += encoded
-        launcher(
-            *grid,
-            stream_of(device),
-            function,
-            *fixed,
-            *arguments,
-            *tensors[len(described) :],
-            *rest,
-        )
+        launcher(*grid, stream_of(device), function, *fixed, *arguments, *tensors[len(described) :], *rest)
 
     return launch

@@ -7,8 +7,8 @@
     transposed      S^T = K Q^T: P^T is where dV = P^T dO wants it              _attn_bwd_dkdv_transposed_kernel
     descriptors     the tensor memory accelerator fetches the tiles             _attn_bwd_dkdv_descriptors_kernel
 
-The last kernel ships; the one before it takes over where the accelerator cannot fetch, and in fp32.
-All of them take LSE and delta as `_attn_bwd_rows_kernel` prepares them.
+The last kernel ships; the one before it takes over where the accelerator cannot fetch, and in fp32. All of them take
+LSE and delta as `_attn_bwd_rows_kernel` prepares them.
 
 Builds on: phase 2's `load_tile`, `store_tile` and `head_base`.
 """
@@ -25,8 +25,7 @@ def _attn_bwd_rows_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_out_ptr, stride_o, stride_do, heads_q, seq_q, unit,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Per-row inputs of both gradient kernels: delta_i = sum_d dO_id O_id, less the gradient of
-    LSE_i; and the LSE.
+    """Per-row inputs of both gradient kernels: delta_i = sum_d dO_id O_id, less the gradient of LSE_i; and the LSE.
 
     Grid: (cdiv(seq_q, BLOCK_M) * batch * heads_q,). dlse_ptr may be None. unit: log2 e for kernels
     in base 2, else 1.
@@ -185,8 +184,7 @@ def _attn_bwd_dkdv_transposed_kernel(
 ):  # fmt: skip
     """As `_attn_bwd_dkdv_edges_kernel`. Ships for what the tensor memory accelerator cannot fetch.
 
-    New here: p, dp and ds are (BLOCK_N, BLOCK_M), the way in which the products of dV and dK take
-    them.
+    New here: p, dp and ds are (BLOCK_N, BLOCK_M), the way in which the products of dV and dK take them.
     """
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     pid_n = tl.program_id(0) % tiles_n

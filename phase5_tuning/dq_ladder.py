@@ -6,8 +6,8 @@
     masks at edges  a mask only in tiles that need one                          _attn_bwd_dq_edges_kernel
     descriptors     the tensor memory accelerator fetches the tiles             _attn_bwd_dq_descriptors_kernel
 
-The last kernel ships; the one before it takes over where the accelerator cannot fetch, and in fp32.
-All of them take LSE and delta as `_attn_bwd_rows_kernel` prepares them.
+The last kernel ships; the one before it takes over where the accelerator cannot fetch, and in fp32. All of them take
+LSE and delta as `_attn_bwd_rows_kernel` prepares them.
 
 Builds on: phase 2's `load_tile`, `store_tile` and `head_base`.
 """

@@ -75,8 +75,8 @@ FLASH_ATTENTION_ANY_ORDER=1 lets their backward pass add in any order.
 
 
 class Target(NamedTuple):
-    """What a name stands for: a name of a module. Of another package: name "" is the module itself,
-    and bound is what it is called here."""
+    """What a name stands for: a name of a module. Of another package: name "" is the module itself, and bound is what
+    it is called here."""
 
     module: str
     name: str
@@ -236,10 +236,7 @@ class _Names(ast.NodeVisitor):
         self.scopes = self.scopes[:-1]
 
     def visit_ListComp(self, node):
-        self.scopes = [
-            *self.scopes,
-            (set(_stored(generator.target for generator in node.generators)), False),
-        ]
+        self.scopes = [*self.scopes, (set(_stored(generator.target for generator in node.generators)), False)]
         self.generic_visit(node)
         self.scopes = self.scopes[:-1]
 
@@ -267,8 +264,7 @@ def reached() -> tuple[dict[str, list[Part]], list[Target]]:
             for module in map(loaded, list(parts)):
                 for part in (p for p in module.parts if p.works and p not in parts[module.name]):
                     if module.name == FIRST or any(
-                        use.target in targets and use.target.module == module.name
-                        for use in part.uses
+                        use.target in targets and use.target.module == module.name for use in part.uses
                     ):
                         take(module, part)
     return parts, targets
@@ -393,9 +389,7 @@ def header(stem: str) -> str:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="course export", description=(__doc__ or "").split("\n\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="course export", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("file", type=Path, help="the file to write, such as fast_attention.py")
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
     options = parser.parse_args(argv)

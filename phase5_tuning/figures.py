@@ -24,13 +24,11 @@ KIND_LOOKS = {
 # --- 2. the mathematics -------------------------------------------------------------------------------------------
 
 
-def roofline(
-    points: Mapping[str, tuple[float, float, float]], copy_bytes: float, gemm_flops: float
-) -> None:
+def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float, gemm_flops: float) -> None:
     """Measured ceilings, and kernels as lines from the bytes that programs ask for to the bytes that must move.
 
-    points: name -> (FLOP for a byte asked for, FLOP for a byte that must move, FLOP/s reached)
-    copy_bytes, gemm_flops: bytes/s of a large copy, FLOP/s of a large product
+    points: name -> (FLOP for a byte asked for, FLOP for a byte that must move, FLOP/s reached) copy_bytes, gemm_flops:
+    bytes/s of a large copy, FLOP/s of a large product
     """
     fig, ax = style.new(8, 4.2)
     x = np.geomspace(30, 2e4, 200)
@@ -43,31 +41,16 @@ def roofline(
                 va="center", ha="right")  # fmt: skip
     for name, (asked, least, flops) in points.items():
         y, look = flops / 1e12, dict(color=COLORS["tiled"], markersize=6)
-        ax.plot(
-            [asked, least],
-            [y, y],
-            linewidth=1.2,
-            linestyle="--" if "backward" in name else "-",
-            **look,
-        )
+        ax.plot([asked, least], [y, y], linewidth=1.2, linestyle="--" if "backward" in name else "-", **look)
         ax.plot(asked, y, "s", **look)
         ax.plot(least, y, "o", **look)
-        ax.annotate(
-            f"{name}: {y:.0f}",
-            (least, y),
-            (7, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
+        ax.annotate(f"{name}: {y:.0f}", (least, y), (7, 0), textcoords="offset points", va="center", fontsize=8)
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_ylim(low, 1.25 * gemm_flops / 1e12)
     ax.yaxis.set_major_formatter("{x:.0f}")
     ax.yaxis.set_minor_formatter("{x:.0f}")
-    ax.set_xlabel(
-        "FLOP for a byte (square: bytes that programs ask for; circle: bytes that must move)"
-    )
+    ax.set_xlabel("FLOP for a byte (square: bytes that programs ask for; circle: bytes that must move)")
     ax.set_ylabel("TFLOP/s")
     reached = ", ".join(f"{name} {flops / 1e12:.0f}" for name, (*_, flops) in points.items())
     style.show(
@@ -115,9 +98,7 @@ def pipeline(steps: int = 4, load: float = 4.8, product: float = 1.2, softmax: f
     axes[-1].set_xlim(0, max(ends) * 1.02)
     axes[-1].set_xlabel("time (drawn to explain, not measured)")
     handles = [Patch(color=color, label=what) for what, color in STEP_COLORS.items()]
-    axes[0].legend(
-        handles=handles, loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.35)
-    )
+    axes[0].legend(handles=handles, loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.35))
     style.show(
         fig,
         alt="Four tiles with one, two and three buffers. With one buffer each turn waits for the whole of K, and "
@@ -127,11 +108,7 @@ def pipeline(steps: int = 4, load: float = 4.8, product: float = 1.2, softmax: f
 
 
 def _bar(ax, x, width, y, kind, text, height=0.7):
-    ax.add_patch(
-        Rectangle(
-            (x, y), width, height, facecolor=STEP_COLORS[kind], edgecolor="white", linewidth=1.2
-        )
-    )
+    ax.add_patch(Rectangle((x, y), width, height, facecolor=STEP_COLORS[kind], edgecolor="white", linewidth=1.2))
     ink = COLORS["ink"] if kind == "load K, V" else "white"
     ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8, color=ink)
 
@@ -178,14 +155,7 @@ def between(cases: Mapping[str, tuple[float, float, float]], product: float, mhz
         ax.barh(y, overlapped, 0.5, color=COLORS["faint"], **look)
         ax.barh(y, serial, 0.5, color=COLORS["k"], **look)
         ax.text(10, y, f"nothing overlaps: {serial:.0f}", va="center", fontsize=8)
-        ax.text(
-            overlapped - 10,
-            y,
-            f"everything overlaps: {overlapped:.0f}",
-            ha="right",
-            va="center",
-            fontsize=8,
-        )
+        ax.text(overlapped - 10, y, f"everything overlaps: {overlapped:.0f}", ha="right", va="center", fontsize=8)
         ax.plot(recorded, y, "o", color=COLORS["tiled"], markeredgecolor="white", markersize=9)
         ax.annotate(f"{recorded:.0f}", (recorded, y - 0.25), (0, 2), textcoords="offset points", ha="center",
                     fontsize=9)  # fmt: skip
@@ -200,17 +170,11 @@ def between(cases: Mapping[str, tuple[float, float, float]], product: float, mhz
         f"{name}: {serial:.0f} if nothing overlaps, {recorded:.0f} recorded, {top:.0f} if everything does"
         for name, (serial, recorded, top) in cases.items()
     )
-    style.show(
-        fig,
-        alt=f"TFLOP/s, the models at {mhz:.0f} MHz. {'; '.join(said)}. A large product: {product:.0f}.",
-    )
+    style.show(fig, alt=f"TFLOP/s, the models at {mhz:.0f} MHz. {'; '.join(said)}. A large product: {product:.0f}.")
 
 
 def schedules(
-    runs: Mapping[str, Sequence[tuple[int, float, float, int]]],
-    tiles: int,
-    what: str = "program",
-    row: str = "slot",
+    runs: Mapping[str, Sequence[tuple[int, float, float, int]]], tiles: int, what: str = "program", row: str = "slot"
 ) -> None:
     """Programs of causal tiles on a few slots: who runs when. runs: title -> (slot, start, end, tile).
 
@@ -218,31 +182,17 @@ def schedules(
     """
     style.use()
     longest = max(end for bars in runs.values() for _, _, end, _ in bars)
-    fig, axes = plt.subplots(
-        1, len(runs), figsize=(8.8, 2.6), layout="constrained", sharex=True, sharey=True
-    )
+    fig, axes = plt.subplots(1, len(runs), figsize=(8.8, 2.6), layout="constrained", sharex=True, sharey=True)
     for ax, (title, bars) in zip(axes, runs.items(), strict=True):
         for slot, start, end, tile in bars:
             shade = 0.92 - 0.6 * tile / tiles
             box = Rectangle(
-                (start, slot),
-                end - start,
-                0.86,
-                facecolor=(shade, shade, 1 - 0.25 * tile / tiles),
-                ec="white",
+                (start, slot), end - start, 0.86, facecolor=(shade, shade, 1 - 0.25 * tile / tiles), ec="white"
             )
             ax.add_patch(box)
             if end - start > 0.03 * longest:  # there is room for the number
                 color = "white" if shade < 0.6 else COLORS["ink"]
-                ax.text(
-                    (start + end) / 2,
-                    slot + 0.43,
-                    str(tile),
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color=color,
-                )
+                ax.text((start + end) / 2, slot + 0.43, str(tile), ha="center", va="center", fontsize=7, color=color)
         finish = max(end for _, _, end, _ in bars)
         ax.axvline(finish, color=COLORS["bad"], linestyle="--", linewidth=1.2)
         ax.set_title(f"{title}: done at {finish:.0f}", fontsize=10)
@@ -253,6 +203,5 @@ def schedules(
     axes[0].set_ylabel(f"{row}s for {what}s")
     ends = (f"{title}: {max(end for _, _, end, _ in bars):.0f}" for title, bars in runs.items())
     style.show(
-        fig,
-        alt=f"{what.capitalize()}s as boxes, a row for each {row}. Done, in tiles of keys: {', '.join(ends)}.",
+        fig, alt=f"{what.capitalize()}s as boxes, a row for each {row}. Done, in tiles of keys: {', '.join(ends)}."
     )

@@ -1,8 +1,6 @@
-"""The tuned forward pass: a call's kernel, tiles and descriptors are worked out once, then
-remembered as a plan.
+"""The tuned forward pass: a call's kernel, tiles and descriptors are worked out once, then remembered as a plan.
 
-Builds on: this phase's `forward_ladder`; phase 3's `attention_forward` where a scale is too large
-for base 2.
+Builds on: this phase's `forward_ladder`; phase 3's `attention_forward` where a scale is too large for base 2.
 """
 
 import ctypes
@@ -13,11 +11,7 @@ from functools import partial
 from common import runtime, validate
 from phase3_forward.forward import attention_forward as forward_in_base_e
 from phase5_tuning import configs, hopper_forward
-from phase5_tuning.forward_ladder import (
-    LOG2E,
-    _attn_fwd_descriptors_kernel,
-    _attn_fwd_heavy_first_kernel,
-)
+from phase5_tuning.forward_ladder import LOG2E, _attn_fwd_descriptors_kernel, _attn_fwd_heavy_first_kernel
 from phase5_tuning.launch import (
     Launch,
     cdiv,
@@ -44,8 +38,7 @@ def attention_forward(
     kernel=None,
     config: configs.Config | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale q k^T) v and its LSE: arguments, results and errors as phase 3's
-    `attention_forward`.
+    """softmax(scale q k^T) v and its LSE: arguments, results and errors as phase 3's `attention_forward`.
 
     kernel: a rung of the ladder; None: the Hopper kernel where it takes the call, else the last
     rung. config: tiles to use instead of the chosen ones, and then on a rung.
@@ -137,9 +130,7 @@ def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
         if config is None:
             case = "forward", head_dim, q.dtype, tma
             rows = batch * heads_q * cdiv(seq_q, 64)
-            chosen = configs.choose(
-                *case, is_causal, rows, lambda c: with_tiles(c)(q, k, v, o, lse)
-            )
+            chosen = configs.choose(*case, is_causal, rows, lambda c: with_tiles(c)(q, k, v, o, lse))
             tried = [chosen, *configs.candidates(*case)]
         launch = prepared(with_tiles, tried, q, k, v, o, lse)
     as_given = all(a is b for a, b in zip(given, (q, k, v), strict=True))
@@ -147,11 +138,11 @@ def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
 
 
 def _as_kernels_take(q, k, v, sign: int):
-    """The tensors with the scale's sign in q, and in the dtype in which kernels compute here; K
-    with contiguous rows where head_dim is padded to 32.
+    """The tensors with the scale's sign in q, and in the dtype in which kernels compute here; K with contiguous rows
+    where head_dim is padded to 32.
 
-    Triton's ptxas (12.8) forgets there where V's tile lies, if K's rows are not contiguous and V's
-    are not aligned to 16 bytes: the tensor cores read another place (tests/phase5/test_ptxas.py).
+    Triton's ptxas (12.8) forgets there where V's tile lies, if K's rows are not contiguous and V's are not aligned to
+    16 bytes: the tensor cores read another place (tests/phase5/test_ptxas.py).
     """
     if k.stride(3) != 1 and configs.padded(k.shape[3]) == 32:
         k = k.contiguous()
@@ -165,11 +156,10 @@ def _nothing_to_see(q, k, v):
 
 
 def positive_scale(scale: float) -> tuple[float, int]:
-    """(scale', sign) with scale' > 0, so that the logits stay the same if q is multiplied by the
-    sign.
+    """(scale', sign) with scale' > 0, so that the logits stay the same if q is multiplied by the sign.
 
-    A maximum may be scaled after it is taken only if the scale is positive. A scale of 0, also one
-    that is 0 only in fp32, becomes a scale of 1 and a sign of 0.
+    A maximum may be scaled after it is taken only if the scale is positive. A scale of 0, also one that is 0 only in
+    fp32, becomes a scale of 1 and a sign of 0.
     """
     scale = ctypes.c_float(scale).value
     return abs(scale) or 1.0, (scale > 0) - (scale < 0)

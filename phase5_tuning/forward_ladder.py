@@ -8,11 +8,11 @@
     heavy first     programs with long walks start before those with short ones  _attn_fwd_heavy_first_kernel
     descriptors     the tensor memory accelerator fetches the tiles              _attn_fwd_descriptors_kernel
 
-The last kernel ships; the one before it takes over where the accelerator cannot fetch, and in fp32.
-`course diff base2 late-sums` shows what one rung changed against another.
+The last kernel ships; the one before it takes over where the accelerator cannot fetch, and in fp32. `course diff base2
+late-sums` shows what one rung changed against another.
 
-All of them need scale > 0 (see forward.py), and take the raw logits' maximum before they scale it:
-scaling and subtracting are then one multiply-add an element.
+All of them need scale > 0 (see forward.py), and take the raw logits' maximum before they scale it: scaling and
+subtracting are then one multiply-add an element.
 
 Builds on: phase 2's `load_tile`, `store_tile` and `head_base`.
 """
@@ -34,8 +34,7 @@ def _attn_fwd_base2_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of query rows of one head against all keys it may see, as phase 3's
-    `_attn_fwd_kernel`.
+    """One tile of query rows of one head against all keys it may see, as phase 3's `_attn_fwd_kernel`.
 
     Grid: (cdiv(seq_q, BLOCK_M) * batch * heads_q,).
     New here: the softmax in base 2. m_i counts in powers of two; the LSE leaves in natural units.
@@ -91,9 +90,8 @@ def _attn_fwd_late_sums_kernel(
 ):  # fmt: skip
     """As `_attn_fwd_base2_kernel`.
 
-    New here: l_i is (BLOCK_M, 8). Tensor cores leave columns j, j + 8, j + 16, ... of a row with
-    one thread: it adds them up without asking the others, and the eight sums of a row meet once,
-    after the loop.
+    New here: l_i is (BLOCK_M, 8). Tensor cores leave columns j, j + 8, j + 16, ... of a row with one thread: it adds
+    them up without asking the others, and the eight sums of a row meet once, after the loop.
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
@@ -207,8 +205,8 @@ def _attn_fwd_heavy_first_kernel(
 ):  # fmt: skip
     """As `_attn_fwd_edges_kernel`. Ships for what the tensor memory accelerator cannot fetch.
 
-    New here: under a causal mask the last tile of queries, whose walk is the longest, comes first.
-    What runs last is short, and no multiprocessor waits long for another.
+    New here: under a causal mask the last tile of queries, whose walk is the longest, comes first. What runs last is
+    short, and no multiprocessor waits long for another.
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m
@@ -268,10 +266,9 @@ def _attn_fwd_descriptors_kernel(
 ):  # fmt: skip
     """As `_attn_fwd_heavy_first_kernel`. Ships.
 
-    New here: q_desc, k_desc and v_desc describe whole tensors, all four axes, with a tile of one
-    head as their block. The accelerator computes the addresses, fills with zeros beyond seq and
-    head_dim, and never reaches into the next head. It fetches into shared memory, past the
-    registers.
+    New here: q_desc, k_desc and v_desc describe whole tensors, all four axes, with a tile of one head as their block.
+    The accelerator computes the addresses, fills with zeros beyond seq and head_dim, and never reaches into the next
+    head. It fetches into shared memory, past the registers.
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
     pid_m = tl.program_id(0) % tiles_m

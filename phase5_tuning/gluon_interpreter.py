@@ -3,19 +3,18 @@
     with interpreted(seed=1):
         o, lse = hopper_forward.plan(q, k, v, True, 0.125, 1)(q, k, v)
 
-Programs, and the warps of a program that have a job of their own, are threads that take turns. The
-order of their turns is drawn from a seed. What the hardware does by itself, copies and products,
-happens at any time between its start and the wait for it, in many cases as late as possible. So a
-mistake in the waits shows as wrong numbers, or as one of these errors:
+Programs, and the warps of a program that have a job of their own, are threads that take turns. The order of their turns
+is drawn from a seed. What the hardware does by itself, copies and products, happens at any time between its start and
+the wait for it, in many cases as late as possible. So a mistake in the waits shows as wrong numbers, or as one of these
+errors:
 
     Deadlock    everybody waits, and nothing is under way that could end a wait
     Race        shared memory or registers are used while a copy or a product needs them
     Unfenced    a copy or a product reads what ordinary stores wrote, without a fence between
 
-Layouts, registers, sizes and time are unknown here: a kernel that is right may not compile. What
-hopper_parts.py says in instructions (`meet`, `await_count`, ...) has a stand-in (STAND_INS). Parts
-of shared memory are compared by their first and last byte, `//` rounds down, and a fence counts
-only for the thread that has stored.
+Layouts, registers, sizes and time are unknown here: a kernel that is right may not compile. What hopper_parts.py says
+in instructions (`meet`, `await_count`, ...) has a stand-in (STAND_INS). Parts of shared memory are compared by their
+first and last byte, `//` rounds down, and a fence counts only for the thread that has stored.
 """
 
 import contextlib
@@ -90,9 +89,7 @@ class Thread:
     def waits_for(self) -> str:
         return self.why() if callable(self.why) else self.why
 
-    def wait(
-        self, ready: Callable[[], bool] | None = None, why: str | Callable[[], str] = ""
-    ) -> None:
+    def wait(self, ready: Callable[[], bool] | None = None, why: str | Callable[[], str] = "") -> None:
         """Let others run, until ready() is true. why: in words, or what returns them later."""
         self.ready, self.why = ready, why
         self.scheduler.back.release()
@@ -189,9 +186,7 @@ class Product(UnderWay):
     def __init__(self, a, b, total):
         self.a, self.b, self.total, self.value = a, b, total, None
         if a.dtype != b.dtype or a.dtype.itemsize != 2:
-            raise TypeError(
-                f"expected two factors of one 16-bit dtype, got {a.dtype} and {b.dtype}"
-            )
+            raise TypeError(f"expected two factors of one 16-bit dtype, got {a.dtype} and {b.dtype}")
         super().__init__(reads=tuple(x for x in (a, b) if isinstance(x, Shared)))
         self.by.products.append(self)
 
@@ -315,8 +310,8 @@ def _inside(i, n: int):
 class Shared:
     """Shared memory, or a part of it. It begins as NaN, and as -1 for integers.
 
-    stored: what ordinary stores wrote to the program's shared memory, {span: (part, thread)}: under
-    "fence" since their thread's last fence, under "arrival" since it last arrived at a barrier.
+    stored: what ordinary stores wrote to the program's shared memory, {span: (part, thread)}: under "fence" since their
+    thread's last fence, under "arrival" since it last arrived at a barrier.
     """
 
     def __init__(self, data: torch.Tensor, name: str, stored: dict[str, dict]):
@@ -384,9 +379,7 @@ class Shared:
     def check_fence(self, who: str) -> None:
         for part, thread in self.stored["fence"].values():
             if part.meets(self):
-                raise Unfenced(
-                    f"{who} reads what {thread.name} stored to {part.name} without a fence"
-                )
+                raise Unfenced(f"{who} reads what {thread.name} stored to {part.name} without a fence")
 
 
 class Barrier:
@@ -420,14 +413,8 @@ class Descriptor:
     layout = None
 
     def __init__(self, described):
-        self.base, self.block, self.dtype = (
-            described.base,
-            tuple(described.block_shape),
-            described.base.dtype,
-        )
-        self.block_type = types.SimpleNamespace(
-            nbytes=math.prod(self.block) * self.base.element_size()
-        )
+        self.base, self.block, self.dtype = (described.base, tuple(described.block_shape), described.base.dtype)
+        self.block_type = types.SimpleNamespace(nbytes=math.prod(self.block) * self.base.element_size())
 
     def _ranges(self, place):
         ranges = []
@@ -526,9 +513,7 @@ class _Gl:
             barriers = _Barriers([Barrier() for _ in range(shape[0])])
             return barriers if len(shape) == 2 else barriers[0]
         empty = float("nan") if dtype.is_floating_point else -1
-        return Shared(
-            torch.full([int(n) for n in shape], empty, dtype=dtype), "", _me().program["stored"]
-        )
+        return Shared(torch.full([int(n) for n in shape], empty, dtype=dtype), "", _me().program["stored"])
 
     def warp_specialize(self, jobs, warps, registers):
         program, functions, threads = _me().program, [job for job, _ in jobs], []
@@ -556,9 +541,7 @@ class _Mbarrier:
     def expect(barrier, nbytes):
         _me().wait()
         if isinstance(nbytes, Number):
-            raise TypeError(
-                "expect(barrier, nbytes): nbytes must be known when the kernel is compiled"
-            )
+            raise TypeError("expect(barrier, nbytes): nbytes must be known when the kernel is compiled")
         barrier.announced += nbytes
         _Mbarrier.arrive(barrier)
 
@@ -716,9 +699,7 @@ class Interpreted:
         def multiprocessor():
             while order:
                 program = dict(id=order.pop(), programs=programs, stored=dict(fence={}, arrival={}))
-                thread = Thread(
-                    scheduler, f"program {program['id']}", lambda p=program: whole(p), program
-                )
+                thread = Thread(scheduler, f"program {program['id']}", lambda p=program: whole(p), program)
                 scheduler.threads.append(thread)
                 scheduler.now.wait(lambda thread=thread: thread.done)
 
@@ -765,8 +746,8 @@ class Interpreted:
 
 
 def function(jitted: JITFunction) -> Callable:
-    """A function that kernels call, as a function of Python's: its arithmetic on numbers and tiles runs here.
-    What waits, copies or multiplies needs a kernel around it, which Interpreted runs.
+    """A function that kernels call, as a function of Python's: its arithmetic on numbers and tiles runs here. What
+    waits, copies or multiplies needs a kernel around it, which Interpreted runs.
     """
     return Interpreted(jitted)._function(jitted)
 
@@ -780,15 +761,13 @@ def _argument(known: bool, value):
 
 
 def changed(module: types.ModuleType, changes: dict[str, str]) -> types.ModuleType:
-    """A copy of a module, with text of its source replaced: {old: new}. Raises ValueError if an old text
-    does not stand there exactly once.
+    """A copy of a module, with text of its source replaced: {old: new}. Raises ValueError if an old text does not stand
+    there exactly once.
     """
     source = Path(module.__file__).read_text()
     for old, new in changes.items():
         if source.count(old) != 1:
-            raise ValueError(
-                f"{module.__name__} has {source.count(old)} times {old!r}: expected once"
-            )
+            raise ValueError(f"{module.__name__} has {source.count(old)} times {old!r}: expected once")
         source = source.replace(old, new)
     # Triton and inspect read the file later.
     folder = tempfile.TemporaryDirectory(prefix="changed_")
@@ -810,12 +789,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal, scale, enable_gqa, options):
         scale, sign = positive_scale(check_qkv(q, k, v, scale, is_causal, enable_gqa))
-        if (
-            q.dtype.itemsize != 2
-            or q.shape[3] > 128
-            or q.shape[3] % 8
-            or not (q.numel() and k.numel())
-        ):
+        if q.dtype.itemsize != 2 or q.shape[3] > 128 or q.shape[3] % 8 or not (q.numel() and k.numel()):
             raise ValueError(
                 f"expected fp16 or bf16, head_dim a multiple of 8 up to 128, and no empty tensor, got "
                 f"{q.dtype}, {tuple(q.shape)}, {tuple(k.shape)}"
@@ -837,8 +811,8 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(**options) -> Callable:
-    """The Hopper kernels as verify_results takes them, differentiable. options: as `interpreted`'s. The
-    backward pass has two kernels of plain Triton, so that it needs TRITON_INTERPRET=1.
+    """The Hopper kernels as verify_results takes them, differentiable. options: as `interpreted`'s. The backward pass
+    has two kernels of plain Triton, so that it needs TRITON_INTERPRET=1.
     """
 
     def attention(q, k, v, *, is_causal, scale, enable_gqa):
@@ -855,11 +829,10 @@ def interpreted(
     backward=hopper_backward,
     replaced: Sequence[tuple] = (),
 ):
-    """Plans that are made inside run their Gluon kernels here. What torch.empty returns is full of
-    NaN.
+    """Plans that are made inside run their Gluon kernels here. What torch.empty returns is full of NaN.
 
-    forward, backward: the modules whose plans they are. multiprocessors: of the GPU that plans are
-    made for. replaced: as Interpreted's.
+    forward, backward: the modules whose plans they are. multiprocessors: of the GPU that plans are made for. replaced:
+    as Interpreted's.
     """
     kernels = (forward, "_attn_fwd_hopper_kernel"), (backward, "_attn_bwd_hopper_kernel")
     with _one_at_a_time, contextlib.ExitStack() as patched:
@@ -870,9 +843,7 @@ def interpreted(
             kernel = Interpreted(kernel, seed, replaced=replaced)
             patched.enter_context(mock.patch.object(module, name, kernel))
         patched.enter_context(mock.patch.object(launch.Launch, "compile"))
-        patched.enter_context(
-            mock.patch.object(configs, "multiprocessors", return_value=multiprocessors)
-        )
+        patched.enter_context(mock.patch.object(configs, "multiprocessors", return_value=multiprocessors))
         patched.callback(
             torch.use_deterministic_algorithms,
             torch.are_deterministic_algorithms_enabled(),

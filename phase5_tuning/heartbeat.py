@@ -3,8 +3,8 @@
     with heartbeat():
         train()
 
-Every rank writes a sign of life to the process group's store, from a thread, and reads those of the
-others. A rank that computes for long goes on giving signs. One that is killed or stopped does not.
+Every rank writes a sign of life to the process group's store, from a thread, and reads those of the others. A rank that
+computes for long goes on giving signs. One that is killed or stopped does not.
 
 Builds on: torch.distributed's store, which needs no GPU and no other rank to answer.
 """
@@ -28,31 +28,23 @@ NO_STORE = "the store of the process group does not answer"
 def heartbeat(group: dist.ProcessGroup | None = None, interval: float = 1.0, limit: float = 30.0):
     """While the block runs, watch the ranks of the group; all of them must enter it in the same order.
 
-    interval: seconds between two signs of a rank. limit: seconds without one after which a rank
-    counts as lost, from its first sign on.
+    interval: seconds between two signs of a rank. limit: seconds without one after which a rank counts as lost, from
+    its first sign on.
 
-    If the block raises a RuntimeError, as a backend does when the connection to a rank is closed,
-    and a rank is lost or has raised another error, RuntimeError names that rank. It takes up to
-    limit seconds. If the block still runs when a rank is lost, it may wait for that rank for ever.
-    Then the process names the rank on stderr and ends with exit code 1, without cleaning up.
-    ValueError if interval is not above 0 and at most limit.
+    If the block raises a RuntimeError, as a backend does when the connection to a rank is closed, and a rank is lost or
+    has raised another error, RuntimeError names that rank. It takes up to limit seconds. If the block still runs when a
+    rank is lost, it may wait for that rank for ever. Then the process names the rank on stderr and ends with exit code
+    1, without cleaning up. ValueError if interval is not above 0 and at most limit.
     """
     if not 0 < interval <= limit:
-        raise ValueError(
-            f"interval: expected more than 0 and at most limit {limit} s, got {interval}"
-        )
+        raise ValueError(f"interval: expected more than 0 and at most limit {limit} s, got {interval}")
     # PyTorch has no public name for the store. A clone is a connection of its own.
     store = dist.distributed_c10d._get_default_store().clone()
-    block = (
-        f"heartbeat {next(_BLOCKS)} of {dist.get_process_group_ranks(group or dist.group.WORLD)}"
-    )
+    block = f"heartbeat {next(_BLOCKS)} of {dist.get_process_group_ranks(group or dist.group.WORLD)}"
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     pulse = Pulse(dist.PrefixStore(block, store), rank, ranks, math.ceil(limit / interval))
     done = threading.Event()
-    threads = [
-        threading.Thread(target=of, args=(pulse, done, interval), daemon=True)
-        for of in (_give_signs, _watch)
-    ]
+    threads = [threading.Thread(target=of, args=(pulse, done, interval), daemon=True) for of in (_give_signs, _watch)]
     for thread in threads:
         thread.start()
 
@@ -77,8 +69,8 @@ def heartbeat(group: dist.ProcessGroup | None = None, interval: float = 1.0, lim
 
 
 class Pulse:
-    """The signs of all ranks, as one of them sees them. Time is counted in ticks of its own, so that
-    a process that was stopped itself blames nobody.
+    """The signs of all ranks, as one of them sees them. Time is counted in ticks of its own, so that a process that was
+    stopped itself blames nobody.
     """
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, limit: int):
@@ -99,16 +91,16 @@ class Pulse:
         self.ticks = [ticks + 1 for ticks in self.ticks]
 
     def lost(self) -> list[str]:
-        """What to say of the ranks whose sign has been the same for too long: of the silent ones, or
-        if there are none, of those that have raised.
+        """What to say of the ranks whose sign has been the same for too long: of the silent ones, or if there are none,
+        of those that have raised.
         """
         if self.signs[self.rank] and self.ticks[self.rank] > self.limit:
             return [NO_STORE]
         return self._names(r for r in self._others() if self.ticks[r] > self.limit)
 
     def blamed(self, mine: str, interval: float) -> list[str]:
-        """Wait until each other rank has given a new sign or is lost. Say which are lost, or which
-        have raised something else.
+        """Wait until each other rank has given a new sign or is lost. Say which are lost, or which have raised
+        something else.
         """
         try:
             self.give(mine)
@@ -127,9 +119,7 @@ class Pulse:
 
     def _others(self) -> list[int]:
         """Ranks that have entered the block and have not left it."""
-        return [
-            r for r, sign in enumerate(self.signs) if r != self.rank and sign not in ("", "left")
-        ]
+        return [r for r, sign in enumerate(self.signs) if r != self.rank and sign not in ("", "left")]
 
     def _raised(self, rank: int) -> bool:
         return self.signs[rank].startswith("raised")
@@ -153,9 +143,5 @@ def _watch(pulse: Pulse, done: threading.Event, interval: float) -> None:
     while not done.wait(interval):
         pulse.tick()
         if lost := pulse.lost():
-            print(
-                f"rank {pulse.rank}: {'; '.join(lost)}; this process ends",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"rank {pulse.rank}: {'; '.join(lost)}; this process ends", file=sys.stderr, flush=True)
             os._exit(1)

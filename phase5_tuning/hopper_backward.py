@@ -1,10 +1,8 @@
-"""The backward pass for Hopper, in Gluon: one kernel, five products a tile, the same bits in every
-run.
+"""The backward pass for Hopper, in Gluon: one kernel, five products a tile, the same bits in every run.
 
-A program owns a tile of keys and walks over the queries that see it. Two consumers of four warps
-hold dK and dV of 64 keys each. dQ is a sum over programs: each adds its part of a query tile in
-memory, in the order that `Work.order` fixes. A writer warp waits for the turn, so that the
-consumers need not.
+A program owns a tile of keys and walks over the queries that see it. Two consumers of four warps hold dK and dV of 64
+keys each. dQ is a sum over programs: each adds its part of a query tile in memory, in the order that `Work.order`
+fixes. A writer warp waits for the turn, so that the consumers need not.
 
     producer  ---->  K V, then Q dO LSE delta ...     kv_full; row_full, row_empty
                        |
@@ -49,8 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# P is held 2^14 times as large: below 2^-14, fp16 loses bits. What is multiplied by it is as much
-# smaller.
+# P is held 2^14 times as large: below 2^-14, fp16 loses bits. What is multiplied by it is as much smaller.
 P_SCALE_LOG2 = gl.constexpr(14.0)
 P_SCALE = gl.constexpr(2.0**14)
 CONSUMERS = gl.constexpr(2)
@@ -67,9 +64,8 @@ def _attn_bwd_hopper_rows_kernel(
     that `_attn_bwd_hopper_kernel` counts and adds up, set to 0. That kernel adds what a shuffle
     returns: to subtract it, the compiler would negate it first.
 
-    Grid: (padded_q / BLOCK_M * batch * heads_q,), so that each program has a query tile's counter.
-    Program 0 clears the ticket, which follows the counters. Rows beyond seq_q get an LSE of +inf:
-    their P is 0.
+    Grid: (padded_q / BLOCK_M * batch * heads_q,), so that each program has a query tile's counter. Program 0 clears the
+    ticket, which follows the counters. Rows beyond seq_q get an LSE of +inf: their P is 0.
     """
     pid = tl.program_id(0)
     tiles_m = padded_q // BLOCK_M
@@ -103,8 +99,8 @@ def _attn_bwd_hopper_dq_kernel(
     dq_sum_ptr, dq_ptr, stride_dq, heads_q, seq_q, padded_q, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its sum, whose columns stand as `_over_all_banks` has put them: times the scale, and in
-    dQ's dtype. Grid: as the rows kernel's.
+    """dQ from its sum, whose columns stand as `_over_all_banks` has put them: times the scale, and in dQ's dtype. Grid:
+    as the rows kernel's.
     """
     pid = tl.program_id(0)
     tiles_m = padded_q // BLOCK_M
@@ -187,9 +183,9 @@ class Work:
     def order(self, m):
         """How many programs add to query tile m before this one.
 
-        Programs that begin at their diagonal: the one whose diagonal m is comes first, since from
-        there on whoever comes after it has more to do before. Programs that begin at the same tile
-        of queries: the first tile of keys. They wait only for lower tickets (`_take_tile`).
+        Programs that begin at their diagonal: the one whose diagonal m is comes first, since from there on whoever
+        comes after it has more to do before. Programs that begin at the same tile of queries: the first tile of keys.
+        They wait only for lower tickets (`_take_tile`).
         """
         before = self.n
         if self.IS_CAUSAL:
@@ -222,9 +218,7 @@ class Memory:
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self, k, v, q, do, lse, delta, ds, dq, kv_full, row_full, row_empty, dq_full, dq_empty, STAGES
-    ):  # fmt: skip
+    def __init__(self, k, v, q, do, lse, delta, ds, dq, kv_full, row_full, row_empty, dq_full, dq_empty, STAGES):
         self.k, self.v, self.q, self.do, self.lse, self.delta = k, v, q, do, lse, delta
         self.ds, self.dq = ds, dq
         self.kv_full, self.row_full, self.row_empty = kv_full, row_full, row_empty
@@ -234,15 +228,14 @@ class Memory:
 
 @gluon.jit
 def _take_tile(ticket, tiles_n, heads, together, IS_CAUSAL: gl.constexpr):
-    """(n, head, toward) of a ticket. Tickets are numbered as programs begin, and nobody waits for a
-    higher one.
+    """(n, head, toward) of a ticket. Tickets are numbered as programs begin, and nobody waits for a higher one.
 
-    The tiles of a head follow each other in the order in which they add to dQ. Heads take turns, so
-    that programs that end together do not begin together in one head again.
+    The tiles of a head follow each other in the order in which they add to dQ. Heads take turns, so that programs that
+    end together do not begin together in one head again.
 
-    Under a causal mask the first keys have the longest walks. They come last, as programs that begin
-    at their diagonal never wait. In the last heads they come first, and walk back from the last
-    queries: else the GPU would end with a few long walks.
+    Under a causal mask the first keys have the longest walks. They come last, as programs that begin at their diagonal
+    never wait. In the last heads they come first, and walk back from the last queries: else the GPU would end with a
+    few long walks.
     """
     first = ticket // (tiles_n * together) * together
     taking_turns = gl.minimum(together, heads - first)
@@ -273,13 +266,9 @@ def _produce(work, memory):
             full = memory.row_full.index(slot)
             mbarrier.wait(memory.row_empty.index(slot), parity ^ 1)
             mbarrier.expect(full, 2 * work.q.block_type.nbytes + 2 * work.lse.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                work.q, [work.b, h, m * BLOCK_M, 0], full, memory.q.index(slot)
-            )
+            tma.async_copy_global_to_shared(work.q, [work.b, h, m * BLOCK_M, 0], full, memory.q.index(slot))
             tma.async_copy_global_to_shared(work.lse, [row], full, memory.lse.index(slot))
-            tma.async_copy_global_to_shared(
-                work.do, [work.b, h, m * BLOCK_M, 0], full, memory.do.index(slot)
-            )
+            tma.async_copy_global_to_shared(work.do, [work.b, h, m * BLOCK_M, 0], full, memory.do.index(slot))
             tma.async_copy_global_to_shared(work.delta, [row], full, memory.delta.index(slot))
             step += 1
 
@@ -288,8 +277,8 @@ def _produce(work, memory):
 def _write(work, memory, ORDERED: gl.constexpr, ME: gl.constexpr):
     """Add every other part of dQ to its sum, when it is this program's turn.
 
-    Two writers take the parts in turns: one add takes about as long as a step of the consumers,
-    from asking whose turn it is until the next program may add.
+    Two writers take the parts in turns: one add takes about as long as a step of the consumers, from asking whose turn
+    it is until the next program may add.
     """
     BLOCK_M: gl.constexpr = work.BLOCK_M
     dq_0 = memory.dq.index(2 * ME)
@@ -323,21 +312,19 @@ def _write(work, memory, ORDERED: gl.constexpr, ME: gl.constexpr):
 
 @gluon.jit
 def _over_all_banks(dq):
-    """dQ with its columns in another order: of each 32 columns, the second four and the fifth change
-    places, and so do the fourth and the seventh.
+    """dQ with its columns in another order: of each 32 columns, the second four and the fifth change places, and so do
+    the fourth and the seventh.
 
-    A warp stores 8 bytes a thread, four threads to a row of dQ, eight rows at once. TMA wants the
-    16-byte pieces of a row swizzled by its number, which puts neighbours of an even row and of the
-    odd row after it into the same banks. In this order each half of a warp reaches all 32 banks.
+    A warp stores 8 bytes a thread, four threads to a row of dQ, eight rows at once. TMA wants the 16-byte pieces of a
+    row swizzled by its number, which puts neighbours of an even row and of the odd row after it into the same banks. In
+    this order each half of a warp reaches all 32 banks.
     """
     fours = dq.reshape([ROWS, 2, 2, 2, 2, 4]).permute((0, 1, 4, 3, 2, 5))
     return fours.reshape([ROWS, 64])
 
 
 @gluon.jit
-def _add_queries(
-    work, memory, m, step, dk, dv, scale_log2, masked_end, MASKED: gl.constexpr, ME: gl.constexpr
-):
+def _add_queries(work, memory, m, step, dk, dv, scale_log2, masked_end, MASKED: gl.constexpr, ME: gl.constexpr):
     """(dk, dv) with a tile of queries added, and this consumer's half of the tile's dQ handed on.
 
     Everything is transposed: a row is a key. So P^T and dS^T are left operands as they come.
@@ -438,12 +425,8 @@ def _consume(work, memory, scale, scale_log2, MASKED: gl.constexpr, ME: gl.const
     fence_async_shared()
     row = start_n + ME * ROWS
     if row < work.seq_k:
-        tma.async_copy_shared_to_global(
-            work.dk, [work.b, work.h, row, 0], memory.k.slice(ME * ROWS, ROWS, dim=2)
-        )
-        tma.async_copy_shared_to_global(
-            work.dv, [work.b, work.h, row, 0], memory.v.slice(ME * ROWS, ROWS, dim=2)
-        )
+        tma.async_copy_shared_to_global(work.dk, [work.b, work.h, row, 0], memory.k.slice(ME * ROWS, ROWS, dim=2))
+        tma.async_copy_shared_to_global(work.dv, [work.b, work.h, row, 0], memory.v.slice(ME * ROWS, ROWS, dim=2))
     tma.store_wait(0)
 
 
@@ -454,11 +437,11 @@ def _attn_bwd_hopper_kernel(
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV, and the sum of dQ, without its scale. Grid: (tiles_n * batch * heads_kv,). scale > 0;
-    scale_log2: times log2(e).
+    """dK and dV, and the sum of dQ, without its scale. Grid: (tiles_n * batch * heads_kv,). scale > 0; scale_log2:
+    times log2(e).
 
-    count_ptr: for each tile of queries how many programs have added to it, then the next ticket;
-    all 0 when the kernel begins. heads: batch x heads_kv.
+    count_ptr: for each tile of queries how many programs have added to it, then the next ticket; all 0 when the kernel
+    begins. heads: batch x heads_kv.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -487,7 +470,7 @@ def _attn_bwd_hopper_kernel(
         gl.allocate_shared_memory(gl.int64, [2 * WRITERS, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [2 * WRITERS, 1], BARRIER),
         STAGES,
-    )  # fmt: skip
+    )
     mbarrier.init(memory.kv_full, count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(memory.row_full.index(slot), count=1)
@@ -516,8 +499,8 @@ MOST_TOGETHER = 16
 
 
 def ordered() -> bool:
-    """False where FLASH_ATTENTION_ANY_ORDER=1 lets programs add to dQ as they come: the last bits
-    then differ from run to run.
+    """False where FLASH_ATTENTION_ANY_ORDER=1 lets programs add to dQ as they come: the last bits then differ from run
+    to run.
     """
     return os.environ.get("FLASH_ATTENTION_ANY_ORDER") != "1"
 
@@ -526,8 +509,8 @@ def ordered() -> bool:
 class HopperBackwardPlan:
     """A function of the saved tensors, for all calls of one kind.
 
-    seen_k: keys past it are seen by no query, and their gradients are 0. All that programs count or
-    add up belongs to one call.
+    seen_k: keys past it are seen by no query, and their gradients are 0. All that programs count or add up belongs to
+    one call.
     """
 
     rows: Launch
@@ -561,10 +544,7 @@ class HopperBackwardPlan:
 def takes(q, k, v, do) -> bool:
     """As `hopper_forward.takes`, and no more rows than a coordinate can count."""
     tiles_m = cdiv(q.shape[2], BLOCK_M[64])
-    return (
-        hopper_forward.takes(q, k, v, do)
-        and q.shape[0] * q.shape[1] * tiles_m * BLOCK_M[64] < 2**31
-    )
+    return hopper_forward.takes(q, k, v, do) and q.shape[0] * q.shape[1] * tiles_m * BLOCK_M[64] < 2**31
 
 
 def pays(q, k) -> bool:
@@ -581,11 +561,7 @@ def plan(q, k, v, o, lse, do, dlse, is_causal: bool, scale: float, sign: int) ->
     seen_k = min(seq_k, seq_q) if is_causal else seq_k
     tiles_m, tiles_n = cdiv(seq_q, block_m), cdiv(seen_k, block_n)
     padded_q = tiles_m * block_m
-    padded_rows, tiles, heads = (
-        batch * heads_q * padded_q,
-        batch * heads_q * tiles_m,
-        batch * heads_kv,
-    )
+    padded_rows, tiles, heads = (batch * heads_q * padded_q, batch * heads_q * tiles_m, batch * heads_kv)
     # Programs that run at once are of twice as many heads as they would fill.
     together = 2 * configs.multiprocessors(q.device.index) // tiles_n
     together = max(1, min(together, MOST_TOGETHER, heads))
@@ -610,9 +586,7 @@ def plan(q, k, v, o, lse, do, dlse, is_causal: bool, scale: float, sign: int) ->
         in_heads(do, block_m, columns), in_rows(row_lse, [block_m]), in_rows(row_lse, [block_m]),
         in_rows(dq_sum, [ROWS.value, 64]), in_heads(dk, ROWS.value, columns), in_heads(dv, ROWS.value, columns),
     ]  # fmt: skip
-    fused = Launch(
-        _attn_bwd_hopper_kernel, tiles_n * heads, sizes, dict(num_warps=4, maxnreg=168), boxes
-    )
+    fused = Launch(_attn_bwd_hopper_kernel, tiles_n * heads, sizes, dict(num_warps=4, maxnreg=168), boxes)
     with runtime.on_device_of(q):
         if not runtime.recording:
             rows.compile(o, do, lse, dlse, row_lse, row_lse, dq_sum, count)

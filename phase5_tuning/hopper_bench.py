@@ -70,9 +70,7 @@ IDEAS = {
     "all heads together": dict(together=2**31 - 1),
 }
 bench.PROVIDERS |= {"hopper in any order": _InAnyOrder.apply}
-bench.PROVIDERS |= {
-    f"hopper: {what}": functools.partial(without, changes) for what, changes in IDEAS.items()
-}
+bench.PROVIDERS |= {f"hopper: {what}": functools.partial(without, changes) for what, changes in IDEAS.items()}
 
 
 if __name__ == "__main__":

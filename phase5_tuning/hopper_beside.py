@@ -1,10 +1,10 @@
-"""How long arithmetic takes beside a product: `python -m phase5_tuning.hopper_beside --name
-h200_hopper_beside`, on an H100 or H200.
+"""How long arithmetic takes beside a product: `python -m phase5_tuning.hopper_beside --name h200_hopper_beside`, on an
+H100 or H200.
 
-A multiprocessor runs a program of two warpgroups. The first multiplies 64 x 128 by 128 x 128, with
-its left factor in shared memory or in registers. Arithmetic on a tile of 64 x 64 in registers is
-done alone, by the same warpgroup while its product is under way, or by the other one. A row has
-the clocks of a product, from one to the next, and those of the arithmetic.
+A multiprocessor runs a program of two warpgroups. The first multiplies 64 x 128 by 128 x 128, with its left factor in
+shared memory or in registers. Arithmetic on a tile of 64 x 64 in registers is done alone, by the same warpgroup while
+its product is under way, or by the other one. A row has the clocks of a product, from one to the next, and those of the
+arithmetic.
 """
 
 from common import runtime
@@ -15,11 +15,7 @@ from phase5_tuning.hopper_parts import meet
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 NONE = gl.constexpr("none")
 SHARED, REGISTERS = gl.constexpr("shared memory"), gl.constexpr("registers")
@@ -33,7 +29,7 @@ LAUNCHES = 3
 def _clock():
     return gl.inline_asm_elementwise(
         "mov.u32 $0, %clock; // $1", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
@@ -55,12 +51,9 @@ def _sum(x):
 
 
 @gluon.jit
-def _work(
-    a_tile, b_tile, out_ptr, dump_ptr, turns,
-    LEFT: gl.constexpr, ARITHMETIC: gl.constexpr, ME: gl.constexpr,
-):  # fmt: skip
-    """Turns of a product, of arithmetic, or of arithmetic while a product of the same warps is under
-    way. Stores how many clocks all turns took, and the arithmetic of all turns.
+def _work(a_tile, b_tile, out_ptr, dump_ptr, turns, LEFT: gl.constexpr, ARITHMETIC: gl.constexpr, ME: gl.constexpr):
+    """Turns of a product, of arithmetic, or of arithmetic while a product of the same warps is under way. Stores how
+    many clocks all turns took, and the arithmetic of all turns.
     """
     SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -96,9 +89,8 @@ def _beside_kernel(
     out_ptr, dump_ptr, turns, turns_of_the_other,
     LEFT: gl.constexpr, ARITHMETIC: gl.constexpr, OF_THE_OTHER: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's product and arithmetic, and the other one's arithmetic. out: for each warpgroup
-    the clocks of all its turns, and those of their arithmetic. Grid: as many programs as
-    multiprocessors.
+    """A warpgroup's product and arithmetic, and the other one's arithmetic. out: for each warpgroup the clocks of all
+    its turns, and those of their arithmetic. Grid: as many programs as multiprocessors.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -110,10 +102,7 @@ def _beside_kernel(
     gl.warp_specialize(
         [
             (_work, (a_tile, b_tile, out_ptr, dump_ptr, turns, LEFT, ARITHMETIC, 0)),
-            (
-                _work,
-                (a_tile, b_tile, out_ptr, dump_ptr, turns_of_the_other, NONE, OF_THE_OTHER, 1),
-            ),
+            (_work, (a_tile, b_tile, out_ptr, dump_ptr, turns_of_the_other, NONE, OF_THE_OTHER, 1)),
         ],
         [4],
         [240],
@@ -121,11 +110,9 @@ def _beside_kernel(
 
 
 def clocks(left: str, own: str, of_the_other: str) -> dict[str, float]:
-    """Clocks of a "product" and of "arithmetic", where there are any: the median of all
-    multiprocessors and launches.
+    """Clocks of a "product" and of "arithmetic", where there are any: the median of all multiprocessors and launches.
 
-    Of two warpgroups the one whose clocks are not wanted works longer, so that every turn of the
-    other has it beside.
+    Of two warpgroups the one whose clocks are not wanted works longer, so that every turn of the other has it beside.
     """
     none, longer = NONE.value, 8 * TURNS
     found = {}

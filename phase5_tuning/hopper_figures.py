@@ -27,9 +27,7 @@ NAMES = {
 }
 
 
-def timeline(
-    runs: Timeline | Mapping[str, Timeline], start: float = 0.0, end: float | None = None
-) -> None:
+def timeline(runs: Timeline | Mapping[str, Timeline], start: float = 0.0, end: float | None = None) -> None:
     """Draw one timeline or several, by title: copies, products, and what each consumer does itself.
 
     Products have a lane for each actor, and so have copies if several actors ask for them.
@@ -51,8 +49,7 @@ def timeline(
     axes[-1, 0].set_xlabel("microseconds (the model's)")
     consumers = max((_consumers(run) for run in runs.values()), key=len)
     handles = [
-        Patch(facecolor=color, label=f"product of {name}")
-        for name, color in zip(consumers, ACTORS, strict=False)
+        Patch(facecolor=color, label=f"product of {name}") for name, color in zip(consumers, ACTORS, strict=False)
     ]
     handles += [Patch(label=NAMES[kind], **look) for kind, look in LOOKS.items()]
     fig.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8)
@@ -126,15 +123,7 @@ def _bar(ax, interval, left, right, y, height, consumers):
     wide = ax.figure.get_size_inches()[0] * 0.82 * 72 / (ax.get_xlim()[1] - ax.get_xlim()[0])
     size = min(8.0, height * 26)
     if text and len(text) * size * 0.62 < (right - left) * wide:
-        ax.text(
-            (left + right) / 2,
-            y + height / 2,
-            text,
-            ha="center",
-            va="center",
-            fontsize=size,
-            color=ink,
-        )
+        ax.text((left + right) / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=ink)
 
 
 def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
@@ -152,9 +141,7 @@ def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
     for ax, (title, run) in zip(axes[0], runs.items(), strict=True):
         tiles_m = 1 + max(m for *_, m in run.added)
         for y, program in enumerate(run.programs):
-            life = Rectangle(
-                (program.start, y + 0.06), program.finish - program.start, 0.88, facecolor=TINT["s"]
-            )
+            life = Rectangle((program.start, y + 0.06), program.finish - program.start, 0.88, facecolor=TINT["s"])
             ax.add_patch(life)
             for i, part in enumerate(program.parts):
                 _part(ax, part, y + 0.06 + 0.44 * (i % 2), tiles_m)
@@ -193,9 +180,7 @@ def _part(ax, part, y, tiles_m):
     if part.begin > part.computed:
         ax.add_patch(Rectangle((part.computed, y), part.begin - part.computed, 0.44, **_WAITS))
     share = part.tile[2] / max(1, tiles_m - 1)
-    box = Rectangle(
-        (part.begin, y), part.end - part.begin, 0.44, facecolor=_shade(share), ec="white", lw=0.6
-    )
+    box = Rectangle((part.begin, y), part.end - part.begin, 0.44, facecolor=_shade(share), ec="white", lw=0.6)
     ax.add_patch(box)
     ink = "white" if share > 0.45 else COLORS["ink"]
     middle = (part.begin + part.end) / 2, y + 0.22

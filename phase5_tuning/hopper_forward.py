@@ -1,16 +1,16 @@
 """The forward pass for Hopper, in Gluon: copies, products and exponentials at the same time.
 
-A program is one producer warp and two or three consumers of four warps each. The producer has the
-tensor memory accelerator fetch tiles into shared memory; each consumer attends 64 queries of its
-own to them. Programs stay: each takes one tile of queries after another.
+A program is one producer warp and two or three consumers of four warps each. The producer has the tensor memory
+accelerator fetch tiles into shared memory; each consumer attends 64 queries of its own to them. Programs stay: each
+takes one tile of queries after another.
 
                      K V K V ...           kv_full, kv_empty: a ring of pairs
     producer  ---->  Q Q Q                 q_full, q_empty: two turns of queries
                        |
                  consumer 0, 1, (2)  ----> O (in Q's place), LSE
 
-Builds on: `_attn_fwd_descriptors_kernel`, whose descriptors, base 2 and late sums it keeps. The walk
-over the keys runs from right to left, so that only its first tile needs a mask.
+Builds on: `_attn_fwd_descriptors_kernel`, whose descriptors, base 2 and late sums it keeps. The walk over the keys runs
+from right to left, so that only its first tile needs a mask.
 """
 
 import os
@@ -58,7 +58,7 @@ class Work:
     @gluon.constexpr_function
     def __init__(
         self, q, k, v, o, lse_ptr, taken_ptr, heads_q, group, seq_q, seq_k, heads, together, IS_CAUSAL, CONSUMERS
-    ):  # fmt: skip
+    ):
         self.q, self.k, self.v, self.o = q, k, v, o
         self.lse_ptr, self.taken_ptr = lse_ptr, taken_ptr
         self.heads_q, self.group, self.seq_q, self.seq_k = heads_q, group, seq_q, seq_k
@@ -77,8 +77,8 @@ class Work:
     def place(self, tile):
         """(row, b, h) of a tile: its first query, and its head.
 
-        Under a causal mask the last queries, whose walk is the longest, come first: in all heads
-        that are done together.
+        Under a causal mask the last queries, whose walk is the longest, come first: in all heads that are done
+        together.
         """
         tiles_m = self.tiles_m()
         first = tile // (tiles_m * self.together) * self.together
@@ -103,9 +103,9 @@ class Work:
 class Memory:
     """A program's shared memory: tiles, and the barriers that say who may touch them.
 
-    A full barrier guards what its readers wait for, an empty one what its writer waits for. Each
-    completes once a lap. A wait names the parity of the lap: readers begin with 0, and writers with
-    1, which on a fresh barrier is already past.
+    A full barrier guards what its readers wait for, an empty one what its writer waits for. Each completes once a lap.
+    A wait names the parity of the lap: readers begin with 0, and writers with 1, which on a fresh barrier is already
+    past.
     """
 
     q: gl.shared_memory_descriptor  # two turns x consumers x (ROWS, BLOCK_D); O leaves from here
@@ -121,9 +121,7 @@ class Memory:
     BLOCK_D: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self, q, k, v, tile, q_full, q_empty, kv_full, kv_empty, STAGES, BLOCK_N, BLOCK_D
-    ):  # fmt: skip
+    def __init__(self, q, k, v, tile, q_full, q_empty, kv_full, kv_empty, STAGES, BLOCK_N, BLOCK_D):
         self.q, self.k, self.v, self.tile = q, k, v, tile
         self.q_full, self.q_empty, self.kv_full, self.kv_empty = q_full, q_empty, kv_full, kv_empty
         self.STAGES = gl.constexpr(STAGES)
@@ -169,8 +167,8 @@ def _fetch_pair(work, memory, pair, b, h, start_n, HAS_K: gl.constexpr, HAS_V: g
 def _produce(work, memory):
     """Fetch queries, keys and values, as far ahead as there is room.
 
-    A pair is the keys of one step and the values of the step before, since a consumer multiplies
-    with both at once. The first pair of a turn has keys alone, the last has values alone.
+    A pair is the keys of one step and the values of the step before, since a consumer multiplies with both at once. The
+    first pair of a turn has keys alone, the last has values alone.
     """
     CONSUMERS: gl.constexpr = work.CONSUMERS
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -203,9 +201,7 @@ def _produce(work, memory):
     side = turn % 2
     mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)
     memory.tile.index(side).store(gl.full([1], tile, gl.int32, ONE))
-    mbarrier.arrive(
-        memory.q_full.index(side), count=1
-    )  # there is no more: consumers read it and stop
+    mbarrier.arrive(memory.q_full.index(side), count=1)  # there is no more: consumers read it and stop
 
 
 @gluon.jit
@@ -228,10 +224,7 @@ def _softmax_step(s, m_i, l_i, scale, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
-    work, memory, scale,
-    MASKED: gl.constexpr, OVERLAP: gl.constexpr, ME: gl.constexpr,
-):  # fmt: skip
+def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, ME: gl.constexpr):
     """Attend ROWS queries of each turn's tile to all keys that they see."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
     BLOCK_D: gl.constexpr = memory.BLOCK_D
@@ -319,9 +312,7 @@ def _consume(
         pair += 1
         q_place.store((acc * gl.expand_dims(inverse, 1)).to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(
-            work.o, [b, h, row, 0], memory.q.index(side * CONSUMERS + ME)
-        )
+        tma.async_copy_shared_to_global(work.o, [b, h, row, 0], memory.q.index(side * CONSUMERS + ME))
         offs_m = row + gl.arange(0, ROWS, S_ROWS)
         lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
         gl.store(lse_row + offs_m, lse, mask=offs_m < work.seq_q)
@@ -338,8 +329,8 @@ def _attn_fwd_hopper_kernel(
     OVERLAP: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """O and LSE as `_attn_fwd_descriptors_kernel`. Grid: as many programs as multiprocessors, at
-    most one for each tile of CONSUMERS x 64 queries.
+    """O and LSE as `_attn_fwd_descriptors_kernel`. Grid: as many programs as multiprocessors, at most one for each tile
+    of CONSUMERS x 64 queries.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -423,8 +414,8 @@ def enabled() -> bool:
 
 
 def takes(*tensors: torch.Tensor) -> bool:
-    """True if the Hopper kernels can take these tensors on this GPU: compute capability 9.0, fp16 or
-    bf16, head_dim a multiple of 8 up to 128, rows as descriptors want them.
+    """True if the Hopper kernels can take these tensors on this GPU: compute capability 9.0, fp16 or bf16, head_dim a
+    multiple of 8 up to 128, rows as descriptors want them.
     """
     q = tensors[0]
     return (
@@ -441,8 +432,8 @@ def takes(*tensors: torch.Tensor) -> bool:
 
 
 def pays(q: torch.Tensor, length: int, few: dict[int, float] = FEW) -> bool:
-    """True if the Hopper kernels are faster than the last rung. length: of the rows that programs
-    share out, queries or keys.
+    """True if the Hopper kernels are faster than the last rung. length: of the rows that programs share out, queries or
+    keys.
     """
     tiles = q.shape[0] * q.shape[1] * cdiv(length, 64)
     enough = tiles >= few[columns_of(q.shape[3])] * configs.multiprocessors(q.device.index)

@@ -60,9 +60,7 @@ def backward_launch(head_dim: int, is_causal: bool = False) -> offline.Launch:
     return next(x for x in launches if x.name == "_attn_bwd_hopper_kernel")
 
 
-def with_line(
-    launch: offline.Launch, module: ModuleType, after: str, old: str, new: str
-) -> offline.Launch:
+def with_line(launch: offline.Launch, module: ModuleType, after: str, old: str, new: str) -> offline.Launch:
     """The same launch of a kernel whose module has `new` where, behind `after`, `old` stood."""
     before, found, rest = Path(module.__file__).read_text().partition(after)
     if old not in rest:

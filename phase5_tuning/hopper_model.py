@@ -1,5 +1,4 @@
-"""A model of one Hopper multiprocessor in plain Python, so that asynchronous programs can be tried
-without a GPU.
+"""A model of one Hopper multiprocessor in plain Python, so that asynchronous programs can be tried without a GPU.
 
 Actors, one for each group of warps, are generator functions. What they yield is an operation:
 
@@ -11,9 +10,9 @@ Actors, one for each group of warps, are generator functions. What they yield is
     exponentials(count)       on the unit that all actors share
     work(clocks)              other instructions, in the actor's own time
 
-`simulate` runs actors together and returns a `Timeline`. Times are in microseconds. The lower half
-of the file has the programs of hopper_forward.py and, for comparison, of a plain Triton kernel; the
-order in which hopper_backward.py adds to dQ is modelled in hopper_order.py.
+`simulate` runs actors together and returns a `Timeline`. Times are in microseconds. The lower half of the file has the
+programs of hopper_forward.py and, for comparison, of a plain Triton kernel; the order in which hopper_backward.py adds
+to dQ is modelled in hopper_order.py.
 """
 
 import heapq
@@ -26,8 +25,8 @@ MULTIPROCESSORS = 132  # of an H100 SXM or H200
 # Clocks in a microsecond: what the clock of an H200 settles at under our forward kernel
 # (results/h200_power.json). Its maximum is 1980.
 CLOCK = 1500.0
-# FLOP in a microsecond on one multiprocessor, fp16: of a large product, which reaches 690 TFLOP/s
-# on the H200. The data sheet has 989.5 at 1830 MHz, or 4096 a clock.
+# FLOP in a microsecond on one multiprocessor, fp16: of a large product, which reaches 690 TFLOP/s on the H200. The data
+# sheet has 989.5 at 1830 MHz, or 4096 a clock.
 TENSOR = 690e12 / MULTIPROCESSORS / 1e6
 # Actors take turns on shared units: an instruction of each (FLOP), and a few rows (exponentials).
 WGMMA, PART = 2 * 64 * 128 * 16, 512
@@ -65,8 +64,8 @@ class Race(RuntimeError):
 class Barrier:
     """Hopper's mbarrier: a phase is complete when `count` have arrived; then the next one begins.
 
-    Phases are numbered 0, 1, 2, ...; a wait names one by its parity, 0 or 1. It passes if the phase
-    before the present one has that parity. A fresh barrier is in phase 0: a wait for 1 passes.
+    Phases are numbered 0, 1, 2, ...; a wait names one by its parity, 0 or 1. It passes if the phase before the present
+    one has that parity. A fresh barrier is in phase 0: a wait for 1 passes.
     """
 
     def __init__(self, name: str, count: int = 1):
@@ -178,8 +177,8 @@ class Timeline:
 def simulate(actors: Mapping[str, Iterator[Operation]]) -> Timeline:
     """Run the actors, by name, until all have ended.
 
-    Raises Deadlock if those that have not ended all wait, Race if a tile is read or overwritten at
-    the wrong time, and TypeError if an actor yields something else than an operation.
+    Raises Deadlock if those that have not ended all wait, Race if a tile is read or overwritten at the wrong time, and
+    TypeError if an actor yields something else than an operation.
     """
     return _Simulation(actors).run()
 
@@ -289,8 +288,7 @@ class _Simulation:
         self._serve("exponentials", actor, op, op.amount)
 
     def _serve(self, unit, actor, op, left, begin=None):
-        """One part of an operation on a unit that actors share, then the rest of it: they take
-        turns."""
+        """One part of an operation on a unit that actors share, then the rest of it: they take turns."""
         rate, part = (TENSOR, WGMMA) if unit == "tensor cores" else (MUFU, PART)
         part = min(left, part)
         start = max(self.now, self.free[unit])
@@ -336,8 +334,8 @@ class Ring:
 def forward(
     head_dim: int, consumers: int, stages: int, overlap: bool, tiles_n: int = 8, tiles_m: int = 1
 ) -> dict[str, Iterator[Operation]]:
-    """The actors of hopper_forward.py's program, for `tiles_m` tiles of queries that each see all of
-    `tiles_n` tiles of 128 keys.
+    """The actors of hopper_forward.py's program, for `tiles_m` tiles of queries that each see all of `tiles_n` tiles of
+    128 keys.
 
     stages: pairs of K and V in the ring. overlap: issue the next S before the exponentials.
     """
@@ -445,11 +443,7 @@ class Consumer:
 
 
 def own_rings(
-    head_dim: int,
-    consumers: int,
-    stages: int,
-    walk: Callable[[Consumer, int], Iterator[Operation]],
-    tiles_n: int = 8,
+    head_dim: int, consumers: int, stages: int, walk: Callable[[Consumer, int], Iterator[Operation]], tiles_n: int = 8
 ) -> dict[str, Iterator[Operation]]:
     """The actors of a program in which K and V have rings of their own, for one tile of queries.
 
@@ -508,9 +502,7 @@ def _plain(p, stages, head_dim, tiles_n, rows):
             yield load(kv.full[slot], size, f"K{step} V{step}", [(kv.places[slot], step)])
 
 
-def predicted_tflops(
-    head_dim: int, consumers: int, stages: int, overlap: bool, seq_k: int = 4096
-) -> float:
+def predicted_tflops(head_dim: int, consumers: int, stages: int, overlap: bool, seq_k: int = 4096) -> float:
     """TFLOP/s of the forward pass on a whole H200, without a mask, as the model has it."""
     tiles_m, tiles_n = 2, -(-seq_k // BLOCK_N)
     total = simulate(forward(head_dim, consumers, stages, overlap, tiles_n, tiles_m)).total

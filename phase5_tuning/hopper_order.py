@@ -1,8 +1,8 @@
 """A model of the order in which programs of hopper_backward.py add to dQ, in plain Python.
 
-A program owns a tile of keys, walks over the tiles of queries that see it, and adds a part to the
-dQ of each. The order of those additions is fixed; so a program may have to wait for others. The
-model says how long, and whether everybody gets done.
+A program owns a tile of keys, walks over the tiles of queries that see it, and adds a part to the dQ of each. The order
+of those additions is fixed; so a program may have to wait for others. The model says how long, and whether everybody
+gets done.
 """
 
 import heapq
@@ -19,18 +19,14 @@ def first_m(n: int, block_m: int, block_n: int, is_causal: bool) -> int:
     return n * block_n // block_m if is_causal else 0
 
 
-def walk(
-    n: int, tiles_m: int, block_m: int, block_n: int, is_causal: bool, toward: int = 1
-) -> range:
-    """The tiles of queries that see key tile n, in the order of the kernel's `Work.tile_m`. toward: 1
-    from the first to the last, -1 from the last to the first.
+def walk(n: int, tiles_m: int, block_m: int, block_n: int, is_causal: bool, toward: int = 1) -> range:
+    """The tiles of queries that see key tile n, in the order of the kernel's `Work.tile_m`. toward: 1 from the first to
+    the last, -1 from the last to the first.
     """
     return range(first_m(n, block_m, block_n, is_causal), tiles_m)[::toward]
 
 
-def order(
-    m: int, n: int, tiles_n: int, block_m: int, block_n: int, is_causal: bool, toward: int = 1
-) -> int:
+def order(m: int, n: int, tiles_n: int, block_m: int, block_n: int, is_causal: bool, toward: int = 1) -> int:
     """How many programs add to query tile m before that of key tile n, as the kernel's `Work.order`."""
     if not is_causal or toward < 0:
         return n
@@ -38,9 +34,7 @@ def order(
     return min(last, tiles_n - 1) - n
 
 
-def take_tile(
-    ticket: int, tiles_n: int, heads: int, together: int, is_causal: bool
-) -> tuple[int, int, int]:
+def take_tile(ticket: int, tiles_n: int, heads: int, together: int, is_causal: bool) -> tuple[int, int, int]:
     """(key tile, head, which way it walks) of a ticket, as the kernel's `_take_tile`."""
     first = ticket // (tiles_n * together) * together
     taking_turns = min(together, heads - first)
@@ -112,15 +106,14 @@ def dq_schedule(
 ) -> DqSchedule:
     """Run the programs of all tiles of keys, and return when each computed, added and ended.
 
-    slots: how many programs run at once; another begins when one ends. step: how long a program
-    computes a part. hop: from the turn of a program, when its part is ready, until the next one's.
-    writers: how many parts may wait to be added. late: how long after it got its slot the i-th
-    program takes its ticket; 0 where the list ends. So tickets need not be taken in the order in
-    which programs are dispatched.
+    slots: how many programs run at once; another begins when one ends. step: how long a program computes a part. hop:
+    from the turn of a program, when its part is ready, until the next one's. writers: how many parts may wait to be
+    added. late: how long after it got its slot the i-th program takes its ticket; 0 where the list ends. So tickets
+    need not be taken in the order in which programs are dispatched.
 
-    heads: batch x heads_kv. group: heads of queries for each. together: heads that take turns.
-    take_tile(ticket), walk(n, toward), order(m, n, toward): the kernel's rules unless others are
-    given. Raises Deadlock if programs are left and all of them wait.
+    heads: batch x heads_kv. group: heads of queries for each. together: heads that take turns. take_tile(ticket),
+    walk(n, toward), order(m, n, toward): the kernel's rules unless others are given. Raises Deadlock if programs are
+    left and all of them wait.
     """
     here = globals()  # this module's rules, which have the same names
     blocks = block_m, block_n, is_causal

@@ -1,8 +1,7 @@
 """What Gluon has no public word for in the releases this course runs on (3.6.0 and 3.7.1).
 
-Most functions wrap one instruction or a few. The others describe tiles to descriptors, and spread a
-row over a product's layout. Gluon 3.8.0 adds a TMA reduction of its own; it has no named barriers
-up to 3.9.0.
+Most functions wrap one instruction or a few. The others describe tiles to descriptors, and spread a row over a
+product's layout. Gluon 3.8.0 adds a TMA reduction of its own; it has no named barriers up to 3.9.0.
 """
 
 import inspect
@@ -19,11 +18,11 @@ from triton.language.core import _aggregate
 
 
 def aggregate(cls: type) -> type:
-    """A class whose fields may be tensors, descriptors and shared memory, and that a kernel can pass
-    around. Triton's own Gluon kernels import it by the same private name.
+    """A class whose fields may be tensors, descriptors and shared memory, and that a kernel can pass around. Triton's
+    own Gluon kernels import it by the same private name.
 
-    From Python 3.14 on, a class has a function `__annotate__`. Triton would take it for one that
-    kernels call, and refuse it.
+    From Python 3.14 on, a class has a function `__annotate__`. Triton would take it for one that kernels call, and
+    refuse it.
     """
     made = _aggregate(cls)
     made.hash_attrs = [member for member in made.hash_attrs if not inspect.isfunction(member)]
@@ -31,8 +30,8 @@ def aggregate(cls: type) -> type:
 
 
 def in_heads(t: torch.Tensor, rows: int, columns: int) -> Described:
-    """Tiles of rows x columns of one head, for Gluon: in shared memory their 16-byte pieces are
-    swizzled in rows of 128 bytes, as wgmma reads them.
+    """Tiles of rows x columns of one head, for Gluon: in shared memory their 16-byte pieces are swizzled in rows of 128
+    bytes, as wgmma reads them.
     """
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return Described(TensorDescriptor(t, *head_tiles(t, rows, columns), layout))
@@ -71,28 +70,28 @@ def tma_add(desc, coord, tile, _semantic=None):
 
 @gluon.jit
 def await_count(count_ptr, wanted):
-    """Wait until the number in memory, which other programs release, is the wanted one. What they
-    wrote before is visible to the TMA from here on.
+    """Wait until the number in memory, which other programs release, is the wanted one. What they wrote before is
+    visible to the TMA from here on.
     """
     count = _acquire(count_ptr)
     while count != wanted:
         count = _acquire(count_ptr)
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
 def _acquire(count_ptr):
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [count_ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
 def release_count(count_ptr):
-    """Add 1 to the number in memory, after what this warp's TMA wrote has arrived there.
-    (`tma.store_wait` only waits until it has left shared memory.)
+    """Add 1 to the number in memory, after what this warp's TMA wrote has arrived there. (`tma.store_wait` only waits
+    until it has left shared memory.)
     """
     gl.inline_asm_elementwise(
         """{
@@ -111,14 +110,12 @@ def release_count(count_ptr):
 
 @gluon.jit
 def in_pairs(x, DTYPE: gl.constexpr):
-    """fp32 as DTYPE, two numbers an instruction. Where the result is also needed in fp32, the compiler
-    would convert to bf16 one by one, on the unit that computes exponentials.
+    """fp32 as DTYPE, two numbers an instruction. Where the result is also needed in fp32, the compiler would convert to
+    bf16 one by one, on the unit that computes exponentials.
     """
     if gl.bfloat16 == DTYPE:
         code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-        return gl.inline_asm_elementwise(
-            code, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
+        return gl.inline_asm_elementwise(code, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
         return x.to(DTYPE)
 
@@ -158,9 +155,7 @@ def _lanes_of_rows(columns):
     second_half = [[0, 0, 8]] if columns == 128 else []
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     registers = [[0, 0, 1], [1, 0, 0], *second_half]
-    return gl.DistributedLinearLayout(
-        registers, lanes, [[2, 0, 0], [4, 0, 0]], [], [8, 8, columns // 8]
-    )
+    return gl.DistributedLinearLayout(registers, lanes, [[2, 0, 0], [4, 0, 0]], [], [8, 8, columns // 8])
 
 
 @gluon.jit
@@ -173,8 +168,8 @@ def _eighth(part, EIGHTH: gl.constexpr):
 def under_all_rows(row, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     """A row of shared memory, 64 or 128 columns in fp32, as 64 equal rows in the layout of a product.
 
-    A plain load would give each thread 16 or 32 of the columns at once, and no registers are left
-    for them. Here a lane loads 2 or 4, and shuffles fetch the others when they are used.
+    A plain load would give each thread 16 or 32 of the columns at once, and no registers are left for them. Here a lane
+    loads 2 or 4, and shuffles fetch the others when they are used.
     """
     ROWS: gl.constexpr = _lanes_of_rows(COLUMNS)
     PART: gl.constexpr = COLUMNS // 8
@@ -182,11 +177,7 @@ def under_all_rows(row, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     part = part.permute((1, 0, 2)).reshape([8, PART])
     part = gl.convert_layout(part, gl.SliceLayout(0, ROWS), assert_trivial=True)
     part = gl.expand_dims(part, 0).broadcast_to([8, 8, PART]).reshape([64, PART])
-    even = gl.join(
-        gl.join(_eighth(part, 0), _eighth(part, 4)), gl.join(_eighth(part, 2), _eighth(part, 6))
-    )
-    odd = gl.join(
-        gl.join(_eighth(part, 1), _eighth(part, 5)), gl.join(_eighth(part, 3), _eighth(part, 7))
-    )
+    even = gl.join(gl.join(_eighth(part, 0), _eighth(part, 4)), gl.join(_eighth(part, 2), _eighth(part, 6)))
+    odd = gl.join(gl.join(_eighth(part, 1), _eighth(part, 5)), gl.join(_eighth(part, 3), _eighth(part, 7)))
     rows = gl.join(even, odd).reshape([64, COLUMNS // 64, 8, 8]).permute((0, 1, 3, 2))
     return gl.convert_layout(rows.reshape([64, COLUMNS]), LAYOUT, assert_trivial=True)

@@ -19,15 +19,12 @@ Rates = Mapping[tuple[str, int, bool, int, str], float]
 
 
 def rates(records: Iterable[dict]) -> Rates:
-    """TFLOP/s in fp16, by provider, head_dim, is_causal, seq and mode. What stands in several records
-    is of the last one.
+    """TFLOP/s in fp16, by provider, head_dim, is_causal, seq and mode. What stands in several records is of the last
+    one.
     """
     found = {}
     for r in (r for record in records for r in record["rows"]):
-        twice = (r["provider"], r["mode"]) == (
-            "flash-attn-4-det",
-            "fwd",
-        )  # the same as flash-attn-4
+        twice = (r["provider"], r["mode"]) == ("flash-attn-4-det", "fwd")  # the same as flash-attn-4
         if r["dtype"] == "fp16" and "tflops" in r and not twice:
             found[r["provider"], r["head_dim"], r["is_causal"], r["seq"], r["mode"]] = r["tflops"]
     return found
@@ -82,18 +79,13 @@ def both_passes(record: dict) -> str:
     modes = "fwd", "bwd", "both"
     lines = [f"{'ms':<30}" + "".join(f"{mode:>8}" for mode in modes)]
     for provider in sorted({of for of, _ in ms}, key=lambda of: ms[of, "both"]):
-        lines.append(
-            f"{NAMES[provider]:<30}" + "".join(f"{ms[provider, mode]:>8.2f}" for mode in modes)
-        )
+        lines.append(f"{NAMES[provider]:<30}" + "".join(f"{ms[provider, mode]:>8.2f}" for mode in modes))
     return "\n".join(lines)
 
 
 def orders(rate: Rates, lengths: tuple[int, ...] = (1024, 4096, 16384)) -> str:
     """The backward pass: speed in a fixed order by that in any order."""
-    of = {
-        "this chapter": ("hopper", "hopper in any order"),
-        "FA4": ("flash-attn-4-det", "flash-attn-4"),
-    }
+    of = {"this chapter": ("hopper", "hopper in any order"), "FA4": ("flash-attn-4-det", "flash-attn-4")}
     wide = 8 * len(lengths)
     lines = [
         "backward: speed in a fixed order / in any order",
@@ -109,11 +101,7 @@ def orders(rate: Rates, lengths: tuple[int, ...] = (1024, 4096, 16384)) -> str:
 
 def without_an_idea(record: dict) -> str:
     """The forward pass: time with one idea taken away by the time of the kernel."""
-    ms = {
-        (r["provider"], r["head_dim"], r["is_causal"], r["seq"]): r["ms"]
-        for r in record["rows"]
-        if "ms" in r
-    }
+    ms = {(r["provider"], r["head_dim"], r["is_causal"], r["seq"]): r["ms"] for r in record["rows"] if "ms" in r}
     cases = sorted({key[1:] for key in ms})
     lines = [
         "forward: time without an idea / time of the kernel; by head_dim, mask and seq",
@@ -167,9 +155,7 @@ def _of_call(row):
 
 
 def below_the_goal(
-    fixed: Mapping[Case, tuple[float, float]],
-    any_order: Mapping[Case, tuple[float, float]],
-    counters: dict,
+    fixed: Mapping[Case, tuple[float, float]], any_order: Mapping[Case, tuple[float, float]], counters: dict
 ) -> str:
     """What misses the goal by the GPU's clock, and what was counted there."""
     counted = {}
@@ -180,10 +166,7 @@ def below_the_goal(
         f"{'':<46}{'speed / faster peer':>20}{'FA4 / ours, counted':>27}{'tensor cores busy':>22}",
         f"{'':<46}{'fp16':>11}{'bf16':>9}{'clocks':>13}{'MHz':>7}{'time':>7}{'ours':>14}{'FA4':>8}",
     ]
-    for name, shares, ours in (
-        ("", fixed, "hopper"),
-        ("any order, ", any_order, "hopper in any order"),
-    ):
+    for name, shares, ours in (("", fixed, "hopper"), ("any order, ", any_order, "hopper in any order")):
         missed = {case[1:] for case, (_, gpu) in shares.items() if gpu < GOAL}
         # In any order only the cases that were counted.
         missed = {m for m in missed if shares is fixed or (*m, ours) in counted}
@@ -216,15 +199,12 @@ def table_of_rungs(counters: dict) -> str:
         c, name = r["counted"], shown.get(r["provider"], r["provider"].replace("hopper", "this"))
         line = f"{name.removeprefix('rung: '):<24}{c['clocks'] / 1e6:>6.2f} M"
         line += f"{c['instructions'] / 1e6:>6.0f} M{c['warps']:>7.1f}{c['issue']:>5.0f} %"
-        line += (
-            f"{c['tensor_cores']:>6.0f} %{c['exponentials']:>4.0f} %{c['shared_memory']:>6.0f} %"
-        )
+        line += f"{c['tensor_cores']:>6.0f} %{c['exponentials']:>4.0f} %{c['shared_memory']:>6.0f} %"
         lines.append(line + f"{c['dram_bytes'] / 1e9:>5.2f} GB{r['mhz']:>14.0f}{r['ms']:>6.2f}")
     first, last = of[0], of[-1]
     fewer = first["counted"]["clocks"] / last["counted"]["clocks"]
     lines.append(
-        f"first / last: clocks {fewer:.2f}, MHz {first['mhz'] / last['mhz']:.2f}, "
-        f"time {first['ms'] / last['ms']:.2f}"
+        f"first / last: clocks {fewer:.2f}, MHz {first['mhz'] / last['mhz']:.2f}, time {first['ms'] / last['ms']:.2f}"
     )
     watts = [r["watts"] for r in of]
     lines.append(f"power: {min(watts):.0f} to {max(watts):.0f} W")
@@ -255,18 +235,14 @@ def table_of_pairs(counters: dict) -> str:
         mhz, ms = (theirs[name] / ours[name] for name in ("mhz", "ms"))
         lines.append(f"  {'theirs / ours':<24}{clocks:>10.2f}{mhz:>50.2f}{ms:>13.2f}")
     left_out = len(all_pairs) - len(behind)
-    lines.append(
-        f"left out: {left_out} of {len(all_pairs)} cases, in which this chapter's kernel is ahead"
-    )
+    lines.append(f"left out: {left_out} of {len(all_pairs)} cases, in which this chapter's kernel is ahead")
     return "\n".join(lines)
 
 
 def table_of_instructions(before: dict, counters: dict) -> str:
     """Instructions of the backward pass in bf16 at head_dim 64, in an earlier record and in this one."""
     now = {(*_case(ours), ours["provider"]): ours for ours, _ in pairs(counters)}
-    lines = [
-        f"{'instructions, M: bf16, bwd, head_dim 64':<42}before 96 were removed   after   FA4, fixed"
-    ]
+    lines = [f"{'instructions, M: bf16, bwd, head_dim 64':<42}before 96 were removed   after   FA4, fixed"]
     for ours, theirs in pairs(before):
         case = *_case(ours), ours["provider"]
         if case[:3] == ("bf16", "bwd", 64) and case in now:
@@ -280,9 +256,7 @@ def _case(row):
     return tuple(row[key] for key in ("dtype", "mode", "head_dim", "is_causal", "seq"))
 
 
-def table_of_runs(
-    first: Mapping[Case, tuple[float, float]], again: Mapping[Case, tuple[float, float]]
-) -> str:
+def table_of_runs(first: Mapping[Case, tuple[float, float]], again: Mapping[Case, tuple[float, float]]) -> str:
     """All cases that miss the goal by a clock in the first of two runs."""
     missed = {case for case, shares in first.items() if min(shares) < GOAL}
     lines = [
@@ -307,8 +281,5 @@ def table_of_runs(
     lines.append(f"  the forward pass: {reach_the_goal(once)}")
     lines.append(f"  in the other run: {reach_the_goal(again.values())}")
     by = [max(abs(again[case][i] - first[case][i]) for case in again) for i in range(2)]
-    lines.append(
-        f"  one case in two runs differs by up to {by[0]:.2f} by the caller's clock, "
-        f"{by[1]:.2f} by the GPU's"
-    )
+    lines.append(f"  one case in two runs differs by up to {by[0]:.2f} by the caller's clock, {by[1]:.2f} by the GPU's")
     return "\n".join(lines)

@@ -1,5 +1,4 @@
-"""Pictures of phase 5's second chapter: what is under way at the same time, who holds what, and in
-which order."""
+"""Pictures of phase 5's second chapter: what is under way at the same time, who holds what, and in which order."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,10 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 # --- 5. turns of a loop -------------------------------------------------------------------------------------------
 
 LANES = ("copy under way", "product under way", "exponentials")
-PRODUCTS = {
-    "S": dict(facecolor=COLORS["tiled"]),
-    "PV": dict(facecolor=COLORS["v"], hatch="//"),
-}
+PRODUCTS = {"S": dict(facecolor=COLORS["tiled"]), "PV": dict(facecolor=COLORS["v"], hatch="//")}
 
 
 LEGEND = "left factor in shared memory", "left factor in registers"
@@ -42,11 +38,7 @@ def turns(
     style.use()
     height = 0.4 * (len(names) + 1) if names else 1.75
     fig, axes = plt.subplots(
-        len(bodies),
-        1,
-        figsize=(8.6, height * len(bodies) + 0.7),
-        layout="constrained",
-        squeeze=False,
+        len(bodies), 1, figsize=(8.6, height * len(bodies) + 0.7), layout="constrained", squeeze=False
     )
     for ax, (title, body) in zip(axes[:, 0], bodies.items(), strict=True):
         if names:
@@ -93,9 +85,7 @@ def _named_lanes(ax, body, names, wide):
     lanes = [*(name.replace("^T", "$^T$") for name in names), LANES[-1]]
     products = [span for span in listing.under_way(body) if span[0] != "copy"]
     for y, (kind, first, last) in enumerate(products):
-        box = Rectangle(
-            (first, y + 0.1), last - first, 0.8, edgecolor="white", **LEFT_FACTORS[kind]
-        )
+        box = Rectangle((first, y + 0.1), last - first, 0.8, edgecolor="white", **LEFT_FACTORS[kind])
         ax.add_patch(box)
     at = [n for n, x in enumerate(body) if x.what == "exponential"]
     ax.vlines(at, len(names) + 0.1, len(names) + 0.9, color=COLORS["state"], linewidth=1)
@@ -155,8 +145,8 @@ def pairs(tiles: int, stages: int) -> None:
 
 
 def quads(owner: np.ndarray, needs: np.ndarray) -> None:
-    """Which thread holds which element of 16 rows and 16 columns of S, and which thread must hold it
-    in P. owner, needs: (rows, columns) of thread numbers in the warp.
+    """Which thread holds which element of 16 rows and 16 columns of S, and which thread must hold it in P. owner,
+    needs: (rows, columns) of thread numbers in the warp.
     """
     style.use()
     fig, axes = plt.subplots(1, 2, figsize=(9.2, 4.4), layout="constrained", sharey=True)
@@ -206,9 +196,7 @@ def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) ->
     most = max(sum(n for _, n in groups) for groups in parts.values())
     ax.set_xlim(0, 1.04 * max(limit, most))
     ax.set_xlabel("registers, in units of 128 (one for each thread of four warps)")
-    said = "; ".join(
-        f"{way}: " + " + ".join(str(n) for _, n in groups) for way, groups in parts.items()
-    )
+    said = "; ".join(f"{way}: " + " + ".join(str(n) for _, n in groups) for way, groups in parts.items())
     style.show(fig, alt=f"Registers in units of 128, of which there are {limit}. {said}.")
 
 
@@ -246,8 +234,7 @@ def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
         ax.set_xlabel(xlabel)
     axes[0, 0].set_ylabel(ylabel)
     said = "; ".join(
-        f"{title}: row by row "
-        + " / ".join(", ".join(f"{n:.0f}" for n in row if n == n) for row in grid)
+        f"{title}: row by row " + " / ".join(", ".join(f"{n:.0f}" for n in row if n == n) for row in grid)
         for title, grid in grids.items()
     )
     style.show(fig, alt=f"Grids of numbers, {xlabel} across and {ylabel} down. {said}.")
@@ -271,23 +258,17 @@ def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> Non
         left = 0.0
         for name, kib in tiles.items():
             text = f"{name}\n{kib:.0f}" if kib > 12 else ""
-            style.box(
-                ax, left, y - 0.36, text, width=kib, height=0.72, color=colors[name], size=8,
-                edge=COLORS["ink"],
-            )  # fmt: skip
+            style.box(ax, left, y - 0.36, text, width=kib, height=0.72, color=colors[name], size=8, edge=COLORS["ink"])
             left += kib
     ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.2)
     above = ax.get_xaxis_transform()  # y in shares of the axes
-    ax.text(
-        limit, 1.02, f"limit {limit:.0f}", ha="center", va="bottom", fontsize=9, transform=above
-    )
+    ax.text(limit, 1.02, f"limit {limit:.0f}", ha="center", va="bottom", fontsize=9, transform=above)
     ax.set_yticks(range(len(parts)), parts)
     ax.set_ylim(len(parts) - 0.5, -0.6)
     ax.set_xlim(0, 1.04 * limit)
     ax.set_xlabel("KiB of shared memory (the thin piece at the end: LSE and delta)")
     said = "; ".join(
-        f"{title}: " + ", ".join(f"{name} {kib:.3g}" for name, kib in tiles.items())
-        for title, tiles in parts.items()
+        f"{title}: " + ", ".join(f"{name} {kib:.3g}" for name, kib in tiles.items()) for title, tiles in parts.items()
     )
     style.show(fig, alt=f"KiB of shared memory, up to {limit:.0f}. {said}.")
 
@@ -296,9 +277,7 @@ def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None
     """Relative error of P in fp16, against P; errors: way -> the error at each p."""
     fig, ax = style.new(7.6, 3.4)
     for (name, values), look in zip(
-        errors.items(),
-        (dict(color=COLORS["bad"], linestyle="--"), dict(color=COLORS["tiled"])),
-        strict=True,
+        errors.items(), (dict(color=COLORS["bad"], linestyle="--"), dict(color=COLORS["tiled"])), strict=True
     ):
         ax.plot(p, values, label=name, **look)
     ax.set_xscale("log", base=2)
@@ -330,9 +309,7 @@ _LOOKS = {
 }
 
 
-def reached(
-    rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapping[str, str], seq: int
-) -> None:
+def reached(rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapping[str, str], seq: int) -> None:
     """Show TFLOP/s of both passes at one length, a bar a provider.
 
     rates: (provider, head_dim, is_causal, seq, mode) -> TFLOP/s. providers: in the record -> in the picture.
@@ -350,9 +327,7 @@ def reached(
 CASES = [(d, c) for d in (64, 128) for c in (False, True)]
 
 
-def bars(
-    rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapping[str, str], seq: int
-) -> Figure:
+def bars(rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapping[str, str], seq: int) -> Figure:
     """The figure of `reached`."""
     style.use()
     fig, axes = plt.subplots(2, 1, figsize=(8.8, 5.6), layout="constrained", sharex=True)
@@ -371,7 +346,5 @@ def bars(
         ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
     handles = [Patch(label=name, **_LOOKS[provider]) for provider, name in providers.items()]
     fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
-    axes[1].set_xticks(
-        range(len(CASES)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in CASES]
-    )
+    axes[1].set_xticks(range(len(CASES)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in CASES])
     return fig

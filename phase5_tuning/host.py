@@ -1,8 +1,8 @@
 """Where a call's microseconds go: `python -m phase5_tuning.host --name h200_host`.
 
-The calls are so small that the GPU is done before the host has queued the next one: batch 1, 4
-heads, 128 tokens, head_dim 64. A row is what the host takes for one provider and mode ("no_grad",
-"grad", "backward"), or for one step of ours.
+The calls are so small that the GPU is done before the host has queued the next one: batch 1, 4 heads, 128 tokens,
+head_dim 64. A row is what the host takes for one provider and mode ("no_grad", "grad", "backward"), or for one step of
+ours.
 """
 
 import contextlib
@@ -39,10 +39,7 @@ class _Nothing(torch.autograd.Function):
 
 def of_peer(provider: str, q, k, v, do) -> list[dict]:
     """Rows of one provider's calls; where it is not installed, one that says so."""
-    call, context = (
-        PROVIDERS["hopper" if provider == "ours" else provider],
-        contextlib.nullcontext(),
-    )
+    call, context = (PROVIDERS["hopper" if provider == "ours" else provider], contextlib.nullcontext())
     if provider.startswith("sdpa"):  # choosing a backend is not what is measured
         call, context = partial(_sdpa, F.scaled_dot_product_attention), sdpa_kernel(call.args[0])
     try:
@@ -73,10 +70,7 @@ def of_steps(q, k, v, do) -> list[dict]:
     with torch.no_grad():
         steps = {
             "facts of q, k, v": lambda: launch.facts(q, k, v),
-            "memory for o and LSE": lambda: (
-                torch.empty_like(q),
-                torch.empty(lse.shape, device=lse.device),
-            ),
+            "memory for o and LSE": lambda: (torch.empty_like(q), torch.empty(lse.shape, device=lse.device)),
             "forward launch": lambda: ahead.launch(q, k, v, o, lse),
             "attention_forward": lambda: forward.attention_forward(q, k, v, True),
             "phase 3's launch, by Triton": lambda: phase3.attention_forward(q, k, v, True),
@@ -84,9 +78,7 @@ def of_steps(q, k, v, do) -> list[dict]:
             "rows launch": lambda: back.rows(o, do, lse, None, delta, row_lse),
             "dK and dV launch": lambda: back.dkdv(q, k, v, do, row_lse, delta, dk, dv),
             "dQ launch": lambda: back.dq(q, k, v, do, row_lse, delta, dq),
-            "attention_backward": lambda: backward.attention_backward(
-                q, k, v, o, lse, do, None, True
-            ),
+            "attention_backward": lambda: backward.attention_backward(q, k, v, o, lse, do, None, True),
         }
         rows = [dict(step=step, us=host_us(fn)) for step, fn in steps.items()]
     engine = host_us(lambda: torch.autograd.grad(nothing, (q, k, v), do, retain_graph=True))
@@ -94,21 +86,14 @@ def of_steps(q, k, v, do) -> list[dict]:
 
 
 def run() -> list[dict]:
-    q, k, v = (
-        t.requires_grad_() for t in make_qkv(**SIZES, dtype=torch.float16, device=runtime.DEVICE)
-    )
+    q, k, v = (t.requires_grad_() for t in make_qkv(**SIZES, dtype=torch.float16, device=runtime.DEVICE))
     do = torch.randn_like(q).detach()
     rows = [row for provider in PEERS for row in of_peer(provider, q, k, v, do)]
     rows += of_steps(q, k, v, do)
     for row in rows:
-        print(
-            "  ".join(f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()),
-            flush=True,
-        )
+        print("  ".join(f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()), flush=True)
     return rows
 
 
 if __name__ == "__main__":
-    raise SystemExit(
-        records.main("phase5_tuning", KERNELS, run, packages=("flash-attn-4",), settings=SETTINGS)
-    )
+    raise SystemExit(records.main("phase5_tuning", KERNELS, run, packages=("flash-attn-4",), settings=SETTINGS))

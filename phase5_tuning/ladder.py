@@ -2,8 +2,8 @@
 
     o, lse = LADDER[2].attention(q, k, v, is_causal=True)
 
-Builds on: this phase's `forward_ladder`, `dkdv_ladder` and `dq_ladder`; phase 3's
-`_attn_fwd_kernel`; phase 4's `_attn_bwd_dkdv_kernel` and `_attn_bwd_dq_kernel`.
+Builds on: this phase's `forward_ladder`, `dkdv_ladder` and `dq_ladder`; phase 3's `_attn_fwd_kernel`; phase 4's
+`_attn_bwd_dkdv_kernel` and `_attn_bwd_dq_kernel`.
 """
 
 from collections.abc import Callable
@@ -56,15 +56,9 @@ class _OfRung(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         is_causal, scale, rung = ctx.options
         kernels = dict(
-            dkdv_kernel=rung.dkdv, dkdv_config=rung.config("dkdv", q),
-            dq_kernel=rung.dq, dq_config=rung.config("dq", q),
-        )  # fmt: skip
-        return (
-            *attention_backward(q, k, v, o, lse, do, None, is_causal, scale, **kernels),
-            None,
-            None,
-            None,
+            dkdv_kernel=rung.dkdv, dkdv_config=rung.config("dkdv", q), dq_kernel=rung.dq, dq_config=rung.config("dq", q)
         )
+        return (*attention_backward(q, k, v, o, lse, do, None, is_causal, scale, **kernels), None, None, None)
 
 
 _PLAIN = _attn_fwd_kernel, _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel

@@ -1,8 +1,7 @@
 """A turn of a kernel's loop in Hopper's machine code, read from top to bottom.
 
-The listing has no times. It has an order, and from it follows what can be under way at once: a
-product is under way from its HGMMA to the DEPBAR that waits for it, a copy from its UTMALDG to the
-PHASECHK that waits for its bytes.
+The listing has no times. It has an order, and from it follows what can be under way at once: a product is under way
+from its HGMMA to the DEPBAR that waits for it, a copy from its UTMALDG to the PHASECHK that waits for its bytes.
 """
 
 import re
@@ -60,11 +59,10 @@ def instructions(sass: str) -> list[Instruction]:
 
 
 def turn(sass: str) -> list[Instruction]:
-    """The shortest loop with products and exponentials: a turn of the walk over keys, or over
-    queries.
+    """The shortest loop with products and exponentials: a turn of the walk over keys, or over queries.
 
-    In machine code a loop ends with a branch to an earlier address. A branch inside the loop that
-    skips a mask is not followed: the mask counts.
+    In machine code a loop ends with a branch to an earlier address. A branch inside the loop that skips a mask is not
+    followed: the mask counts.
     """
     code = instructions(sass)
     loops = []
@@ -113,8 +111,8 @@ def outline(body: list[Instruction]) -> str:
 
 
 def under_way(body: list[Instruction]) -> list[tuple[str, int, int]]:
-    """(name, first, last) of each group of products and each copy: positions in the turn between
-    which it may be under way. A group is "PV" if its left factors are in registers, else "S".
+    """(name, first, last) of each group of products and each copy: positions in the turn between which it may be under
+    way. A group is "PV" if its left factors are in registers, else "S".
     """
     spans, groups, copies = [], [], []
     opened = None

@@ -1,9 +1,9 @@
 """What the limit of power costs a kernel that runs for longer: `python -m phase5_tuning.power
 --name h200_power`.
 
-Every provider starts on a GPU that has rested and works for SECONDS, one call behind the other. Its
-row holds how long calls took, window by window, beside the clock and the power that nvidia-smi saw
-meanwhile; "ms" is the median once the clock has settled, "rested_ms" that of the beginning.
+Every provider starts on a GPU that has rested and works for SECONDS, one call behind the other. Its row holds how long
+calls took, window by window, beside the clock and the power that nvidia-smi saw meanwhile; "ms" is the median once the
+clock has settled, "rested_ms" that of the beginning.
 """
 
 import contextlib
@@ -37,22 +37,12 @@ def watching() -> Iterator[list[tuple[float, float, float, float]]]:
     Seconds since 1970, the clock in MHz, the power in W, and what power may be.
     """
     query = "--query-gpu=timestamp,clocks.sm,power.draw.instant,power.limit"
-    command = [
-        "nvidia-smi",
-        "-i",
-        records.gpu_id(),
-        query,
-        "--format=csv,noheader,nounits",
-        "-lms",
-        "20",
-    ]
+    command = ["nvidia-smi", "-i", records.gpu_id(), query, "--format=csv,noheader,nounits", "-lms", "20"]
     smi = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     begun = smi.stdout.readline()  # it takes a moment to start
     if not parsed(begun):
         smi.terminate()
-        raise RuntimeError(
-            f"power cannot be watched: {' '.join(command)} said {begun.strip()!r}: make that run"
-        )
+        raise RuntimeError(f"power cannot be watched: {' '.join(command)} said {begun.strip()!r}: make that run")
     seen = []
     try:
         yield seen
@@ -67,9 +57,7 @@ def parsed(text: str) -> list[tuple[float, float, float, float]]:
     for line in text.rpartition("\n")[0].splitlines():
         with contextlib.suppress(ValueError):
             at, *numbers = line.split(", ")
-            samples.append(
-                (datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f").timestamp(), *map(float, numbers))
-            )
+            samples.append((datetime.strptime(at, "%Y/%m/%d %H:%M:%S.%f").timestamp(), *map(float, numbers)))
     return samples
 
 
@@ -84,9 +72,7 @@ def windows(calls: list[tuple[float, float]], width: float) -> list[float | None
 
 
 def endurance(fn) -> dict:
-    """Rest, then call fn for SECONDS: how long calls took, and the GPU's clock and power `at_ms`
-    after the start.
-    """
+    """Rest, then call fn for SECONDS: how long calls took, and the GPU's clock and power `at_ms` after the start."""
     fn()  # compiles, and makes the graph of a backward pass
     each = timing.time_ms(fn, rest_ms=0, warmup_ms=0, repeat_ms=20).median
     events = [torch.cuda.Event(enable_timing=True) for _ in range(int(1e3 * SECONDS / each) + 2)]
@@ -125,28 +111,10 @@ def run() -> list[dict]:
         heads = WIDTH // head_dim
         q, k, v = make_qkv(1, heads, SEQ, head_dim, dtype=torch.float16, device=runtime.DEVICE)
         q, k, v, do = (t.requires_grad_() for t in (q, k, v, torch.randn_like(q)))
-        case = dict(
-            dtype="fp16",
-            batch=1,
-            heads=heads,
-            seq=SEQ,
-            head_dim=head_dim,
-            is_causal=True,
-            mode=mode,
-        )
+        case = dict(dtype="fp16", batch=1, heads=heads, seq=SEQ, head_dim=head_dim, is_causal=True, mode=mode)
         for provider in PROVIDERS:
-            row = (
-                case
-                | dict(provider=provider)
-                | endurance(timed(provider, mode, q, k, v, do.detach(), True))
-            )
-            print(
-                head_dim,
-                mode,
-                provider,
-                f"rested {row['rested_ms']:.3f} ms, settled {row['ms']:.3f} ms",
-                flush=True,
-            )
+            row = case | dict(provider=provider) | endurance(timed(provider, mode, q, k, v, do.detach(), True))
+            print(head_dim, mode, provider, f"rested {row['rested_ms']:.3f} ms, settled {row['ms']:.3f} ms", flush=True)
             rows.append(row)
         flops = timing.attention_flops(1, heads, SEQ, SEQ, head_dim, is_causal=True)
         timing.with_tflops(rows[-len(PROVIDERS) :], FLOPS[mode] * flops)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 
 def chunk_lengths(seq: int, ranks: int) -> list[int]:
-    """Rows of the 2 * ranks chunks of a sequence, as torch.tensor_split cuts it: the first ones may
-    be longer by one row.
+    """Rows of the 2 * ranks chunks of a sequence, as torch.tensor_split cuts it: the first ones may be longer by one
+    row.
     """
     return [seq // (2 * ranks) + (i < seq % (2 * ranks)) for i in range(2 * ranks)]
 
@@ -27,8 +27,8 @@ def chunk_lengths(seq: int, ranks: int) -> list[int]:
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
     """The two chunks of a rank: one early, one late.
 
-    Under a causal mask the queries of chunk i see about i chunks of keys. r and 2W - 1 - r add up to
-    the same for all ranks: everybody has the same work.
+    Under a causal mask the queries of chunk i see about i chunks of keys. r and 2W - 1 - r add up to the same for all
+    ranks: everybody has the same work.
     """
     return rank, 2 * ranks - 1 - rank
 
@@ -52,8 +52,8 @@ def joined(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 def meeting(rank: int, source: int, early_q: int, early_k: int, is_causal: bool):
     """(rows of q, rows of k, is_causal) of the work that a rank has with the keys of rank `source`.
 
-    early_q, early_k: rows of the first chunk, of the rank's queries and of these keys. Different
-    chunks see each other whole or not at all, so only a rank's own keys need a mask.
+    early_q, early_k: rows of the first chunk, of the rank's queries and of these keys. Different chunks see each other
+    whole or not at all, so only a rank's own keys need a mask.
     """
     everything = slice(None)
     if not is_causal or source == rank:
@@ -134,9 +134,7 @@ def _checked_rows(rows_q: list[int], rows_k: list[int], is_causal: bool) -> tupl
         chunks = chunk_lengths(sum(lengths), ranks)
         expected = [sum(chunks[i] for i in chunks_of(rank, ranks)) for rank in range(ranks)]
         if lengths != expected:
-            raise ValueError(
-                f"{name}: the ranks hold {lengths} rows of {sum(lengths)}; shard() gives them {expected}"
-            )
+            raise ValueError(f"{name}: the ranks hold {lengths} rows of {sum(lengths)}; shard() gives them {expected}")
     if is_causal and rows_q != rows_k:
         got = f"{sum(rows_q)} and {sum(rows_k)}"
         raise ValueError(f"is_causal: seq_q and seq_k must be equal, got {got}")

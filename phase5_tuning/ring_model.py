@@ -70,8 +70,8 @@ class Transfer:
 class Rank:
     """One rank: `number` of `ranks`, two ends of messages, and what its GPU computes.
 
-    log: ("send", ""), ("waited", "receive"), ("computed", "attend") and so on, in order. attended:
-    (queries, keys) of each `attend`. computed: the keys of each `attend` and each `gradients`.
+    log: ("send", ""), ("waited", "receive"), ("computed", "attend") and so on, in order. attended: (queries, keys) of
+    each `attend`. computed: the keys of each `attend` and each `gradients`.
     """
 
     def __init__(self, ring: "_Ring", number: int, ranks: int):
@@ -93,8 +93,8 @@ class Rank:
         return self.receives[-1]
 
     def attend(self, q, kv, is_causal=False) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o, lse) of q (seq_q, head_dim) over keys and values kv (2, seq_k, head_dim), in fp32; under
-        a causal mask query i sees the keys 0 to i of these.
+        """(o, lse) of q (seq_q, head_dim) over keys and values kv (2, seq_k, head_dim), in fp32; under a causal mask
+        query i sees the keys 0 to i of these.
         """
         self.log.append(("computed", "attend"))
         self.attended.append((len(q), kv.shape[1]))
@@ -181,8 +181,8 @@ def run(program: Callable, inputs: Sequence, ranks_to: list | None = None) -> li
 def times_computed(ranks: int, rows: int, believed: Callable[[int, int], int]) -> tuple[bool, set]:
     """Whether a causal ring computes each pair of a query and a key that it sees once, and no other pair.
 
-    rows: of a chunk. believed(rank, step): whose keys a rank believes to hold. Beside it the chunk
-    pairs that the ranks compute in a step with the keys of another rank, as a set.
+    rows: of a chunk. believed(rank, step): whose keys a rank believes to hold. Beside it the chunk pairs that the ranks
+    compute in a step with the keys of another rank, as a set.
     """
     seq = 2 * ranks * rows
     positions = [shard_of(torch.arange(seq)[:, None], rank, ranks)[:, 0] for rank in range(ranks)]

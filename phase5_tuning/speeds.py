@@ -1,5 +1,5 @@
-"""The README's picture and table of speeds, from records: `python -m phase5_tuning.speeds` draws the
-picture anew and prints the table.
+"""The README's picture and table of speeds, from records: `python -m phase5_tuning.speeds` draws the picture anew and
+prints the table.
 """
 
 import hashlib
@@ -23,9 +23,7 @@ PROVIDERS = {
 
 
 def rates() -> dict[tuple[str, int, bool, int, str], float]:
-    """TFLOP/s in fp16: (provider, head_dim, is_causal, seq, mode). What stands in several records is
-    of the last one.
-    """
+    """TFLOP/s in fp16 by (provider, head_dim, is_causal, seq, mode); of several records, the last one's."""
     found = {}
     for row in (row for name in RECORDS for row in records.load("phase5_tuning", name)["rows"]):
         # FlashAttention-4's forward pass is the same with and without a fixed order.

@@ -1,7 +1,7 @@
 """Attention inputs at random: what test_fuzz.py draws.
 
-Sizes lie on the edges of tiles, or one beside, as often as anywhere else. Each tensor has its own
-kind of memory. `Anything` prints as the call that makes it again.
+Sizes lie on the edges of tiles, or one beside, as often as anywhere else. Each tensor has its own kind of memory.
+`Anything` prints as the call that makes it again.
 """
 
 import random

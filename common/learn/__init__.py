@@ -1,3 +1,1 @@
-"""What a learner types and opens: the `course` command, exercises and their judge, doctor,
-notebooks.
-"""
+"""What a learner types and opens: the `course` command, exercises and their judge, doctor, notebooks."""

@@ -1,6 +1,4 @@
-"""The smallest kernel that needs everything to work: for `course doctor` and for tests. No
-attention here.
-"""
+"""The smallest kernel that needs everything to work: for `course doctor` and for tests. No attention here."""
 
 from common import runtime
 

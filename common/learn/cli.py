@@ -22,14 +22,7 @@ from common.learn import cli_exercises, exercises
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 app = typer.Typer(
@@ -58,15 +51,11 @@ for _name, _command in cli_exercises.COMMANDS.items():
 
 @app.command()
 def doctor() -> None:
-    """Check this machine: device, versions, a canary kernel, known traps, and what to do about
-    each problem.
-    """
+    """Check this machine: device, versions, a canary kernel, known traps, and what to do about each problem."""
     table = Table(show_header=False, box=None)
     child = _Child("common.learn.doctor")
     for finding in child.rows():
-        mark = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[bold red]problem[/]"}[
-            finding["level"]
-        ]
+        mark = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[bold red]problem[/]"}[finding["level"]]
         table.add_row(finding["what"], mark, escape(finding["found"]))
         if finding["todo"]:
             table.add_row("", "", f"[dim]-> {escape(finding['todo'])}[/]")
@@ -78,9 +67,7 @@ def doctor() -> None:
 
 @app.command()
 def verify(
-    name: Annotated[
-        str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")
-    ] = "",
+    name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")] = "",
 ) -> None:
     """Verify phases against SDPA on this machine and print every case."""
     code = 0
@@ -90,14 +77,8 @@ def verify(
 
 
 @app.command()
-def run(
-    name: Annotated[
-        str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")
-    ] = "",
-) -> None:
-    """The whole course on this machine: verify every phase, execute every notebook, print one
-    summary.
-    """
+def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")] = "") -> None:
+    """The whole course on this machine: verify every phase, execute every notebook, print one summary."""
     _need_gpu_or_interpreter()
     columns = (
         SpinnerColumn(),
@@ -119,19 +100,13 @@ def run(
             os._exit(130)  # threads would wait for their kernels; these end when this process has
     _print_summary(steps)
     if all(step.passed for step in steps):
-        console.print(
-            "All of it holds on this machine. Next: [bold]make lab[/] opens the course in JupyterLab."
-        )
+        console.print("All of it holds on this machine. Next: [bold]make lab[/] opens the course in JupyterLab.")
     else:
-        console.print(
-            "Not all of it holds. Next: [bold].venv/bin/course doctor[/] looks at this machine."
-        )
+        console.print("Not all of it holds. Next: [bold].venv/bin/course doctor[/] looks at this machine.")
         raise typer.Exit(1)
 
 
-@app.command(
-    context_settings=dict(allow_extra_args=True, ignore_unknown_options=True, help_option_names=[])
-)
+@app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True, help_option_names=[]))
 def bench(context: typer.Context) -> None:
     """Time phase 5's kernels beside their peers on this GPU; `course bench --help` lists what
     can be chosen.
@@ -140,8 +115,8 @@ def bench(context: typer.Context) -> None:
 
 
 def _module(*arguments: str) -> int:
-    """Run a Python module on this terminal. Its exit code. Ctrl-C reaches this process alone, and
-    the module, which would print where it was, is ended.
+    """Run a Python module on this terminal. Its exit code. Ctrl-C reaches this process alone, and the module, which
+    would print where it was, is ended.
     """
     command = [sys.executable, "-m", *arguments]
     with subprocess.Popen(command, cwd=phases.ROOT, process_group=0) as child:
@@ -156,10 +131,7 @@ def _module(*arguments: str) -> int:
 
 @app.command()
 def export(
-    file: Annotated[
-        Path,
-        typer.Argument(help="the file to write, such as fast_attention.py", show_default=False),
-    ],
+    file: Annotated[Path, typer.Argument(help="the file to write, such as fast_attention.py", show_default=False)],
     force: Annotated[bool, typer.Option("--force", help="replace the file if it is there")] = False,
 ) -> None:
     """Write phase 5's operator as one file that can be imported without the course."""
@@ -200,9 +172,7 @@ def _print_summary(steps: list[_Step]) -> None:
         table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")
     for step in steps:
         z = "" if step.z is None else f"{step.z:.2f}"
-        table.add_row(
-            step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed]
-        )
+        table.add_row(step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed])
     console.print(table)
     for step in steps:
         if not step.passed:
@@ -287,9 +257,7 @@ class _Child:
         )
 
     def rows(self) -> Iterator[dict]:
-        """Its findings or cases as they come. Lines that a learner prints from a kernel are
-        skipped.
-        """
+        """Its findings or cases as they come. Lines that a learner prints from a kernel are skipped."""
         try:
             for line in self._process.stdout:
                 try:
@@ -310,8 +278,8 @@ class _Child:
 
 
 def _stand_in_for_closed_streams() -> None:
-    """Where stdin, stdout or stderr is closed, as some services start a program, /dev/null takes its
-    place, here and in child processes."""
+    """Where stdin, stdout or stderr is closed, as some services start a program, /dev/null takes its place, here and in
+    child processes."""
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(free, True)
     os.close(free)

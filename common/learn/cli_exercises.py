@@ -1,6 +1,4 @@
-"""The commands of `course` for learning: where one stands, the next task, check, hint, solution,
-diff, reset, watch.
-"""
+"""The commands of `course` for learning: where one stands, the next task, check, hint, solution, diff, reset, watch."""
 
 import time
 from contextlib import nullcontext
@@ -27,15 +25,8 @@ MARKS = {
     "timeout": "[bold red]out of time[/]",
     "crashed": "[bold red]crashed[/]",
 }
-Name = Annotated[
-    str,
-    typer.Argument(
-        help="its name, number (1.3) or file; without: the next one", show_default=False
-    ),
-]
-NameOrAll = Annotated[
-    str, typer.Argument(help="its name, number (1.3) or file; without: all", show_default=False)
-]
+Name = Annotated[str, typer.Argument(help="its name, number (1.3) or file; without: the next one", show_default=False)]
+NameOrAll = Annotated[str, typer.Argument(help="its name, number (1.3) or file; without: all", show_default=False)]
 Limit = Annotated[int, typer.Option(help="seconds that an answer may take", min=1)]
 
 
@@ -67,15 +58,11 @@ def next_task(name: Name = "") -> None:
     console.print(f"[dim]about {exercise.minutes} minutes, by estimate[/]\n")
     _print_task(exercise.task.split("\n", 1)[-1].strip())
     console.print(f"Your file:  [bold]{exercise.file}[/]")
-    console.print(
-        f"Then:       [bold]course check {exercise.number}[/]  (stuck? course hint {exercise.number})"
-    )
+    console.print(f"Then:       [bold]course check {exercise.number}[/]  (stuck? course hint {exercise.number})")
 
 
 def check(name: NameOrAll = "", limit: Limit = TIME_LIMIT) -> None:
-    """Check one exercise, all of a phase (course check 2), or all. Exit code 1 if any is not
-    passed.
-    """
+    """Check one exercise, all of a phase (course check 2), or all. Exit code 1 if any is not passed."""
     phase = phases.find(name) if name else None
     one = bool(name) and phase is None
     chosen = [_chosen(name)] if one else [e for e in exercises.load() if phase in (None, e.phase)]
@@ -90,9 +77,7 @@ def check(name: NameOrAll = "", limit: Limit = TIME_LIMIT) -> None:
     if not one:
         console.print(f"\n{len(chosen) - failed} of {len(chosen)} exercises passed")
     elif failed:
-        console.print(
-            f"Your file: {exercise.file}\nHelp:      [bold]course hint {exercise.number}[/]"
-        )
+        console.print(f"Your file: {exercise.file}\nHelp:      [bold]course hint {exercise.number}[/]")
     if not failed or not one:
         _say_next(Progress.load(), after=chosen[-1] if not failed else None)
     raise typer.Exit(int(failed > 0))
@@ -108,35 +93,24 @@ def hint(name: Name = "") -> None:
     for number, text in enumerate(exercise.hints[:shown], start=1):
         console.print(f"[bold]Hint {number} of {len(exercise.hints)}[/]  {escape(text)}")
     if shown == len(exercise.hints):
-        console.print(
-            f"[dim]These are all hints. The solution: course solution {exercise.number} --give-up[/]"
-        )
+        console.print(f"[dim]These are all hints. The solution: course solution {exercise.number} --give-up[/]")
     with Progress.changed() as progress:
         progress.hints[exercise.name] = shown
 
 
 def solution(
     name: Annotated[
-        str,
-        typer.Argument(
-            help="its name, number or file; without: the last one solved", show_default=False
-        ),
+        str, typer.Argument(help="its name, number or file; without: the last one solved", show_default=False)
     ] = "",
-    give_up: Annotated[
-        bool, typer.Option("--give-up", help="show it although the exercise is not solved")
-    ] = False,
+    give_up: Annotated[bool, typer.Option("--give-up", help="show it although the exercise is not solved")] = False,
     whole: Annotated[bool, typer.Option("--whole", help="show the solution itself")] = False,
 ) -> None:
-    """Show how the solution of an exercise that you have solved differs from your answer; of any
-    other with --give-up.
-    """
+    """Show how the solution of a solved exercise differs from your answer; of any other exercise with --give-up."""
     progress = Progress.load()
     solved = [e for e in exercises.load() if progress.solved(e)]
     exercise = solved[-1] if solved and not name and not give_up else _chosen(name)
     if exercise not in solved and not give_up:
-        console.print(
-            f"{exercise.number} is not solved yet: [bold]course hint {exercise.number}[/] helps."
-        )
+        console.print(f"{exercise.number} is not solved yet: [bold]course hint {exercise.number}[/] helps.")
         console.print("To see the solution all the same, add [bold]--give-up[/].")
         raise typer.Exit(1)
     file, text = exercise.solution.relative_to(phases.ROOT), exercise.solution_text
@@ -156,8 +130,7 @@ def diff(
     old: Annotated[str, typer.Argument(help="a phase, by number, or a rung of phase 5, by name")],
     new: Annotated[str, typer.Argument(help="another one")],
     kernel: Annotated[
-        str,
-        typer.Option(help="forward, dkdv or dq; without: the first in common", show_default=False),
+        str, typer.Option(help="forward, dkdv or dq; without: the first in common", show_default=False)
     ] = "",
 ) -> None:
     """Show what one phase's or rung's kernel changed against another's, in the source as it is."""
@@ -175,10 +148,7 @@ def diff(
     owners = [phase for phase, _ in chosen]
     kind = kernel or (both[0] if both else "")
     kernels = [made[kind] if kind else next(iter(made.values())) for _, made in chosen]
-    texts = [
-        function_in(phase.path(module), name)
-        for phase, (module, name) in zip(owners, kernels, strict=True)
-    ]
+    texts = [function_in(phase.path(module), name) for phase, (module, name) in zip(owners, kernels, strict=True)]
     for sign, phase, (module, name) in zip("-+", owners, kernels, strict=True):
         console.print(f"[bold]{sign} {phase.folder}/{module}.py: {name}[/]")
     _print_diff(*texts)
@@ -207,9 +177,7 @@ def reset(name: Annotated[str, typer.Argument(help="its name, number or file")])
 
 
 def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
-    """Check an exercise each time its file is saved until it passes; without a name, then the
-    next. Ctrl-C ends.
-    """
+    """Check an exercise each time its file is saved until it passes; without a name, then the next. Ctrl-C ends."""
     exercise, seen = _chosen(name), None
     console.print(f"Watching [bold]{exercise.file}[/]; save it to check. Ctrl-C ends.")
     try:
@@ -227,17 +195,15 @@ def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
                 if verdict.passed:
                     exercise, seen = following, None
                     exercises.begin(exercise)
-                    console.print(
-                        f"\nNext: [bold]{exercise.number} {exercise.title}[/], {exercise.file}"
-                    )
+                    console.print(f"\nNext: [bold]{exercise.number} {exercise.title}[/], {exercise.file}")
             time.sleep(0.3)
     except KeyboardInterrupt:
         console.print("\nStopped.")
 
 
 def _chosen(name: str) -> Exercise:
-    """The exercise that is meant, with its file created; the next one without a name. Ends the
-    command where there is none.
+    """The exercise that is meant, with its file created; the next one without a name. Ends the command where there is
+    none.
     """
     exercise = _found(name)
     exercises.begin(exercise)
@@ -266,9 +232,7 @@ def _print_verdict(exercise: Exercise, verdict: Verdict, *, short: bool = False)
     if not short or verdict.kind not in ("passed", "unfinished"):
         console.print(verdict.message, markup=False, style=None if verdict.passed else "red")
     if not short and verdict.kind == "wrong":
-        console.print(
-            f"[dim]to read again: {exercise.explained}, and what leads up to it[/]", soft_wrap=True
-        )
+        console.print(f"[dim]to read again: {exercise.explained}, and what leads up to it[/]", soft_wrap=True)
     if verdict.not_noted:
         console.print(verdict.not_noted, markup=False, style="yellow", soft_wrap=True)
 
@@ -290,12 +254,8 @@ def _known() -> str:
 def _print_task(text: str) -> None:
     """Paragraphs for the terminal to break; formulas and lists as they are."""
     for paragraph in text.split("\n\n"):
-        indented = any(
-            line.startswith((" ", "- ", "1. ", "2. ")) for line in paragraph.splitlines()
-        )
-        console.print(
-            paragraph if indented else " ".join(paragraph.split()), markup=False, soft_wrap=indented
-        )
+        indented = any(line.startswith((" ", "- ", "1. ", "2. ")) for line in paragraph.splitlines())
+        console.print(paragraph if indented else " ".join(paragraph.split()), markup=False, soft_wrap=indented)
         console.line()
 
 
@@ -310,13 +270,9 @@ def _say_next(progress: Progress, after: Exercise | None = None) -> None:
     except (OSError, exercises.Unusable) as error:  # the verdict said before stays as it is
         console.print(f"      {error}", markup=False, style="yellow", soft_wrap=True)
     if not progress.passed:
-        console.print(
-            "      [bold]make lab[/] opens the notebooks, [bold]course next[/] shows the task"
-        )
+        console.print("      [bold]make lab[/] opens the notebooks, [bold]course next[/] shows the task")
     else:
         console.print("      [bold]course next[/] shows the task")
 
 
-COMMANDS = dict(
-    next=next_task, check=check, hint=hint, solution=solution, diff=diff, reset=reset, watch=watch
-)
+COMMANDS = dict(next=next_task, check=check, hint=hint, solution=solution, diff=diff, reset=reset, watch=watch)

@@ -1,6 +1,4 @@
-"""`course doctor`: is this machine ready, how will kernels run on it, and what to do where
-something is wrong.
-"""
+"""`course doctor`: is this machine ready, how will kernels run on it, and what to do where something is wrong."""
 
 import json
 import os
@@ -34,34 +32,20 @@ class Finding:
 def check_python() -> Finding:
     found = f"Python {platform.python_version()} on {platform.system()}, {os.cpu_count()} cores"
     if platform.system() != "Linux":
-        return Finding(
-            "system",
-            PROBLEM,
-            found,
-            "Triton runs on Linux only: use WSL2 on Windows, Colab or a container",
-        )
+        return Finding("system", PROBLEM, found, "Triton runs on Linux only: use WSL2 on Windows, Colab or a container")
     return Finding("system", OK, found)
 
 
 def interpreter_fails() -> bool:
-    """True for Triton 3.6 with NumPy 2.4 or later, which no longer takes an array of one element
-    for a number.
-    """
-    return version("triton").startswith("3.6") and tuple(
-        map(int, version("numpy").split(".")[:2])
-    ) >= (2, 4)
+    """True for Triton 3.6 with NumPy 2.4 or later, which no longer takes an array of one element for a number."""
+    return version("triton").startswith("3.6") and tuple(map(int, version("numpy").split(".")[:2])) >= (2, 4)
 
 
 def check_versions() -> Finding:
     try:
         torch, triton, numpy = (version(name) for name in ("torch", "triton", "numpy"))
     except PackageNotFoundError as missing:
-        return Finding(
-            "versions",
-            PROBLEM,
-            f"{missing.name} is not installed",
-            "run make course, which installs it",
-        )
+        return Finding("versions", PROBLEM, f"{missing.name} is not installed", "run make course, which installs it")
     found = f"torch {torch}, triton {triton}, numpy {numpy}"
     if interpreter_fails():
         todo = "triton 3.6 checks no exercises with numpy 2.4 and newer: pip install -r requirements.txt"
@@ -69,12 +53,7 @@ def check_versions() -> Finding:
     wanted = PAIRS.get(".".join(torch.split(".")[:2]))
     if wanted != triton:
         pairs = ", ".join(f"{a} with {b}" for a, b in PAIRS.items())
-        return Finding(
-            "versions",
-            NOTE,
-            found,
-            f"the course was run with torch/triton {pairs}; expect the unexpected",
-        )
+        return Finding("versions", NOTE, found, f"the course was run with torch/triton {pairs}; expect the unexpected")
     return Finding("versions", OK, found)
 
 
@@ -96,48 +75,29 @@ def check_device() -> Finding:
         todo = "unset TRITON_INTERPRET to compile kernels for the GPU" if gpus else ""
         if old:
             todo = "kernels are compiled on a GPU of compute capability 8.0 or later only, as Triton supports no other"
-        return Finding(
-            "device",
-            NOTE if gpus else OK,
-            f"{have}: kernels are interpreted on the CPU{because}",
-            todo,
-        )
+        return Finding("device", NOTE if gpus else OK, f"{have}: kernels are interpreted on the CPU{because}", todo)
     if not gpus:
         todo = "unset TRITON_INTERPRET: without a GPU kernels can only be interpreted"
         return Finding("device", PROBLEM, f"no GPU, yet kernels are to be compiled{because}", todo)
     found = f"{have}: kernels are compiled{because}"
     if old:
-        return Finding(
-            "device",
-            NOTE,
-            found,
-            "Triton supports 8.0 and later: unset TRITON_INTERPRET to run on the CPU",
-        )
+        return Finding("device", NOTE, found, "Triton supports 8.0 and later: unset TRITON_INTERPRET to run on the CPU")
     return Finding("device", OK, found)
 
 
 def check_driver() -> Finding:
-    """A GPU that nvidia-smi sees and PyTorch does not: its driver is too old, or PyTorch is the
-    build without CUDA.
-    """
+    """A GPU that nvidia-smi sees and PyTorch does not: its driver is too old, or PyTorch is the build without CUDA."""
     import torch
 
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    asked = shutil.which(query[0]) and subprocess.run(
-        query, capture_output=True, text=True, timeout=30
-    )
+    asked = shutil.which(query[0]) and subprocess.run(query, capture_output=True, text=True, timeout=30)
     gpus = asked.stdout.strip().splitlines() if asked and asked.returncode == 0 else []
     if not gpus or torch.cuda.is_available() or "CUDA_VISIBLE_DEVICES" in os.environ:
         return Finding("GPU driver", OK, gpus[0] if gpus else "nvidia-smi shows no GPU")
     name, driver = gpus[0].rsplit(", ", 1)
     if torch.version.cuda is None:
         found = f"torch {torch.__version__} is built without CUDA and cannot use the {name}"
-        return Finding(
-            "GPU driver",
-            NOTE,
-            found,
-            "to compile kernels for it, install PyTorch's build with CUDA",
-        )
+        return Finding("GPU driver", NOTE, found, "to compile kernels for it, install PyTorch's build with CUDA")
     found = f"torch {torch.__version__} cannot use the {name} with driver {driver}: kernels run on the CPU"
     todo = f"update the NVIDIA driver to one that supports CUDA {torch.version.cuda}"
     return Finding("GPU driver", PROBLEM, found, todo)
@@ -155,10 +115,7 @@ def check_canary() -> Finding:
     if right:
         return Finding("canary kernel", OK, "1000 additions in blocks of 256, all right")
     return Finding(
-        "canary kernel",
-        PROBLEM,
-        "wrong result from a vector add",
-        "reinstall: make clean, then make course",
+        "canary kernel", PROBLEM, "wrong result from a vector add", "reinstall: make clean, then make course"
     )
 
 
@@ -177,15 +134,8 @@ def check_bf16() -> Finding:
         return Finding("bf16 trap", OK, "bf16 arithmetic is right in kernels")
     if guarded:
         found = "the interpreter's bf16 is garbage, as known; the course computes it in fp32 and rounds the result"
-        return Finding(
-            "bf16 trap", OK, found, "in kernels of your own use fp16 or fp32 while interpreted"
-        )
-    return Finding(
-        "bf16 trap",
-        PROBLEM,
-        "bf16 comes out wrong",
-        "use fp16 or fp32, and check the versions above",
-    )
+        return Finding("bf16 trap", OK, found, "in kernels of your own use fp16 or fp32 while interpreted")
+    return Finding("bf16 trap", PROBLEM, "bf16 comes out wrong", "use fp16 or fp32, and check the versions above")
 
 
 def check_compiler() -> Finding:
@@ -200,16 +150,11 @@ def check_compiler() -> Finding:
         (made,) = offline.compile_launches(launches, ["sm_90"])
     except (RuntimeError, OSError) as error:
         return Finding(
-            "compiler",
-            PROBLEM,
-            str(error).strip().splitlines()[-1],
-            "reinstall triton: make clean, make course",
+            "compiler", PROBLEM, str(error).strip().splitlines()[-1], "reinstall triton: make clean, make course"
         )
     if made.error:
         return Finding("compiler", PROBLEM, str(made), "reinstall triton: make clean, make course")
-    return Finding(
-        "compiler", OK, f"Triton compiles for sm_90 without a GPU ({made.registers} registers)"
-    )
+    return Finding("compiler", OK, f"Triton compiles for sm_90 without a GPU ({made.registers} registers)")
 
 
 def check_folders() -> Finding:
@@ -221,11 +166,7 @@ def check_folders() -> Finding:
 
     todo = "make this folder yours to write in, or free disk space"
     other = "; the variable TRITON_CACHE_DIR names another one"
-    for folder, advice in (
-        (ROOT / "work", ""),
-        (ROOT / ".course", ""),
-        (Path(knobs.cache.dir), other),
-    ):
+    for folder, advice in ((ROOT / "work", ""), (ROOT / ".course", ""), (Path(knobs.cache.dir), other)):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as file:
@@ -239,29 +180,17 @@ def check_cpp() -> Finding:
     compiler = next((c for c in ("g++", "clang++") if shutil.which(c)), None)
     if compiler:
         return Finding("C++ compiler", OK, f"{compiler}: torch.compile can use its default backend")
-    return Finding(
-        "C++ compiler",
-        NOTE,
-        "none",
-        'torch.compile needs one, or use torch.compile(backend="aot_eager")',
-    )
+    return Finding("C++ compiler", NOTE, "none", 'torch.compile needs one, or use torch.compile(backend="aot_eager")')
 
 
 def check_jupyter() -> Finding:
     try:
         found = f"jupyterlab {version('jupyterlab')}"
     except PackageNotFoundError:
-        return Finding(
-            "notebooks",
-            PROBLEM,
-            "jupyterlab is not installed",
-            "run make course, which installs it",
-        )
+        return Finding("notebooks", PROBLEM, "jupyterlab is not installed", "run make course, which installs it")
     kernel = Path(sys.prefix, "share/jupyter/kernels/python3/kernel.json")
     if not kernel.exists():
-        return Finding(
-            "notebooks", NOTE, found, "no python3 kernel in this environment: pip install ipykernel"
-        )
+        return Finding("notebooks", NOTE, found, "no python3 kernel in this environment: pip install ipykernel")
     return Finding("notebooks", OK, found)
 
 
@@ -272,9 +201,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def main() -> int:
-    """Print one JSON line a finding; a check that crashes is a finding too. Exit code 1 if there
-    is a problem.
-    """
+    """Print one JSON line a finding; a check that crashes is a finding too. Exit code 1 if there is a problem."""
     worst, left_out = 0, ()
     for check in CHECKS:
         if check in left_out:
@@ -283,19 +210,11 @@ def main() -> int:
             finding = check()
         except Exception as error:  # whatever breaks is what the user came to learn
             name = check.__name__.removeprefix("check_")
-            finding = Finding(
-                name,
-                PROBLEM,
-                f"{type(error).__name__}: {error}",
-                "see the lines above; then make clean",
-            )
+            finding = Finding(name, PROBLEM, f"{type(error).__name__}: {error}", "see the lines above; then make clean")
         if finding.level == PROBLEM:
             worst = 1
             # What could only fail for the same reason.
-            left_out += {
-                check_device: (check_canary, check_bf16),
-                check_folders: (check_compiler,),
-            }.get(check, ())
+            left_out += {check_device: (check_canary, check_bf16), check_folders: (check_compiler,)}.get(check, ())
         print(json.dumps(finding.__dict__), flush=True)
     return worst
 

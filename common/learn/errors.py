@@ -16,8 +16,8 @@ def root_of(error: BaseException, path: Path | None = None) -> BaseException:
 def _chain(error: BaseException, path: Path | None = None) -> list[BaseException]:
     """An error, and each that led to the one before; `raise e from e` leads to itself.
 
-    What a line of the learner's file raises in an `except` is a mistake of its own: what was being
-    handled there did not lead to it.
+    What a line of the learner's file raises in an `except` is a mistake of its own: what was being handled there did
+    not lead to it.
     """
     chain = []
     while error and not any(error is known for known in chain):
@@ -42,8 +42,8 @@ def is_stub(error: BaseException) -> bool:
 def described(error: BaseException, path: Path) -> str:
     """What was raised, and the innermost line of the learner's file that led there.
 
-    The interpreter wraps an error inside a function of Triton in one for each call that led there:
-    the innermost line of the file is in the traceback nearest to the root that has one.
+    The interpreter wraps an error inside a function of Triton in one for each call that led there: the innermost line
+    of the file is in the traceback nearest to the root that has one.
     """
     root = root_of(error, path)
     own = next((own for e in reversed(_chain(error, path)) if (own := _own_frames(e, path))), None)
@@ -143,6 +143,4 @@ _ADVICE = (
 
 
 def _own_frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:
-    return [
-        frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path
-    ]
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]

@@ -10,10 +10,9 @@ learner's part, and `stub_of` cuts it out.
     the solution
     # end of your code
 
-`check` runs phaseN_x/checks/name.py on an answer in a child process (see common.learn.judge),
-interpreted first and then, where there is a GPU, compiled. This module imports neither torch nor a
-phase, so that the command line starts at once. `python -m common.learn.exercises` cuts the shipped
-files from the solutions anew.
+`check` runs phaseN_x/checks/name.py on an answer in a child process (see common.learn.judge), interpreted first and
+then, where there is a GPU, compiled. This module imports neither torch nor a phase, so that the command line starts at
+once. `python -m common.learn.exercises` cuts the shipped files from the solutions anew.
 """
 
 import ast
@@ -40,8 +39,8 @@ from pathlib import Path
 from common import phases
 from common.arguments import arguments
 
-# Seconds for an answer, of which starting Python takes two; checks of right ones end in under five,
-# or in twenty where the compiler is asked.
+# Seconds for an answer, of which starting Python takes two; checks of right ones end in under five, or in twenty where
+# the compiler is asked.
 TIME_LIMIT = 60
 COMPILER_LIMIT = 30  # seconds for the compiler, after an answer passed; a few are usual
 BEGIN, SHOWN, END = "# your code", "#|", "# end of your code"
@@ -72,9 +71,8 @@ class Damaged(Unusable):
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise. `section` is the heading where it belongs in a notebook: the phase's first, unless
-    `chapter` names another one. `formerly` is the name that it had, with a number, in older copies
-    of the course.
+    """One exercise. `section` is the heading where it belongs in a notebook: the phase's first, unless `chapter` names
+    another one. `formerly` is the name that it had, with a number, in older copies of the course.
     """
 
     phase: phases.Phase
@@ -103,9 +101,7 @@ class Exercise:
 
     @property
     def answer(self) -> bytes | None:
-        """What the learner's file holds; None where there is none. Raises NoFile without opening what
-        may never end.
-        """
+        """What the learner's file holds; None where there is none. Raises NoFile without opening what may never end."""
         if not os.path.lexists(self.path):
             return None
         if not self.path.is_file():
@@ -177,8 +173,8 @@ def _load_phase(phase: phases.Phase) -> list[Exercise]:
 
 
 def find(name: str) -> Exercise | None:
-    """The exercise called by its name ("online_step"), its former name, its number ("1.3") or its
-    file: the learner's, or the shipped one, from here or from the root of the course.
+    """The exercise called by its name ("online_step"), its former name, its number ("1.3") or its file: the learner's,
+    or the shipped one, from here or from the root of the course.
     """
     files = {*map(os.path.realpath, (name, phases.ROOT / name))}
     return next(
@@ -277,8 +273,8 @@ class Progress:
     @classmethod
     @contextlib.contextmanager
     def changed(cls) -> Iterator["Progress"]:
-        """The stored progress, to change; stored at the end. It belongs to one process at a time, so
-        that of two checks at once neither forgets the other's verdict.
+        """The stored progress, to change; stored at the end. It belongs to one process at a time, so that of two checks
+        at once neither forgets the other's verdict.
         """
         import fcntl  # not on Windows, where the doctor must start
 
@@ -306,9 +302,7 @@ class Progress:
         """
         everything = list(load())
         start = everything.index(after) + 1 if after else 0
-        return next(
-            (e for e in everything[start:] + everything[:start] if not self.solved(e)), None
-        )
+        return next((e for e in everything[start:] + everything[:start] if not self.solved(e)), None)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
@@ -352,8 +346,8 @@ def _edited(exercise: Exercise) -> bool:
 
 
 def begin(exercise: Exercise) -> None:
-    """Create the learner's file from the stub. One that has been edited is left alone; one that has
-    not follows the stub when the course is updated.
+    """Create the learner's file from the stub. One that has been edited is left alone; one that has not follows the
+    stub when the course is updated.
     """
     as_shipped = exercise.answer == exercise.stub.encode()
     if not (as_shipped or _edited(exercise)):
@@ -386,9 +380,7 @@ def reset(exercise: Exercise) -> Path | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a check. kind: "passed", "wrong", "error" (it raised), "unfinished",
-    "timeout" or "crashed".
-    """
+    """The outcome of a check. kind: "passed", "wrong", "error" (it raised), "unfinished", "timeout" or "crashed"."""
 
     kind: str
     message: str
@@ -435,15 +427,13 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
             if verdict.passed:  # what was there before: it may have been edited meanwhile
                 progress.passed[exercise.name] = _hash(answer)
     except OSError as error:
-        return replace(
-            verdict, not_noted=f"This verdict is not noted, so check again later: {error}"
-        )
+        return replace(verdict, not_noted=f"This verdict is not noted, so check again later: {error}")
     return verdict
 
 
 def objections(exercise: Exercise, verdict: Verdict, *, limit: float = COMPILER_LIMIT) -> list[str]:
-    """What the compiler has against the kernels of an answer that passed interpreted; nothing where
-    it takes longer than `limit` seconds. It changes no verdict.
+    """What the compiler has against the kernels of an answer that passed interpreted; nothing where it takes longer
+    than `limit` seconds. It changes no verdict.
     """
     if not (verdict.passed and verdict.launches):
         return []
@@ -482,9 +472,7 @@ def _hash(answer: bytes) -> str:
 
 
 def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
-    """The judge's verdict, as a dict with kind and message. What the answer prints goes to the
-    terminal.
-    """
+    """The judge's verdict, as a dict with kind and message. What the answer prints goes to the terminal."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "verdict.json"
         command = [sys.executable, "-W", "ignore", "-m", "common.learn.judge"]
@@ -504,9 +492,7 @@ def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
                 time.sleep(0.1)
                 where = _innermost_line(exercise.path, report)
             message = f"no result after {limit:.0f} s: is there a loop that never ends?"
-            return dict(
-                kind="timeout", message=f"{message} It was at {where}" if where else message
-            )
+            return dict(kind="timeout", message=f"{message} It was at {where}" if where else message)
         finally:
             _end(child)
         try:
@@ -526,14 +512,10 @@ def _crash(path: Path, report: Path, code: int) -> str:
 
 
 def _innermost_line(path: Path, report: Path) -> str:
-    """The line of the answer at which its process was last seen (see common.learn.judge); "" where
-    it was elsewhere.
-    """
+    """The line of the answer at which its process was last seen (see common.learn.judge); "" where it was elsewhere."""
     try:
         stack = _read(report.with_name(f"{report.name}.stack"))
-        line, function = re.search(
-            rf'File "{re.escape(str(path))}", line (\d+) in (\S+)\n', stack
-        ).groups()
+        line, function = re.search(rf'File "{re.escape(str(path))}", line (\d+) in (\S+)\n', stack).groups()
         with tokenize.open(path) as answer:  # in the encoding that Python takes it for
             return f"line {line}, in {function}: {answer.readlines()[int(line) - 1].strip()}"
     except (OSError, ValueError, AttributeError, IndexError, SyntaxError):
@@ -544,17 +526,14 @@ def _innermost_line(path: Path, report: Path) -> str:
 
 
 def take_over() -> list[str]:
-    """Bring answers that are where older copies of the course had them to work/, and progress under
-    former names under the names of now; set a damaged progress file aside. Returns what was done,
-    in sentences.
+    """Bring answers that are where older copies of the course had them to work/, and progress under former names under
+    the names of now; set a damaged progress file aside. Returns what was done, in sentences.
     """
     said = [_set_bad_progress_aside()]
     _rename_progress()
     for exercise in load():
         with contextlib.suppress(Unusable):  # its own commands say so
-            said += [
-                _take_over_answer(path, exercise) for path in exercise.places if path.is_file()
-            ]
+            said += [_take_over_answer(path, exercise) for path in exercise.places if path.is_file()]
     return list(filter(None, said))
 
 
@@ -585,8 +564,8 @@ def _rename_progress() -> None:
 
 
 def _take_over_answer(path: Path, exercise: Exercise) -> str:
-    """Move an answer to the learner's file, or beside it where that has been edited. Returns what was
-    done, "" if nothing. A shipped file becomes the stub again.
+    """Move an answer to the learner's file, or beside it where that has been edited. Returns what was done, "" if
+    nothing. A shipped file becomes the stub again.
     """
     said, file, shipped = "", path.relative_to(phases.ROOT), path == exercise.shipped
     as_shipped = path.read_bytes() == exercise.stub.encode()

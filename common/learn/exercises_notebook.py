@@ -4,14 +4,10 @@ from common.learn import exercises
 
 
 def check(name: str) -> None:
-    """Check the learner's file of an exercise and print the verdict. Raises KeyError for an
-    unknown name.
-    """
+    """Check the learner's file of an exercise and print the verdict. Raises KeyError for an unknown name."""
     exercise = exercises.find(name)
     if exercise is None:
-        raise KeyError(
-            f"there is no exercise {name!r}; similar: {', '.join(exercises.similar(name)) or 'none'}"
-        )
+        raise KeyError(f"there is no exercise {name!r}; similar: {', '.join(exercises.similar(name)) or 'none'}")
     for sentence in exercises.take_over():
         print(sentence)
     verdict = exercises.check(exercise)

@@ -62,8 +62,7 @@ def require(
     rtol: float = 1e-4,
     atol: float = 1e-4,
 ) -> None:
-    """Reject unless `actual` is a tensor like `right`: same shape, same values, NaN in the same
-    places.
+    """Reject unless `actual` is a tensor like `right`: same shape, same values, NaN in the same places.
 
     mistakes  sentence: the result of a well-known mistake. The sentence is the message where `actual` is far
               nearer to that result than to `right`.
@@ -78,9 +77,7 @@ def require(
     close = torch.isclose(actual, right, rtol=rtol, atol=atol, equal_nan=True)
     if close.all():
         return
-    sentence = _recognized(
-        actual, right, mistakes or {}, dict(rtol=rtol, atol=atol, equal_nan=True)
-    )
+    sentence = _recognized(actual, right, mistakes or {}, dict(rtol=rtol, atol=atol, equal_nan=True))
     sentence = sentence or next((sign for sign, shown in (signs or {}).items() if shown), None)
     sentence = sentence or _related(actual, right)
     if sentence:
@@ -91,12 +88,8 @@ def require(
     where = f"element [{', '.join(map(str, index))}]" if index else "it"
     size = right.nan_to_num(0, 0, 0).abs().max().item()
     exact = rtol < 2.0**-24 and atol < 2.0**-24 * size  # more than fp32 can give
-    short = given_dtype != wanted_dtype and torch.allclose(
-        actual, right, rtol=1e-6, atol=1e-6 * size
-    )
-    dtypes = (
-        f" (computed in {given_dtype}, where {wanted_dtype} is right?)" if exact and short else ""
-    )
+    short = given_dtype != wanted_dtype and torch.allclose(actual, right, rtol=1e-6, atol=1e-6 * size)
+    dtypes = f" (computed in {given_dtype}, where {wanted_dtype} is right?)" if exact and short else ""
     reject(
         f"{what}: {int((~close).sum())} of {close.numel()} elements are wrong; the first: {where} is "
         f"{got:.{digits}g} where {wanted:.{digits}g} is right{dtypes}"
@@ -124,30 +117,18 @@ def _recognized(actual, right, mistakes, tolerance) -> str | None:
 
 def _related(actual, right) -> str | None:
     """What is said of a result that is the right one times a number, or transposed."""
-    if right.numel() < 8 or not (
-        right.any() and right.isfinite().all() and actual.isfinite().all()
-    ):
+    if right.numel() < 8 or not (right.any() and right.isfinite().all() and actual.isfinite().all()):
         return None
     factor = ((actual * right).sum() / (right * right).sum()).item()
     close = dict(rtol=1e-3, atol=1e-3 * right.abs().max().item())
-    if (
-        abs(factor) > 0.01
-        and f"{factor:.4g}" != "1"
-        and torch.allclose(actual / factor, right, **close)
-    ):
+    if abs(factor) > 0.01 and f"{factor:.4g}" != "1" and torch.allclose(actual / factor, right, **close):
         return f"every element is {factor:.4g} times what is right: which factor is that, or which is missing?"
-    if (
-        right.dim() > 1
-        and right.shape[-1] == right.shape[-2]
-        and torch.allclose(actual.mT, right, **close)
-    ):
+    if right.dim() > 1 and right.shape[-1] == right.shape[-2] and torch.allclose(actual.mT, right, **close):
         return "it is transposed: rows and columns are exchanged"
     return None
 
 
-def require_verified(
-    what: str, fn: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options
-) -> None:
+def require_verified(what: str, fn: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> None:
     """verify_results(...).check(), with `what` in front of its message."""
     try:
         verify_results(fn, q, k, v, compare_sdpa=False, **options).check()
@@ -175,8 +156,8 @@ def require_ieee(answer: ModuleType) -> None:
 
 
 def require_narrow_products(answer: ModuleType, run: Callable[[], object], products=0) -> None:
-    """Reject products of two fp32 tiles where all inputs are fp16, and fewer tl.dot than `products`:
-    either is right, but not on the tensor cores. run() runs the answer's kernel on inputs in fp16.
+    """Reject products of two fp32 tiles where all inputs are fp16, and fewer tl.dot than `products`: either is right,
+    but not on the tensor cores. run() runs the answer's kernel on inputs in fp16.
     """
     if not runtime.INTERPRETED:
         return
@@ -211,8 +192,8 @@ def require_narrow_products(answer: ModuleType, run: Callable[[], object], produ
 
 @contextlib.contextmanager
 def masked_loads_undefined() -> Iterator[None]:
-    """Inside, interpreted loads that have a mask and no `other` find NaN where the mask is false,
-    not the interpreter's zeros: compiled, neither is promised.
+    """Inside, interpreted loads that have a mask and no `other` find NaN where the mask is false, not the interpreter's
+    zeros: compiled, neither is promised.
     """
     if not runtime.INTERPRETED:
         yield
@@ -234,8 +215,8 @@ def masked_loads_undefined() -> Iterator[None]:
 
 
 def tiles_of(block_m: int, block_n: int) -> contextlib.AbstractContextManager:
-    """Inside, interpreted kernels work in tiles of this shape, whatever head_dim and dtype are;
-    compiled ones in those that suit the GPU.
+    """Inside, interpreted kernels work in tiles of this shape, whatever head_dim and dtype are; compiled ones in those
+    that suit the GPU.
     """
     if not runtime.INTERPRETED:
         return contextlib.nullcontext()
@@ -244,13 +225,10 @@ def tiles_of(block_m: int, block_n: int) -> contextlib.AbstractContextManager:
 
 
 class NoHelp(TorchFunctionMode):
-    """Inside, a launcher that has PyTorch compute, or copy what the kernel should read in place, is
-    rejected.
-    """
+    """Inside, a launcher that has PyTorch compute, or copy what the kernel should read in place, is rejected."""
 
     COMPUTE = (
-        "softmax logsumexp exp exp2 matmul rmatmul mm bmm baddbmm addmm linear einsum pad "
-        "scaled_dot_product_attention"
+        "softmax logsumexp exp exp2 matmul rmatmul mm bmm baddbmm addmm linear einsum pad scaled_dot_product_attention"
     )
     COPY = "contiguous clone repeat repeat_interleave"
 
@@ -259,15 +237,13 @@ class NoHelp(TorchFunctionMode):
         if name in self.COMPUTE.split():
             reject(f"PyTorch's {name} is called in the launcher: the kernel computes")
         if name in self.COPY.split():
-            reject(
-                f"PyTorch's {name} is called in the launcher: read the inputs in place, by their strides"
-            )
+            reject(f"PyTorch's {name} is called in the launcher: read the inputs in place, by their strides")
         return function(*args, **(kwargs or {}))
 
 
 def misread(x: torch.Tensor, like: torch.Tensor) -> dict[str, torch.Tensor]:
-    """x (batch, heads, seq, head_dim) as it is read with the strides of another tensor: in the head
-    and between heads, in the head alone, between heads alone.
+    """x (batch, heads, seq, head_dim) as it is read with the strides of another tensor: in the head and between heads,
+    in the head alone, between heads alone.
     """
     x_head, like_head = x.stride()[2:], like.stride()[2:]
     x_base, like_base = x.stride()[:2], like.stride()[:2]
@@ -285,11 +261,9 @@ def guarded(
         "is every store masked, and does its pointer stand at this head?"
     ),
 ) -> Callable:
-    """`fn` with its results o and lse guarded: rejects stores beside them and elements that are
-    never stored.
+    """`fn` with its results o and lse guarded: rejects stores beside them and elements that are never stored.
 
-    ask(unwritten, outside) returns the question that ends the message; both are lists of "o" and
-    "lse".
+    ask(unwritten, outside) returns the question that ends the message; both are lists of "o" and "lse".
     """
 
     def call(*args, **options):
@@ -366,18 +340,13 @@ def _functions() -> dict[tuple[str, str], Callable]:
     ours = [name for name in sys.modules if re.match(r"common\b|\w+\.checks\b", name)]
     owners = {name: vars(sys.modules[name]) for name in ("torch", *ours)}
     owners["torch.Tensor"] = vars(torch._C.TensorBase) | vars(torch.Tensor)
-    return {
-        (owner, name): value
-        for owner, held in owners.items()
-        for name, value in held.items()
-        if callable(value)
-    }
+    return {(owner, name): value for owner, held in owners.items() for name, value in held.items() if callable(value)}
 
 
 @contextlib.contextmanager
 def _no_truth_of_blocks(path: Path) -> Iterator[None]:
-    """Inside, an interpreted kernel in this file that takes a block for one yes or no is stopped. The
-    interpreter calls every block true. The compiler refuses such an `if`, and takes `and` for `&`.
+    """Inside, an interpreted kernel in this file that takes a block for one yes or no is stopped. The interpreter calls
+    every block true. The compiler refuses such an `if`, and takes `and` for `&`.
     """
     if not runtime.INTERPRETED:
         yield
@@ -410,9 +379,7 @@ def _no_truth_of_blocks(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def after(right: str) -> Iterator[None]:
-    """Inside, where a part of the answer is still to be written, the message begins with what is right
-    already.
-    """
+    """Inside, where a part of the answer is still to be written, the message begins with what is right already."""
     try:
         yield
     except BaseException as error:
@@ -467,10 +434,7 @@ def main(folder: str, name: str, path: str, verdict: str) -> int:
         outcome = dict(kind="crashed", message=errors.of_the_course(error))
         Path(verdict).write_text(json.dumps(outcome))
         return 1
-    own, sys.argv = (
-        os.getpid(),
-        [""],
-    )  # an answer that writes to its last argument means another one
+    own, sys.argv = (os.getpid(), [""])  # an answer that writes to its last argument means another one
     with offline_answer.launches_of(Path(path)) as launches:
         outcome = judge(check, Path(path))
     if os.getpid() != own:  # a process that the answer forked, which has no say

@@ -34,14 +34,12 @@ def find(names: list[str] | None = None) -> list[Path]:
     return [p for p in paths if not names or any(n in str(p.relative_to(ROOT)) for n in names)]
 
 
-def execute(
-    path: Path, *, store: bool = False, on_cell: Callable[[int, int], None] | None = None
-) -> str | None:
-    """Run a notebook top to bottom in its own folder. Returns None, or what went wrong: the error of
-    a cell, or why the notebook could not be read or run.
+def execute(path: Path, *, store: bool = False, on_cell: Callable[[int, int], None] | None = None) -> str | None:
+    """Run a notebook top to bottom in its own folder. Returns None, or what went wrong: the error of a cell, or why the
+    notebook could not be read or run.
 
-    on_cell(done, total) is called after each code cell. With store the outputs are written back,
-    cleaned of timestamps; otherwise the file is left alone.
+    on_cell(done, total) is called after each code cell. With store the outputs are written back, cleaned of timestamps;
+    otherwise the file is left alone.
     """
     try:
         notebook = nbformat.read(path, as_version=4)
@@ -89,9 +87,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.store:
         os.environ["TRITON_INTERPRET"] = "1"
-        if answered := [
-            e.file for e in exercises.load() if e.answer not in (None, e.stub.encode())
-        ]:
+        if answered := [e.file for e in exercises.load() if e.answer not in (None, e.stub.encode())]:
             parser.error(
                 f"--store would store the verdicts on your answers: move {', '.join(answered)} away, or bring them "
                 "back as shipped by course reset"
@@ -99,9 +95,7 @@ def main() -> int:
     chosen = find(args.names)
     if not chosen:
         known = ", ".join(str(path.relative_to(ROOT)) for path in find())
-        parser.error(
-            f"names: no notebook's path contains {' or '.join(args.names)}; there are {known}"
-        )
+        parser.error(f"names: no notebook's path contains {' or '.join(args.names)}; there are {known}")
     failed = 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # In a thread, since nbclient would take signals over in the main one, and fails at them.

@@ -1,9 +1,8 @@
-"""The compiler's objections to an answer that passed. The interpreter runs programs that compile for
-no GPU, such as a loop with `break`.
+"""The compiler's objections to an answer that passed. The interpreter runs programs that compile for no GPU, such as a
+loop with `break`.
 
-While an answer is judged, `launches_of` records what it launches. `python -m
-common.learn.offline_answer FILE` reads these launches from stdin, compiles them, and prints the
-objections; both are JSON.
+While an answer is judged, `launches_of` records what it launches. `python -m common.learn.offline_answer FILE` reads
+these launches from stdin, compiles them, and prints the objections; both are JSON.
 """
 
 import contextlib
@@ -28,9 +27,9 @@ TARGETS = "sm_90", "sm_80"  # the others are asked where the first one refuses
 def launches_of(path: Path) -> Iterator[dict[tuple, dict]]:
     """Yields a dict that fills with interpreted launches, one of each kernel and choice of its flags.
 
-    Recorded are the kernels in the file, and others that take one of its functions as an argument.
-    Left out are kernels elsewhere that reach the file in another way, and arguments of a type that
-    common.measure.offline does not know; no check has any of these.
+    Recorded are the kernels in the file, and others that take one of its functions as an argument. Left out are kernels
+    elsewhere that reach the file in another way, and arguments of a type that common.measure.offline does not know; no
+    check has any of these.
     """
     launches = {}
     if not runtime.INTERPRETED:
@@ -71,8 +70,7 @@ def _reason(made: offline.Compiled, answer: str) -> str:
     if not made.error:
         limit = offline.SHARED_LIMIT[made.target] / 1024
         return f"it needs {made.shared / 1024:.0f} KiB of shared memory, and there are {limit:.0f}"
-    # Triton quotes a function up to the line that it refuses, with a caret below; a callee's comes
-    # after its caller's.
+    # Triton quotes a function up to the line that it refuses, with a caret below; a callee's comes after its caller's.
     *quotes, message = re.split(r"\n *\^(?:\n|$)", made.error)
     message = " ".join(message.split())[:200]
     for quote in reversed(quotes):

@@ -6,8 +6,8 @@ and some cells later, where the answer has been computed:
 
     guess.against(answer)
 
-A notebook is stored with `yours=None`; a reader puts their own value there. Where the reader derives
-a tensor instead of guessing a number, `attempt` compares it at once:
+A notebook is stored with `yours=None`; a reader puts their own value there. Where the reader derives a tensor instead
+of guessing a number, `attempt` compares it at once:
 
     dV = None
     attempt("dV", dV, autograd["dV"])
@@ -30,8 +30,7 @@ class Prediction:
     def against(self, answer: Any) -> None:
         """Print the answer, and how far the prediction is from it if there is one.
 
-        Numbers are compared by their ratio, words without regard to spaces and capitals, everything
-        else by equality.
+        Numbers are compared by their ratio, words without regard to spaces and capitals, everything else by equality.
         """
         answer = _plain(answer)
         if self.yours is None:

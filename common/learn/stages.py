@@ -16,12 +16,11 @@ from common.source import source
 
 
 class Stage:
-    """The jitted functions that `module` defines or imports, some of them edited; `stage[name]` is
-    one of them.
+    """The jitted functions that `module` defines or imports, some of them edited; `stage[name]` is one of them.
 
-    edits: (name, old, new); `old` must stand exactly once in the source of the function `name`. All
-    functions are made anew, so that a kernel calls the edited form of a function that it uses.
-    Inside `with stage:` the module's launchers launch these kernels.
+    edits: (name, old, new); `old` must stand exactly once in the source of the function `name`. All functions are made
+    anew, so that a kernel calls the edited form of a function that it uses. Inside `with stage:` the module's launchers
+    launch these kernels.
     """
 
     def __init__(self, module: ModuleType, *edits: tuple[str, str, str]):
@@ -31,9 +30,7 @@ class Stage:
             if name not in texts:
                 raise ValueError(f"{name!r} is none of {module.__name__}'s kernels: {list(texts)}")
             if texts[name].count(old) != 1:
-                raise ValueError(
-                    f"{old!r} stands {texts[name].count(old)} times in {name}, not once"
-                )
+                raise ValueError(f"{old!r} stands {texts[name].count(old)} times in {name}, not once")
             texts[name] = texts[name].replace(old, new)
         text, file = "\n\n".join(texts.values()), f"<{module.__name__}, edited: {edits}>"
         # Triton asks Python for a kernel's source; this is where Python looks.

@@ -1,14 +1,13 @@
 """Compile kernels for a GPU that is not here, and read what the compiler made of them.
 
-Triton compiles for any target on any machine: what is needed is the kernel and the types of its
-arguments. Those are taken from a real call, without running it:
+Triton compiles for any target on any machine: what is needed is the kernel and the types of its arguments. Those are
+taken from a real call, without running it:
 
     launches = record_launches(lambda: attention_forward(q, k, v))
     for c in compile_launches(launches, targets=["sm_90"]):
         print(c)          # registers, spills, shared memory, tensor-core instructions
 
-The compiler works in a child process with TRITON_INTERPRET=0, as an interpreting process cannot
-compile.
+The compiler works in a child process with TRITON_INTERPRET=0, as an interpreting process cannot compile.
 """
 
 import contextlib
@@ -111,11 +110,10 @@ class Compiled:
 
 
 def record_launches(call: Callable[[], object]) -> list[Launch]:
-    """The kernels that `call` launches, with the types of their arguments. Nothing runs; results
-    are not filled in.
+    """The kernels that `call` launches, with the types of their arguments. Nothing runs; results are not filled in.
 
-    bf16 stays bf16 here, also where kernels are interpreted. Kernels in Gluon, which no interpreter
-    knows, are recorded too.
+    bf16 stays bf16 here, also where kernels are interpreted. Kernels in Gluon, which no interpreter knows, are recorded
+    too.
     """
     launches = []
 
@@ -136,23 +134,14 @@ def record_launches(call: Callable[[], object]) -> list[Launch]:
 
 
 def compile_launches(
-    launches: Iterable[Launch],
-    targets: Iterable[str] = ("sm_90",),
-    *,
-    sass: bool = False,
-    processes: int = 1,
+    launches: Iterable[Launch], targets: Iterable[str] = ("sm_90",), *, sass: bool = False, processes: int = 1
 ) -> list[Compiled]:
-    """Compile each launch for each target ("sm_80", "sm_90", "sm_100", "gfx942", ...), in so many
-    child processes. A child takes seconds to start.
+    """Compile each launch for each target ("sm_80", "sm_90", "sm_100", "gfx942", ...), in so many child processes. A
+    child takes seconds to start.
 
-    A kernel that the compiler refuses comes back with `error` set. Raises RuntimeError if a child
-    itself fails.
+    A kernel that the compiler refuses comes back with `error` set. Raises RuntimeError if a child itself fails.
     """
-    jobs = [
-        dict(launch=asdict(launch), target=target, sass=sass)
-        for launch in launches
-        for target in targets
-    ]
+    jobs = [dict(launch=asdict(launch), target=target, sass=sass) for launch in launches for target in targets]
     made = [None] * len(jobs)
     with ThreadPoolExecutor(processes) as pool:
         parts = pool.map(_in_child, [jobs[i::processes] for i in range(processes)])
@@ -292,9 +281,7 @@ def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
             while reason.__cause__:
                 reason = reason.__cause__
             text = f"{type(error).__name__}: {error}"
-            return Compiled(
-                name, target, error=text if str(reason) in text else f"{text}\n{reason}"
-            )
+            return Compiled(name, target, error=text if str(reason) in text else f"{text}\n{reason}")
     assembly = made.asm["ptx" if nvidia else "amdgcn"]
     counts = {what: len(re.findall(pattern, assembly)) for what, pattern in INSTRUCTIONS.items()}
     shared = made.metadata.shared
@@ -306,20 +293,9 @@ def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
     registers = int(re.search(r"REG:(\d+)", usage)[1])
     stack_bytes = int(re.search(r"STACK:(\d+)", usage)[1])
     text = _cuobjdump(made.asm["cubin"], "-sass") if sass or counts["wgmma"] else ""
-    # One group of products that run on their own is opened in PTX by wgmma.fence, in machine code
-    # by ARRIVE.
+    # One group of products that run on their own is opened in PTX by wgmma.fence, in machine code by ARRIVE.
     serialized = text.count("WARPGROUP.ARRIVE") > assembly.count("wgmma.fence")
-    return Compiled(
-        name,
-        target,
-        shared,
-        registers,
-        stack_bytes,
-        counts,
-        assembly,
-        text if sass else "",
-        serialized,
-    )
+    return Compiled(name, target, shared, registers, stack_bytes, counts, assembly, text if sass else "", serialized)
 
 
 def _imported(module: str, name: str):
@@ -332,9 +308,7 @@ def _cuobjdump(cubin: bytes, flag: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run(
-            [tool, flag, file.name], capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

@@ -24,9 +24,7 @@ def bytes_for_a_head(
 ) -> None:
     """Megabytes moved, by two ways: lines are the formula of each, dots were counted."""
     _, ax = new(*size)
-    for (name, values), color in zip(
-        formula.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True
-    ):
+    for (name, values), color in zip(formula.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True):
         ax.plot(seqs, np.array(values) / 1e6, color=color, label=f"{name}, formula")
         if name in counted:
             dots = np.array(counted[name]) / 1e6
@@ -93,11 +91,7 @@ def one_head_times(record: dict) -> None:
     ax.set_title("Time of one head")
     ax.legend(loc="upper left")
     longest = max(r["seq"] for r in record["rows"])
-    at_end = ", ".join(
-        f"{r['provider']} {r['ms']:.2f}"
-        for r in record["rows"]
-        if r["seq"] == longest and "ms" in r
-    )
+    at_end = ", ".join(f"{r['provider']} {r['ms']:.2f}" for r in record["rows"] if r["seq"] == longest and "ms" in r)
     alt = f"Milliseconds for one head against sequence length, both logarithmic. At {longest}: {at_end}."
     _signed(fig, record, alt=alt)
 
@@ -112,9 +106,7 @@ def backward_tflops(record: dict, seq: int = 4096, alt: str | None = None) -> No
     """Phase 4: the same for the backward pass."""
     title = f"The backward pass at seq {seq}, fp16, before any tuning"
     most = 5 / 7 * record["ceilings"]["gemm_flops_per_s"] / 1e12
-    _tflops(
-        record, seq, "phase 4", title, alt, (f"ours at a large product's rate: {most:.0f}", most)
-    )
+    _tflops(record, seq, "phase 4", title, alt, (f"ours at a large product's rate: {most:.0f}", most))
 
 
 def _tflops(record, seq, ours, title, alt=None, ceiling=None) -> None:
@@ -128,30 +120,18 @@ def _tflops(record, seq, ours, title, alt=None, ceiling=None) -> None:
     width = 0.27
     for offset, (provider, look) in enumerate(looks.items()):
         rows = {
-            (r["head_dim"], r["is_causal"]): r
-            for r in record["rows"]
-            if r["provider"] == provider and r["seq"] == seq
+            (r["head_dim"], r["is_causal"]): r for r in record["rows"] if r["provider"] == provider and r["seq"] == seq
         }
         heights = [rows[case].get("tflops", 0) for case in cases]
         x = np.arange(len(cases)) + (offset - 1) * width
-        for bar, height in zip(
-            ax.bar(x, heights, width * 0.92, label=provider, **look), heights, strict=True
-        ):
-            ax.text(
-                bar.get_x() + bar.get_width() / 2,
-                height + 6,
-                f"{height:.0f}",
-                ha="center",
-                fontsize=8,
-            )
+        for bar, height in zip(ax.bar(x, heights, width * 0.92, label=provider, **look), heights, strict=True):
+            ax.text(bar.get_x() + bar.get_width() / 2, height + 6, f"{height:.0f}", ha="center", fontsize=8)
     if ceiling:
         label, tflops = ceiling
         over = np.arange(len(cases)) - width  # our bars alone
         look = dict(color="black", linestyle="--", linewidth=1.2, label=label)
         ax.hlines([tflops] * len(cases), over - width / 2, over + width / 2, **look)
-    ax.set_xticks(
-        range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases]
-    )
+    ax.set_xticks(range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases])
     ax.set_ylabel("TFLOP/s")
     ax.set_title(title)
     ax.legend(loc="upper left", ncols=4, fontsize=8)
@@ -181,11 +161,7 @@ def training_record(record: dict, alt: str | None = None) -> None:
             mean = np.convolve(apart, np.full(window, 1 / window), mode="valid")
             steps = np.arange(len(mean)) + window // 2
             below.plot(
-                steps,
-                np.where(mean > 0, mean, np.nan),
-                color=color,
-                linewidth=1.2,
-                label=f"{name} against SDPA fused",
+                steps, np.where(mean > 0, mean, np.nan), color=color, linewidth=1.2, label=f"{name} against SDPA fused"
             )
         fused = runs["SDPA fused"]["fused"].lower().replace("_", " ")
         top.set_title(f"{dtype} (SDPA fused: {fused})", fontsize=10)
@@ -208,16 +184,11 @@ def standing(forward: dict, backward: dict, seq: int = 4096) -> None:
     for ax, record, ours, title in zip(
         axes, (forward, backward), ("phase 3", "phase 4"), ("forward", "backward"), strict=True
     ):
-        looks = {
-            ours: _PEERS["ours"],
-            "SDPA flash": _PEERS["sdpa-flash"],
-            "SDPA cuDNN": _PEERS["sdpa-cudnn"],
-        }
+        looks = {ours: _PEERS["ours"], "SDPA flash": _PEERS["sdpa-flash"], "SDPA cuDNN": _PEERS["sdpa-cudnn"]}
         cases, heights_of = [(d, c) for d in (64, 128) for c in (False, True)], {}
         for n, (provider, look) in enumerate(looks.items()):
             rows = {
-                (r["head_dim"], r["is_causal"], r["seq"], r["provider"]): r.get("tflops", 0)
-                for r in record["rows"]
+                (r["head_dim"], r["is_causal"], r["seq"], r["provider"]): r.get("tflops", 0) for r in record["rows"]
             }
             heights = [rows.get((*case, seq, provider), 0) for case in cases]
             heights_of[provider] = [f"{height:.0f}" for height in heights]
@@ -249,23 +220,17 @@ _PEERS = {
 
 
 def waterfall(
-    record: dict,
-    names: dict[str, str],
-    cases: list[tuple],
-    predicted: dict[tuple, dict],
-    signed: bool = True,
+    record: dict, names: dict[str, str], cases: list[tuple], predicted: dict[tuple, dict], signed: bool = True
 ) -> None:
-    """Phase 5: the ladder. Each rung's TFLOP/s, the step from the rung before, and what was predicted.
-    A step of less than 2 percent is grey: it may be noise.
+    """Phase 5: the ladder. Each rung's TFLOP/s, the step from the rung before, and what was predicted. A step of less
+    than 2 percent is grey: it may be noise.
 
     names: provider -> label; cases: (head_dim, is_causal, seq, mode); predicted: case -> provider -> gain (1.1: +10 %)
     """
     fig, axes = new(9, 4.6, columns=len(cases))
     said = []
     for ax, case in zip(np.atleast_1d(axes), cases, strict=True):
-        tflops = {
-            r["provider"]: r["tflops"] for r in record["rows"] if _case(r) == case and "tflops" in r
-        }
+        tflops = {r["provider"]: r["tflops"] for r in record["rows"] if _case(r) == case and "tflops" in r}
         shown = [provider for provider in names if provider in tflops]
         before = None
         for x, provider in enumerate(shown):
@@ -281,32 +246,15 @@ def waterfall(
                 ax.plot([x - 1.35, x + 0.35], [before, before], color=COLORS["ink"], linewidth=0.8)
                 gain = predicted.get(case, {}).get(provider)
                 if gain:
-                    ax.plot(
-                        x,
-                        before * gain,
-                        "D",
-                        color="white",
-                        markeredgecolor=COLORS["ink"],
-                        markersize=6,
-                    )
+                    ax.plot(x, before * gain, "D", color="white", markeredgecolor=COLORS["ink"], markersize=6)
             ink = "white" if before is None else COLORS["ink"]
-            ax.annotate(
-                f"{value:.0f}",
-                (x, 0),
-                (0, 5),
-                textcoords="offset points",
-                ha="center",
-                fontsize=9,
-                color=ink,
-            )
+            ax.annotate(f"{value:.0f}", (x, 0), (0, 5), textcoords="offset points", ha="center", fontsize=9, color=ink)
             before = value
         peer = tflops.get("sdpa-flash")
         if peer:
             ax.axhline(peer, color=COLORS["peer"], linestyle="--", linewidth=1.2)
             ax.text(len(shown) - 0.4, peer - 8, "SDPA flash", ha="right", va="top", fontsize=8)
-        ax.set_xticks(
-            range(len(shown)), [names[p] for p in shown], rotation=40, ha="right", fontsize=9
-        )
+        ax.set_xticks(range(len(shown)), [names[p] for p in shown], rotation=40, ha="right", fontsize=9)
         ax.set_ylim(0, 1.12 * ax.get_ylim()[1])
         head_dim, is_causal, seq, mode = case
         what = {"fwd": "forward", "bwd": "backward"}[mode]
@@ -323,9 +271,7 @@ def peers(record: dict, mode: str, signed: bool = True) -> None:
     use()
     fig, axes = plt.subplots(2, 2, figsize=(9, 6.2), layout="constrained", sharex=True, sharey=True)
     said, what = [], dict(fwd="forward", bwd="backward")[mode]
-    for ax, (head_dim, is_causal) in zip(
-        axes.flat, [(d, c) for d in (64, 128) for c in (False, True)], strict=True
-    ):
+    for ax, (head_dim, is_causal) in zip(axes.flat, [(d, c) for d in (64, 128) for c in (False, True)], strict=True):
         for provider, look in _PEERS.items():
             rows = [
                 r for r in record["rows"]
@@ -340,11 +286,7 @@ def peers(record: dict, mode: str, signed: bool = True) -> None:
         ax.set_xscale("log", base=2)
         ceiling = record["ceilings"]["gemm_flops_per_s"] / 1e12
         ax.axhline(ceiling, color=COLORS["limit"], linewidth=0.8, linestyle=":")
-        at = {
-            line.get_label(): line.get_ydata()[-1]
-            for line in ax.get_lines()
-            if len(line.get_xdata()) > 2
-        }
+        at = {line.get_label(): line.get_ydata()[-1] for line in ax.get_lines() if len(line.get_xdata()) > 2}
         said.append(f"{title}: " + ", ".join(f"{p} {y:.0f}" for p, y in at.items()))
     axes[0, 0].text(512, ceiling, "a large product", fontsize=8, va="bottom")
     axes[0, 0].set_ylim(0)  # shared, so only once everything is drawn
@@ -355,9 +297,7 @@ def peers(record: dict, mode: str, signed: bool = True) -> None:
     drawn = {line.get_label(): line for ax in axes.flat for line in ax.get_lines()}
     handles = {provider: drawn[provider] for provider in _PEERS if provider in drawn}
     columns = len(handles) if len(handles) <= 8 else -(-len(handles) // 2)
-    fig.legend(
-        handles.values(), handles, loc="outside upper center", ncols=columns or 1, fontsize=9
-    )
+    fig.legend(handles.values(), handles, loc="outside upper center", ncols=columns or 1, fontsize=9)
     alt = f"TFLOP/s against the sequence length. At the longest, {'; '.join(said)}; a large product {ceiling:.0f}."
     _signed(fig, *[record] * signed, alt=alt)
 
@@ -401,9 +341,7 @@ def power(record: dict, case: tuple) -> None:
     fig, axes = plt.subplots(3, 1, figsize=(8, 5.4), layout="constrained", sharex=True)
     watts, mhz, ms = axes
     for row in (r for r in record["rows"] if _case(r) == case):
-        look = _PEERS[row["provider"]] | dict(
-            marker="", linewidth=2 if row["provider"] == "ours" else 1.3
-        )
+        look = _PEERS[row["provider"]] | dict(marker="", linewidth=2 if row["provider"] == "ours" else 1.3)
         watts.plot(row["at_ms"], row["watts"], label=row["provider"], **look)
         mhz.plot(row["at_ms"], row["mhz"], **look)
         at = [(n + 0.5) * row["window_ms"] for n in range(len(row["call_ms"]))]

@@ -1,13 +1,13 @@
-"""Records of measurements that can be trusted: every file says on what, with what and when it was
-measured.
+"""Records of measurements that can be trusted: every file says on what, with what and when it was measured.
 
-A phase measures itself with `python -m phaseN_x.bench`, which writes phaseN_x/results/NAME.json on
-a GPU. Notebooks show the record, plainly labeled, where no GPU is present.
+A phase measures itself with `python -m phaseN_x.bench`, which writes phaseN_x/results/NAME.json on a GPU. Notebooks
+show the record, plainly labeled, where no GPU is present.
 """
 
 import argparse
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import re
 import subprocess
@@ -20,38 +20,51 @@ from datetime import UTC, datetime
 from common import runtime
 from common.measure.timing import caller_ms, ceilings, measure, time_ms
 from common.phases import ROOT
-from common.source import source
+from common.source import program, source
 
 import torch
 import triton
 
 
-def fingerprint(kernel) -> str:
-    """Hash of a kernel's source and of the jitted functions it calls, methods of its classes
-    included: a record is stale when it no longer matches.
+def fingerprint(*parts: object) -> str:
+    """Hash of what a record depends on: kernels and functions, with the jitted functions and those of the same file
+    that they call, classes, and values such as tiles.
+
+    It is of the program, not of its text: comments, docstrings, line breaks, a module's name and Python's version
+    change nothing. A record is stale when its hashes no longer match.
     """
-    seen, todo = {}, [kernel]
+    hashed, seen, todo = [], set(), list(parts)
     while todo:
-        kernel = todo.pop()
-        seen[qualified(kernel)] = source(kernel)
-        used = [kernel.fn.__globals__.get(name) for name in kernel.fn.__code__.co_names]
-        used += [member for u in used for member in getattr(u, "hash_attrs", ())]
-        todo += [
-            k
-            for k in used
-            if isinstance(k, triton.runtime.KernelInterface) and qualified(k) not in seen
-        ]
-    return hashlib.sha256("\n".join(seen[name] for name in sorted(seen)).encode()).hexdigest()[:16]
+        part = todo.pop(0)
+        function = getattr(part, "fn", part)
+        if not callable(function):
+            hashed.append(repr(part))
+        elif function not in seen:
+            seen.add(function)
+            hashed.append(program(source(function)))
+            todo += _called(function)
+    return hashlib.sha256("\n".join(sorted(hashed)).encode()).hexdigest()[:16]
 
 
-def qualified(kernel) -> str:
-    """The module and the name of a kernel: "phase3_forward.forward._attn_fwd_kernel", also where
-    that module is the one that was started with -m.
+def _called(function) -> list:
+    """The functions that a function of the course calls by their names: jitted ones, methods of their classes included,
+    and plain ones of the same file.
     """
+    if not inspect.isfunction(function):
+        return []
+    used = [function.__globals__.get(name) for name in function.__code__.co_names]
+    used += [member for u in used for member in getattr(u, "hash_attrs", ())]
+    return [u for u in used if hasattr(u, "fn")] + [
+        u for u in used if inspect.isfunction(u) and u.__module__ == function.__module__
+    ]
+
+
+def kernel_name(kernel) -> str:
+    """A kernel's phase and name, which stay when it moves to another file: "phase3_forward._attn_fwd_kernel"."""
     module = kernel.fn.__module__
-    if module == "__main__":
+    if module == "__main__":  # the one that was started with -m
         module = sys.modules[module].__spec__.name
-    return f"{module}.{kernel.fn.__name__}"
+    return f"{module.partition('.')[0]}.{kernel.fn.__name__}"
 
 
 def gpu_id() -> str:
@@ -60,41 +73,26 @@ def gpu_id() -> str:
 
 
 def settings_fingerprint(settings: Sequence[object]) -> str:
-    """Hash of what a measurement depends on beside the kernels: settings, such as tiles or
-    functions, and the clock.
-    """
-    parts = (
-        source(s, docstring=False) if callable(s) else repr(s)
-        for s in (*settings, time_ms, caller_ms, measure)
-    )
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    """Hash of what a measurement depends on beside the kernels: settings, as for `fingerprint`, and the clock."""
+    return fingerprint(*settings, time_ms, caller_ms, measure)
 
 
 def provenance(
-    kernels: Iterable,
-    commit: str | None = None,
-    packages: Sequence[str] = (),
-    settings: Sequence[object] = (),
+    kernels: Iterable, commit: str | None = None, packages: Sequence[str] = (), settings: Sequence[object] = ()
 ) -> dict:
-    """On what, with what, of what, when: GPU, driver, clocks, versions, commit, command, hashes,
-    date (UTC).
+    """On what, with what, of what, when: GPU, driver, clocks, versions, commit, command, hashes, date (UTC).
 
-    packages: peers that come as packages of their own, whose versions are wanted too. settings:
-    what a record depends on beside the kernels and the clock, as for settings_fingerprint; if there
-    are none, no hash is recorded. Raises RuntimeError if nvidia-smi does not answer,
-    FileNotFoundError if there is none.
+    packages: peers that come as packages of their own, whose versions are wanted too. settings: what a record depends
+    on beside the kernels and the clock, as for settings_fingerprint; if there are none, no hash is recorded. Raises
+    RuntimeError if nvidia-smi does not answer, FileNotFoundError if there is none.
     """
     query = "name,driver_version,clocks.max.sm,clocks.max.mem"
     smi = subprocess.run(
-        ["nvidia-smi", "-i", gpu_id(), f"--query-gpu={query}", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
+        ["nvidia-smi", "-i", gpu_id(), f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
     )
     if smi.returncode:
         said = (smi.stdout + smi.stderr).strip()
-        raise RuntimeError(
-            f"a record names its GPU, but nvidia-smi -i {gpu_id()} failed ({said}): make that run first"
-        )
+        raise RuntimeError(f"a record names its GPU, but nvidia-smi -i {gpu_id()} failed ({said}): make that run first")
     gpu, driver, sm, mem = (field.strip() for field in smi.stdout.splitlines()[0].split(","))
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     # The module as it was started with -m; sys.argv[0] would be a path of this machine.
@@ -108,7 +106,7 @@ def provenance(
         cuda=torch.version.cuda,
         commit=commit or git.stdout.strip() or "unknown",
         command=command,
-        kernels={qualified(k): fingerprint(k) for k in kernels},
+        kernels={kernel_name(k): fingerprint(k) for k in kernels},
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         **({"settings": settings_fingerprint(settings)} if settings else {}),
         **({"packages": {package: _version(package) for package in packages}} if packages else {}),
@@ -137,59 +135,38 @@ def main(
     packages: Sequence[str] = (),
     settings: Sequence[object] = (),
 ) -> int:
-    """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write
-    folder/results/NAME.json.
-    """
+    """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json."""
     what = (sys.modules["__main__"].__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(
-        description=what or "Measure this phase on the GPU and store the record."
-    )
-    parser.add_argument(
-        "--name", type=record_name, default="gpu", help="file name of the record, without .json"
-    )
+    parser = argparse.ArgumentParser(description=what or "Measure this phase on the GPU and store the record.")
+    parser.add_argument("--name", type=record_name, default="gpu", help="file name of the record, without .json")
     parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
     args = parser.parse_args(argv)
     if runtime.DEVICE != "cuda":
-        print(
-            "There is no GPU here (or kernels are interpreted): nothing to measure.",
-            file=sys.stderr,
-        )
+        print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
         return 1
     start = time.perf_counter()
-    head = dict(
-        provenance=provenance(kernels, args.commit, packages, settings), ceilings=ceilings()
-    )
+    head = dict(provenance=provenance(kernels, args.commit, packages, settings), ceilings=ceilings())
     rows = ",\n  ".join(json.dumps(row) for row in run())
     path = ROOT / folder / "results" / f"{args.name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(
-        json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n'
-    )
+    path.write_text(json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n')
     print(f"wrote {path.relative_to(ROOT)} in {time.perf_counter() - start:.0f} s")
-    print(
-        f'to see it in a notebook instead of the recorded run: records.load("{folder}", "{args.name}")'
-    )
+    print(f'to see it in a notebook instead of the recorded run: records.load("{folder}", "{args.name}")')
     return 0
 
 
 def load(folder: str, name: str = "h200") -> dict:
-    """A stored record. Raises FileNotFoundError if there is none, ValueError if it does not say
-    where it comes from.
-    """
+    """A stored record. Raises FileNotFoundError if there is none, ValueError if it does not say where it comes from."""
     record = json.loads((ROOT / folder / "results" / f"{name}.json").read_text())
     wanted = {"gpu", "driver", "torch", "triton", "commit", "command", "kernels", "date"}
     missing = wanted - set(record.get("provenance", {}))
     if missing:
-        raise ValueError(
-            f"{folder}/results/{name}.json: provenance lacks {', '.join(sorted(missing))}"
-        )
+        raise ValueError(f"{folder}/results/{name}.json: provenance lacks {', '.join(sorted(missing))}")
     return record | dict(stale=name in stale(folder))
 
 
 def stale(folder: str) -> list[str]:
-    """The records of a phase that await a new measurement, from results/stale.toml: what they
-    measured has changed.
-    """
+    """The records of a phase that await a new measurement, from results/stale.toml: what they measured has changed."""
     path = ROOT / folder / "results" / "stale.toml"
     return tomllib.loads(path.read_text())["records"] if path.exists() else []
 
@@ -199,11 +176,7 @@ def describe(record: dict) -> str:
     p = record["provenance"]
     timed = "; medians" if any("ms" in row for row in record["rows"]) else ""
     peers = "".join(f"{package} {version}, " for package, version in p.get("packages", {}).items())
-    since = (
-        " The code has changed since: this record awaits a new measurement."
-        if record.get("stale")
-        else ""
-    )
+    since = " The code has changed since: this record awaits a new measurement." if record.get("stale") else ""
     gpus = max((row.get("ranks", 1) for row in record["rows"]), default=1)
     which = f"one {p['gpu']}" if gpus == 1 else f"{gpus} {p['gpu']}s of one host"
     return (

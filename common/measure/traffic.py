@@ -1,10 +1,8 @@
-"""Bytes that kernels move between memory and chip: counted while the interpreter executes them, and
-as formulas.
+"""Bytes that kernels move between memory and chip: counted while the interpreter executes them, and as formulas.
 
-The interpreter performs every tl.load and tl.store of a kernel through two functions; `measure`
-wraps them and adds up the bytes of the elements whose mask is true. What is counted is what a
-program asks for. On a GPU a part of it is served by the caches, so time follows these numbers only
-where the data exceeds them.
+The interpreter performs every tl.load and tl.store of a kernel through two functions; `measure` wraps them and adds up
+the bytes of the elements whose mask is true. What is counted is what a program asks for. On a GPU a part of it is
+served by the caches, so time follows these numbers only where the data exceeds them.
 
 Formulas are in bytes; `size` is the bytes of one element (2 for fp16).
 """
@@ -24,8 +22,8 @@ import triton
 
 @dataclass
 class Traffic:
-    """Bytes loaded and stored, and the same by tensor for the tensors that were named to
-    `measure`; how many products of tiles (tl.dot) were computed.
+    """Bytes loaded and stored, and the same by tensor for the tensors that were named to `measure`; how many products
+    of tiles (tl.dot) were computed.
     """
 
     loaded: int = 0
@@ -41,12 +39,11 @@ class Traffic:
 
 @contextlib.contextmanager
 def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
-    """Count the bytes of every load and store executed in the block, and the products. Raises
-    RuntimeError where kernels are compiled.
+    """Count the bytes of every load and store executed in the block, and the products. Raises RuntimeError where
+    kernels are compiled.
 
-    Tensors passed by name are counted one by one in `loaded_from` and `stored_to`; everything else,
-    such as results that do not exist yet, under "other". (bf16 is computed in fp32 when
-    interpreted: count with fp16.)
+    Tensors passed by name are counted one by one in `loaded_from` and `stored_to`; everything else, such as results
+    that do not exist yet, under "other". (bf16 is computed in fp32 when interpreted: count with fp16.)
     """
     if not runtime.INTERPRETED:
         raise RuntimeError(
@@ -60,9 +57,7 @@ def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
         start = t.untyped_storage().data_ptr()
         other = next((other for first, _, other in spans if first == start != 0), None)
         if other:
-            raise ValueError(
-                f"{name}: shares its memory with {other}; give a copy of it, or one name for both"
-            )
+            raise ValueError(f"{name}: shares its memory with {other}; give a copy of it, or one name for both")
         spans.append((start, start + t.untyped_storage().nbytes(), name))
 
     def size_and_owner(ptrs, mask):
@@ -90,11 +85,7 @@ def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
         traffic.products += 1
         return dot(*args, **kwargs)
 
-    counting = dict(
-        create_masked_load=counting_load,
-        create_masked_store=counting_store,
-        create_dot=counting_dot,
-    )
+    counting = dict(create_masked_load=counting_load, create_masked_store=counting_store, create_dot=counting_dot)
     with mock.patch.multiple(builder, **counting):
         yield traffic
 
@@ -104,9 +95,7 @@ def softmax_bytes(rows: int, cols: int, sweeps: int, size: int) -> int:
     return (sweeps + 1) * rows * cols * size
 
 
-def matmul_bytes(
-    m: int, n: int, k: int, block_m: int, block_n: int, size: int, out_size: int
-) -> int:
+def matmul_bytes(m: int, n: int, k: int, block_m: int, block_n: int, size: int, out_size: int) -> int:
     """(m, k) x (k, n) in tiles: a is read once for every column of tiles, b once for every row
     of tiles.
     """
@@ -115,11 +104,9 @@ def matmul_bytes(
 
 
 def unfused_attention_bytes(seq_q: int, seq_k: int, head_dim: int, block: int, size: int) -> int:
-    """One head by phase 2's `attention_unfused`: product, softmax, product, in tiles of block x
-    block.
+    """One head by phase 2's `attention_unfused`: product, softmax, product, in tiles of block x block.
 
-    S in fp32 and P in the input dtype go through memory; phase 1's softmax sweeps rows of more than
-    4096 twice.
+    S in fp32 and P in the input dtype go through memory; phase 1's softmax sweeps rows of more than 4096 twice.
     """
     scores = matmul_bytes(seq_q, seq_k, head_dim, block, block, size, 4)
     softmax = seq_q * seq_k * (4 * (1 if seq_k <= 4096 else 2) + size)
@@ -144,21 +131,11 @@ def _rows_of_keys(seq_q: int, seq_k: int, block_m: int, block_n: int, is_causal:
 
 
 def tiled_attention_bytes(
-    seq_q: int,
-    seq_k: int,
-    head_dim: int,
-    block_m: int,
-    block_n: int,
-    size: int,
-    *,
-    is_causal=False,
-    lse=False,
+    seq_q: int, seq_k: int, head_dim: int, block_m: int, block_n: int, size: int, *, is_causal=False, lse=False
 ) -> int:
-    """One head, phase 2's and phase 3's kernels: q in and o out once, k and v once for every tile
-    of queries.
+    """One head, phase 2's and phase 3's kernels: q in and o out once, k and v once for every tile of queries.
 
-    With is_causal a tile of queries stops after the last tile of keys that one of its rows sees;
-    lse adds its fp32 row.
+    With is_causal a tile of queries stops after the last tile of keys that one of its rows sees; lse adds its fp32 row.
     """
     kv_rows = _rows_of_keys(seq_q, seq_k, block_m, block_n, is_causal)
     return (2 * seq_q + 2 * kv_rows) * head_dim * size + (4 * seq_q if lse else 0)
@@ -169,9 +146,8 @@ def attention_backward_bytes(
 ) -> dict[str, int]:
     """One head, phase 4's kernels by name: "delta", "dkdv", "dq". LSE and delta are fp32.
 
-    The dK/dV kernel reads q, do, LSE and delta once for every tile of keys, the dQ kernel k and v
-    once for every tile of queries; with is_causal both leave out the tiles in which nothing is
-    visible.
+    The dK/dV kernel reads q, do, LSE and delta once for every tile of keys, the dQ kernel k and v once for every tile
+    of queries; with is_causal both leave out the tiles in which nothing is visible.
     """
     row = 2 * head_dim * size  # of two tensors: o and do, k and v, q and do, dk and dv
     delta = seq_q * (row + 4)
@@ -185,11 +161,9 @@ def attention_backward_bytes(
 
 
 def stored_backward_bytes(seq_q: int, seq_k: int, head_dim: int, block: int, size: int) -> int:
-    """One head's backward pass that reads a stored P: four products by phase 2's `matmul` and one
-    elementwise step.
+    """One head's backward pass that reads a stored P: four products by phase 2's `matmul` and one elementwise step.
 
-    dP in fp32 and dS in the input dtype go through memory; delta is a sum over a row of P * dP,
-    taken on the way.
+    dP in fp32 and dS in the input dtype go through memory; delta is a sum over a row of P * dP, taken on the way.
     """
     dv = matmul_bytes(seq_k, head_dim, seq_q, block, block, size, size)
     dp = matmul_bytes(seq_q, seq_k, head_dim, block, block, size, 4)

@@ -1,9 +1,8 @@
 """Build the course's site: `python -m common.site.build`, or `make site`.
 
-Pages come from what the course has: the stored notebooks, the README, the glossary, the exercises'
-manifests and stubs, the modules, the public functions' docstrings and the records. They are copied
-or written into build/site/source, from which Sphinx makes build/site/html. No page asks for
-anything on another server.
+Pages come from what the course has: the stored notebooks, the README, the glossary, the exercises' manifests and stubs,
+the modules, the public functions' docstrings and the records. They are copied or written into build/site/source, from
+which Sphinx makes build/site/html. No page asks for anything on another server.
 """
 
 import ast
@@ -75,12 +74,8 @@ def picture(name: str, folder: str = "_static/") -> str:
 def linked(text: str) -> str:
     """Markdown of the repository with links to files turned to the pages that show them."""
     text = re.sub(r"\]\(phase\w+/exercises/(\w+)\.py\)", r"](exercises.md#\1)", text)
-    text = re.sub(
-        r"\]\(((?:phase|common)[\w/]+)\.py\)", lambda m: f"](code.md#{_anchor(m[1])})", text
-    )
-    text = re.sub(
-        r"\]\((phase\w+/results/\w+)\.json\)", lambda m: f"](records.md#{_anchor(m[1])})", text
-    )
+    text = re.sub(r"\]\(((?:phase|common)[\w/]+)\.py\)", lambda m: f"](code.md#{_anchor(m[1])})", text)
+    text = re.sub(r"\]\((phase\w+/results/\w+)\.json\)", lambda m: f"](records.md#{_anchor(m[1])})", text)
     return re.sub(rf"\]\(({'|'.join(BESIDE)})\.md\)", lambda m: f"]({m[1].lower()}.md)", text)
 
 
@@ -89,20 +84,8 @@ def _anchor(path: str) -> str:
 
 
 def index() -> str:
-    chapters = [
-        str(p.relative_to(ROOT).with_suffix("")) for phase in PHASES for p in phase.notebook_paths
-    ]
-    rest = [
-        "exercises",
-        "pictures",
-        "glossary",
-        "why_slow",
-        "records",
-        "code",
-        "api",
-        "contributing",
-        "versions",
-    ]
+    chapters = [str(p.relative_to(ROOT).with_suffix("")) for phase in PHASES for p in phase.notebook_paths]
+    rest = ["exercises", "pictures", "glossary", "why_slow", "records", "code", "api", "contributing", "versions"]
     trees = "".join(
         f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```\n"
         for caption, names in (("Chapters", chapters), ("Beside them", rest))
@@ -120,9 +103,7 @@ def exercise_page() -> str:
         for e in (e for e in exercises.load() if e.phase == phase):
             chapter = f"{phase.folder}/{e.notebook}"
             parts.append(f"({e.name})=\n### {e.number} {e.title}\n")
-            parts.append(
-                f"About {e.minutes} minutes; it belongs to [section {e.section}]({chapter}).\n"
-            )
+            parts.append(f"About {e.minutes} minutes; it belongs to [section {e.section}]({chapter}).\n")
             parts.append(_task(e.task))
             parts.append(f"```python\n{_without_docstring(e.stub)}\n```\n")
             for n, hint in enumerate(e.hints, start=1):
@@ -134,8 +115,7 @@ def _task(text: str) -> str:
     """An exercise's task in Markdown, without its last paragraph, which says where it belongs."""
     paragraphs = text.rpartition("\n\nNotebook:")[0].split("\n\n")
     as_text = [
-        p if p.startswith("    ") else re.sub(r"([*_$\\])", r"\\\1", html.escape(p, quote=False))
-        for p in paragraphs
+        p if p.startswith("    ") else re.sub(r"([*_$\\])", r"\\\1", html.escape(p, quote=False)) for p in paragraphs
     ]
     return "\n\n".join(as_text) + "\n"
 
@@ -170,10 +150,7 @@ def api_page() -> str:
 
 
 def records_page() -> str:
-    parts = [
-        "# Records\n",
-        "What was measured on a GPU, with what and when. Times are medians in milliseconds.\n",
-    ]
+    parts = ["# Records\n", "What was measured on a GPU, with what and when. Times are medians in milliseconds.\n"]
     for path in sorted(ROOT.glob("phase*/results/*.json")):
         record = records.load(path.parent.parent.name, path.stem)
         name = path.relative_to(ROOT).with_suffix("")
@@ -187,9 +164,7 @@ def _table(rows: list[dict]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     lines += ["| " + " | ".join(_cell(row.get(c, "")) for c in columns) + " |" for row in rows]
-    return (
-        f"<details><summary>{len(rows)} rows</summary>\n\n" + "\n".join(lines) + "\n\n</details>\n"
-    )
+    return f"<details><summary>{len(rows)} rows</summary>\n\n" + "\n".join(lines) + "\n\n</details>\n"
 
 
 def _cell(value: object) -> str:

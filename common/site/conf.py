@@ -34,11 +34,7 @@ def describe_figures(app, doctree):
     if path.suffix != ".ipynb":
         return
     outputs = (o for c in nbformat.read(path, as_version=4).cells for o in c.get("outputs", ()))
-    texts = [
-        o.metadata.get("image/png", {}).get("alt", "")
-        for o in outputs
-        if "image/png" in o.get("data", {})
-    ]
+    texts = [o.metadata.get("image/png", {}).get("alt", "") for o in outputs if "image/png" in o.get("data", {})]
     figures = [
         image
         for box in doctree.findall(nodes.container)

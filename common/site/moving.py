@@ -1,8 +1,8 @@
 """The course's moving pictures in a notebook: `show_moving("softmax")`.
 
-A picture is shown twice: as an image of one state, which every viewer shows, and as a page in a
-frame, which moves. Viewers remove the frame from a notebook that they do not trust, and then its
-inner text stands there; one that shows the frame does not show the text.
+A picture is shown twice: as an image of one state, which every viewer shows, and as a page in a frame, which moves.
+Viewers remove the frame from a notebook that they do not trust, and then its inner text stands there; one that shows
+the frame does not show the text.
 """
 
 import base64

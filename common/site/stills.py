@@ -20,9 +20,7 @@ STEPS = {"softmax": 3, "tiles": 6, "masks": 4, "pipeline": 6}
 
 def main() -> None:
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         look = dict(device_scale_factor=SHARPNESS, color_scheme="light", reduced_motion="reduce")
         page = browser.new_page(viewport=dict(width=moving.WIDTH, height=300), **look)
         for name in moving.TITLES:

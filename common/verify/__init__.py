@@ -2,12 +2,6 @@
 kernels to prove it.
 """
 
-from common.verify.harness import (
-    Report,
-    TensorResult,
-    VerificationError,
-    verify_results,
-    verify_softmax,
-)
+from common.verify.harness import Report, TensorResult, VerificationError, verify_results, verify_softmax
 
 __all__ = ["Report", "TensorResult", "VerificationError", "verify_results", "verify_softmax"]

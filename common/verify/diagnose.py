@@ -1,8 +1,8 @@
 """What went wrong? Given a result that failed, name the mistake that produces it.
 
-First by hypothesis: the emulator computes, in fp64, the result of one well-known mistake, and the
-hint names the mistake whose result this is. Then by place and size: the elements that are wrong,
-and by how much. A hint is worded as the question to ask next.
+First by hypothesis: the emulator computes, in fp64, the result of one well-known mistake, and the hint names the
+mistake whose result this is. Then by place and size: the elements that are wrong, and by how much. A hint is worded as
+the question to ask next.
 """
 
 import itertools
@@ -70,9 +70,7 @@ def hint(name, actual, truth, wrong, context: Context, rows=None) -> str | None:
 
 
 def _explains(candidate, actual, truth, finite) -> bool:
-    """True if `candidate` is far closer to the result than the truth is (rounding moves both a
-    little).
-    """
+    """True if `candidate` is far closer to the result than the truth is (rounding moves both a little)."""
     if candidate.shape != actual.shape:
         return False
     candidate, actual, truth = candidate[finite], actual[finite], truth[finite]
@@ -81,9 +79,7 @@ def _explains(candidate, actual, truth, finite) -> bool:
 
 
 def _mistaken(name, c: Context, changes: dict) -> torch.Tensor:
-    """Tensor `name` of the emulator in fp64, one tile for the whole, with the `changes` of its
-    steps.
-    """
+    """Tensor `name` of the emulator in fp64, one tile for the whole, with the `changes` of its steps."""
     steps = Steps(**dict(block_m=c.q.shape[2], block_n=c.k.shape[2]) | changes)
     inputs = tuple(t.double() for t in (c.q, c.k, c.v))
     o, lse, m, l = forward(*inputs, c.is_causal, c.scale, steps)
@@ -111,15 +107,9 @@ def _flushed_exp(x):
 
 _MASK_MISTAKES = {
     "this is attention without the causal mask": lambda i, j, m, n: j >= 0,
-    "the causal mask hides the diagonal: query i sees keys j <= i, not j < i": lambda i, j, m, n: (
-        j < i
-    ),
-    "the causal mask shows one key too many: query i sees keys j <= i, not j <= i + 1": (
-        lambda i, j, m, n: j <= i + 1
-    ),
-    "the causal mask is the wrong way round: query i sees keys j <= i, not j >= i": lambda i, j, m, n: (
-        j >= i
-    ),
+    "the causal mask hides the diagonal: query i sees keys j <= i, not j < i": lambda i, j, m, n: j < i,
+    "the causal mask shows one key too many: query i sees keys j <= i, not j <= i + 1": (lambda i, j, m, n: j <= i + 1),
+    "the causal mask is the wrong way round: query i sees keys j <= i, not j >= i": lambda i, j, m, n: j >= i,
 }
 _SCALE_MISTAKES = {
     "the scale is missing: S = scale * Q K^T": lambda scale, d: 1.0,
@@ -131,28 +121,18 @@ _RESCALE_MISTAKES = {
     "neither the accumulator nor l is rescaled by alpha when the maximum grows": dict(
         rescale_acc=not_rescaled, rescale_sum=not_rescaled
     ),
-    "the accumulator is not rescaled by alpha when the maximum grows (l is)": dict(
-        rescale_acc=not_rescaled
-    ),
-    "l is not rescaled by alpha when the maximum grows (the accumulator is)": dict(
-        rescale_sum=not_rescaled
-    ),
-    "the accumulator is not rescaled by alpha in the last tile": dict(
-        rescale_acc=not_rescaled_last
-    ),
+    "the accumulator is not rescaled by alpha when the maximum grows (l is)": dict(rescale_acc=not_rescaled),
+    "l is not rescaled by alpha when the maximum grows (the accumulator is)": dict(rescale_sum=not_rescaled),
+    "the accumulator is not rescaled by alpha in the last tile": dict(rescale_acc=not_rescaled_last),
     "l is not rescaled by alpha in the last tile": dict(rescale_sum=not_rescaled_last),
-    "the accumulator is divided by alpha = exp(m_old - m_new): multiply": dict(
-        rescale_acc=inverse_rescale
-    ),
+    "the accumulator is divided by alpha = exp(m_old - m_new): multiply": dict(rescale_acc=inverse_rescale),
     "l is divided by alpha = exp(m_old - m_new): multiply": dict(rescale_sum=inverse_rescale),
 }
 _LSE_MISTAKES = {
     "the LSE is in base 2: multiply by ln 2, the saved LSE is a natural logarithm": dict(
         lse=lambda m, l: (m + torch.log(l)) / LN2
     ),
-    "the LSE mixes m with log2(l): both in natural units, LSE = m + log(l)": dict(
-        lse=lambda m, l: m + torch.log2(l)
-    ),
+    "the LSE mixes m with log2(l): both in natural units, LSE = m + log(l)": dict(lse=lambda m, l: m + torch.log2(l)),
     "the LSE is log(l) without the maximum: LSE = m + log(l)": dict(lse=lambda m, l: torch.log(l)),
     "the LSE is the maximum alone: LSE = m + log(l)": dict(lse=lambda m, l: m),
 }
@@ -173,16 +153,12 @@ def _forward_mistakes(c: Context) -> Iterator[tuple[str, dict]]:
         for sentence, visible in _MASK_MISTAKES.items():
             yield sentence, dict(visible=visible)
         if seq_q != seq_k:
-            sentence = (
-                "the causal mask is aligned bottom-right; SDPA's is_causal counts from the top left"
-            )
+            sentence = "the causal mask is aligned bottom-right; SDPA's is_causal counts from the top left"
             yield sentence, dict(visible=lambda i, j, m, n: j <= i + n - m)
         for tile in (t for t in TILE_SIZES if t < min(seq_q, seq_k)):
             sentence = f"the tile on the diagonal is not masked inside (tiles of {tile})"
             yield sentence, dict(visible=lambda i, j, m, n, t=tile: j // t <= i // t)
-            sentence = (
-                f"the tile on the diagonal is skipped (tiles of {tile}): it is partly visible"
-            )
+            sentence = f"the tile on the diagonal is skipped (tiles of {tile}): it is partly visible"
             yield sentence, dict(visible=lambda i, j, m, n, t=tile: j // t < i // t)
         sentence = "hidden keys keep some weight: the mask must write -inf, not 0 or a large negative number"
         for hidden, keys in itertools.product((0.0, -1e6), sorted({seq_k, *padded_keys.values()})):
@@ -194,9 +170,7 @@ def _forward_mistakes(c: Context) -> Iterator[tuple[str, dict]]:
         sentence = "the scale is that of the padded head_dim: use the true head_dim"
         yield sentence, dict(scale=lambda scale, d: padded)
     if heads != heads_kv:
-        sentence = (
-            "query head h reads key head h % heads_kv; it should read h // (heads_q / heads_kv)"
-        )
+        sentence = "query head h reads key head h % heads_kv; it should read h // (heads_q / heads_kv)"
         yield sentence, dict(key_head=lambda h, heads_q, heads_kv: h % heads_kv)
     if heads_kv > 1:
         sentence = "every head reads key head 0: is the head's stride added to the base pointer?"
@@ -220,17 +194,11 @@ def _forward_mistakes(c: Context) -> Iterator[tuple[str, dict]]:
 
 
 _DS_MISTAKES = {  # of dQ and dK
-    "{} is not multiplied by the scale": dict(
-        scale_dq=lambda scale: 1.0, scale_dk=lambda scale: 1.0
-    ),
-    "{} is multiplied by the scale twice": dict(
-        scale_dq=lambda scale: scale**2, scale_dk=lambda scale: scale**2
-    ),
+    "{} is not multiplied by the scale": dict(scale_dq=lambda scale: 1.0, scale_dk=lambda scale: 1.0),
+    "{} is multiplied by the scale twice": dict(scale_dq=lambda scale: scale**2, scale_dk=lambda scale: scale**2),
     "delta is missing: dS = P * (dP - delta)": dict(delta=lambda delta, l, dtype: 0 * delta),
     "delta uses an O that is not divided by l": dict(delta=lambda delta, l, dtype: delta * l),
-    "delta belongs to the neighboring row": dict(
-        delta=lambda delta, l, dtype: delta.roll(1, dims=-1)
-    ),
+    "delta belongs to the neighboring row": dict(delta=lambda delta, l, dtype: delta.roll(1, dims=-1)),
     "delta is outside the product: dS = P * (dP - delta), not P * dP - delta": dict(
         ds=lambda p, dp, delta: p * dp - delta
     ),
@@ -241,12 +209,8 @@ _DS_MISTAKES = {  # of dQ and dK
 }
 _DV_MISTAKES = {"dV is dS^T dO: it takes P, dV = P^T dO": dict(dv_weights=lambda p, ds: ds)}
 _P_MISTAKES = {
-    "P is recomputed without the row sum: P = exp(S - LSE), not exp(S - m)": dict(
-        saved_lse=lambda lse, m: m
-    ),
-    "P is recomputed with the LSE of the neighboring row": dict(
-        saved_lse=lambda lse, m: lse.roll(1, dims=-1)
-    ),
+    "P is recomputed without the row sum: P = exp(S - LSE), not exp(S - m)": dict(saved_lse=lambda lse, m: m),
+    "P is recomputed with the LSE of the neighboring row": dict(saved_lse=lambda lse, m: lse.roll(1, dims=-1)),
 }
 _GROUP_MISTAKES = {
     "only the last query head of each group reaches {}: sum over the group": dict(
@@ -261,9 +225,7 @@ _GROUP_MISTAKES = {
 def _backward_mistakes(name, c: Context) -> Iterator[tuple[str, dict]]:
     mistakes = dict(_DV_MISTAKES if name == "dv" else _DS_MISTAKES)
     if c.is_causal:
-        mistakes["the backward pass forgets the causal mask"] = dict(
-            visible_backward=lambda i, j, m, n: j >= 0
-        )
+        mistakes["the backward pass forgets the causal mask"] = dict(visible_backward=lambda i, j, m, n: j >= 0)
     mistakes |= _P_MISTAKES | (_GROUP_MISTAKES if c.q.shape[1] != c.k.shape[1] else {})
     for sentence, changes in mistakes.items():
         yield sentence.format(name), changes
@@ -279,14 +241,9 @@ def _backward_mistakes(name, c: Context) -> Iterator[tuple[str, dict]]:
 def _non_finite(name, actual, truth, misplaced, c: Context, rows) -> str:
     if actual[misplaced].isfinite().all():
         return f"{name} is finite where SDPA's is not: a NaN or infinity of the input must reach the result"
-    if (
-        c.k.shape[2] == 0
-        or truth[misplaced].eq(NEG_INF).any()
-        or (name == "o" and truth[misplaced].eq(0).all())
-    ):
+    if c.k.shape[2] == 0 or truth[misplaced].eq(NEG_INF).any() or (name == "o" and truth[misplaced].eq(0).all()):
         return (
-            "a row that sees no key gives NaN: exp(-inf - -inf) or 0 / 0; "
-            "guard the maximum and the sum of empty rows"
+            "a row that sees no key gives NaN: exp(-inf - -inf) or 0 / 0; guard the maximum and the sum of empty rows"
         )
     row = int(misplaced.nonzero()[0][2])
     return (
@@ -312,8 +269,7 @@ def _factor(name, actual, truth, wrong, c: Context) -> str | None:
         return None
     if abs(middle - 1) < 1e-3:
         return (
-            f"wrong elements of {name} are off by {abs(middle - 1):.1g} of their size: "
-            "a constant with too few digits?"
+            f"wrong elements of {name} are off by {abs(middle - 1):.1g} of their size: a constant with too few digits?"
         )
     known = {
         c.scale: "the scale is applied once too often",
@@ -322,10 +278,7 @@ def _factor(name, actual, truth, wrong, c: Context) -> str | None:
         math.log(2): "a natural logarithm where a base-2 one is meant",
         -1.0: "the sign is wrong",
     }
-    why = next(
-        (text for value, text in known.items() if value and abs(middle / value - 1) < 0.01),
-        "which one is it?",
-    )
+    why = next((text for value, text in known.items() if value and abs(middle / value - 1) < 0.01), "which one is it?")
     return f"wrong elements of {name} are {middle:.4g} times the truth: {why}"
 
 
@@ -341,16 +294,12 @@ def _rounded(name, actual, finite, c: Context) -> str | None:
 
 
 def _place(name, error, wrong, rows) -> str | None:
-    """Where the wrong elements are, if the errors elsewhere are much smaller: elements, heads,
-    rows, columns.
-    """
+    """Where the wrong elements are, if the errors elsewhere are much smaller: elements, heads, rows, columns."""
 
     def stands_out(inside):
         inside = inside.expand_as(error)
         outside = error[~inside]
-        return (
-            outside.numel() > 0 and outside.square().mean() < 0.01 * error[inside].square().mean()
-        )
+        return outside.numel() > 0 and outside.square().mean() < 0.01 * error[inside].square().mean()
 
     if wrong.dim() == 3:
         error, wrong = error[..., None], wrong[..., None]
@@ -364,9 +313,7 @@ def _place(name, error, wrong, rows) -> str | None:
     first, last = bad_rows[0], bad_rows[-1]
     if stands_out(bad_heads[..., None, None]):
         place = tuple(bad_heads.nonzero()[0].tolist())
-        spilled = last < seq - 1 and any(
-            seq % tile and last < tile - seq % tile for tile in TILE_SIZES
-        )
+        spilled = last < seq - 1 and any(seq % tile and last < tile - seq % tile for tile in TILE_SIZES)
         if spilled and rows is None and not bad_heads.flatten()[0]:
             return (
                 f"rows 0 to {last} of (batch, head) {place} are wrong, the first head is right: does the partial tile "

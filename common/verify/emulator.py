@@ -1,13 +1,12 @@
 """FlashAttention, forward and backward, in plain PyTorch, with every decision of a kernel as data.
 
-Each decision is one field of `Steps`; the defaults are right. `mutants` replaces one field to make
-a wrong kernel that the harness must reject. `diagnose` does the same in fp64 to recognize the
-mistake in a result.
+Each decision is one field of `Steps`; the defaults are right. `mutants` replaces one field to make a wrong kernel that
+the harness must reject. `diagnose` does the same in fp64 to recognize the mistake in a result.
 
-The textbook version, to read and to debug against, is `reference.tiled_attention`. Beside it this
-one pads the last tiles as kernels do (a mask can be forgotten only where there is padding) and
-visits the tiles that a causal mask hides (a wrong mask may show something there). Rows do not
-depend on each other, so the forward pass walks over tiles of keys alone.
+The textbook version, to read and to debug against, is `reference.tiled_attention`. Beside it this one pads the last
+tiles as kernels do (a mask can be forgotten only where there is padding) and visits the tiles that a causal mask hides
+(a wrong mask may show something there). Rows do not depend on each other, so the forward pass walks over tiles of keys
+alone.
 """
 
 import math
@@ -22,9 +21,7 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Steps:
-    """Every decision of a tiled kernel, in the order in which it is taken. i, j: query and key
-    indices.
-    """
+    """Every decision of a tiled kernel, in the order in which it is taken. i, j: query and key indices."""
 
     block_m: int = 32
     block_n: int = 32
@@ -68,12 +65,10 @@ class Steps:
 
 
 def emulate(q, k, v, *, is_causal=False, scale=None, enable_gqa=False, steps=Steps()):
-    """FlashAttention-2 as a kernel computes it, differentiable; shapes as in
-    common.verify.reference.
+    """FlashAttention-2 as a kernel computes it, differentiable; shapes as in common.verify.reference.
 
-    Products are summed in fp32 (fp64 for inputs in fp64). P and dS are rounded to the input dtype
-    before they enter one; o, dq, dk, dv are rounded to it at the end; lse and delta are not.
-    Returns (o, lse).
+    Products are summed in fp32 (fp64 for inputs in fp64). P and dS are rounded to the input dtype before they enter
+    one; o, dq, dk, dv are rounded to it at the end; lse and delta are not. Returns (o, lse).
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     return _Emulated.apply(q, k, v, is_causal, scale, steps)
@@ -130,9 +125,7 @@ def backward(q, k, v, o, lse, m, l, do, is_causal, scale, step):
     shift = _finite(step.saved_lse(lse, m))
     rows_past = -seq_q % step.block_m
     q, k, v = _padded_inputs(q, k, v, step, step.pad_rows)
-    do, delta, shift = (
-        step.pad_rows(t, rows_past) for t in (do, delta[..., None], shift[..., None])
-    )
+    do, delta, shift = (step.pad_rows(t, rows_past) for t in (do, delta[..., None], shift[..., None]))
     visible = (step.visible_backward or step.visible) if is_causal else None
     in_bounds = step.in_bounds_backward or step.in_bounds
     shown = _shown(q, k, seq_q, seq_k, in_bounds, visible)
@@ -158,9 +151,7 @@ def _tiles(length, block):
 
 
 def _padded_inputs(q, k, v, step, pad_rows=Steps.pad_rows):
-    """q, k, v in the dtype of sums, padded to whole tiles; k and v with a head for each query
-    head.
-    """
+    """q, k, v in the dtype of sums, padded to whole tiles; k and v with a head for each query head."""
     (batch, heads_q), (heads_kv, seq_k) = q.shape[:2], k.shape[1:3]
     b = step.key_batch(torch.arange(batch, device=q.device))
     h = step.key_head(torch.arange(heads_q, device=q.device), heads_q, heads_kv)

@@ -1,8 +1,8 @@
 """Memory with guards, in which a kernel's mistakes at the edges of its results can be seen.
 
-Inside `watched`, every tensor of numbers that PyTorch allocates starts as NaN and lies between
-guards: an element that no program stores stays NaN, and a store outside the result changes a guard.
-This holds for the backward pass too, if it runs inside.
+Inside `watched`, every tensor of numbers that PyTorch allocates starts as NaN and lies between guards: an element that
+no program stores stays NaN, and a store outside the result changes a guard. This holds for the backward pass too, if it
+runs inside.
 """
 
 import contextlib
@@ -12,12 +12,7 @@ from unittest import mock
 
 import torch
 
-ALLOCATORS = (
-    (torch, "empty"),
-    (torch, "empty_like"),
-    (torch, "empty_strided"),
-    (torch.Tensor, "new_empty"),
-)
+ALLOCATORS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
 GUARD = 2**16  # elements on each side: a tile of the largest head_dim, and batch and head exchanged
 UNTOUCHED = 0x44  # what a guard holds, as an integer
 UNWRITTEN = -1  # all bits set: a NaN in every dtype, and one that arithmetic does not give
@@ -44,9 +39,7 @@ def never_stored(t: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Result]]:
-    """Guard what is allocated inside. Yields the list of results, in the order of their
-    allocation.
-    """
+    """Guard what is allocated inside. Yields the list of results, in the order of their allocation."""
     results, new_empty = [], torch.Tensor.new_empty
 
     def between_guards(allocate):

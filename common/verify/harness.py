@@ -1,9 +1,8 @@
 """verify_results: may a correct kernel return this result?
 
-A fixed tolerance cannot tell. Rounding P to bf16 costs a correct kernel 1e-2 on one input and 1e-5
-on another; a tolerance wide enough for the first lets wrong kernels through on the second. So the
-harness predicts, for every single element, how far a *correct* kernel may stray, and counts the
-error in units of that prediction:
+A fixed tolerance cannot tell. Rounding P to bf16 costs a correct kernel 1e-2 on one input and 1e-5 on another; a
+tolerance wide enough for the first lets wrong kernels through on the second. So the harness predicts, for every single
+element, how far a *correct* kernel may stray, and counts the error in units of that prediction:
 
     z = |actual - truth| / sigma            pass when the largest z of a tensor is at most 6
 
@@ -13,25 +12,22 @@ sigma   the standard deviation of independent roundings: P and dS to the input d
         (u again), the smallest step of the dtype near zero (h), and P so small that exp flushes it to
         zero.
 
-How to read z. The errors of a correct kernel behave like noise of size sigma: most elements have z
-below 1, and the worst of some thousands lies between 1 and 4. So z = 2.9 says "as good as rounding
-allows". Inputs that are all positive let errors line up and push the worst towards 6. A mistake of
-logic moves elements by thousands to millions of sigma.
+How to read z. The errors of a correct kernel behave like noise of size sigma: most elements have z below 1, and the
+worst of some thousands lies between 1 and 4. So z = 2.9 says "as good as rounding allows". Inputs that are all positive
+let errors line up and push the worst towards 6. A mistake of logic moves elements by thousands to millions of sigma.
 
-Mistakes of precision are harder to see. One bf16 element that is 2 % off passes at z = 5.1, and P
-rounded to 9 bits instead of fp16's 11 passes for most seeds (39 of 40 with 40 queries and 100
-keys). Beside the largest z stands rms_z, the root mean square of z over the tensor: 0.3 to 1 for a
-correct kernel in 16 bits (0.1 in fp32, where rho is cautious), and half as much again where P has
-lost a bit.
+Mistakes of precision are harder to see. One bf16 element that is 2 % off passes at z = 5.1, and P rounded to 9 bits
+instead of fp16's 11 passes for most seeds (39 of 40 with 40 queries and 100 keys). Beside the largest z stands rms_z,
+the root mean square of z over the tensor: 0.3 to 1 for a correct kernel in 16 bits (0.1 in fp32, where rho is
+cautious), and half as much again where P has lost a bit.
 
 Roundings count as independent, but for the errors of O in dk. Rows of q that are equal, or nearly, round
 alike, and their errors add up in dk and dv: 46 equal queries with P near 1e-24 gave a right kernel in
 fp32 a z of 6.6. So do equal rows of do: in fp32, 128 equal terms gave dv a z of 7.5; in bf16, with
 weights that were equal too, equal dS gave dk a z of 7.
 
-rho grows with the logits, as their fp32 sums do. At logits of 1e4 and more the harness excuses
-errors ten times those of a careful kernel. In the millions a logit's rounding exceeds 1, and any
-gradient is excused: zeros pass.
+rho grows with the logits, as their fp32 sums do. At logits of 1e4 and more the harness excuses errors ten times those
+of a careful kernel. In the millions a logit's rounding exceeds 1, and any gradient is excused: zeros pass.
 """
 
 import itertools
@@ -60,9 +56,7 @@ SAMPLE_ROWS = 256
 
 
 class VerificationError(AssertionError):
-    """A tensor is not what a correct kernel may return. The message says where, by how much, and
-    what to look at.
-    """
+    """A tensor is not what a correct kernel may return. The message says where, by how much, and what to look at."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +93,7 @@ class TensorResult:
 
 @dataclass(frozen=True)
 class Report:
-    """All tensors of one comparison. `passed`, `z` (the worst), `report["dq"]`; printing gives a
-    line a tensor.
-    """
+    """All tensors of one comparison. `passed`, `z` (the worst), `report["dq"]`; printing gives a line a tensor."""
 
     case: str
     results: tuple[TensorResult, ...] = field(default_factory=tuple)
@@ -117,9 +109,7 @@ class Report:
     @property
     def z(self) -> float:
         """The largest z; NaN if any tensor could not be compared."""
-        return next(
-            (r.z for r in self.results if r.z != r.z), max((r.z for r in self.results), default=0.0)
-        )
+        return next((r.z for r in self.results if r.z != r.z), max((r.z for r in self.results), default=0.0))
 
     @property
     def verdict(self) -> str:
@@ -136,23 +126,17 @@ class Report:
 
     @property
     def hint(self) -> str | None:
-        """What the errors of the first wrong tensor look like (those after it often only follow
-        from it).
-        """
+        """What the errors of the first wrong tensor look like (those after it often only follow from it)."""
         return next((r.hint for r in self.results if not r.passed), None)
 
     def check(self) -> "Report":
-        """Return self if everything passed, else raise VerificationError with the worst element
-        and a hint.
-        """
+        """Return self if everything passed, else raise VerificationError with the worst element and a hint."""
         if not self.passed:
             raise VerificationError(f"{self}\n  hint: {self.hint}" if self.hint else str(self))
         return self
 
 
-def verify_results(
-    fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_gqa=False, compare_sdpa=True
-) -> Report:
+def verify_results(fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_gqa=False, compare_sdpa=True) -> Report:
     """Hold `fn` against SDPA in fp64, element by element (see the module's docstring).
 
     fn            called as fn(q, k, v, is_causal=, scale=, enable_gqa=); returns o, or (o, lse) with lse in fp32
@@ -160,10 +144,9 @@ def verify_results(
     do            gradient of o: when given, dq, dk, dv from o.backward(do) are checked too
     compare_sdpa  also run PyTorch's SDPA in the same dtype, to print its z beside ours
 
-    Returns a Report; `.check()` raises VerificationError if anything failed. Nothing is printed.
-    Above 4096 keys o and lse are compared on 256 query rows (the first, the last, and random ones
-    between), gradients always on all. An input that fn wrote into is a failure of its own, and the
-    truth is that of the inputs as they were.
+    Returns a Report; `.check()` raises VerificationError if anything failed. Nothing is printed. Above 4096 keys o and
+    lse are compared on 256 query rows (the first, the last, and random ones between), gradients always on all. An input
+    that fn wrote into is a failure of its own, and the truth is that of the inputs as they were.
     """
     _check_arguments(fn, q, k, v, do)
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
@@ -183,8 +166,7 @@ def verify_results(
     expected = _expected(q4, k4, v4, do4, is_causal, true_scale)
     sdpa = {}
     if compare_sdpa and q.numel() > 0:
-        # On fresh copies: torch 2.11's fused backends read rows at odd addresses wrongly, or stop
-        # the GPU over them.
+        # On fresh copies: torch 2.11's fused backends read rows at odd addresses wrongly, or stop the GPU over them.
         copies = (t.clone(memory_format=torch.contiguous_format) for t in (q4, k4, v4))
         do_copy = None if do is None else do4.clone(memory_format=torch.contiguous_format)
         kwargs["scale"] = None if scale is None else true_scale  # SDPA takes no Fraction
@@ -200,36 +182,28 @@ def verify_results(
             continue
         actual4 = actual.detach().reshape(lead + actual.shape)
         sdpa_z = _compare(name, sdpa[name], expected[name], dtype, None).z if name in sdpa else None
-        results.append(
-            _compare(name, actual4, expected[name], dtype, context, drop=len(lead), sdpa_z=sdpa_z)
-        )
+        results.append(_compare(name, actual4, expected[name], dtype, context, drop=len(lead), sdpa_z=sdpa_z))
     sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {str(q.dtype).removeprefix('torch.')}"
-    flags = "".join(
-        f", {n}" for n, on in (("causal", is_causal), (f"scale={scale}", scale is not None)) if on
-    )
+    flags = "".join(f", {n}" for n, on in (("causal", is_causal), (f"scale={scale}", scale is not None)) if on)
     return Report(sizes + flags, tuple(results))
 
 
 def verify_softmax(fn, x, *, kind="softmax") -> Report:
-    """Hold fn(x) = softmax over the last axis (or, with kind="logsumexp", its logarithmic norm)
-    against the truth.
+    """Hold fn(x) = softmax over the last axis (or, with kind="logsumexp", its logarithmic norm) against the truth.
 
-    x: (..., n), fp16, bf16 or fp32. The truth for a softmax is SDPA as well, in fp64: with K = V =
-    identity and scale = 1, S = X and O = P. Rows longer than 4096 use torch.softmax in fp64, as the
-    identity would fill the memory. A row of -inf alone has softmax 0 and logsumexp -inf, as
-    attention wants it (torch.softmax returns NaN).
+    x: (..., n), fp16, bf16 or fp32. The truth for a softmax is SDPA as well, in fp64: with K = V = identity and scale =
+    1, S = X and O = P. Rows longer than 4096 use torch.softmax in fp64, as the identity would fill the memory. A row of
+    -inf alone has softmax 0 and logsumexp -inf, as attention wants it (torch.softmax returns NaN).
 
-    The rounding of the row's sum is left out: in fp32, a right kernel may be rejected in rows of more
-    than 1e5 equal logits.
+    The rounding of the row's sum is left out: in fp32, a right kernel may be rejected in rows of more than 1e5 equal
+    logits.
     """
     if not callable(fn):
         raise TypeError(f"fn: expected a function of x, got {type(fn).__name__}")
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
     if kind not in ("softmax", "logsumexp") or x.dtype not in UNIT_ROUNDOFF:
-        raise ValueError(
-            f'expected kind "softmax" or "logsumexp" and x in fp16, bf16 or fp32, got {kind!r}, {x.dtype}'
-        )
+        raise ValueError(f'expected kind "softmax" or "logsumexp" and x in fp16, bf16 or fp32, got {kind!r}, {x.dtype}')
     if x.dim() == 0 or x.layout != torch.strided or x.is_meta:
         raise ValueError(f"x: expected a dense tensor of 1 dimension or more, got {_described(x)}")
     inputs, before = {"x": x.detach()}, x.detach().clone()
@@ -244,11 +218,7 @@ def verify_softmax(fn, x, *, kind="softmax") -> Report:
     if kind == "softmax":
         name, dtype, shape = "p", x.dtype, x.shape
         usual = 0 < x.shape[-1] <= SAMPLE_ABOVE_KEYS and x.isfinite().all()
-        truth = (
-            _softmax_by_sdpa(s)
-            if usual
-            else torch.where(lse == NEG_INF, 0.0, torch.softmax(s, dim=-1))
-        )
+        truth = _softmax_by_sdpa(s) if usual else torch.where(lse == NEG_INF, 0.0, torch.softmax(s, dim=-1))
         var = p**2 * (UNIT_ROUNDOFF[dtype] ** 2 + rho**2) + HALF_SUBNORMAL[dtype] ** 2 + TINY**2
     else:
         name, dtype, shape = "lse", torch.float32, x.shape[:-1]
@@ -274,17 +244,11 @@ class _Expected:
 
 
 def _expected(q, k, v, do, is_causal, scale) -> dict[str, _Expected]:
-    """Truth and sigma of every tensor, fp64. Works through one kv head and a chunk of query rows
-    at a time.
-    """
+    """Truth and sigma of every tensor, fp64. Works through one kv head and a chunk of query rows at a time."""
     batch, heads_q, seq_q, head_dim = q.shape
     heads_kv, seq_k = k.shape[1], k.shape[2]
     group = heads_q // max(1, heads_kv)
-    rows = (
-        _sample_rows(seq_q, q.device)
-        if do is None and seq_k > SAMPLE_ABOVE_KEYS
-        else torch.arange(seq_q)
-    )
+    rows = _sample_rows(seq_q, q.device) if do is None and seq_k > SAMPLE_ABOVE_KEYS else torch.arange(seq_q)
     rows = rows.to(q.device)
     u, h = UNIT_ROUNDOFF[q.dtype], HALF_SUBNORMAL[q.dtype]
 
@@ -324,15 +288,11 @@ def _expected(q, k, v, do, is_causal, scale) -> dict[str, _Expected]:
     for name in var:
         var[name] += (HALF_SUBNORMAL[torch.float32] if name == "lse" else h) ** 2
     sampled = rows if len(rows) < seq_q else None
-    return {
-        n: _Expected(truth[n], var[n].sqrt(), sampled if n in ("o", "lse") else None) for n in truth
-    }
+    return {n: _Expected(truth[n], var[n].sqrt(), sampled if n in ("o", "lse") else None) for n in truth}
 
 
 def _truth(q, k, v, do, mask, scale) -> dict[str, torch.Tensor]:
-    """SDPA (math, fp64) on one kv head: q (group, rows, head_dim); k, v (seq_k, head_dim); mask
-    (rows, seq_k).
-    """
+    """SDPA (math, fp64) on one kv head: q (group, rows, head_dim); k, v (seq_k, head_dim); mask (rows, seq_k)."""
     grad = do is not None
     q, k, v = (t.detach().requires_grad_(grad) for t in (q, k, v))
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
@@ -350,9 +310,8 @@ def _truth(q, k, v, do, mask, scale) -> dict[str, torch.Tensor]:
 def sum_error(terms: int) -> float:
     """Error of an fp32 sum, in units of the sum of the terms' absolute values.
 
-    Added up one after the other, as a chain of fused multiply-adds does, n terms are rounded n
-    times. The roundings are independent, so that their effect grows like sqrt(n); measured on such
-    chains of positive terms, it stays below.
+    Added up one after the other, as a chain of fused multiply-adds does, n terms are rounded n times. The roundings are
+    independent, so that their effect grows like sqrt(n); measured on such chains of positive terms, it stays below.
     """
     return E * max(2.0, math.sqrt(terms) / 2)
 
@@ -401,9 +360,7 @@ def _variances(q, k, v, do, mask, scale, truth, dtype) -> dict[str, torch.Tensor
     size = do.abs() @ v.abs().T + abs_delta[..., None]  # what dP - delta is the small difference of
     e_ds = w * (dp - delta) ** 2 + h**2 * visible + (sum_error(head_dim) * p * size) ** 2
     abs_ds = (p * (dp - delta)).abs()
-    var["dq"] = (
-        scale**2 * (e_ds @ k**2 + var_delta[..., None] * (p @ k) ** 2) + u**2 * truth["dq"] ** 2
-    )
+    var["dq"] = scale**2 * (e_ds @ k**2 + var_delta[..., None] * (p @ k) ** 2) + u**2 * truth["dq"] ** 2
     var["dq"] += (scale * sum_error(seq_k) * (abs_ds @ k.abs())) ** 2
     var["sum_dk"] = abs(scale) * (abs_ds.mT @ q.abs()).sum(dim=0)
     var["dk"] = scale**2 * (e_ds.mT @ q**2 + (p**2 * var_delta[..., None]).mT @ q**2).sum(dim=0)
@@ -416,11 +373,7 @@ def _variances(q, k, v, do, mask, scale, truth, dtype) -> dict[str, torch.Tensor
 
 
 def _lse_variance(s, p, rho, finite_lse):
-    largest = (
-        torch.where(s.isfinite(), s, 0.0).abs().amax(dim=-1)
-        if s.shape[-1]
-        else torch.zeros_like(finite_lse)
-    )
+    largest = torch.where(s.isfinite(), s, 0.0).abs().amax(dim=-1) if s.shape[-1] else torch.zeros_like(finite_lse)
     return (2 * E * (4 + largest + finite_lse.abs())) ** 2 + (p * rho**2).sum(dim=-1)
 
 
@@ -432,18 +385,14 @@ def _softmax_by_sdpa(s):
 
 def _check_arguments(fn, q, k, v, do) -> None:
     if not callable(fn):
-        raise TypeError(
-            f"fn: expected a function of q, k, v, is_causal, scale, enable_gqa, got {type(fn).__name__}"
-        )
+        raise TypeError(f"fn: expected a function of q, k, v, is_causal, scale, enable_gqa, got {type(fn).__name__}")
     for name, t in dict(q=q, k=k, v=v, do=q if do is None else do).items():
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
         if t.layout != torch.strided or t.is_nested or t.is_meta:
             raise TypeError(f"{name}: expected a dense tensor with memory, got {_described(t)}")
     if q.dtype not in UNIT_ROUNDOFF or not 2 <= q.dim() <= 4:
-        raise ValueError(
-            f"q: expected 2 to 4 dimensions in fp16, bf16 or fp32, got {tuple(q.shape)}, {q.dtype}"
-        )
+        raise ValueError(f"q: expected 2 to 4 dimensions in fp16, bf16 or fp32, got {tuple(q.shape)}, {q.dtype}")
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype or t.dim() != q.dim():
             raise ValueError(
@@ -458,9 +407,7 @@ def _check_arguments(fn, q, k, v, do) -> None:
     if v.shape != k.shape:
         raise ValueError(f"v: expected {tuple(k.shape)} like k, got {_described(v)}")
     if do is not None and (do.shape != q.shape or do.dtype != q.dtype):
-        raise ValueError(
-            f"do: expected {tuple(q.shape)}, {q.dtype} like q, got {tuple(do.shape)}, {do.dtype}"
-        )
+        raise ValueError(f"do: expected {tuple(q.shape)}, {q.dtype} like q, got {tuple(do.shape)}, {do.dtype}")
     for name, t in dict(k=k, v=v, do=q if do is None else do).items():
         if t.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} like q, got {t.device}")
@@ -476,9 +423,7 @@ def _check_gradients(q, k, v, do) -> None:
         )
     for name, t in dict(q=q, k=k, v=v).items():
         if t.is_inference():
-            raise RuntimeError(
-                f"{name}: a tensor made inside torch.inference_mode() has no gradient; pass its clone()"
-            )
+            raise RuntimeError(f"{name}: a tensor made inside torch.inference_mode() has no gradient; pass its clone()")
 
 
 def _shared_heads(q, k) -> bool:
@@ -497,12 +442,8 @@ def _sample_rows(seq_q: int, device) -> torch.Tensor:
     if seq_q <= SAMPLE_ROWS:
         return torch.arange(seq_q)
     edge = SAMPLE_ROWS // 4
-    middle = torch.randperm(seq_q - 2 * edge, generator=torch.Generator().manual_seed(0))[
-        : SAMPLE_ROWS - 2 * edge
-    ]
-    return torch.cat(
-        [torch.arange(edge), edge + middle.sort().values, torch.arange(seq_q - edge, seq_q)]
-    )
+    middle = torch.randperm(seq_q - 2 * edge, generator=torch.Generator().manual_seed(0))[: SAMPLE_ROWS - 2 * edge]
+    return torch.cat([torch.arange(edge), edge + middle.sort().values, torch.arange(seq_q - edge, seq_q)])
 
 
 # --- running and comparing ----------------------------------------------------------------------------------------
@@ -524,11 +465,7 @@ def run_attention(fn, q, k, v, do, kwargs) -> dict[str, torch.Tensor]:
     got = dict(zip(("o", "lse"), out, strict=True)) if isinstance(out, tuple) else {"o": out}
     if do is not None and not _wrong_kind("o", got["o"], q.shape, q.dtype, q.device):
         reached = got["o"].requires_grad
-        grads = (
-            torch.autograd.grad(got["o"], (q, k, v), do, allow_unused=True)
-            if reached
-            else (None, None, None)
-        )
+        grads = torch.autograd.grad(got["o"], (q, k, v), do, allow_unused=True) if reached else (None, None, None)
         got |= zip(("dq", "dk", "dv"), grads, strict=True)
     return got
 
@@ -560,9 +497,7 @@ def _wrong_kind(name, actual, shape, dtype, device) -> str | None:
 
 
 def _compare(name, actual, expected, dtype, context, *, drop=0, sdpa_z=None) -> TensorResult:
-    """The worst element of one tensor. `drop` leading axes of length 1 are left out of the index
-    shown.
-    """
+    """The worst element of one tensor. `drop` leading axes of length 1 are left out of the index shown."""
     rows = expected.rows
     actual = actual.detach().double()
     if rows is not None:
@@ -584,27 +519,10 @@ def _compare(name, actual, expected, dtype, context, *, drop=0, sdpa_z=None) -> 
     if not passed and not (actual.isfinite() == truth.isfinite()).all():
         out_of_place = int((actual.isfinite() != truth.isfinite()).sum())
         problem = f"{out_of_place} elements are non-finite in one of result and truth"
-    hint = (
-        None
-        if passed or context is None
-        else diagnose.hint(name, actual, truth, ~(z <= Z_MAX), context, rows)
-    )
-    values = (
-        actual.flatten()[flat].item(),
-        truth.flatten()[flat].item(),
-        sigma.flatten()[flat].item(),
-    )
+    hint = None if passed or context is None else diagnose.hint(name, actual, truth, ~(z <= Z_MAX), context, rows)
+    values = (actual.flatten()[flat].item(), truth.flatten()[flat].item(), sigma.flatten()[flat].item())
     if rows is not None:
         at[2] = int(rows[at[2]])
     return TensorResult(
-        name,
-        dtype,
-        worst,
-        passed,
-        tuple(at[drop:]),
-        *values,
-        sdpa_z,
-        problem,
-        hint,
-        z.square().mean().sqrt().item(),
+        name, dtype, worst, passed, tuple(at[drop:]), *values, sdpa_z, problem, hint, z.square().mean().sqrt().item()
     )

@@ -1,6 +1,4 @@
-"""Inputs that find mistakes: shapes, layouts and numbers that have broken real attention kernels
-(see tests/).
-"""
+"""Inputs that find mistakes: shapes, layouts and numbers that have broken real attention kernels (see tests/)."""
 
 from common import runtime
 
@@ -11,14 +9,7 @@ LAYOUTS = ("bhsd", "bshd", "transposed", "sliced", "expanded")
 
 
 def make_tensor(
-    shape,
-    *,
-    dtype=torch.float16,
-    kind="normal",
-    layout="bhsd",
-    poison=False,
-    generator=None,
-    device=None,
+    shape, *, dtype=torch.float16, kind="normal", layout="bhsd", poison=False, generator=None, device=None
 ) -> torch.Tensor:
     """A (batch, heads, seq, head_dim) tensor of random numbers in a chosen memory layout.
 
@@ -92,17 +83,15 @@ def make_qkv(
     seed=0,
     device=None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random q (batch, heads_q, seq_q, head_dim) and k, v (batch, heads_kv, seq_k, head_dim), the
-    same for a seed on every machine. heads_kv defaults to heads_q, seq_k to seq_q; kind, layout,
-    poison as in `make_tensor`. layout_v: another layout for v, so that its strides are not k's.
+    """Random q (batch, heads_q, seq_q, head_dim) and k, v (batch, heads_kv, seq_k, head_dim), the same for a seed on
+    every machine. heads_kv defaults to heads_q, seq_k to seq_q; kind, layout, poison as in `make_tensor`. layout_v:
+    another layout for v, so that its strides are not k's.
 
     kind="low" makes q positive and k low, so that every logit is far below zero.
     """
     heads_kv = heads_q if heads_kv is None else heads_kv
     seq_k = seq_q if seq_k is None else seq_k
-    sizes = dict(
-        batch=batch, heads_q=heads_q, seq_q=seq_q, head_dim=head_dim, heads_kv=heads_kv, seq_k=seq_k
-    )
+    sizes = dict(batch=batch, heads_q=heads_q, seq_q=seq_q, head_dim=head_dim, heads_kv=heads_kv, seq_k=seq_k)
     for name, size in sizes.items():
         if type(size) is not int or size < 0:  # not True
             raise ValueError(f"{name}: expected a whole number from 0 upwards, got {size!r}")
@@ -111,13 +100,7 @@ def make_qkv(
     def make(heads, seq, this_kind, layout=layout):
         shape = (batch, heads, seq, head_dim)
         return make_tensor(
-            shape,
-            dtype=dtype,
-            kind=this_kind,
-            layout=layout,
-            poison=poison,
-            generator=generator,
-            device=device,
+            shape, dtype=dtype, kind=this_kind, layout=layout, poison=poison, generator=generator, device=device
         )
 
     kinds = ("positive", "low", "normal") if kind == "low" else (kind, kind, kind)

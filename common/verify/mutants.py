@@ -1,8 +1,7 @@
 """Wrong kernels on purpose: the proof that verify_results would notice.
 
-A mutant is the emulator with exactly one decision replaced (see common.verify.emulator). MUTANTS
-holds each mistake with a case in which it matters; `rule_table` asks which acceptance rules let it
-through.
+A mutant is the emulator with exactly one decision replaced (see common.verify.emulator). MUTANTS holds each mistake
+with a case in which it matters; `rule_table` asks which acceptance rules let it through.
 """
 
 import math
@@ -261,9 +260,7 @@ MUTANTS: dict[str, Mutant] = dict(
 
 
 def _close(tolerance):
-    return lambda actual, truth, naive: torch.allclose(
-        actual, truth, rtol=tolerance, atol=tolerance
-    )
+    return lambda actual, truth, naive: torch.allclose(actual, truth, rtol=tolerance, atol=tolerance)
 
 
 def _small_and_parallel(actual, truth, naive):
@@ -289,11 +286,8 @@ DEFAULTS = "assert_close, its defaults"  # torch.testing.assert_close, which cho
 OURS = "verify_results"
 
 
-def rule_table(
-    of: Mapping[str, Mutant] = MUTANTS,
-) -> tuple[list[dict], dict[str, dict[str, int]]]:
-    """Which acceptance rule lets which mutant through, and how often each rejects the correct
-    emulator.
+def rule_table(of: Mapping[str, Mutant] = MUTANTS) -> tuple[list[dict], dict[str, dict[str, int]]]:
+    """Which acceptance rule lets which mutant through, and how often each rejects the correct emulator.
 
     Returns the rows, dict(mutant=, what=, <rule>: True if the rule lets it through) for each mutant
     that is not benign, and for each rule the counts dict(let_through=, mutants=, correct_rejected=,
@@ -301,13 +295,8 @@ def rule_table(
     rules see the fp64 truth and every tensor of the case, which is more than most tests give them.
     """
     mutants = {name: m for name, m in of.items() if not m.benign}
-    rows = [
-        dict(mutant=name, what=m.what) | _accepted_by(m.case, m.attention)
-        for name, m in mutants.items()
-    ]
-    cases = dict.fromkeys(
-        replace(m.case, dtype=dtype) for m in mutants.values() for dtype in (FP16, BF16, FP32)
-    )
+    rows = [dict(mutant=name, what=m.what) | _accepted_by(m.case, m.attention) for name, m in mutants.items()]
+    cases = dict.fromkeys(replace(m.case, dtype=dtype) for m in mutants.values() for dtype in (FP16, BF16, FP32))
     correct = [_accepted_by(case, emulate) for case in cases]
     counts = {
         rule: dict(
@@ -316,8 +305,7 @@ def rule_table(
             correct_rejected=sum(not row[rule] for row in correct),
             correct=len(correct),
             correct_rejected_bf16=sum(
-                case.dtype == BF16 and not row[rule]
-                for case, row in zip(cases, correct, strict=True)
+                case.dtype == BF16 and not row[rule] for case, row in zip(cases, correct, strict=True)
             ),
         )
         for rule in (*CUSTOMARY_RULES, DEFAULTS, OURS)

@@ -1,10 +1,9 @@
-"""Attention without Triton: SDPA in fp64 as the truth, the textbook formulas written out, and a
-plain-PyTorch twin of the tiled kernels to debug against.
+"""Attention without Triton: SDPA in fp64 as the truth, the textbook formulas written out, and a plain-PyTorch twin of
+the tiled kernels to debug against.
 
-Shapes throughout: q, o, do (batch, heads_q, seq_q, head_dim); k, v (batch, heads_kv, seq_k,
-head_dim); lse (batch, heads_q, seq_q). heads_q is a multiple of heads_kv; query head h reads key
-head h // (heads_q / heads_kv). is_causal follows SDPA: query i sees keys 0..i, counted from the top
-left, whatever seq_q and seq_k are.
+Shapes throughout: q, o, do (batch, heads_q, seq_q, head_dim); k, v (batch, heads_kv, seq_k, head_dim); lse (batch,
+heads_q, seq_q). heads_q is a multiple of heads_kv; query head h reads key head h // (heads_q / heads_kv). is_causal
+follows SDPA: query i sees keys 0..i, counted from the top left, whatever seq_q and seq_k are.
 """
 
 import math
@@ -33,12 +32,7 @@ def sdpa_reference(q, k, v, *, is_causal=False, scale=None, enable_gqa=False) ->
     """
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(
-            q.double(),
-            k.double(),
-            v.double(),
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
+            q.double(), k.double(), v.double(), is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
 
@@ -58,12 +52,10 @@ def naive_attention(q, k, v, *, is_causal=False, scale=None):
 
 
 def tiled_attention(q, k, v, *, is_causal=False, scale=None, block_m=32, block_n=32):
-    """FlashAttention-2's forward pass (arXiv 2307.08691, Algorithm 1) in plain PyTorch. Returns (o,
-    lse).
+    """FlashAttention-2's forward pass (arXiv 2307.08691, Algorithm 1) in plain PyTorch. Returns (o, lse).
 
-    The debugging twin of phase 3's kernel: the same tiles, the same order, the same roundings
-    (products accumulate in fp32, P is rounded to the input dtype before it meets V); fp64 inputs
-    stay in fp64.
+    The debugging twin of phase 3's kernel: the same tiles, the same order, the same roundings (products accumulate in
+    fp32, P is rounded to the input dtype before it meets V); fp64 inputs stay in fp64.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -84,9 +76,7 @@ def tiled_attention(q, k, v, *, is_causal=False, scale=None, block_m=32, block_n
             k_tile, v_tile = k[:, :, cols].to(acc_dtype), v[:, :, cols].to(acc_dtype)
             s = scale * (q_tile @ k_tile.transpose(-1, -2))
             if is_causal:
-                visible = causal_mask(
-                    s.shape[-2], s.shape[-1], first_row=start_m - start_n, device=q.device
-                )
+                visible = causal_mask(s.shape[-2], s.shape[-1], first_row=start_m - start_n, device=q.device)
                 s = s.masked_fill(~visible, NEG_INF)
             m_new = torch.maximum(m_i, s.amax(dim=-1))
             shift = torch.where(m_new == NEG_INF, 0.0, m_new)
@@ -101,8 +91,7 @@ def tiled_attention(q, k, v, *, is_causal=False, scale=None, block_m=32, block_n
 
 
 def naive_attention_backward(q, k, v, do, *, is_causal=False, scale=None):
-    """Gradients of `naive_attention`'s o, written out. Returns (dq, dk, dv), each shaped like its
-    input.
+    """Gradients of `naive_attention`'s o, written out. Returns (dq, dk, dv), each shaped like its input.
 
     With P = softmax(S):  dV = P^T dO,  dP = dO V^T,  dS = P * (dP - delta),  dQ = scale dS K,  dK = scale dS^T Q,
     where delta_i = sum_d dO_id O_id. Shared heads add up what each of their query heads contributes.
@@ -119,16 +108,12 @@ def naive_attention_backward(q, k, v, do, *, is_causal=False, scale=None):
     return dq, dk, dv
 
 
-def tiled_attention_backward(
-    q, k, v, o, lse, do, dlse=None, *, is_causal=False, scale=None, block_m=32, block_n=32
-):
-    """FlashAttention-2's backward pass (arXiv 2307.08691, Algorithm 2) in plain PyTorch. Returns
-    (dq, dk, dv).
+def tiled_attention_backward(q, k, v, o, lse, do, dlse=None, *, is_causal=False, scale=None, block_m=32, block_n=32):
+    """FlashAttention-2's backward pass (arXiv 2307.08691, Algorithm 2) in plain PyTorch. Returns (dq, dk, dv).
 
-    The debugging twin of phase 4's kernels, with their roundings: P is recomputed from the LSE, P
-    and dS are rounded to the input dtype before they meet dO, K and Q. One pair of loops serves all
-    three gradients, as nothing runs at the same time here. dlse is the gradient of the LSE, or None
-    where that is not used.
+    The debugging twin of phase 4's kernels, with their roundings: P is recomputed from the LSE, P and dS are rounded to
+    the input dtype before they meet dO, K and Q. One pair of loops serves all three gradients, as nothing runs at the
+    same time here. dlse is the gradient of the LSE, or None where that is not used.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -151,27 +136,20 @@ def tiled_attention_backward(
             q_tile, do_tile = q[:, :, rows].to(acc_dtype), do[:, :, rows].to(acc_dtype)
             s = scale * (q_tile @ k_tile.transpose(-1, -2))
             if is_causal:
-                visible = causal_mask(
-                    s.shape[-2], s.shape[-1], first_row=start_m - start_n, device=q.device
-                )
+                visible = causal_mask(s.shape[-2], s.shape[-1], first_row=start_m - start_n, device=q.device)
                 s = s.masked_fill(~visible, NEG_INF)
             p = torch.exp(s - lse[:, :, rows, None])
             dp = do_tile @ v_tile.transpose(-1, -2)
             ds = (p * (dp - delta[:, :, rows, None])).to(q.dtype).to(acc_dtype)
             p = p.to(q.dtype).to(acc_dtype)
-            dv[:, :, cols] += (
-                (p.transpose(-1, -2) @ do_tile).unflatten(1, (heads_kv, group)).sum(dim=2)
-            )
-            dk[:, :, cols] += scale * (ds.transpose(-1, -2) @ q_tile).unflatten(
-                1, (heads_kv, group)
-            ).sum(dim=2)
+            dv[:, :, cols] += (p.transpose(-1, -2) @ do_tile).unflatten(1, (heads_kv, group)).sum(dim=2)
+            dk[:, :, cols] += scale * (ds.transpose(-1, -2) @ q_tile).unflatten(1, (heads_kv, group)).sum(dim=2)
             dq[:, :, rows] += scale * ds @ k_tile
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 class TiledAttention(torch.autograd.Function):
-    """The two tiled passes as an autograd operator: `TiledAttention.apply(q, k, v, is_causal,
-    scale)` -> (o, lse).
+    """The two tiled passes as an autograd operator: `TiledAttention.apply(q, k, v, is_causal, scale)` -> (o, lse).
 
     What the forward pass keeps is q, k, v, o and the LSE; the backward pass recomputes P from them.
     """

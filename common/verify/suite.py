@@ -24,12 +24,8 @@ class Case:
 
 def main(title: str, cases: Iterable[Case], argv=None) -> int:
     """Verify every case, print the table, and return the exit code: 0 only if everything passed."""
-    parser = argparse.ArgumentParser(
-        description=f"{title}: verify this phase against SDPA on this machine."
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="one line of JSON a case instead of the table"
-    )
+    parser = argparse.ArgumentParser(description=f"{title}: verify this phase against SDPA on this machine.")
+    parser.add_argument("--json", action="store_true", help="one line of JSON a case instead of the table")
     args = parser.parse_args(argv)
     if runtime.CANNOT_RUN:
         parser.error(runtime.CANNOT_RUN)
@@ -51,9 +47,7 @@ def _as_json(cases) -> int:
         report, seconds = _timed(case)
         failed |= not report.passed
         z = report.z if math.isfinite(report.z) else None
-        row = dict(
-            what=case.what, passed=report.passed, z=z, seconds=seconds, done=done, of=len(cases)
-        )
+        row = dict(what=case.what, passed=report.passed, z=z, seconds=seconds, done=done, of=len(cases))
         print(json.dumps(row | dict(text=None if report.passed else str(report))), flush=True)
     return int(failed)
 
@@ -79,9 +73,7 @@ def _as_table(title, cases) -> int:
                 "case": case.what,
                 "inputs": report.case,
                 "z per tensor (limit 6)": "  ".join(f"{r.name} {r.z:.2f}" for r in report.results),
-                "SDPA's z": "  ".join(
-                    f"{r.sdpa_z:.2f}" for r in report.results if r.sdpa_z is not None
-                ),
+                "SDPA's z": "  ".join(f"{r.sdpa_z:.2f}" for r in report.results if r.sdpa_z is not None),
                 "s": f"{seconds:.2f}",
                 "verdict": "[green]PASS[/]" if report.passed else "[bold red]FAIL[/]",
             }

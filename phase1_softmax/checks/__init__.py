@@ -1,6 +1,4 @@
-"""What several checks of phase 1's exercises need; each check is a module beside this one (see
-common.learn.judge).
-"""
+"""What several checks of phase 1's exercises need; each check is a module beside this one (see common.learn.judge)."""
 
 import math
 
@@ -44,6 +42,4 @@ def require_sane(what, actual, expected, else_=""):
         )
     rounded = torch.allclose(actual.double(), expected, rtol=1e-6, atol=1e-6)
     if actual.dtype == torch.float64 and rounded and not torch.allclose(actual, expected, **EXACT):
-        reject(
-            f"{what} has the precision of fp32 only: is something converted? Keep the dtype of the inputs"
-        )
+        reject(f"{what} has the precision of fp32 only: is something converted? Keep the dtype of the inputs")

@@ -1,5 +1,5 @@
-"""Checks attention from given logits: sizes, strides and dtypes of every kind, masked rows, the memory
-around everything, and that each logit is read once.
+"""Checks attention from given logits: sizes, strides and dtypes of every kind, masked rows, the memory around
+everything, and that each logit is read once.
 """
 
 import math
@@ -19,9 +19,7 @@ def check(answer):
     for what, s, v, dtypes, question in _cases():
         for dtype in dtypes:
             same = dict(dtype=dtype, device=runtime.DEVICE)
-            _check_case(
-                answer, f"{what}, {_short(dtype)}", _copy(s, **same), _copy(v, **same), question
-            )
+            _check_case(answer, f"{what}, {_short(dtype)}", _copy(s, **same), _copy(v, **same), question)
     s, v = randn(3, 90), randn(90, 12, seed=1)
     s[1, 70] = math.nan
     for name, t in zip(("o", "lse"), pair("attend_rows", answer.attend_rows(s, v)), strict=True):
@@ -54,13 +52,7 @@ def _cases():
     ramp = torch.linspace(-30, 30, 400).expand(2, 400)
     rescale = "the same rows falling are right: is everything that was summed under an old maximum rescaled?"
     return [
-        (
-            "5 rows of 100 falling logits",
-            falling,
-            v,
-            ALL,
-            "what does the second tile do to m, l and acc?",
-        ),
+        ("5 rows of 100 falling logits", falling, v, ALL, "what does the second tile do to m, l and acc?"),
         ("400 falling logits a row", ramp.flip(1), w, ONE, "is the end of the row reached?"),
         ("400 rising logits a row", ramp, w, ONE, rescale),
         ("400 logits a row", randn(2, 400), w, ALL, rescale),
@@ -99,13 +91,7 @@ def _values(v):
     return [
         ("logits near 1000", randn(2, 100) + 1000, v, ONE, "is the maximum subtracted before exp?"),
         ("logits near -10000", randn(2, 100) - 10000, v, ONE, "does m start from -inf?"),
-        (
-            "logits near -20000",
-            randn(2, 100) - 20000,
-            v,
-            ONE,
-            "what is subtracted: is -1e4 larger than m?",
-        ),
+        ("logits near -20000", randn(2, 100) - 20000, v, ONE, "what is subtracted: is -1e4 larger than m?"),
         (masked, seen, v, ALL, "what is subtracted where m is -inf?"),
     ]
 
@@ -121,9 +107,7 @@ def _copy(x, **options):
     """x in memory of its own with the same strides, and what lies between its elements."""
     if 0 in x.shape:
         return x.to(**options)
-    memory = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).to(
-        **options, copy=True
-    )
+    memory = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).to(**options, copy=True)
     return memory.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
@@ -145,9 +129,7 @@ def _check_case(answer, what, s, v, question):
         question = "fp16 is right: is bf16 converted before the launch, by runtime.to_kernel_dtype?"
     _require_right(what, s, v, (o_got, lse_got), (o, lse), question)
     if o_got.dtype != s.dtype or lse_got.dtype != torch.float32:
-        reject(
-            f"{what}: o must be {s.dtype} and lse fp32, but they are {o_got.dtype} and {lse_got.dtype}"
-        )
+        reject(f"{what}: o must be {s.dtype} and lse fp32, but they are {o_got.dtype} and {lse_got.dtype}")
     if watched:
         _require_traffic(what, s, v, moved)
     if what.startswith("head_dim 5"):
@@ -188,9 +170,7 @@ def _require_written(what, returned, results):
                 f"{what}: {name}[{first}] was never stored: does every row have a program, and every element a store?"
             )
     if any(r.stored_outside for r in results):
-        reject(
-            f"{what}: something was stored outside of the results: is the store masked where head_dim ends?"
-        )
+        reject(f"{what}: something was stored outside of the results: is the store masked where head_dim ends?")
 
 
 def _require_right(what, s, v, got, right, question):
@@ -203,9 +183,7 @@ def _require_right(what, s, v, got, right, question):
         "this is a logarithm to base 2": lse / math.log(2),
         "log(l) is to base 2 here": top + (lse - top) / math.log(2),
         "this is 0: does m start from -inf? Above all logits l becomes 0": torch.zeros_like(lse),
-        "a row of s is sought at row * n: rows are a stride apart": torch.logsumexp(
-            _as(s, (s.shape[1], 1)), 1
-        ),
+        "a row of s is sought at row * n: rows are a stride apart": torch.logsumexp(_as(s, (s.shape[1], 1)), 1),
         "this is -inf: is m updated in the loop?": torch.full_like(lse, -INF),
         **_own_maximum(wide),
     }
@@ -287,9 +265,7 @@ def _own_maximum(s):
             own = tile.amax(1)
             m_new = torch.maximum(m, own)
             m, l = m_new, l * torch.exp(m - m_new) + torch.exp(tile - own[:, None]).sum(1)
-        wrong = (
-            f"a tile is measured against its own maximum, not against the new one (tiles of {cols})"
-        )
+        wrong = f"a tile is measured against its own maximum, not against the new one (tiles of {cols})"
         results[wrong] = top + torch.log(l)
     return results
 
@@ -299,18 +275,12 @@ def _padded_with_0(got, right):
     if got.shape != right.shape or not right.numel() or not (right.abs() < 20).all():
         return False
     more = torch.exp(got.double()) - torch.exp(right)
-    return bool(
-        more.min() > 0.5
-        and (more - more.round()).abs().max() < 0.05
-        and more.round().unique().numel() == 1
-    )
+    return bool(more.min() > 0.5 and (more - more.round()).abs().max() < 0.05 and more.round().unique().numel() == 1)
 
 
 def _as(v, stride):
     """v as it is read with other strides; where they leave its memory, v itself."""
-    reach = v.storage_offset() + sum(
-        (n - 1) * step for n, step in zip(v.shape, stride, strict=True)
-    )
+    reach = v.storage_offset() + sum((n - 1) * step for n, step in zip(v.shape, stride, strict=True))
     inside = 0 not in v.shape and reach < v.untyped_storage().nbytes() // v.itemsize
     return (v.as_strided(v.shape, stride) if inside else v).double()
 
@@ -323,9 +293,7 @@ def _require_masked(what, s, v, moved):
     size, (rows, n), head_dim = s.itemsize, s.shape, v.shape[1]
     read, wanted = moved.loaded_from["s"], rows * n * size
     if read > wanted and (n == 0 or read % wanted):
-        reject(
-            f"{what}: {read} bytes of s are read, s has {wanted}: does the load of s have a mask?"
-        )
+        reject(f"{what}: {read} bytes of s are read, s has {wanted}: does the load of s have a mask?")
     read, wanted = moved.loaded_from["v"], rows * n * head_dim * size
     if read > wanted:
         reject(f"{what}: {read} bytes of v are read; once for each row are {wanted}: is it masked?")
@@ -341,16 +309,12 @@ def _require_traffic(what, s, v, moved):
     if times == 0:
         reject(f"{what}: the kernel reads a copy of s: pass s itself, and its strides")
     if times != 1:
-        reject(
-            f"{what}: every logit is read {times:g} times: once is enough, as l divides at the end"
-        )
+        reject(f"{what}: every logit is read {times:g} times: once is enough, as l divides at the end")
     if moved.loaded_from["other"]:
         reject(f"{what}: the kernel reads something besides s and v: did it store weights or sums?")
     written, wanted = moved.stored, rows * (head_dim * size + 4)
     if written != wanted:
-        reject(
-            f"{what}: {written} bytes are written, o and lse have {wanted}: store after the loop"
-        )
+        reject(f"{what}: {written} bytes are written, o and lse have {wanted}: store after the loop")
 
 
 def _short(dtype):

@@ -1,6 +1,4 @@
-"""Checks the update over three tiles, and that the wrong ones fail on one of the inputs and hide
-on the other.
-"""
+"""Checks the update over three tiles, and that the wrong ones fail on one of the inputs and hide on the other."""
 
 from common import runtime
 from common.learn.judge import after, reject, require
@@ -19,10 +17,7 @@ ERRATA = {
 def check(answer):
     v = randn(3, 12, 4, seed=1).double()
     for rise in (4, -4, 0):
-        s = (
-            2 * randn(3, 5, 12).double()
-            + rise * torch.arange(3, device=runtime.DEVICE)[:, None, None]
-        )
+        s = 2 * randn(3, 5, 12).double() + rise * torch.arange(3, device=runtime.DEVICE)[:, None, None]
         o, m, steps = s.new_zeros(5, 4), s.new_full((5, 1), -INF), []  # before the first tile
         for i in range(3):
             m_new = torch.maximum(m, s[i].amax(1, keepdim=True))
@@ -57,36 +52,18 @@ def check(answer):
 def _candidates(o1, m1, m2, p2, v2):
     """What the four candidates give."""
     alpha, new = torch.exp(m1 - m2), p2 @ v2
-    return {
-        "A": o1 / alpha + new,
-        "B": alpha * o1 + new,
-        "C": alpha * (o1 + new),
-        "D": o1 + alpha * new,
-    }
+    return {"A": o1 / alpha + new, "B": alpha * o1 + new, "C": alpha * (o1 + new), "D": o1 + alpha * new}
 
 
 def _errors(name, tiles):
-    """How far each wrong candidate is off on an input, relative to the largest element of the
-    output.
-    """
-    if (
-        not isinstance(tiles, tuple | list)
-        or len(tiles) != 4
-        or not all(isinstance(t, torch.Tensor) for t in tiles)
-    ):
+    """How far each wrong candidate is off on an input, relative to the largest element of the output."""
+    if not isinstance(tiles, tuple | list) or len(tiles) != 4 or not all(isinstance(t, torch.Tensor) for t in tiles):
         reject(f"{name}: expected four tensors, s1, v1, s2, v2")
     shapes = [tuple(t.shape) for t in tiles]
     s1, v1, s2, v2 = (t.detach().double() for t in tiles)
     fits = all(len(shape) == 2 and 0 not in shape for shape in shapes)
-    if (
-        not fits
-        or s1.shape[0] != s2.shape[0]
-        or s1.shape[1:] != v1.shape[:1]
-        or s2.shape[1:] != v2.shape[:1]
-    ):
-        reject(
-            f"{name}: s1 (rows, cols), v1 (cols, head_dim), s2, v2 alike do not fit together: {shapes}"
-        )
+    if not fits or s1.shape[0] != s2.shape[0] or s1.shape[1:] != v1.shape[:1] or s2.shape[1:] != v2.shape[:1]:
+        reject(f"{name}: s1 (rows, cols), v1 (cols, head_dim), s2, v2 alike do not fit together: {shapes}")
     if v1.shape[1] != v2.shape[1]:
         reject(f"{name}: v1 and v2 have different head_dim: {shapes}")
     if not all(t.isfinite().all() for t in (s1, v1, s2, v2)):
@@ -95,15 +72,11 @@ def _errors(name, tiles):
     m2 = torch.maximum(m1, s2.amax(1, keepdim=True))
     o1, p2 = torch.exp(s1 - m1) @ v1, torch.exp(s2 - m2)
     if name == "hiding_input" and ((o1 == 0).any() or (p2 @ v2 == 0).any()):
-        reject(
-            f"{name}: an element of o1 or of p2 v2 is 0, so there is nothing to rescale: both tiles must count"
-        )
+        reject(f"{name}: an element of o1 or of p2 v2 is 0, so there is nothing to rescale: both tiles must count")
     l2 = torch.exp(torch.cat([s1, s2], 1) - m2).sum(1, keepdim=True)
     truth = torch.softmax(torch.cat([s1, s2], 1), 1) @ torch.cat([v1, v2])
     values = _candidates(o1, m1, m2, p2, v2)
     return {
-        letter: ((values[letter] / l2 - truth).abs().max() / truth.abs().max())
-        .nan_to_num(INF)
-        .item()
+        letter: ((values[letter] / l2 - truth).abs().max() / truth.abs().max()).nan_to_num(INF).item()
         for letter in ERRATA
     }

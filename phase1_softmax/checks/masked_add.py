@@ -1,6 +1,4 @@
-"""Checks the sum for lengths of every kind, and that nothing beside the vectors is read or
-written.
-"""
+"""Checks the sum for lengths of every kind, and that nothing beside the vectors is read or written."""
 
 from common import runtime
 from common.learn.judge import counted, reject, require
@@ -12,15 +10,10 @@ from torch.overrides import TorchFunctionMode
 def check(answer):
     lengths = (1, 127, 128, 129, 1000)
     for n in lengths:
-        # Inputs and output lie inside larger memory, so that a stray access does no harm and leaves
-        # a trace.
+        # Inputs and output lie inside larger memory, so that a stray access does no harm and leaves a trace.
         memory = torch.arange(3.0 * (n + 512), device=runtime.DEVICE).view(3, n + 512) / 8
         x, y, out = (row[256 : 256 + n] for row in memory)
-        before, right, first = (
-            memory.clone(),
-            2 * x + y,
-            torch.arange(n, device=runtime.DEVICE) < answer.BLOCK,
-        )
+        before, right, first = (memory.clone(), 2 * x + y, torch.arange(n, device=runtime.DEVICE) < answer.BLOCK)
         out.fill_(float("nan"))
         with counted() as moved:
             answer._masked_add_kernel[(-(-n // answer.BLOCK),)](x, y, out, n, BLOCK=answer.BLOCK)
@@ -29,24 +22,18 @@ def check(answer):
             "this is x: the kernel adds, not the launcher": x,
             "this is y: the kernel adds, not the launcher": y,
             "this is 2 x: the kernel adds, not the launcher": 2 * x,
-            "only the first block is there: do the offsets start at program_id * BLOCK?": right.where(
-                first, out
-            ),
+            "only the first block is there: do the offsets start at program_id * BLOCK?": right.where(first, out),
             "nothing was stored": torch.full_like(out, float("nan")),
         }
         require(f"out, n = {n}", out, right, mistakes=mistakes)
         out.copy_(before[2, 256 : 256 + n])
         changed = (memory != before).nonzero().tolist()
         if changed == [[2, 256 + n]]:
-            reject(
-                f"n = {n}: element n is written, which does not exist: inside is offsets < n, not <= n"
-            )
+            reject(f"n = {n}: element n is written, which does not exist: inside is offsets < n, not <= n")
         if changed:
             reject(f"n = {n}: something was written outside of out: does the store have a mask?")
         if moved and moved.loaded != 8 * n:
-            reject(
-                f"n = {n}: {moved.loaded} bytes were read, x and y have {8 * n}: do both loads have the mask?"
-            )
+            reject(f"n = {n}: {moved.loaded} bytes were read, x and y have {8 * n}: do both loads have the mask?")
     ones = torch.ones(300, device=runtime.DEVICE)
     with _NoArithmetic():
         result = answer.masked_add(ones, ones)

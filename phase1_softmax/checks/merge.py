@@ -1,6 +1,4 @@
-"""Checks the merge of two parts of a row, parts that see nothing among them, and of eight in any
-order.
-"""
+"""Checks the merge of two parts of a row, parts that see nothing among them, and of eight in any order."""
 
 import itertools
 import math
@@ -29,19 +27,12 @@ def check(answer):
         ("both are empty", s, none, none),
     ]
     for what, logits, part_a, part_b in cases:
-        a, b, expected = (
-            _attend(logits[..., part], v[:, part]) for part in (part_a, part_b, part_a + part_b)
-        )
-        for dtype, tolerance in (
-            (torch.float64, EXACT),
-            (torch.float32, dict(rtol=1e-3, atol=1e-4)),
-        ):
+        a, b, expected = (_attend(logits[..., part], v[:, part]) for part in (part_a, part_b, part_a + part_b))
+        for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, dict(rtol=1e-3, atol=1e-4))):
             got = pair(what, called(answer.merge, *(t.to(dtype) for t in (*a, *b))))
             _require_merged(what, got, expected, a, b, tolerance)
             if got[0].dtype != dtype or got[1].dtype != dtype:
-                reject(
-                    f"o and lse are {dtype} before, {got[0].dtype} and {got[1].dtype} after the merge"
-                )
+                reject(f"o and lse are {dtype} before, {got[0].dtype} and {got[1].dtype} after the merge")
 
     parts = [_attend(part, w) for part, w in zip(holes.split(5, -1), v.split(5, 1), strict=True)]
     whole = _attend(holes, v)
@@ -60,16 +51,12 @@ def check(answer):
     for name, t in zip(("o", "lse"), answer.merge(o_a, lse_a, o_b, lse_b), strict=True):
         spoiled = t.reshape(*lse_a.shape, -1).isnan().all(dim=-1)
         if not (spoiled[0, 0] and spoiled[1, 0] and spoiled.sum() == 2):
-            reject(
-                f"one row of a is NaN, and in another row lse_b: {name} must be NaN in these rows, and only there"
-            )
+            reject(f"one row of a is NaN, and in another row lse_b: {name} must be NaN in these rows, and only there")
     return "fp64 and fp32: rows in two parts and in eight, any order; parts that see nothing; NaN"
 
 
 def _attend(s, v):
-    """(o, lse) of logits s (..., rows, cols) and values v (..., cols, head_dim); (0, -inf) where
-    nothing is seen.
-    """
+    """(o, lse) of logits s (..., rows, cols) and values v (..., cols, head_dim); (0, -inf) where nothing is seen."""
     lse = torch.logsumexp(s, -1)
     return torch.exp(s - torch.where(lse == -INF, 0.0, lse)[..., None]) @ v, lse
 
@@ -81,32 +68,21 @@ def _require_merged(what, got, expected, a, b, tolerance):
     of_lse = {
         "this is the larger one; logits of the smaller one count too": larger,
         "this is the sum; the sums of exponentials are what adds up": lse_a + lse_b,
-        "exp(lse) has left the range of numbers: what may be subtracted first?": torch.log(
-            lse_a.exp() + lse_b.exp()
-        ),
+        "exp(lse) has left the range of numbers: what may be subtracted first?": torch.log(lse_a.exp() + lse_b.exp()),
     }
     _require_numbers(f"{what}: lse", lse_got, lse, lse_a, lse_b)
     require_sane(f"{what}: lse", lse_got, lse)
     require(f"{what}: lse", lse_got, lse, mistakes=of_lse, **tolerance)
-    w_a, w_b = (
-        torch.exp(t - torch.where(lse == -INF, 0.0, lse))[..., None] for t in (lse_a, lse_b)
-    )
+    w_a, w_b = (torch.exp(t - torch.where(lse == -INF, 0.0, lse))[..., None] for t in (lse_a, lse_b))
     shift = torch.where(larger == -INF, 0.0, larger)
     of_o = {
-        "the weights do not add up to 1: divide by the sum of both": torch.exp(lse_a - shift)[
-            ..., None
-        ]
-        * o_a
+        "the weights do not add up to 1: divide by the sum of both": torch.exp(lse_a - shift)[..., None] * o_a
         + torch.exp(lse_b - shift)[..., None] * o_b,
         "this is the plain average; which part has seen the larger logits?": (o_a + o_b) / 2,
         "this is the sum of both; each counts with its share of exp(lse)": o_a + o_b,
         "the weights are swapped": w_b * o_a + w_a * o_b,
-        "this is the part with the larger lse alone": torch.where(
-            (lse_a >= lse_b)[..., None], o_a, o_b
-        ),
-        "this weighs by lse itself, not by its exponential": (
-            lse_a[..., None] * o_a + lse_b[..., None] * o_b
-        )
+        "this is the part with the larger lse alone": torch.where((lse_a >= lse_b)[..., None], o_a, o_b),
+        "this weighs by lse itself, not by its exponential": (lse_a[..., None] * o_a + lse_b[..., None] * o_b)
         / (lse_a + lse_b)[..., None],
     }
     _require_numbers(f"{what}: o", o_got, o, lse_a, lse_b)

@@ -22,9 +22,7 @@ def check(answer):
     for cols in (1, 7, 64, 200):
         lse, right = answer.logsumexp(x, cols), torch.logsumexp(x, 1)
         require(f"logsumexp, {cols} columns at a time", lse, right, **EXACT)
-    return (
-        "states of every kind, in PyTorch (fp64) and in Triton; rows in tiles of 1 to 200 columns"
-    )
+    return "states of every kind, in PyTorch (fp64) and in Triton; rows in tiles of 1 to 200 columns"
 
 
 def _check_step(name, step, dtype, tolerance):
@@ -34,17 +32,13 @@ def _check_step(name, step, dtype, tolerance):
         state = (t.double() for t in (m, l, s))
         _require_state(f"{name}, {what}", m_got, l_got, *state, tolerance)
         if m_got.dtype != dtype or l_got.dtype != dtype:
-            reject(
-                f"{name}: m and l are {dtype} before, {m_got.dtype} and {l_got.dtype} after the step"
-            )
+            reject(f"{name}: m and l are {dtype} before, {m_got.dtype} and {l_got.dtype} after the step")
     for _, m, l, tile in _states()[2:4]:  # a later tile and a first one, of ordinary size
         m, l, s = m.to(dtype), l.to(dtype), tile.to(dtype).clone()
         s[1, 3] = math.nan
         l_got = pair(name, step(m, l, s))[1]
         if l_got.isnan().nonzero().flatten().tolist() != [1]:
-            reject(
-                f"{name}: with a NaN in row 1 of the tile, l must be NaN in row 1 and nowhere else"
-            )
+            reject(f"{name}: with a NaN in row 1 of the tile, l must be NaN in row 1 and nowhere else")
 
 
 def _states():
@@ -97,19 +91,15 @@ def _require_state(what, m_got, l_got, m, l, tile, tolerance):
         ),
         "this is the LSE, m + log(l): return l": m_new + torch.log(l_new),
         "the old sum was measured against the old maximum: is it rescaled?": l + new,
-        "the old sum is rescaled the wrong way around: it must never grow": l * torch.exp(shift - m)
-        + new,
-        "the tile is measured against its own maximum, not against the new one": l
-        * torch.exp(m - shift)
+        "the old sum is rescaled the wrong way around: it must never grow": l * torch.exp(shift - m) + new,
+        "the tile is measured against its own maximum, not against the new one": l * torch.exp(m - shift)
         + torch.exp(tile - own[:, None]).sum(1),
         "the old sum is lost": new,
         "the tile's sum is rescaled too: it is measured against the new maximum already": (l + new)
         * torch.exp(m - shift),
     }
     if _same(l_got, torch.zeros_like(l)) and tile.isfinite().all():
-        reject(
-            f"{what}: l is 0: what is subtracted lies far above every logit. Is it a number such as -1e4, not m?"
-        )
+        reject(f"{what}: l is 0: what is subtracted lies far above every logit. Is it a number such as -1e4, not m?")
     require_sane(f"{what}: l", l_got, l_new)
     require(f"{what}: l", l_got, l_new, mistakes=of_l, **tolerance)
 

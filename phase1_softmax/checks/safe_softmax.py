@@ -22,9 +22,7 @@ def check(answer):
         for dtype in dtypes:
             got, x_in = called(answer.safe_softmax, x.to(dtype)), x.to(dtype)
             if not isinstance(got, torch.Tensor) or (got.dtype, got.shape) != (dtype, x.shape):
-                reject(
-                    f"{what}: x is {_kind(x_in)}, so the result must be as well, but it is {_kind(got)}"
-                )
+                reject(f"{what}: x is {_kind(x_in)}, so the result must be as well, but it is {_kind(got)}")
             report = verify_softmax(softmax, x_in)
             if not report.passed:
                 reject(f"{what}: {question}\n{report}")
@@ -32,9 +30,7 @@ def check(answer):
     spoiled[1, 7] = math.nan
     clean = torch.tensor([False, True, False], device=runtime.DEVICE)[:, None].expand(3, 20)
     if not torch.equal(softmax(spoiled).isnan(), clean):
-        reject(
-            "a row with a NaN: it must be NaN as a whole, and the other rows must not. Was a NaN replaced by hand?"
-        )
+        reject("a row with a NaN: it must be NaN as a whole, and the other rows must not. Was a NaN replaced by hand?")
     return "fp32, fp16 and bf16: logits up to 1000, masked logits and rows, long rows"
 
 
@@ -42,9 +38,7 @@ def _cases():
     """(kind, logits, dtypes, what to ask where they fail)."""
     too_large = "NaN or 0: exp of a large logit is inf. What may be subtracted from a row without changing its weights?"
     one_row = "some rows are all 0 or NaN: is the maximum that of each row, and not of the whole tensor or 0?"
-    of_the_row = (
-        "exp of the largest logit overflows: subtract the maximum of the row, no other statistic"
-    )
+    of_the_row = "exp of the largest logit overflows: subtract the maximum of the row, no other statistic"
     all_masked = "NaN: no logit is left, so the maximum is -inf: -inf - (-inf) is NaN, and so is 0/0. Wanted: zeros"
     half = "the sum or the differences are rounded to 16 bits: is all of it computed in fp32, and rounded at the end?"
     shared = "a logit of -inf has weight 0, the others share the rest"

@@ -1,6 +1,4 @@
-"""What several checks of phase 2's exercises need; each check is a module beside this one (see
-common.learn.judge).
-"""
+"""What several checks of phase 2's exercises need; each check is a module beside this one (see common.learn.judge)."""
 
 import ast
 import inspect
@@ -38,21 +36,15 @@ def require_tensor_cores(answer, attention: Callable) -> None:
 
 
 def attention_cases(*lengths):
-    """(seq_q, seq_k, head_dim, dtype, options of `one_head`): dtypes, kinds of numbers, lengths
-    and strides.
-    """
+    """(seq_q, seq_k, head_dim, dtype, options of `one_head`): dtypes, kinds of numbers, lengths and strides."""
     cases = [(100, 150, 64, dtype, {}) for dtype in (FP16, BF16, FP32)]
-    cases += [
-        (70, 150, 32, dtype, dict(kind=kind))
-        for dtype in (FP16, BF16, FP32)
-        for kind in ("peaked", "low")
-    ]
+    cases += [(70, 150, 32, dtype, dict(kind=kind)) for dtype in (FP16, BF16, FP32) for kind in ("peaked", "low")]
     return cases + [(33, seq_k, 32, FP32, dict(transposed=True)) for seq_k in lengths]
 
 
 def one_head(seq_q, seq_k, head_dim, *, transposed=False, **options):
-    """q, k, v of one head, each with strides of its own; NaN lies around them. transposed: the
-    stride of rows of q and k is 1.
+    """q, k, v of one head, each with strides of its own; NaN lies around them. transposed: the stride of rows of q and
+    k is 1.
     """
     q, k, v = (t[0, 0] for t in make_qkv(1, 1, seq_q, head_dim, seq_k=seq_k, **options))
     if transposed:
@@ -61,8 +53,8 @@ def one_head(seq_q, seq_k, head_dim, *, transposed=False, **options):
 
 
 def surrounded(x, beside=4):
-    """x inside larger memory full of NaN: a stray access of less than a tile does no harm and
-    leaves a trace. beside: how many NaN lie before and after each row.
+    """x inside larger memory full of NaN: a stray access of less than a tile does no harm and leaves a trace. beside:
+    how many NaN lie before and after each row.
     """
     margins = [64, beside][: x.dim()]
     memory = x.new_full([n + 2 * margin for n, margin in zip(x.shape, margins, strict=True)], NAN)
@@ -72,9 +64,7 @@ def surrounded(x, beside=4):
 
 
 def with_own_strides(*matrices):
-    """A copy of each matrix; the distance of rows is another one for each, and what lies between
-    them is finite.
-    """
+    """A copy of each matrix; the distance of rows is another one for each, and what lies between them is finite."""
     wide = matrices[0].shape[1] + 8 * len(matrices)
     copies = []
     for n, x in enumerate(matrices):
@@ -111,6 +101,4 @@ def state_of(q, k, v):
 
 
 def verify(fn, q, k, v):
-    verify_results(
-        lambda q, k, v, *, scale, **_: fn(q, k, v, scale), q, k, v, compare_sdpa=False
-    ).check()
+    verify_results(lambda q, k, v, *, scale, **_: fn(q, k, v, scale), q, k, v, compare_sdpa=False).check()

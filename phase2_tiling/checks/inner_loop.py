@@ -1,5 +1,5 @@
-"""Checks attention on a problem in which many mistakes are known by their result, against SDPA in
-many cases, and that every tile of keys and values is loaded once.
+"""Checks attention on a problem in which many mistakes are known by their result, against SDPA in many cases, and that
+every tile of keys and values is loaded once.
 """
 
 import itertools
@@ -88,10 +88,8 @@ def _wrong_scales(q, k, v):
         "the scale is in it twice": SCALE**2,
         "s is divided by the scale, which is to be multiplied": 1 / SCALE,
         "1 / sqrt(HEAD_DIM) is used; wanted is the argument scale": HEAD_DIM**-0.5,
-        "the scale is a constant, 1/8: it is right for head_dim 64; wanted is the argument scale": 1
-        / 8,
-        "s is multiplied by scale / HEAD_DIM: scale is 1 / sqrt(head_dim) already": SCALE
-        / HEAD_DIM,
+        "the scale is a constant, 1/8: it is right for head_dim 64; wanted is the argument scale": 1 / 8,
+        "s is multiplied by scale / HEAD_DIM: scale is 1 / sqrt(head_dim) already": SCALE / HEAD_DIM,
         "p is a power of 2: exp2 is used where exp is meant": SCALE * math.log(2),
         "log2(e) is in the scale, but exp is used, not exp2": SCALE / math.log(2),
     }
@@ -115,22 +113,15 @@ def _wrong_loops(q, k, v):
         "the new tile is rescaled too: multiply acc by alpha before p v is added": lambda acc, alpha, pv: (
             alpha * (acc + pv)
         ),
-        "acc is divided by alpha: multiply": lambda acc, alpha, pv: (
-            acc / torch.where(alpha == 0, 1.0, alpha) + pv
-        ),
-        "o holds the last tile of keys alone: is p v added to what acc held before?": lambda acc, alpha, pv: (
-            pv
-        ),
+        "acc is divided by alpha: multiply": lambda acc, alpha, pv: acc / torch.where(alpha == 0, 1.0, alpha) + pv,
+        "o holds the last tile of keys alone: is p v added to what acc held before?": lambda acc, alpha, pv: pv,
     }
     afters = {
         "acc is divided by l in every turn: the division comes once, after the loop": lambda acc, l, alpha, p: (
             acc / l,
             l,
         ),
-        "l is multiplied by alpha once more: online_softmax_step did that": lambda acc, l, alpha, p: (
-            acc,
-            alpha * l,
-        ),
+        "l is multiplied by alpha once more: online_softmax_step did that": lambda acc, l, alpha, p: (acc, alpha * l),
         "l is brought up to date twice: online_softmax_step returns the new l": lambda acc, l, alpha, p: (
             acc,
             alpha * l + p,
@@ -143,12 +134,8 @@ def _wrong_loops(q, k, v):
     whole = SEQ_K // BLOCK_N * BLOCK_N
     cut_k, cut_v = (torch.cat([t[:SEQ_Q], 0 * t[SEQ_Q:]]) for t in (k, v))
     return wrong | {
-        "k is reshaped, which keeps the order of its numbers: transpose it, tl.trans(k)": loop(
-            q, reshaped, v
-        ),
-        "every tile of keys is the first one: do the offsets contain start_n?": loop(
-            q, k, v, first=lambda start: 0
-        ),
+        "k is reshaped, which keeps the order of its numbers: transpose it, tl.trans(k)": loop(q, reshaped, v),
+        "every tile of keys is the first one: do the offsets contain start_n?": loop(q, k, v, first=lambda start: 0),
         "keys are skipped or counted twice: the loop goes by BLOCK_N, and a tile has BLOCK_N keys": loop(
             q, k, v, step=BLOCK_M
         ),
@@ -157,9 +144,7 @@ def _wrong_loops(q, k, v):
         "one key past the end counts, as logit 0: those below seq_k exist": loop(
             q, *(torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
         ),
-        "the last, partial tile of keys is dropped: the loop ends at seq_k": loop(
-            q, k[:whole], v[:whole]
-        ),
+        "the last, partial tile of keys is dropped: the loop ends at seq_k": loop(q, k[:whole], v[:whole]),
         "the loop ends at seq_q: it runs over keys, seq_k of them": loop(q, k[:SEQ_Q], v[:SEQ_Q]),
         "k and v are loaded as if they had seq_q rows: they have seq_k": loop(q, cut_k, cut_v),
         "k is loaded as if it had seq_q rows: it has seq_k": loop(q, cut_k, v),

@@ -1,5 +1,5 @@
-"""Checks attention with a bias on every key: known mistakes, lengths and dtypes, keys that are hidden
-by -inf, the bytes that are moved, and what two compilers make of it.
+"""Checks attention with a bias on every key: known mistakes, lengths and dtypes, keys that are hidden by -inf, the
+bytes that are moved, and what two compilers make of it.
 """
 
 import dataclasses
@@ -86,19 +86,10 @@ def _check_large_biases(fn):
     """Biases that 16 bits cannot hold, and biases as low as fp32 goes: no number is below all of them."""
     q, k, v = one_head(50, 150, 16, dtype=FP16)
     bias = 1000 + _bias(150, q)
-    rounded = {
-        "the bias is rounded to 16 bits: it comes in fp32, and is added to s in fp32": bias.half()
-    }
+    rounded = {"the bias is rounded to 16 bits: it comes in fp32, and is added to s in fp32": bias.half()}
     mistakes = {sentence: _attention(q, k, v, wrong) for sentence, wrong in rounded.items()}
     right = _attention(q, k, v, bias)
-    require(
-        "o, biases near 1000, q in fp16",
-        fn(q, k, v, bias, SCALE),
-        right,
-        mistakes=mistakes,
-        rtol=0.0,
-        atol=5e-3,
-    )
+    require("o, biases near 1000, q in fp16", fn(q, k, v, bias, SCALE), right, mistakes=mistakes, rtol=0.0, atol=5e-3)
     q, k, v = one_head(50, 150, 16, dtype=FP32)
     low = torch.full((150,), torch.finfo(FP32).min, device=q.device)
     o, right = fn(0 * q, k, v, low, SCALE), _attention(0 * q, k, v, low)
@@ -114,29 +105,20 @@ def _wrong_biases(q, k, v, bias):
     wrong = {
         "the bias has no effect: it belongs to keys, the columns of s, bias[None, :]. What is added to a whole row "
         "cancels in the softmax": _attention(q, k, v, 0 * bias),
-        "the bias is multiplied by scale: add it after s is scaled": _attention(
-            q, k, v, SCALE * bias
-        ),
+        "the bias is multiplied by scale: add it after s is scaled": _attention(q, k, v, SCALE * bias),
         "the bias is subtracted": _attention(q, k, v, -bias),
-        "the bias is read as if its numbers lay side by side: it has a stride": _attention(
-            q, k, v, packed
-        ),
+        "the bias is read as if its numbers lay side by side: it has a stride": _attention(q, k, v, packed),
         "scale is not used, or is a default of your own": _attention(q, k, v, bias, 1.0),
         "1 / sqrt(head_dim) is used although scale is given": _attention(q, k, v, bias, 0.25),
     }
     for block in (16, 32, 64, 128):
-        sentence = (
-            f"every tile gets the bias of the first {block} keys: do its offsets contain start_n?"
-        )
+        sentence = f"every tile gets the bias of the first {block} keys: do its offsets contain start_n?"
         wrong[sentence] = _attention(q, k, v, bias[key % block])
         missing = -len(bias) % block
         padded = [torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (k, v)]
         sentence = f"{missing} keys past the end count as logit 0 (section 3.1): which bias has a missing key?"
         wrong[sentence] = _attention(q, *padded, torch.nn.functional.pad(bias, (0, missing)))
-        for keys, also in (
-            (k, ""),
-            (padded[0], f", and {missing} keys past the end count as logit 0"),
-        ):
+        for keys, also in ((k, ""), (padded[0], f", and {missing} keys past the end count as logit 0")):
             weights = torch.softmax(SCALE * q.double() @ keys.double().T, 1)[:, : len(bias)]
             late = f"the bias reaches the weights of v, but not m and l: add it to s before the step{also}"
             wrong[late] = (weights * bias.double().exp()) @ v.double()
@@ -188,17 +170,11 @@ def _check_traffic(fn):
     if moved:
         loaded = moved.loaded_from
         if moved.stored != o.nbytes:
-            reject(
-                f"{moved.stored} bytes are stored, and o has {o.nbytes}: does S or P pass through memory?"
-            )
+            reject(f"{moved.stored} bytes are stored, and o has {o.nbytes}: does S or P pass through memory?")
         if not loaded["q"]:
-            reject(
-                "no byte of q is loaded: the kernel reads a copy. Pass q itself, with its strides"
-            )
+            reject("no byte of q is loaded: the kernel reads a copy. Pass q itself, with its strides")
         if loaded["q"] != q.nbytes:
-            reject(
-                f"{loaded['q']} bytes of q are loaded, and it has {q.nbytes}: each query once, by its program"
-            )
+            reject(f"{loaded['q']} bytes of q are loaded, and it has {q.nbytes}: each query once, by its program")
         programs = loaded["k"] / k.nbytes
         if programs != int(programs) or not 2 <= programs <= triton.cdiv(300, 16):
             reject(
@@ -207,11 +183,7 @@ def _check_traffic(fn):
             )
         for name, t in (("v", v), ("bias", bias)):
             if loaded[name] != programs * t.nbytes:
-                copied = (
-                    ""
-                    if loaded[name]
-                    else ". Is a copy of it read? The kernel is to take its stride"
-                )
+                copied = "" if loaded[name] else ". Is a copy of it read? The kernel is to take its stride"
                 reject(
                     f"{loaded[name]} bytes of {name} are loaded: {int(programs)} programs need {t.nbytes} each{copied}"
                 )
@@ -248,16 +220,10 @@ def _check_compiled(answer):
     targets = ["sm_80", "sm_90"]
     for c in offline.compile_launches([launch], targets):
         if c.error:
-            reject(
-                f"right when interpreted, but the compiler refuses it for {c.target}: {c.error[-1500:]}"
-            )
+            reject(f"right when interpreted, but the compiler refuses it for {c.target}: {c.error[-1500:]}")
         if not c.fits:
             limit = offline.SHARED_LIMIT[c.target] // 1024
-            reject(
-                f"it asks for {c.shared // 1024} KiB of shared memory; {c.target} has {limit}: take smaller tiles"
-            )
+            reject(f"it asks for {c.shared // 1024} KiB of shared memory; {c.target} has {limit}: take smaller tiles")
         if not any(c.instructions[name] for name in ("mma.sync", "wgmma")):
-            reject(
-                f"compiled for {c.target}, no product of fp16 tiles runs on the tensor cores: is it tl.dot?"
-            )
+            reject(f"compiled for {c.target}, no product of fp16 tiles runs on the tensor cores: is it tl.dot?")
     return " and ".join(targets)

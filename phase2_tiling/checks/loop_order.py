@@ -1,6 +1,4 @@
-"""Checks the state that waits in memory between tiles of keys, how often it travels, and whole
-results.
-"""
+"""Checks the state that waits in memory between tiles of keys, how often it travels, and whole results."""
 
 import ast
 import inspect
@@ -41,11 +39,7 @@ def check(answer):
 
 def _require_barrier(answer):
     """The interpreter has no threads, so the source must do."""
-    names = {
-        node.attr
-        for node in ast.walk(ast.parse(inspect.getsource(answer)))
-        if isinstance(node, ast.Attribute)
-    }
+    names = {node.attr for node in ast.walk(ast.parse(inspect.getsource(answer))) if isinstance(node, ast.Attribute)}
     if "debug_barrier" not in names:
         reject(
             "tl.debug_barrier() is gone from the end of the outer loop: on a GPU a thread would load a state that "
@@ -123,17 +117,12 @@ def _require_state(state, right, before, q, k, v, block_m, block):
     of_o = {
         "it is acc that waits in memory: divide by l' at every visit": acc / right[2][:, None],
         "it is acc, which is never divided: what waits in memory is acc' / l', at every visit": acc,
-    } | {
-        sentence: _visits(q, k, v, before, block, update)
-        for sentence, update in _WRONG_UPDATES.items()
-    }
+    } | {sentence: _visits(q, k, v, before, block, update) for sentence, update in _WRONG_UPDATES.items()}
     for i, name in ((1, "m"), (2, "l"), (0, "o")):  # a wrong m or l makes o wrong, too
         mistakes = {
             "it is as it was: is it stored on every visit?": before[i],
             "the state that was in memory is forgotten at the first visit": of_keys[i],
-            "it is that of the last tile of keys alone: are o, m and l loaded and taken along?": (
-                last[i]
-            ),
+            "it is that of the last tile of keys alone: are o, m and l loaded and taken along?": (last[i]),
             "only the first tile of queries is visited: do the offsets contain start_m?": torch.where(
                 first.view(-1, *[1] * (right[i].dim() - 1)), right[i], before[i]
             ),
@@ -153,10 +142,7 @@ def _require_visits(moved, tensors, visits):
     """k and v are read once, q at every visit; o, m and l are read and written at every visit."""
     for name, t in tensors.items():
         reads, writes = (1, 0) if name in "kv" else (visits, 0 if name == "q" else visits)
-        for done, count, times in (
-            ("read", moved.loaded_from, reads),
-            ("written", moved.stored_to, writes),
-        ):
+        for done, count, times in (("read", moved.loaded_from, reads), ("written", moved.stored_to, writes)):
             if count[name] != times * t.nbytes:
                 reject(
                     f"with {visits} tiles of keys, {count[name]} bytes of {name} were {done}, {times * t.nbytes} "
@@ -171,23 +157,15 @@ _WRONG_UPDATES = {
     "the old o is multiplied by the new l: it was divided by the old one": lambda o, l, new, alpha, pv: (
         (alpha * new * o + pv) / new
     ),
-    "the old o is multiplied by its l but not by alpha": lambda o, l, new, alpha, pv: (
-        (l * o + pv) / new
-    ),
-    "the old o is divided by alpha: multiply": lambda o, l, new, alpha, pv: (
-        (l / alpha * o + pv) / new
-    ),
-    "p v is multiplied by alpha, too: only the old part is": lambda o, l, new, alpha, pv: (
-        alpha * (l * o + pv) / new
-    ),
+    "the old o is multiplied by its l but not by alpha": lambda o, l, new, alpha, pv: (l * o + pv) / new,
+    "the old o is divided by alpha: multiply": lambda o, l, new, alpha, pv: (l / alpha * o + pv) / new,
+    "p v is multiplied by alpha, too: only the old part is": lambda o, l, new, alpha, pv: alpha * (l * o + pv) / new,
     "it is not divided by l' at every visit": lambda o, l, new, alpha, pv: alpha * l * o + pv,
     "it is divided by the old l, not by l'": lambda o, l, new, alpha, pv: alpha * o + pv / l,
     "(alpha l / l') o is divided by l' once more: p v alone has yet to be divided": (
         lambda o, l, new, alpha, pv: (alpha * l / new * o + pv) / new
     ),
-    "p v is not divided by l', only the old o": lambda o, l, new, alpha, pv: (
-        alpha * l / new * o + pv
-    ),
+    "p v is not divided by l', only the old o": lambda o, l, new, alpha, pv: alpha * l / new * o + pv,
     "the old o is missing": lambda o, l, new, alpha, pv: pv / new,
 }
 

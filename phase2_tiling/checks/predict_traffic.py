@@ -14,19 +14,11 @@ import triton
 
 
 def check(answer):
-    cases = [
-        (200, 330, 128, FP16),
-        (150, 100, 128, FP32),
-        (64, 90, 256, FP16),
-        (65, 1, 16, FP16),
-        (17, 0, 32, FP32),
-    ]
+    cases = [(200, 330, 128, FP16), (150, 100, 128, FP32), (64, 90, 256, FP16), (65, 1, 16, FP16), (17, 0, 32, FP32)]
     cases += [(0, 17, 64, FP16)]
     drawn = random.Random()  # anew each time, so that no list of right answers will do
     for dtype in (FP16, FP32):
-        cases.append(
-            (drawn.randint(65, 250), drawn.randint(65, 250), drawn.choice((16, 32, 64)), dtype)
-        )
+        cases.append((drawn.randint(65, 250), drawn.randint(65, 250), drawn.choice((16, 32, 64)), dtype))
     for seq_q, seq_k, head_dim, dtype in cases:
         what = f"seq_q = {seq_q}, seq_k = {seq_k}, head_dim = {head_dim}, {dtype}"
         with _nothing_measured():
@@ -36,10 +28,7 @@ def check(answer):
         for name, right in _bytes_of_attention(seq_q, seq_k, head_dim, dtype).items():
             if got[name] != right:
                 mistakes = _wrong_bytes(name, right, seq_q, seq_k, head_dim, dtype)
-                why = next(
-                    (f": {sentence}" for sentence, wrong in mistakes.items() if got[name] == wrong),
-                    "",
-                )
+                why = next((f": {sentence}" for sentence, wrong in mistakes.items() if got[name] == wrong), "")
                 reject(f"{what}: {right} bytes of {name} are moved, not {got[name]}{why}")
     return f"{len(cases)} sizes, two of them drawn at random, to the byte"
 
@@ -49,9 +38,7 @@ def _nothing_measured():
     """Rejects an answer that runs the kernel or asks the module that counts bytes."""
 
     def stopped(*_, **__):
-        reject(
-            "the bytes are measured, or taken from common.measure.traffic: predict them, from the sizes alone"
-        )
+        reject("the bytes are measured, or taken from common.measure.traffic: predict them, from the sizes alone")
 
     with contextlib.ExitStack() as stack:
         for module, name in (
@@ -69,12 +56,7 @@ def _bytes_of_attention(seq_q, seq_k, head_dim, dtype):
         q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype)
         with counted(q=q, k=k, v=v) as moved:
             tiling.attention(q, k, v)
-        return dict(
-            q=moved.loaded_from["q"],
-            k=moved.loaded_from["k"],
-            v=moved.loaded_from["v"],
-            o=moved.stored,
-        )
+        return dict(q=moved.loaded_from["q"], k=moved.loaded_from["k"], v=moved.loaded_from["v"], o=moved.stored)
     block_m, row = runtime.tile_sizes(head_dim, dtype)["BLOCK_M"], head_dim * dtype.itemsize
     kv = triton.cdiv(seq_q, block_m) * seq_k * row  # compiled: nobody counts
     return dict(q=seq_q * row, k=kv, v=kv, o=seq_q * row)
@@ -95,15 +77,8 @@ def _wrong_bytes(name, right, seq_q, seq_k, head_dim, dtype):
     return mistakes | {
         "every program reads all keys and values": seq_k * row,
         "what a mask hides is not moved": programs * triton.cdiv(seq_k, block_n) * block_n * row,
-        "the last program has fewer queries, but it reads every key too": seq_q
-        // block_m
-        * seq_k
-        * row,
+        "the last program has fewer queries, but it reads every key too": seq_q // block_m * seq_k * row,
         "a part of a program is a whole program: round up": seq_q / block_m * seq_k * row,
-        "is the number of programs that of tiles of queries?": triton.cdiv(seq_k, block_m)
-        * seq_k
-        * row,
-        "the tile of queries depends on dtype: ask runtime.tile_sizes": triton.cdiv(seq_q, 64)
-        * seq_k
-        * row,
+        "is the number of programs that of tiles of queries?": triton.cdiv(seq_k, block_m) * seq_k * row,
+        "the tile of queries depends on dtype: ask runtime.tile_sizes": triton.cdiv(seq_q, 64) * seq_k * row,
     }

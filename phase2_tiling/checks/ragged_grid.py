@@ -1,6 +1,4 @@
-"""Checks the largest logits for ragged lengths, with NaN around the inputs, and counts the bytes
-that are read.
-"""
+"""Checks the largest logits for ragged lengths, with NaN around the inputs, and counts the bytes that are read."""
 
 from common.learn.judge import counted, reject, require
 from phase2_tiling.checks import FP16, FP32, NAN, nan_around, one_head, surrounded
@@ -13,9 +11,7 @@ INF = float("inf")
 
 def check(answer):
     lengths, block = ((150, 70), (128, 64), (1, 1), (65, 129), (63, 31), (40, 0)), 64
-    for (seq_q, seq_k), dtype, kind in zip(
-        lengths, (FP16, FP32) * 3, ("low", "normal") * 3, strict=True
-    ):
+    for (seq_q, seq_k), dtype, kind in zip(lengths, (FP16, FP32) * 3, ("low", "normal") * 3, strict=True):
         q, k, _ = one_head(seq_q, seq_k, 16, dtype=dtype, kind=kind)
         scale = 1e30 if kind == "low" else 0.25  # below any number that is not -inf
         if seq_k < block:  # the same logits
@@ -30,11 +26,8 @@ def check(answer):
         right = logits.amax(dim=1)
         full = torch.arange(seq_q, device=q.device) < seq_q // block * block
         mistakes = {
-            "the queries of the last, partial tile have no program: is the grid rounded up?": right.where(
-                full, NAN
-            ),
-            "NaN comes in from memory past the last key: does the load of k have a mask?": right
-            * NAN,
+            "the queries of the last, partial tile have no program: is the grid rounded up?": right.where(full, NAN),
+            "NaN comes in from memory past the last key: does the load of k have a mask?": right * NAN,
             "a logit of 0 is taken for one of a key that does not exist. One that exists may have it: ask for its "
             "number, offs_n < seq_k": right.masked_fill(right == 0, -INF),
             "a key that does not exist has the logit inf: load 0 for it, and replace its logit by -inf after the "
@@ -48,9 +41,7 @@ def check(answer):
         if not nan_around(out):
             reject(f"{what}: something was written outside of out: does the store have a mask?")
         if moved and moved.loaded_from["q"] != q.nbytes:
-            reject(
-                f"{what}: {moved.loaded_from['q']} bytes of q were read, it has {q.nbytes}: is the load masked?"
-            )
+            reject(f"{what}: {moved.loaded_from['q']} bytes of q were read, it has {q.nbytes}: is the load masked?")
         needed = triton.cdiv(seq_q, block) * k.nbytes
         if moved and moved.loaded_from["k"] != needed:
             reject(

@@ -1,6 +1,4 @@
-"""What several checks of phase 3's exercises need; each check is a module beside this one (see
-common.learn.judge).
-"""
+"""What several checks of phase 3's exercises need; each check is a module beside this one (see common.learn.judge)."""
 
 import traceback
 
@@ -28,11 +26,7 @@ def in_pieces(answer, *pieces):
             root = root_of(error)
             if not is_stub(root):
                 raise
-            own = [
-                f.lineno
-                for f in traceback.extract_tb(root.__traceback__)
-                if f.filename == answer.__file__
-            ]
+            own = [f.lineno for f in traceback.extract_tb(root.__traceback__) if f.filename == answer.__file__]
             left.append(f"{name} is still to be written" + (f" (line {own[-1]})" if own else ""))
             first = first or error
     if done and left:
@@ -61,14 +55,12 @@ def require_nothing_added(attention):
 
 
 def verify_masked(fn, q, k, v, mask, *, scale=None, what="") -> float:
-    """Hold every row of (o, lse) = fn(q, k, v) against verify_results, as a problem of its own: one
-    query, and the keys that mask (seq_q, seq_k), bool, shows it. Returns the largest z, rejects a
-    row that fails, with `what` in front of the message."""
+    """Hold every row of (o, lse) = fn(q, k, v) against verify_results, as a problem of its own: one query, and the keys
+    that mask (seq_q, seq_k), bool, shows it. Returns the largest z, rejects a row that fails, with `what` in front of
+    the message."""
     o, lse = fn(q, k, v)
     if o.shape != q.shape or lse.shape != q.shape[:3]:
-        reject(
-            f"expected o {tuple(q.shape)} and lse {tuple(q.shape[:3])}, got {tuple(o.shape)} and {tuple(lse.shape)}"
-        )
+        reject(f"expected o {tuple(q.shape)} and lse {tuple(q.shape[:3])}, got {tuple(o.shape)} and {tuple(lse.shape)}")
     worst = 0.0
     for i, keys in enumerate(mask.to(q.device)):
         row = slice(i, i + 1)

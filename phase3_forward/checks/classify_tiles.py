@@ -9,18 +9,7 @@ from phase3_forward.checks import bottom_right, in_pieces
 import torch
 
 TILINGS = [(32, 32), (64, 32), (32, 64), (48, 80)]
-LENGTHS = [
-    (128, 128),
-    (100, 100),
-    (70, 200),
-    (200, 70),
-    (1, 130),
-    (130, 1),
-    (65, 64),
-    (99, 100),
-    (100, 99),
-    (64, 0),
-]
+LENGTHS = [(128, 128), (100, 100), (70, 200), (200, 70), (1, 130), (130, 1), (65, 64), (99, 100), (100, 99), (64, 0)]
 MISTAKES = {
     "this is right for top-left alignment, j <= i: where does the last query's row end?": (
         lambda i, j, seq_q, seq_k: (j <= i) & (j < seq_k)
@@ -112,10 +101,7 @@ def _walk(row, bounds):
     s = torch.randn(len(i), len(j), generator=generator, dtype=torch.float64)
     v = torch.randn(len(j), 8, generator=generator, dtype=torch.float64)
     s[:, seq_k:], v[seq_k:] = 0, 0  # as load_tile fills the last tile
-    l, acc = (
-        torch.zeros(len(i), 1, dtype=torch.float64),
-        torch.zeros(len(i), 8, dtype=torch.float64),
-    )
+    l, acc = (torch.zeros(len(i), 1, dtype=torch.float64), torch.zeros(len(i), 8, dtype=torch.float64))
     full, end = bounds
     for n in range(full):
         keys = slice(n * block_n, (n + 1) * block_n)
@@ -129,8 +115,8 @@ def _walk(row, bounds):
 
 
 def _name_mistake(got, of_rule, call):
-    """Reject if `got` is what a wrong rule gives. Only rows with no more queries than keys are
-    compared: there every rule stays inside S.
+    """Reject if `got` is what a wrong rule gives. Only rows with no more queries than keys are compared: there every
+    rule stays inside S.
     """
     usual = [n for n, (*_, seq_q, seq_k) in enumerate(ROWS) if seq_q <= seq_k]
     right = of_rule(bottom_right)
@@ -152,9 +138,5 @@ def _kinds(visible, tile_m, block_m, block_n, seq_q, seq_k):
     """The kinds of a row of tiles under a rule `visible`, by counting pairs."""
     tiles = math.ceil(seq_k / block_n)
     i = torch.arange(tile_m * block_m, (tile_m + 1) * block_m)[:, None]
-    pairs = (
-        visible(i, torch.arange(tiles * block_n), seq_q, seq_k)
-        .view(block_m, tiles, block_n)
-        .sum(dim=(0, 2))
-    )
+    pairs = visible(i, torch.arange(tiles * block_n), seq_q, seq_k).view(block_m, tiles, block_n).sum(dim=(0, 2))
     return [{0: "skipped", block_m * block_n: "full"}.get(n, "partial") for n in pairs.tolist()]

@@ -1,21 +1,11 @@
-"""Checks o and lse row by row, rows that saw no key among them, and that nothing is stored
-outside.
-"""
+"""Checks o and lse row by row, rows that saw no key among them, and that nothing is stored outside."""
 
 import math
 
 from common import make_qkv
 from common.learn.judge import guarded, reject
 from common.verify import guard
-from phase3_forward.checks import (
-    BF16,
-    FP32,
-    INF,
-    bottom_right,
-    indices,
-    require_nothing_added,
-    verify_masked,
-)
+from phase3_forward.checks import BF16, FP32, INF, bottom_right, indices, require_nothing_added, verify_masked
 
 import torch
 
@@ -46,9 +36,7 @@ def check(answer):
         if o.isnan().any():
             reject("rows that saw no key: o is NaN, which is what 0 / 0 gives")
         if (lse != -INF).any():
-            reject(
-                f"rows that saw no key: lse is {lse.max().item():g}, not -inf. Is m_i part of it?"
-            )
+            reject(f"rows that saw no key: lse is {lse.max().item():g}, not -inf. Is m_i part of it?")
         if not results[1][:, :, unseen:].isfinite().all():
             reject(
                 "lse is not finite in rows that saw keys. Where logits are large exp(m_i) overflows: add m_i outside "
@@ -87,11 +75,7 @@ def _require_lse(lse, q, k, mask):
     }.items():
         seen = right.isfinite() & (largest != right)
         same = torch.allclose(lse.double()[seen], wrong[seen], rtol=1e-4, atol=1e-4)
-        if (
-            seen.any()
-            and same
-            and not torch.allclose(lse.double()[seen], right[seen], rtol=1e-4, atol=1e-4)
-        ):
+        if seen.any() and same and not torch.allclose(lse.double()[seen], right[seen], rtol=1e-4, atol=1e-4):
             reject(f"lse: {sentence}")
     for dtype in (torch.float16, BF16):
         short = torch.equal(lse.to(dtype).float(), lse)
@@ -101,26 +85,18 @@ def _require_lse(lse, q, k, mask):
 
 
 def _require_large_values_and_nan(attention):
-    """Large values stay finite, as o is their mean, and a NaN among them is seen by whoever sees
-    its key.
-    """
+    """Large values stay finite, as o is their mean, and a NaN among them is seen by whoever sees its key."""
     q, _, v = make_qkv(1, 1, 64, 16)
     zero, large = torch.zeros_like(q), torch.full_like(v, 2000.0)
     if (attention(zero, zero, large)[0] != 2000).any():
-        reject(
-            "o is wrong where values are large: acc is larger than o by l_i. Divide in fp32, and round then"
-        )
+        reject("o is wrong where values are large: acc is larger than o by l_i. Divide in fp32, and round then")
     large[0, 0, 2, 3] = float("nan")
     if not attention(zero, zero, large)[0][0, 0, 2:, 3].isnan().all():
-        reject(
-            "a NaN in v does not reach o: it must, or nobody learns of it. Are the empty rows told apart by l_i?"
-        )
+        reject("a NaN in v does not reach o: it must, or nobody learns of it. Are the empty rows told apart by l_i?")
 
 
 def _require_row_sums(o, q, k, v, mask):
-    """Reject acc / l_i without [:, None], which divides column d by l_i[d] where the tile is
-    square.
-    """
+    """Reject acc / l_i without [:, None], which divides column d by l_i[d] where the tile is square."""
     n = min(q.shape[2:])
     mask = mask.to(q.device)
     s = (q.double() @ k.double().mT / math.sqrt(q.shape[3])).masked_fill(~mask, -INF)
@@ -134,6 +110,4 @@ def _require_row_sums(o, q, k, v, mask):
         return torch.allclose(o, acc / sums, rtol=0.01, atol=0.01)
 
     if same(sums[:, :, None, :n]) and not same(sums[:, :, :n, None]):
-        reject(
-            "o: column d is divided by the sum of row d: l_i[:, None] is a column, one sum for each row"
-        )
+        reject("o: column d is divided by the sum of row d: l_i[:, None] is a column, one sum for each row")

@@ -28,8 +28,7 @@ def check(answer):
 
 def _same(results, expected):
     return all(
-        torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-4)
-        for a, b in zip(results, expected, strict=True)
+        torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-4) for a, b in zip(results, expected, strict=True)
     )
 
 
@@ -42,25 +41,17 @@ def _require_keys(attention, seq_k):
         return
     what = f"{seq_k} keys in tiles of {BLOCK_N}"
     if (results[1] == -torch.inf).all():
-        reject(
-            f"{what}: lse is -inf and o is 0 in every row, as if there were no key at all. Which keys does it hide?"
-        )
+        reject(f"{what}: lse is -inf and o is 0 in every row, as if there were no key at all. Which keys does it hide?")
     for seen in range(1, tiles):
         first = slice(0, seen * BLOCK_N)
         if _same(results, naive_attention(q, k[:, :, first], v[:, :, first])[:2]):
-            reject(
-                f"{what}: this is the attention to the first {seen} of {tiles} tiles; nothing else is wrong"
-            )
+            reject(f"{what}: this is the attention to the first {seen} of {tiles} tiles; nothing else is wrong")
     past = _with_zeros(q, k, v, -seq_k % BLOCK_N)
     if seq_k % BLOCK_N and _same(results, past):
-        reject(
-            f"{what}: keys past the end count, as logit 0: the last tile needs a mask of its own"
-        )
+        reject(f"{what}: keys past the end count, as logit 0: the last tile needs a mask of its own")
     lse_right = torch.allclose(results[1].double(), right[1].double(), rtol=1e-4, atol=1e-4)
     if lse_right:
-        reject(
-            f"{what}: lse is right and o is wrong. So the logits and their mask are; what else enters o?"
-        )
+        reject(f"{what}: lse is right and o is wrong. So the logits and their mask are; what else enters o?")
     reject(
         f"{what}: o and lse are wrong, and no number of whole tiles explains them. Are k, v and the mask of one and "
         "the same tile when attention_tile_step takes them? Compare with the twin after each tile"

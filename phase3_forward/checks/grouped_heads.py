@@ -44,9 +44,7 @@ def check(answer):
     for layout, layout_v in zip(layouts, (*layouts[1:], layouts[0]), strict=True):
         q, k, v = make_qkv(2, 2, 70, 40, heads_kv=1, layout=layout, layout_v=layout_v)
         require_verified(f"{layout} memory", fn, q, k, v, enable_gqa=True, is_causal=True)
-    q, k, v = make_qkv(
-        1, 4, 33, 24, heads_kv=2, layout="bshd", layout_v="bhsd", poison=True, dtype=BF16
-    )
+    q, k, v = make_qkv(1, 4, 33, 24, heads_kv=2, layout="bshd", layout_v="bhsd", poison=True, dtype=BF16)
     require_verified("NaN all around", fn, q, k, v, enable_gqa=True)
     _require_wide_offsets(fn)
     return "6 heads on 2, 6 on 3, 4 on 1, 4 on 4; four layouts; batches and heads of keys 2^31 elements apart"
@@ -94,9 +92,7 @@ def _reject_values(what, o, me, right, given):
             reject(f"{what}: {_other_head(me, right, head, 'v')}; k is found: look at v_ptr")
     for where, wrong in given.v_strided_like_k.items():
         if _same(o, given.o(me, right, right, wrong)):
-            reject(
-                f"{what}: v is read with the strides of k{where}: it has four of its own, stride_v"
-            )
+            reject(f"{what}: v is read with the strides of k{where}: it has four of its own, stride_v")
 
 
 def _reject_keys(what, lse, me, right, given):
@@ -138,13 +134,8 @@ def _require_wide_offsets(fn):
         expected = fn(q, k, v, enable_gqa=True)[0]
         with tempfile.TemporaryDirectory() as folder:
             # An offset that wraps to -2^31 lands at the beginning of the file, on zeros.
-            memory = torch.from_file(
-                str(Path(folder, "sparse")), shared=True, size=2**32 + 2**20, dtype=FP16
-            )
-            far = [
-                memory.as_strided(t.shape, (*strides, 16, 1), 2**31 + n * 2**10)
-                for n, t in enumerate((k, v))
-            ]
+            memory = torch.from_file(str(Path(folder, "sparse")), shared=True, size=2**32 + 2**20, dtype=FP16)
+            far = [memory.as_strided(t.shape, (*strides, 16, 1), 2**31 + n * 2**10) for n, t in enumerate((k, v))]
             for t, source in zip(far, (k, v), strict=True):
                 t.copy_(source)
             if not torch.equal(fn(q, *far, enable_gqa=True)[0], expected):

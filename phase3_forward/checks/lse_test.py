@@ -62,13 +62,9 @@ def _check_sigma(answer):
         rounded_p = ((2.0**-11 * p) ** 2).sum(dim=-1)
         mistakes = {
             "this is the variance: sigma is its square root": right**2,
-            "the exponentials are left out: each has the relative error rho": (
-                of_sum + stored
-            ).sqrt(),
+            "the exponentials are left out: each has the relative error rho": (of_sum + stored).sqrt(),
             "the sum over keys is left out: fp32 rounds it too": (exponentials + stored).sqrt(),
-            "the store is left out: lse is rounded to fp32 once more": (
-                exponentials + of_sum
-            ).sqrt(),
+            "the store is left out: lse is rounded to fp32 once more": (exponentials + of_sum).sqrt(),
             "an exponential counts with its weight p squared: (p rho)^2, not p rho^2": (
                 (p * rho**2).sum(dim=-1) + of_sum + stored
             ).sqrt(),
@@ -120,39 +116,19 @@ def _check_verdict(answer):
         ("one row is -inf, where the truth is finite", exact.index_fill(0, torch.tensor([0]), -INF), (INF, INF)),
         ("the row that sees no key has 0", exact.nan_to_num(neginf=0.0), (INF, INF)),
         ("the row that sees no key has NaN", exact.index_fill(0, torch.tensor([3]), NAN), (INF, INF)),
-    ]  # fmt: skip
+    ]
     few, at_limit = torch.zeros(200), exact.clone()
     few[7], at_limit[1] = 7.0, truth[1] + 6 * sigma[1]
     ones, between = torch.ones(200).double(), torch.full((2,), 1 + 2.0**-30, dtype=torch.float64)
     asked = [(what, lse, truth, sigma, expected) for what, lse, expected in cases]
     asked += [
-        (
-            "the row that sees no key has inf",
-            exact.nan_to_num(neginf=INF),
-            truth,
-            sigma,
-            (INF, INF),
-        ),
+        ("the row that sees no key has inf", exact.nan_to_num(neginf=INF), truth, sigma, (INF, INF)),
         ("one row is 6 sigma too large", at_limit, truth, sigma, (6.0, 3.0)),
         ("one row of 200 is 7 sigma too large", few, 0 * ones, ones, (7.0, 7 / 200**0.5)),
-        (
-            "the truth lies between two fp32 numbers",
-            torch.ones(2),
-            between,
-            between - 1,
-            (1.0, 1.0),
-        ),
+        ("the truth lies between two fp32 numbers", torch.ones(2), between, between - 1, (1.0, 1.0)),
     ]
     negative = sigma.nan_to_num(nan=-1.0)  # in a row without a key sigma may be anything
-    asked += [
-        (
-            "the row that sees no key has 0",
-            exact.nan_to_num(neginf=0.0),
-            truth,
-            negative,
-            (INF, INF),
-        )
-    ]
+    asked += [("the row that sees no key has 0", exact.nan_to_num(neginf=0.0), truth, negative, (INF, INF))]
     for what, lse, truth, sigma, expected in asked:
         got = answer.verdict(lse.clone(), truth.clone(), sigma.clone())
         if not isinstance(got, tuple | list) or len(got) != 3:
@@ -162,7 +138,7 @@ def _check_verdict(answer):
         if bool(passed) != right:
             why = " A comparison with NaN is False." if math.isnan(largest) else ""
             reject(f"verdict, {what}: passed is {passed}, and should be {right}.{why}")
-        for name, value, wanted in (("largest z", largest, expected[0]), ("rms of z", rms, expected[1])):  # fmt: skip
+        for name, value, wanted in (("largest z", largest, expected[0]), ("rms of z", rms, expected[1])):
             if not (value == wanted or math.isclose(value, wanted, rel_tol=1e-6)):
                 reject(f"verdict, {what}: {name} is {value:g}, and should be {wanted:g}")
 

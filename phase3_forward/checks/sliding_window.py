@@ -1,18 +1,9 @@
-"""Checks windows of many lengths against masked attention, and that only tiles in the band are
-loaded.
-"""
+"""Checks windows of many lengths against masked attention, and that only tiles in the band are loaded."""
 
 import math
 
 from common import make_qkv, runtime
-from common.learn.judge import (
-    guarded,
-    masked_loads_undefined,
-    misread,
-    reject,
-    require,
-    tiles_of,
-)
+from common.learn.judge import guarded, masked_loads_undefined, misread, reject, require, tiles_of
 from common.measure import traffic
 from phase3_forward.checks import BF16, FP16, FP32, indices, verify_masked
 
@@ -31,11 +22,7 @@ WINDOWS = [  # seq_q, seq_k, window
 TILES = 32, 16  # queries, keys
 # Dtype, seq_k, heads_kv, window, head_dim; at 136 tiles of keys are half as long as those of
 # queries.
-INPUTS = [
-    (FP16, 130, 1, 50, 40),
-    (BF16, 60, 2, 20, 40),
-    (FP16, 80, 1, 40, 136),
-]
+INPUTS = [(FP16, 130, 1, 50, 40), (BF16, 60, 2, 20, 40), (FP16, 80, 1, 40, 136)]
 
 
 def check(answer):
@@ -47,9 +34,7 @@ def check(answer):
             _check_window(attend, *sizes)
     for dtype, seq_k, heads_kv, window, head_dim in INPUTS:
         memory = dict(layout="bshd", layout_v="bhsd", poison=True)
-        q, k, v = make_qkv(
-            1, 2, 100, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, **memory
-        )
+        q, k, v = make_qkv(1, 2, 100, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, **memory)
 
         def windowed(q, k, v, window=window):
             return attend(q, k, v, window, enable_gqa=True)
@@ -84,16 +69,12 @@ def _check_window(attend, seq_q, seq_k, window):
     right = _masked_attention(q, k, v, (j <= i) & (i - j < window))
     if window == LONGEST:
         if not torch.allclose(o.double(), right, rtol=1e-4, atol=1e-5):
-            reject(
-                "window 2^31 - 1: offs_n + window passes 2^31 and wraps around: compare offs_m - offs_n with window"
-            )
+            reject("window 2^31 - 1: offs_n + window passes 2^31 and wraps around: compare offs_m - offs_n with window")
         return
     what = f"o ({seq_q} queries, {seq_k} keys, window {window})"
     if o.isnan().any():
         row = int(o.isnan().any(dim=-1).nonzero()[0, -1])
-        reject(
-            f"{what}: row {row} is NaN. Is it exp(-inf - -inf), in a tile that hides all its keys? A load unmasked?"
-        )
+        reject(f"{what}: row {row} is NaN. Is it exp(-inf - -inf), in a tile that hides all its keys? A load unmasked?")
     if o.shape == right.shape and torch.allclose(o.double(), right, rtol=1e-4, atol=1e-4):
         return
     mistakes = _wrong_masks(q, k, v, window)
@@ -111,9 +92,7 @@ def _wrong_masks(q, k, v, window):
     masks = _wrong_edges(i, j, shifted, window) | _wrong_walks(i, j, right, window)
     mistakes = {sentence: _masked_attention(q, k, v, mask) for sentence, mask in masks.items()}
     return mistakes | {
-        f"v is read with the strides of k{where}: it has its own, stride_v": _masked_attention(
-            q, k, wrong, right
-        )
+        f"v is read with the strides of k{where}: it has its own, stride_v": _masked_attention(q, k, wrong, right)
         for where, wrong in misread(v, k).items()
     }
 
@@ -131,14 +110,10 @@ def _wrong_edges(i, j, shifted, window):
     begin = tile_of(first - window + 1) * _tiles()[1]
     walked = (j >= begin) & (j <= last)
     return {
-        "the window shows one key too many: i - window < j, and not i - window <= j": (j <= i)
-        & (i - j <= window),
-        "the window shows one key too few: j = i - window + 1 is its first": (j <= i)
-        & (i - j < window - 1),
+        "the window shows one key too many: i - window < j, and not i - window <= j": (j <= i) & (i - j <= window),
+        "the window shows one key too few: j = i - window + 1 is its first": (j <= i) & (i - j < window - 1),
         "this is causal attention without a window": j <= i,
-        "the mask is the wrong way round: query i sees keys before it, j <= i": walked
-        & (j >= i)
-        & (j - i < window),
+        "the mask is the wrong way round: query i sees keys before it, j <= i": walked & (j >= i) & (j - i < window),
         "nothing is masked inside of the walk": walked,
         "rows and columns are counted from the bottom right: wanted is the top left, j <= i": walked
         & (j <= shifted)
@@ -183,8 +158,8 @@ def _tiles():
 
 
 def _wrong_keys(q, k, v, before, window):
-    """{sentence: o} where keys count that do not exist: those before 0 lie in memory before k and v,
-    those from seq_k on are loaded as zeros.
+    """{sentence: o} where keys count that do not exist: those before 0 lie in memory before k and v, those from seq_k
+    on are loaded as zeros.
     """
     seq_q, seq_k = q.shape[2], k.shape[2]
     block_m, block = _tiles()
@@ -241,16 +216,11 @@ def _require_few_bytes(attend):
             needed += end - number * block_n
             by_number += min(seq, number + math.ceil((end - number) / block_n) * block_n) - number
         what = (
-            f"seq {seq}, window {window}: {loaded} keys are loaded, "
-            f"where the tiles that touch the band hold {needed}"
+            f"seq {seq}, window {window}: {loaded} keys are loaded, where the tiles that touch the band hold {needed}"
         )
         if loaded == by_number != needed:
-            reject(
-                f"{what}. The walk begins at the number of a tile: begin is a key, a multiple of BLOCK_N"
-            )
+            reject(f"{what}. The walk begins at the number of a tile: begin is a key, a multiple of BLOCK_N")
         if loaded > needed and window == 1:
             reject(f"{what}. The first key seen by query i is i - window + 1")
         if loaded > needed:
-            reject(
-                f"{what}. Are there tiles before the window, or after the diagonal, in which nothing is visible?"
-            )
+            reject(f"{what}. Are there tiles before the window, or after the diagonal, in which nothing is visible?")

@@ -11,11 +11,7 @@ import torch.nn.functional as F
 
 
 def check(answer):
-    in_pieces(
-        answer,
-        ("the merge", _check_merge),
-        ("the sharing out of keys, begin_n and end_n,", _check_parts),
-    )
+    in_pieces(answer, ("the merge", _check_merge), ("the sharing out of keys, begin_n and end_n,", _check_parts))
     cases = [(1, 300, 2, 4, FP16), (20, 90, 1, 7, BF16), (1, 17, 2, 1, FP32)]
     for seq_q, seq_k, heads_kv, splits, dtype in cases:
         options = dict(heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, poison=True)
@@ -25,23 +21,14 @@ def check(answer):
         def attention(q, k, v, splits=splits, **_):
             return guarded(answer.split_kv_attention)(q, k, v, splits, enable_gqa=True)
 
-        require_verified(
-            f"{seq_q} queries, {seq_k} keys, {splits} parts", attention, q, k, v, enable_gqa=True
-        )
+        require_verified(f"{seq_q} queries, {seq_k} keys, {splits} parts", attention, q, k, v, enable_gqa=True)
     require_nothing_added(answer.split_kv_attention)
     return "16 parts one by one and merges, empty parts among them; whole results in three dtypes"
 
 
 def _check_parts(answer):
     one_more = runtime.tile_sizes(32, FP32)["BLOCK_N"] + 1
-    cases = [
-        (200, 3, FP32),
-        (200, 2, FP16),
-        (70, 5, FP32),
-        (one_more, 2, FP32),
-        (1, 2, FP32),
-        (0, 2, FP32),
-    ]
+    cases = [(200, 3, FP32), (200, 2, FP16), (70, 5, FP32), (one_more, 2, FP32), (1, 2, FP32), (0, 2, FP32)]
     for seq_k, splits, dtype in cases:
         # Of more batches, so that v read with the strides of k stays inside of memory.
         inputs = make_qkv(3, 2, 3, 32, seq_k=seq_k, dtype=dtype, layout_v="bshd")
@@ -76,16 +63,12 @@ def _require_v_found(what, o, p, v, wrong, begin, end):
 
 
 def _keys_taken(lse, s):
-    """(begin, end) of the neighboring keys whose logits s (..., seq_k) have this lse (...); None
-    if there are none.
-    """
+    """(begin, end) of the neighboring keys whose logits s (..., seq_k) have this lse (...); None if there are none."""
     if (lse == -INF).all():
         return 0, 0
     sums = F.pad(s.exp().cumsum(dim=-1), (1, 0))  # of the keys before
     of_span = sums[..., None, :] - sums[..., :, None]  # (..., begin, end)
-    fits = (of_span / lse.double().exp()[..., None, None] - 1).abs().flatten(0, -3).amax(
-        dim=0
-    ) < 1e-4
+    fits = (of_span / lse.double().exp()[..., None, None] - 1).abs().flatten(0, -3).amax(dim=0) < 1e-4
     return tuple(fits.nonzero()[0].tolist()) if fits.any() else None
 
 
@@ -114,12 +97,8 @@ def _check_merge(answer):
     for what, lse_parts in cases.items():
         o_parts = torch.randn(*lse_parts.shape, 24, generator=generator)
         o_parts[lse_parts == -INF] = 0
-        o, lse = guarded(answer.merge_parts)(
-            o_parts.to(runtime.DEVICE), lse_parts.to(runtime.DEVICE)
-        )
-        _require_merged(
-            f"merge, {what}: ", o.cpu(), lse.cpu(), o_parts.double(), lse_parts.double()
-        )
+        o, lse = guarded(answer.merge_parts)(o_parts.to(runtime.DEVICE), lse_parts.to(runtime.DEVICE))
+        _require_merged(f"merge, {what}: ", o.cpu(), lse.cpu(), o_parts.double(), lse_parts.double())
 
 
 def _require_merged(what, o_got, lse_got, o_parts, lse_parts):

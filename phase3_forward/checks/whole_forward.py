@@ -79,9 +79,7 @@ def _require_own(answer):
     for node in ast.walk(ast.parse(inspect.getsource(answer))):
         module = getattr(node, "module", None) or ""
         names = [alias.name for alias in getattr(node, "names", [])]
-        if "phase3_forward.forward" in [module, *names] or (
-            module == "phase3_forward" and "forward" in names
-        ):
+        if "phase3_forward.forward" in [module, *names] or (module == "phase3_forward" and "forward" in names):
             reject(f"line {node.lineno} takes from phase 3's module: that is what you are to write")
 
 
@@ -89,9 +87,7 @@ def _check_empty(answer):
     q, k, v = make_qkv(1, 2, 0, 16, seq_k=5, dtype=FP32)
     o, lse = answer.attention(q, k, v)
     if o.shape != q.shape or lse.shape != q.shape[:3]:
-        reject(
-            f"no queries: o {tuple(o.shape)} and lse {tuple(lse.shape)}, where nothing is to be launched"
-        )
+        reject(f"no queries: o {tuple(o.shape)} and lse {tuple(lse.shape)}, where nothing is to be launched")
     q, k, v = make_qkv(1, 1, 20, 16, seq_k=30, dtype=FP32)
     k[:] = -INF
     q[:] = 1.0
@@ -143,12 +139,8 @@ def _require_one_launch(answer):
     if len(launches[0]) != 1:
         reject(f"{len(launches[0])} kernels are launched for 2 heads: it is to be one")
     if launches[0] != launches[1]:
-        reject(
-            "the kernel is compiled anew for another length: a length is a tl.constexpr, or a tile depends on it"
-        )
+        reject("the kernel is compiled anew for another length: a length is a tl.constexpr, or a tile depends on it")
     launch = dataclasses.replace(launches[0][0], source=inspect.getsource(answer))
     for c in offline.compile_launches([launch], ["sm_90"]):
         if c.error:
-            reject(
-                f"head_dim 5, right when interpreted, but the compiler refuses it: {c.error[-1200:]}"
-            )
+            reject(f"head_dim 5, right when interpreted, but the compiler refuses it: {c.error[-1200:]}")

@@ -1,6 +1,4 @@
-"""What several checks of phase 4's exercises need; each check is a module beside this one (see
-common.learn.judge).
-"""
+"""What several checks of phase 4's exercises need; each check is a module beside this one (see common.learn.judge)."""
 
 import contextlib
 from collections.abc import Callable
@@ -20,9 +18,7 @@ UNWRITTEN = -768.0  # exact in every dtype
 
 
 def roomy(t):
-    """A contiguous copy with as much memory again behind it, NaN, so that a pointer moved twice
-    does no harm.
-    """
+    """A contiguous copy with as much memory again behind it, NaN, so that a pointer moved twice does no harm."""
     memory = torch.full((2 * t.numel() + 4096,), float("nan"), dtype=t.dtype, device=t.device)
     memory[: t.numel()] = t.flatten()
     return memory[: t.numel()].view(t.shape)
@@ -100,10 +96,7 @@ def only_head_0(actual, right, rtol=1e-4, atol=1e-5):
     """Whether head 0 of (batch, heads, ...) is right and each of the others is not."""
     if not isinstance(actual, torch.Tensor) or actual.shape != right.shape or right.shape[1] < 2:
         return False
-    good = [
-        torch.allclose(actual[:, h].double(), right[:, h], rtol=rtol, atol=atol)
-        for h in range(right.shape[1])
-    ]
+    good = [torch.allclose(actual[:, h].double(), right[:, h], rtol=rtol, atol=atol) for h in range(right.shape[1])]
     return good[0] and not any(good[1:])
 
 
@@ -112,9 +105,7 @@ def verify(theirs, *sizes, tiles, is_causal=False, scale=None, do_layout="bhsd",
     the message.
     """
     q, k, v = make_qkv(*sizes, **inputs)
-    do = make_tensor(
-        q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1)
-    )
+    do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1))
     names = {}
 
     def attention(q, k, v, *, is_causal, scale, enable_gqa):
@@ -124,32 +115,22 @@ def verify(theirs, *sizes, tiles, is_causal=False, scale=None, do_layout="bhsd",
 
         return _Replaced.apply(q, k, v, is_causal, scale, called)
 
-    options = dict(
-        do=do,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-        compare_sdpa=False,
-    )
+    options = dict(do=do, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1], compare_sdpa=False)
     report = verify_results(attention, q, k, v, **options)
     reject_report(report, f"tiles of {tiles[0]} queries x {tiles[1]} keys, {report.case}", names)
 
 
 def require_products(answer, run: Callable, products: int) -> None:
-    """Reject products in TF32, off the tensor cores, or by other means than tl.dot. run(q, lse) runs
-    the answer on (1, 1, 32, 16) in fp16, which takes so many products of tiles.
+    """Reject products in TF32, off the tensor cores, or by other means than tl.dot. run(q, lse) runs the answer on (1,
+    1, 32, 16) in fp16, which takes so many products of tiles.
     """
     require_ieee(answer)
     q = make_tensor((1, 1, 32, 16), dtype=torch.float16)
-    require_narrow_products(
-        answer, lambda: run(q, torch.zeros(1, 1, 32, device=q.device)), products
-    )
+    require_narrow_products(answer, lambda: run(q, torch.zeros(1, 1, 32, device=q.device)), products)
 
 
 class _Replaced(torch.autograd.Function):
-    """The PyTorch twin with gradients exchanged: theirs(q, k, v, o, lse, do, delta) -> {name:
-    gradient}.
-    """
+    """The PyTorch twin with gradients exchanged: theirs(q, k, v, o, lse, do, delta) -> {name: gradient}."""
 
     @staticmethod
     def forward(ctx, q, k, v, is_causal, scale, theirs):
@@ -165,12 +146,7 @@ class _Replaced(torch.autograd.Function):
         ours = tiled_attention_backward(q, k, v, o, lse, do, is_causal=is_causal, scale=scale)
         delta = (do.float() * o.float()).sum(dim=-1)
         theirs = theirs(q, k, v, o, roomy(lse), do, roomy(delta))
-        return (
-            *(dict(zip(("dq", "dk", "dv"), ours, strict=True)) | theirs).values(),
-            None,
-            None,
-            None,
-        )
+        return (*(dict(zip(("dq", "dk", "dv"), ours, strict=True)) | theirs).values(), None, None, None)
 
 
 def reject_report(report, case, names=()):
@@ -181,9 +157,7 @@ def reject_report(report, case, names=()):
     forward = "compare S, P, m and l tile by tile with common.verify.reference.tiled_attention"
     backward = "compare P and dS tile by tile with common.verify.reference.tiled_attention_backward"
     first = next(r.name for r in shown.results if not r.passed)
-    hint = (
-        shown.hint if first == "o" or shown.hint is None else shown.hint.replace(forward, backward)
-    )
+    hint = shown.hint if first == "o" or shown.hint is None else shown.hint.replace(forward, backward)
     raise VerificationError(f"{shown}\n  hint: {hint}" if hint else str(shown))
 
 
@@ -197,9 +171,7 @@ def check_bytes(name, call, block_m, block_n, *, hint, in_tiles=""):
     q = make_qkv(1, 1, 64, 16)[0]
     lse = torch.zeros(1, 1, 64)
     for is_causal in (False, True):
-        least = traffic.attention_backward_bytes(
-            64, 64, 16, block_m, block_n, 2, is_causal=is_causal
-        )[name]
+        least = traffic.attention_backward_bytes(64, 64, 16, block_m, block_n, 2, is_causal=is_causal)[name]
         with traffic.measure() as moved:
             call(q, lse, is_causal)
         if moved.total > least:
@@ -208,9 +180,7 @@ def check_bytes(name, call, block_m, block_n, *, hint, in_tiles=""):
             tiles = [start // block_m for start in range(0, 64, block_n)]
             if in_tiles and moved.total - least == sum(n * block_m - n for n in tiles) * 72:
                 question = in_tiles
-            reject(
-                f"tiles of {block_m} x {block_n}: {moved.total} bytes are moved, {least} are enough; {question}"
-            )
+            reject(f"tiles of {block_m} x {block_n}: {moved.total} bytes are moved, {least} are enough; {question}")
 
 
 def causal_case(block_m, block_n, seq_q, seq_k):
@@ -218,9 +188,7 @@ def causal_case(block_m, block_n, seq_q, seq_k):
 
 
 def visible_pairs(walk, seq_q, seq_k, block_m, block_n, device):
-    """The causal mask, and what is visible with well-known mistakes of the walk: {sentence:
-    (seq_q, seq_k)}.
-    """
+    """The causal mask, and what is visible with well-known mistakes of the walk: {sentence: (seq_q, seq_k)}."""
     i, j = torch.arange(seq_q, device=device)[:, None], torch.arange(seq_k, device=device)[None, :]
     pid_m, pid_n = i // block_m, j // block_n
     row, col = pid_m * block_m, pid_n * block_n  # the first of their tiles
@@ -236,30 +204,24 @@ def visible_pairs(walk, seq_q, seq_k, block_m, block_n, device):
     if walk == "over keys":
         last = ((row + block_m).clamp(max=seq_k) - 1) // block_n  # tile of the walk
         wrong |= {
-            "only the last tile of the walk is in dq: add each tile's product to it": (j <= i)
-            & (pid_n == last),
-            "the walk leaves out tiles on the diagonal: the tile's last query sees its own key": (
-                j <= i
-            )
-            & (col < row),
+            "only the last tile of the walk is in dq: add each tile's product to it": (j <= i) & (pid_n == last),
+            "the walk leaves out tiles on the diagonal: the tile's last query sees its own key": (j <= i) & (col < row),
             "the walk ends at (pid_m + 1) * BLOCK_N, but pid_m counts tiles of queries: BLOCK_M": (
                 (j <= i) & (col < (pid_m + 1) * block_n)
             ),
         }
     else:
         wrong |= {
-            "the walk starts too late: query pid_n * BLOCK_N sees the tile's first key": (j <= i)
-            & (row >= col),
+            "the walk starts too late: query pid_n * BLOCK_N sees the tile's first key": (j <= i) & (row >= col),
             "the walk ends at seq_k: it runs over queries, seq_q of them": (j <= i) & (row < seq_k),
-            "pid_n counts tiles of keys: the first query is pid_n * BLOCK_N": (j <= i)
-            & (i >= pid_n * block_m),
+            "pid_n counts tiles of keys: the first query is pid_n * BLOCK_N": (j <= i) & (i >= pid_n * block_m),
         }
     return j <= i, wrong
 
 
 def require_full(walk, run: Callable, names, block_m=32, block_n=16) -> None:
-    """Reject an answer whose walk or mask is the causal one where IS_CAUSAL is false. run(q, k, v,
-    do, lse, delta, block_m=, block_n=) returns the gradients that `names` names.
+    """Reject an answer whose walk or mask is the causal one where IS_CAUSAL is false. run(q, k, v, do, lse, delta,
+    block_m=, block_n=) returns the gradients that `names` names.
     """
     inputs = q, k, v, do, o, lse = plain_inputs(1, 1, 40, 40, is_causal=False)
     i, j = (torch.arange(40, device=q.device).view(shape) for shape in ((40, 1), (1, 40)))
@@ -267,14 +229,9 @@ def require_full(walk, run: Callable, names, block_m=32, block_n=16) -> None:
     everything = torch.ones(40, 40, dtype=torch.bool, device=q.device)
     wrong = {"the causal mask is applied without IS_CAUSAL": j <= i}
     if walk == "over keys":
-        wrong["the walk ends at the diagonal without IS_CAUSAL: it ends at seq_k"] = (
-            col < row + block_m
-        )
+        wrong["the walk ends at the diagonal without IS_CAUSAL: it ends at seq_k"] = col < row + block_m
     else:
-        for at, visible in (
-            ("diagonal", i >= col // block_m * block_m),
-            ("tile's first key", i >= col),
-        ):
+        for at, visible in (("diagonal", i >= col // block_m * block_m), ("tile's first key", i >= col)):
             sentence = f"the walk starts at the {at} without IS_CAUSAL: it starts at query 0"
             wrong[sentence] = visible
     right, _ = gradients(*inputs, everything)
@@ -288,8 +245,7 @@ def require_full(walk, run: Callable, names, block_m=32, block_n=16) -> None:
 
 
 def gradients(q, k, v, do, o, lse, visible, *, modulo=False, delta=None, shared=False):
-    """fp64: dq, dk, dv by name, P = exp(S - LSE) where visible; and well-known mistakes, (tensor,
-    sentence): value.
+    """fp64: dq, dk, dv by name, P = exp(S - LSE) where visible; and well-known mistakes, (tensor, sentence): value.
 
     modulo: query head h uses key head h % heads_kv.  delta: another one, (batch, heads_q, seq_q).
     shared: every key head is given the first group of query heads.

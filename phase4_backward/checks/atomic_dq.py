@@ -21,9 +21,7 @@ def check(answer):
     _check_result(answer)
     for dtype in runtime.DTYPES:
         _check_whole(answer, dtype)
-    raced = (
-        "no element is touched by two programs, except atomically; " if runtime.INTERPRETED else ""
-    )
+    raced = "no element is touched by two programs, except atomically; " if runtime.INTERPRETED else ""
     return f"{raced}dq, dk, dv in fp16, bf16 and fp32"
 
 
@@ -45,30 +43,19 @@ def _check_order(race, order):
     if order is None:
         raise NotImplementedError
     if not isinstance(order, list) or sorted(map(str, order)) != list("011222"):
-        reject(
-            f"{race} is {order!r}: expected a list with program 0 once, 1 twice and 2 three times"
-        )
-    at = {
-        (p, n): i for p in range(3) for n, i in enumerate(i for i, x in enumerate(order) if x == p)
-    }
+        reject(f"{race} is {order!r}: expected a list with program 0 once, 1 twice and 2 three times")
+    at = {(p, n): i for p in range(3) for n, i in enumerate(i for i, x in enumerate(order) if x == p)}
     spoils = {
-        "FIRST": at[0, 0]
-        > min(at[1, 0], at[2, 0]),  # what program 0 stores comes over another's part
+        "FIRST": at[0, 0] > min(at[1, 0], at[2, 0]),  # what program 0 stores comes over another's part
         "LOST": at[1, 0] < at[2, 1] and at[2, 0] < at[1, 1],  # both have loaded, neither has stored
         "LAST": at[2, 2] < max(at[0, 0], at[1, 1]),
     }
     others = [name for name, does in spoils.items() if does and name != race]
     if not spoils[race]:
-        whose = (
-            f"; {' and '.join(others)} would be its name"
-            if others
-            else ": each program comes at its time"
-        )
+        whose = f"; {' and '.join(others)} would be its name" if others else ": each program comes at its time"
         reject(f"{race} = {order}: this race does not spoil dq in it{whose}")
     if others:
-        reject(
-            f"{race} = {order}: {' and '.join(others)} is in it too. Give an order with one race alone"
-        )
+        reject(f"{race} = {order}: {' and '.join(others)} is in it too. Give an order with one race alone")
 
 
 # --- races -----------------------------------------------------------------------------------------------------------
@@ -80,11 +67,7 @@ def _noted():
     from triton.runtime.interpreter import interpreter_builder as builder
 
     launches = []
-    wrapped = {
-        "load": "create_masked_load",
-        "store": "create_masked_store",
-        "add": "create_atomic_rmw",
-    }
+    wrapped = {"load": "create_masked_load", "store": "create_masked_store", "add": "create_atomic_rmw"}
     of_mask = dict(load=1, store=2, add=3)  # where the mask stands among the arguments
 
     def noting(kind, call):
@@ -137,9 +120,7 @@ def _require_no_race(launches, inputs):
             found = [programs for what, programs in filter(None, races) if what == cause]
             if found:
                 a, b = (f"({x}, {y})" for x, y, _ in found[0])
-                reject(
-                    f"{len(found)} elements are touched by several programs: {_CAUSES[cause].format(a=a, b=b)}"
-                )
+                reject(f"{len(found)} elements are touched by several programs: {_CAUSES[cause].format(a=a, b=b)}")
 
 
 _CAUSES = {

@@ -23,18 +23,14 @@ def check(answer):
         if not changed:
             reject(f"{patient}: no line is named yet")
         if not isinstance(changed, dict) or len(changed) != 1 or not set(changed) <= set(REACHES):
-            reject(
-                f"{patient}: name one line, {{name: expression}}, with a name from LINES; got {changed!r}"
-            )
+            reject(f"{patient}: name one line, {{name: expression}}, with a name from LINES; got {changed!r}")
         _check_patient(answer, patient, *next(iter(changed.items())))
     return "six lines, each of which gives the patient's dq, dk and dv"
 
 
 def _check_patient(answer, patient, line, expression):
     if "[[" in expression.replace(" ", "") or "PATIENTS" in expression:
-        reject(
-            f"{patient}: what stood in the line is asked for, in the names of LINES, not the numbers that came out"
-        )
+        reject(f"{patient}: what stood in the line is asked for, in the names of LINES, not the numbers that came out")
     theirs, right = answer.PATIENTS[patient], answer.RIGHT
     wrong = {name for name in right if theirs[name] != right[name]}
     if REACHES[line] != wrong:
@@ -49,13 +45,9 @@ def _check_patient(answer, patient, line, expression):
     except Exception as error:
         reject(f"{patient}: {line} = {expression} raises {type(error).__name__}: {error}")
     for name in sorted(wrong):
-        actual, wanted = (
-            torch.as_tensor(t, dtype=torch.float64) for t in (ours[name], theirs[name])
-        )
+        actual, wanted = (torch.as_tensor(t, dtype=torch.float64) for t in (ours[name], theirs[name]))
         if actual.shape != wanted.shape:
-            reject(
-                f"{patient}: {line} = {expression} gives a {name} of shape {tuple(actual.shape)}"
-            )
+            reject(f"{patient}: {line} = {expression} gives a {name} of shape {tuple(actual.shape)}")
         if not torch.allclose(actual, wanted, rtol=0, atol=2e-3):
             at = tuple(((actual - wanted).abs() > 2e-3).nonzero()[0].tolist())
             correct = right[name][at[0]][at[1]]

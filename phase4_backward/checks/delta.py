@@ -1,6 +1,4 @@
-"""Checks both formulas in fp64, and the kernel for dtypes, strides, the term dlse and what it
-stores.
-"""
+"""Checks both formulas in fp64, and the kernel for dtypes, strides, the term dlse and what it stores."""
 
 import functools
 import itertools
@@ -19,10 +17,7 @@ SHAPE, ROWS = (2, 3, 37), 6 * 37  # of delta in the kernel's checks
 def check(answer):
     _check_formulas(answer)
     _check_leading_axes(answer)
-    for dtype, layout in (
-        (torch.float16, "contiguous"),
-        *itertools.product(runtime.DTYPES, ("transposed", "sliced")),
-    ):
+    for dtype, layout in ((torch.float16, "contiguous"), *itertools.product(runtime.DTYPES, ("transposed", "sliced"))):
         _check_delta_kernel(answer, dtype, 40, layout, with_dlse=layout == "transposed")
     _check_delta_kernel(answer, torch.float16, 64, "a sum's", with_dlse=False)
     return "both formulas in fp64; the kernel in fp16, bf16, fp32, dO transposed, sliced, with stride 0; less dlse"
@@ -63,18 +58,13 @@ def _require_fp64(what, actual, right, mistakes):
     if isinstance(actual, torch.Tensor) and actual.shape == right.shape:
         error = (actual.double() - right).abs().max().item()
         if 1e-10 < error < 1e-4:
-            reject(
-                f"{what}: computed in fp32 (off by {error:.0e}), the inputs are fp64: stay in their dtype"
-            )
+            reject(f"{what}: computed in fp32 (off by {error:.0e}), the inputs are fp64: stay in their dtype")
     require(what, actual, right, rtol=1e-12, atol=1e-12, mistakes=mistakes)
 
 
 def _check_leading_axes(answer):
     for lead in ((), (2, 1, 3)):
-        p, do, v, o = (
-            torch.ones(*lead, *sizes, dtype=torch.float64)
-            for sizes in ((7, 11), (7, 5), (11, 5), (7, 5))
-        )
+        p, do, v, o = (torch.ones(*lead, *sizes, dtype=torch.float64) for sizes in ((7, 11), (7, 5), (11, 5), (7, 5)))
         ones = torch.ones(*lead, 7, dtype=torch.float64)
         for what, given, right in (
             ("delta_over_keys", (p, do, v), 55 * ones),
@@ -83,9 +73,7 @@ def _check_leading_axes(answer):
             try:
                 actual = getattr(answer, what)(*given)
             except (IndexError, RuntimeError) as error:
-                reject(
-                    f"{what}: with {len(lead)} leading axes it raises {error}. Count axes from the end: dim=-1, .mT"
-                )
+                reject(f"{what}: with {len(lead)} leading axes it raises {error}. Count axes from the end: dim=-1, .mT")
             require(f"{what}, {len(lead)} leading axes", actual, right, rtol=1e-12, atol=1e-12)
 
 
@@ -111,8 +99,7 @@ def _check_delta_kernel(answer, dtype, head_dim, layout, *, with_dlse):
     _require_stores(what, memory, delta, head_0_is_right=good(0, 0))
     every = slice(None)
     signs = {
-        "batch 0 is right, batch 1 is not: b * stride_o[0], b * stride_do[0]?": good(0)
-        and not good(1),
+        "batch 0 is right, batch 1 is not: b * stride_o[0], b * stride_do[0]?": good(0) and not good(1),
         "head 0 is right, the others are not: h * stride_o[1], h * stride_do[1], dlse of this head?": (
             good(every, 0) and not good(every, slice(1, 3))
         ),
@@ -123,9 +110,7 @@ def _check_delta_kernel(answer, dtype, head_dim, layout, *, with_dlse):
     require(what, delta, right, **exact, mistakes=mistakes, signs=signs)
     most = 2 * ROWS * head_dim * kernel_o.element_size() + (4 * ROWS if with_dlse else 0)
     if moved and moved.loaded > most:
-        reject(
-            f"{what}: {moved.loaded} bytes are loaded, there are {most}: mask the rows past seq_q in the loads too"
-        )
+        reject(f"{what}: {moved.loaded} bytes are loaded, there are {most}: mask the rows past seq_q in the loads too")
 
 
 def _inputs(dtype, head_dim, layout, with_dlse):
@@ -143,9 +128,7 @@ def _require_stores(what, memory, delta, *, head_0_is_right):
     """Every element of delta is stored, and nothing around it."""
     missing = delta == UNWRITTEN
     if head_0_is_right and missing[0, 1].all():
-        reject(
-            f"{what}: head 0 is right, head 1 is never written: delta_ptr is that of this head already"
-        )
+        reject(f"{what}: head 0 is right, head 1 is never written: delta_ptr is that of this head already")
     if not ((memory[:64] == 7).all() and (memory[64 + ROWS :] == 7).all()):
         reject(f"{what}: something was written behind the last row: does the store have a mask?")
     if missing.any():
@@ -171,8 +154,7 @@ def _right_and_mistakes(o, do, dlse, *, overread):
     mistakes = {
         "every head has the delta of head 0: are both pointers moved to batch b and head h?": of_head_0,
         "do is read with the strides of o: it has four of its own": strides_of_o,
-        "the products are rounded before they are summed: convert o and do to fp32 first": rounded
-        - less,
+        "the products are rounded before they are summed: convert o and do to fp32 first": rounded - less,
     }
     if overread:
         past = (wide[0] * wide[1]).sum(-1)

@@ -53,8 +53,7 @@ def _check_walk(attention_dkdv, block_m, block_n):
         head_0 = only_head_0(actual, right[name])
         signs = {
             "key head 0 is right, key head 1 reads past the last query head: a pointer that is moved in the loop "
-            "(q_ptr += ...) stays moved; make a new one for each head": head_0
-            and actual.isnan().any(),
+            "(q_ptr += ...) stays moved; make a new one for each head": head_0 and actual.isnan().any(),
             "key head 0 is right, the other is not: do q, do, lse and delta belong to query head h?": head_0,
         }
         what = f"{name}, {causal_case(block_m, block_n, 70, 50)}"
@@ -97,10 +96,7 @@ def _check_whole(attention_dkdv, block_m, block_n, dtype):
     sizes = dict(tiles=(block_m, block_n), heads_kv=1, dtype=dtype)
     verify(theirs, 2, 2, 40, 40, seq_k=37, poison=True, layout_v="bshd", **sizes)
     verify(theirs, 1, 3, 37, 16, seq_k=40, is_causal=True, scale=-0.4, layout="sliced", **sizes)
-    hint = (
-        "a tile of queries wholly before the tile's first key, pid_n * BLOCK_N, is read: "
-        "where does the walk start?"
-    )
+    hint = "a tile of queries wholly before the tile's first key, pid_n * BLOCK_N, is read: where does the walk start?"
     in_tiles = (
         "the walk starts too early: start is a number of queries, not of tiles. Which is the first "
         "query of tile pid_n * BLOCK_N // BLOCK_M?"

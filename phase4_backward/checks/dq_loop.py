@@ -27,17 +27,13 @@ def check(answer):
         visible, wrong = visible_pairs("over keys", 50, 70, block_m, block_n, q.device)
         right, mistakes = gradients(*inputs, visible)
         mistakes = {sentence: grad for (name, sentence), grad in mistakes.items() if name == "dq"}
-        mistakes |= {
-            sentence: gradients(*inputs, mask)[0]["dq"] for sentence, mask in wrong.items()
-        }
+        mistakes |= {sentence: gradients(*inputs, mask)[0]["dq"] for sentence, mask in wrong.items()}
         misread = wrong_strides(*inputs, visible, delta)
         mistakes |= {sentence: grads["dq"] for sentence, grads in misread.items()}
         dq = answer.attention_dq(q, k, v, do, lse, delta, True, block_m=block_m, block_n=block_n)
         require(f"dq, {causal_case(block_m, block_n, 50, 70)}", dq, right["dq"], mistakes=mistakes)
     _check_keys_past_the_end(answer)
-    require_full(
-        "over keys", lambda *inputs, **tiles: [answer.attention_dq(*inputs, **tiles)], ["dq"]
-    )
+    require_full("over keys", lambda *inputs, **tiles: [answer.attention_dq(*inputs, **tiles)], ["dq"])
 
     def run(q, lse):
         answer.attention_dq(q, q, q, q, lse, lse, block_m=16, block_n=16)
@@ -65,9 +61,7 @@ def _check_keys_past_the_end(answer):
     q, k, v = make_qkv(1, 1, 19, 16, seq_k=9, dtype=torch.float32, kind="low")
     for is_causal in (False, True):
         o, lse, _ = naive_attention(q, k, v, is_causal=is_causal)
-        dq = answer.attention_dq(
-            q, k, v, q, lse, (q * o).sum(-1), is_causal, block_m=16, block_n=16
-        )
+        dq = answer.attention_dq(q, k, v, q, lse, (q * o).sum(-1), is_causal, block_m=16, block_n=16)
         if isinstance(dq, torch.Tensor) and not dq.isfinite().all():
             reject(
                 "dq, 19 queries and 9 keys, all logits far below zero: keys past the end are not masked: k is 0 "

@@ -1,6 +1,4 @@
-"""Checks the mask, its rate, its seeds and its offsets, and then o and the gradients with that
-mask.
-"""
+"""Checks the mask, its rate, its seeds and its offsets, and then o and the gradients with that mask."""
 
 from unittest import mock
 
@@ -30,9 +28,7 @@ def check(answer):
         check_dropout(answer, *half, p=0.2, seed=6, **options)
         stages.require_all()
         q, k, v = make_qkv(1, 1, 20, 16, seq_k=40)
-        report = verify_results(
-            undropped, q, k, v, do=q.flip(-1), is_causal=True, compare_sdpa=False
-        )
+        report = verify_results(undropped, q, k, v, do=q.flip(-1), is_causal=True, compare_sdpa=False)
         reject_report(report, f"with p_drop = 0, which drops nothing: {report.case}")
     return "the mask: its rate, its seeds, past 2^32 weights; o, dq, dk, dv with it in fp64; other tiles there and back"
 
@@ -50,20 +46,13 @@ def _check_mask(answer):
             )
     rate, sigma = z.double().mean().item(), (p * (1 - p) / z.numel()) ** 0.5
     if abs(rate - p) < 5 * sigma:
-        reject(
-            f"with p_drop = {p}, {rate:.1%} of the weights are kept: this keeps what should be dropped"
-        )
+        reject(f"with p_drop = {p}, {rate:.1%} of the weights are kept: this keeps what should be dropped")
     if not abs(rate - (1 - p)) < 5 * sigma:
-        reject(
-            f"with p_drop = {p}, {rate:.1%} of the weights are kept: is the comparison with p_drop?"
-        )
+        reject(f"with p_drop = {p}, {rate:.1%} of the weights are kept: is the comparison with p_drop?")
     if not torch.equal(
-        answer.dropout_mask(32, seq_k, p, 11, first_row=50),
-        answer.dropout_mask(96, seq_k, p, 11)[50:82],
+        answer.dropout_mask(32, seq_k, p, 11, first_row=50), answer.dropout_mask(96, seq_k, p, 11)[50:82]
     ):
-        reject(
-            "the same rows, asked for in another tile, have another mask: the offset must not depend on tiles"
-        )
+        reject("the same rows, asked for in another tile, have another mask: the offset must not depend on tiles")
     far = answer.dropout_mask(32, seq_k, p, 11, first_row=2**32 // seq_k)
     if torch.equal(far, z[:32]):
         reject("after 2^32 weights the mask starts over: is the offset computed in int64?")
@@ -112,9 +101,7 @@ def check_dropout(
     """o, dq, dk, dv, or `names`, against fp64 autograd with the mask that `dropout_mask` shows."""
     tensors = make_qkv(batch, heads, seq_q, head_dim, seq_k=seq_k, dtype=dtype, **inputs)
     do = make_tensor(tensors[0].shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    got = _with_gradients(
-        lambda q, k, v: answer.dropout_attention(q, k, v, p, seed, is_causal, scale), *tensors, do
-    )
+    got = _with_gradients(lambda q, k, v: answer.dropout_attention(q, k, v, p, seed, is_causal, scale), *tensors, do)
     z = answer.dropout_mask(batch * heads * seq_q, seq_k, p, seed).double()
     z = z.view(batch, heads, seq_q, seq_k)
     scale = head_dim**-0.5 if scale is None else scale
@@ -124,9 +111,7 @@ def check_dropout(
         return (scale * (q @ k.mT)).masked_fill(hidden, float("-inf"))
 
     q, k, v, do = (t.double() for t in (*tensors, do))
-    right = _with_gradients(
-        lambda q, k, v: (torch.softmax(logits(q, k), dim=-1) * z / (1 - p)) @ v, q, k, v, do
-    )
+    right = _with_gradients(lambda q, k, v: (torch.softmax(logits(q, k), dim=-1) * z / (1 - p)) @ v, q, k, v, do)
     tensors = q, k, v, do, right["o"]
     s = logits(q, k)
     sizes, rho = _sizes(*tensors, s, scale, z / (1 - p))
@@ -152,8 +137,8 @@ def _with_gradients(attention, q, k, v, do):
 
 
 def _sizes(q, k, v, do, o, s, scale, kept):
-    """How far a correct kernel may stray is a few roundings, relative to the sum of the terms'
-    sizes: that sum for each of o, dq, dk, dv, and rho as in verify. kept: Z / (1 - p).
+    """How far a correct kernel may stray is a few roundings, relative to the sum of the terms' sizes: that sum for each
+    of o, dq, dk, dv, and rho as in verify. kept: Z / (1 - p).
     """
     rho = E * (2 + max(1.0, q.shape[-1] ** 0.5 / 2) * abs(scale) * (q.abs() @ k.abs().mT).max())
     p = torch.softmax(s, dim=-1)
@@ -172,8 +157,7 @@ def _mistakes(q, k, v, do, o, s, scale, z, p, block_n):
         "Z drops delta too: dS = P * (dP - delta), only dP holds Z": PZ * (dP - delta),
         "dP is not divided by 1 - p_drop": P * (z * dP - delta),
         "dP is divided by p_drop: divide by 1 - p_drop": P * (z * dP / p - delta),
-        "delta is subtracted twice: give recompute_tile a delta of zeros": PZ * (dP - delta)
-        - P * delta,
+        "delta is subtracted twice: give recompute_tile a delta of zeros": PZ * (dP - delta) - P * delta,
         "delta is subtracted twice": PZ * dP - 2 * P * delta,
         "delta is missing: dS = P * (dP - delta)": PZ * dP,
     }
@@ -185,11 +169,8 @@ def _mistakes(q, k, v, do, o, s, scale, z, p, block_n):
             "the kept weights are not divided by 1 - p_drop": (P * z) @ v,
             "the kept weights are divided by p_drop: divide by 1 - p_drop": (P * z / p) @ v,
             "acc is not rescaled: multiply it by alpha before a tile is added": unscaled @ v,
-            "l_i holds the kept weights only: the softmax comes before the dropping": renormalized
-            / (1 - p)
-            @ v,
-            "each row is divided by the sum of its kept weights: the softmax comes first": renormalized
-            @ v,
+            "l_i holds the kept weights only: the softmax comes before the dropping": renormalized / (1 - p) @ v,
+            "each row is divided by the sum of its kept weights: the softmax comes first": renormalized @ v,
         },
         dv={
             "Z is missing: dV = (P * Z)^T dO / (1 - p_drop)": P.mT @ do,

@@ -1,6 +1,4 @@
-"""Checks dv in fp64, and as part of the whole backward pass for dtypes, lengths, strides and low
-logits.
-"""
+"""Checks dv in fp64, and as part of the whole backward pass for dtypes, lengths, strides and low logits."""
 
 from common import make_tensor, runtime
 from common.learn.judge import counted, require
@@ -26,9 +24,7 @@ def check(answer):
     # A scale that is no power of two, and large logits: q * scale would lose bits in fp16.
     options = dict(seq_k=80, dtype=torch.float16, scale=0.7, kind="peaked")
     verify(theirs, 1, 1, 64, 32, tiles=(16, 32), **options)
-    return (
-        "dv in fp16, bf16 and fp32, ragged lengths, strides, NaN all around, logits far below zero"
-    )
+    return "dv in fp16, bf16 and fp32, ragged lengths, strides, NaN all around, logits far below zero"
 
 
 def _check_products(answer):
@@ -47,9 +43,7 @@ def _check_long_sum(attention_dv):
     dv = attention_dv(q, q[:, :, :1], do, lse.to(q.device))
     right = do.double().sum(dim=2, keepdim=True)
     lost = torch.full_like(right, 2048)
-    sentence = (
-        "what is small is lost: dv is to be added up in fp32, and rounded once, when it is stored"
-    )
+    sentence = "what is small is lost: dv is to be added up in fp32, and rounded once, when it is stored"
     require("dv, 256 queries and 1 key", dv, right, mistakes={sentence: lost}, rtol=1e-3)
 
 

@@ -1,5 +1,5 @@
-"""Checks the Jacobian, the gradient of several rows at once, and what `is_right` says of functions that are right
-and wrong.
+"""Checks the Jacobian, the gradient of several rows at once, and what `is_right` says of functions that are right and
+wrong.
 """
 
 import warnings
@@ -29,13 +29,9 @@ def _check_jacobian(jacobian, p):
         "the products are added; they are subtracted: other weights fall": diagonal + products,
         "the diagonal is missing: p_j rises with its own logit": -products,
         "the sign is the other way round": products - diagonal,
-        "only the diagonal is there: a logit moves the other weights as well": diagonal
-        * (1 - products),
-        "only the diagonal is there: p_j answers to every logit, not to s_j alone": torch.diag_embed(
-            p - p * p
-        ),
-        "there are ones on the diagonal: it is p_j (1 - p_j)": torch.eye(p.shape[-1]).double()
-        - products,
+        "only the diagonal is there: a logit moves the other weights as well": diagonal * (1 - products),
+        "only the diagonal is there: p_j answers to every logit, not to s_j alone": torch.diag_embed(p - p * p),
+        "there are ones on the diagonal: it is p_j (1 - p_j)": torch.eye(p.shape[-1]).double() - products,
     }
     what = f"softmax_jacobian of p with shape {tuple(p.shape)}"
     try:
@@ -43,9 +39,7 @@ def _check_jacobian(jacobian, p):
     except (RuntimeError, IndexError) as error:
         if p.dim() == 1:
             raise
-        reject(
-            f"{what}: it raises {error}. Rows may be many: count axes from the end, torch.diag_embed"
-        )
+        reject(f"{what}: it raises {error}. Rows may be many: count axes from the end, torch.diag_embed")
     require(what, actual, diagonal - products, mistakes=mistakes, **CLOSE)
 
 
@@ -57,22 +51,15 @@ def _check_backward(function, s, dp):
     except RuntimeError as error:
         if s.dim() == 1 or "NotImplemented" in repr(error):
             raise
-        reject(
-            f"{what}: it raises {error}. Rows may be many: a row times its own matrix, dp[..., None, :] @ J"
-        )
+        reject(f"{what}: it raises {error}. Rows may be many: a row times its own matrix, dp[..., None, :] @ J")
     p = torch.softmax(s, dim=-1)
     right = p * (dp - (p * dp).sum(-1, keepdim=True))
     mistakes = {
         "this is p * dp, the diagonal alone: every weight depends on every logit": p * dp,
-        "this is p (1 - p) dp: every weight depends on every logit, so there is a sum over j": p
-        * (1 - p)
-        * dp,
+        "this is p (1 - p) dp: every weight depends on every logit, so there is a sum over j": p * (1 - p) * dp,
         "dp comes back as it came: multiply it by the Jacobian": dp,
-        "dp is not in it: this is the gradient of the sum of all weights, which is always 1": torch.zeros_like(
-            p
-        ),
-        "the sum over j is taken with dp_k outside: it belongs inside, sum_j dp_j J_jk": dp
-        * (p - p * p.sum(-1, True)),
+        "dp is not in it: this is the gradient of the sum of all weights, which is always 1": torch.zeros_like(p),
+        "the sum over j is taken with dp_k outside: it belongs inside, sum_j dp_j J_jk": dp * (p - p * p.sum(-1, True)),
         "rows are mixed: each row has a Jacobian of its own": right.sum(0).expand_as(right),
     }
     require(what, actual, right, mistakes=mistakes, **CLOSE)

@@ -54,8 +54,8 @@ def check_varlen(
     answer, lengths_q, lengths_k, heads, head_dim, dtype,
     *, is_causal=False, scale=None, neighbors=None, names=("o", "dq", "dk", "dv"),
 ):  # fmt: skip
-    """One packed run, then each sequence through verify_results. neighbors: fills every sequence
-    but the second. names: of the results that are asked for.
+    """One packed run, then each sequence through verify_results. neighbors: fills every sequence but the second. names:
+    of the results that are asked for.
     """
     (cu_q, ends_q), (cu_k, ends_k) = (cumulative_lengths(n) for n in (lengths_q, lengths_k))
     generator = torch.Generator().manual_seed(0)
@@ -100,9 +100,7 @@ def _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale):
             reject(f"o: expected {tuple(q.shape)} in {q.dtype}")
         gradients = torch.autograd.grad(o, leaves, do)
     if any(result.stored_outside for result in results):
-        reject(
-            "something was written outside of a result: how long is a sequence, and where does it begin?"
-        )
+        reject("something was written outside of a result: how long is a sequence, and where does it begin?")
     return o.detach(), *gradients
 
 
@@ -135,9 +133,7 @@ def _name_pointer(where, b, name, got, packed, ends_q, ends_k, **options):
             else:
                 tensors[moved] = _of_rows(packed, ends_q[b], firsts[by], *lengths[b])[moved]
             moved_result = _attention(**tensors, **options)[name]
-            if _close(
-                got[name][:, :1], moved_result[:, :1]
-            ):  # the last head reads past the end of lse
+            if _close(got[name][:, :1], moved_result[:, :1]):  # the last head reads past the end of lse
                 why = f"{moved}_ptr is moved by {by}, where {own} is right"
                 reject(f"{where}: {name} is wrong: {why}, in the kernel that makes {name}")
 
@@ -168,9 +164,7 @@ def _attention(q, k, v, do, *, is_causal, scale, lse=None, delta=None):
 
 def _close(actual, right):
     size = right.abs().max()
-    return size.isfinite() and torch.allclose(
-        actual.double(), right, rtol=0, atol=0.01 * size.item()
-    )
+    return size.isfinite() and torch.allclose(actual.double(), right, rtol=0, atol=0.01 * size.item())
 
 
 def _report(results, inputs, **options):
@@ -203,9 +197,7 @@ def _reject_unwritten(where, tensors, seq_q, seq_k):
         missing = guard.never_stored(t).any(dim=1).any(dim=-1)[0].nonzero().flatten().tolist()
         if missing and 0 in (seq_q, seq_k):
             has, lacks = ("queries", "keys") if seq_q else ("keys", "queries")
-            reject(
-                f"{where}: it has {has} but no {lacks}: its {name} is 0, and somebody has to write it"
-            )
+            reject(f"{where}: it has {has} but no {lacks}: its {name} is 0, and somebody has to write it")
         if missing:
             rows = f"rows {missing[0]} to {missing[-1]}"
             reject(

@@ -15,9 +15,7 @@ def check(answer):
                 reject(f"{given}: rank {rank}: its first chunk must come before its second")
         work = [early + late + 1 for early, late in held]
         if len(set(work)) > 1:
-            reject(
-                f"{given}: their work is {work}, in units of a chunk by a chunk{_cause(held, ranks)}"
-            )
+            reject(f"{given}: their work is {work}, in units of a chunk by a chunk{_cause(held, ranks)}")
     return "1 to 9 ranks: every chunk once, all with the same work"
 
 

@@ -43,10 +43,7 @@ def _check_places(answer):
                 "a tile's place is its number modulo the number of places": number // stages,
                 "there are `stages` places, whatever the parity": number % 2,
             }
-            passed = {
-                again: tile // stages,
-                "a lap is one filling of all places, not one walk": walk,
-            }
+            passed = {again: tile // stages, "a lap is one filling of all places, not one walk": walk}
             places.append((f"the place in place_and_lap{given}", got[0], number % stages, slots))
             laps.append((f"the lap in place_and_lap{given}", got[1], number // stages, passed))
     require_ints(places)
@@ -80,9 +77,7 @@ def _check_run(answer, stages, lengths, unseen):
 
 
 def _tiles(lengths, first):
-    return [
-        f"{walk}.{tile}" for walk, length in enumerate(lengths) for tile in range(first, length)
-    ]
+    return [f"{walk}.{tile}" for walk, length in enumerate(lengths) for tile in range(first, length)]
 
 
 def _why(answer, unseen):
@@ -108,9 +103,7 @@ def _why_unseen(answer):
     operations = list(answer.consume(ring, [1], 1))[len(ring.empty) :]
     done = [op.kind for op in operations]
     if "arrive" not in done:
-        return (
-            "Every consumer must let go of every tile: `empty` counts the arrivals of all of them"
-        )
+        return "Every consumer must let go of every tile: `empty` counts the arrivals of all of them"
     if "wait" not in done:
         return (
             "A consumer lets go of a tile that has not arrived: `empty` then counts it for the tile before, "

@@ -76,19 +76,17 @@ def check_result(what, number, inputs, dq, dkv, own_in_halves=False):
             gradients(q, kv, *part, do)[0] for kv, *part in alone
         )
         dq_mistakes["this is the term of its own keys alone"] = of_queries[number]
-        dq_mistakes["these are its own keys in every step: kv must become what came"] = (
-            len(inputs) * of_queries[number]
-        )
+        dq_mistakes["these are its own keys in every step: kv must become what came"] = len(inputs) * of_queries[number]
         dq_mistakes["this is the term of the last step alone: add the terms up"] = of_queries[after]
-        mistakes[
-            f"these are the gradients of rank {after}'s keys: the sums need one move more than the keys"
-        ] = sums[after]
-        mistakes[
-            "a rank has added up its own terms, of all keys: the sum must go where its keys go"
-        ] = sum(terms((number - 1) % len(inputs), keys)[1] for keys in ranks)
-        mistakes[
-            "these are the rank's own terms, of all keys: the sum must go where its keys go"
-        ] = sum(terms(number, keys)[1] for keys in ranks)
+        mistakes[f"these are the gradients of rank {after}'s keys: the sums need one move more than the keys"] = sums[
+            after
+        ]
+        mistakes["a rank has added up its own terms, of all keys: the sum must go where its keys go"] = sum(
+            terms((number - 1) % len(inputs), keys)[1] for keys in ranks
+        )
+        mistakes["these are the rank's own terms, of all keys: the sum must go where its keys go"] = sum(
+            terms(number, keys)[1] for keys in ranks
+        )
         if own_in_halves:
             half = inputs[number][1].shape[1] // 2
             own = terms(number, number)[1]
@@ -98,16 +96,14 @@ def check_result(what, number, inputs, dq, dkv, own_in_halves=False):
             )
             for which, part in dict(first=slice(0, half), second=slice(half, None)).items():
                 missing = gradients(q, inputs[number][1][:, part], *inputs[number][2:])[0]
-                dq_mistakes[f"the term of the {which} half of its own keys is missing"] = (
-                    sum(of_queries) - missing
-                )
-            mistakes[
-                "the terms of the rank's own queries are missing: add them to what comes home"
-            ] = sums[number] - own
+                dq_mistakes[f"the term of the {which} half of its own keys is missing"] = sum(of_queries) - missing
+            mistakes["the terms of the rank's own queries are missing: add them to what comes home"] = (
+                sums[number] - own
+            )
             if len(inputs) > 2:
-                mistakes[
-                    "what comes home is one rank's term: each rank must add its term to the sum that comes"
-                ] = own + terms((number - 1) % len(inputs), number)[1]
+                mistakes["what comes home is one rank's term: each rank must add its term to the sum that comes"] = (
+                    own + terms((number - 1) % len(inputs), number)[1]
+                )
     require(f"{what}: dq", dq, sum(of_queries), mistakes=dq_mistakes, rtol=1e-4, atol=1e-4)
     single = [terms(query, number)[1] for query in ranks]
     alike = isinstance(dkv, torch.Tensor) and dkv.shape == sums[number].shape

@@ -13,9 +13,7 @@ def check(answer):
         q, kv = _whole(ranks)
         rows = [_rows(rank, ranks) for rank in range(ranks)]
         inputs = [(q[of], kv[:, of]) for of in rows]
-        got, ring = played(
-            f"{ranks} ranks", lambda rank, of: answer.forward(rank, *of), inputs, "(o, lse)"
-        )
+        got, ring = played(f"{ranks} ranks", lambda rank, of: answer.forward(rank, *of), inputs, "(o, lse)")
         for rank, (o, lse) in zip(ring, got, strict=True):
             _check_result(ranks, rank.number, rows, q, kv, o, lse)
         for rank in ring:
@@ -111,15 +109,11 @@ def _check_result(ranks, number, rows, q, kv, o, lse):
         ),
         "its own keys need the mask": seen(own_mask=False),
         "only its own keys need a mask; here those of other ranks have one too": seen(masked=True),
-        "of a rank before, the late keys are seen here: are they before these queries?": seen(
-            before=(every, late)
-        ),
+        "of a rank before, the late keys are seen here: are they before these queries?": seen(before=(every, late)),
         "the early keys of a rank before are before all queries; here only the late queries see them": seen(
             before=(late, early)
         ),
-        "the early queries see the keys of a rank after here: are these before them?": seen(
-            after=(early, every)
-        ),
+        "the early queries see the keys of a rank after here: are these before them?": seen(after=(early, every)),
         "both chunks of a rank after are before the late queries; here these see the early one alone": seen(
             after=(late, early)
         ),

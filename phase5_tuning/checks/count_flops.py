@@ -9,13 +9,7 @@ from phase5_tuning.checks import padded_dim, require_ints
 
 def check(answer):
     drawn = random.Random()  # anew each time, so that no list of right answers will do
-    cases = [
-        (1, 2, 33, 200, 64),
-        (2, 3, 100, 100, 40),
-        (1, 1, 64, 64, 64),
-        (2, 1, 200, 33, 80),
-        (1, 1, 1, 7, 3),
-    ]
+    cases = [(1, 2, 33, 200, 64), (2, 3, 100, 100, 40), (1, 1, 64, 64, 64), (2, 1, 200, 33, 80), (1, 1, 1, 7, 3)]
     cases += [(1, 4, 0, 64, 64), (1, 4, 64, 0, 64)]
     cases += [tuple(drawn.randint(1, n) for n in (5, 9, 300, 300, 256)) for _ in range(4)]
     # The last one is past what floats count.
@@ -47,27 +41,14 @@ def _by_convention(sizes, is_causal, mode):
     return right, {
         "under a causal mask the count is half": full * products,
         "an addition and a multiplication are two operations: 2 a b c": right // 2,
-        "backward counts for 2.5 forward passes, whatever kernels recompute": full
-        * recomputed
-        // half,
+        "backward counts for 2.5 forward passes, whatever kernels recompute": full * recomputed // half,
         "backward has five products: S, dP, dV, dQ, dK": full * four // half,
         '"both" is forward and backward together, 3.5 times as much as forward': of_backward,
         "the convention takes head_dim as it is; kernels pad it": right // sizes[-1] * padded,
     }
 
 
-def executed(
-    batch,
-    heads,
-    seq_q,
-    seq_k,
-    head_dim,
-    is_causal,
-    *tiles,
-    products=(4, 3),
-    width=None,
-    counts=None,
-):
+def executed(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles, products=(4, 3), width=None, counts=None):
     """What the backward kernels execute, or by a mistaken count: with a width instead of the padded
     head_dim, or with the part of a tile that counts(first query, last query, first key, last
     key)."""
@@ -93,9 +74,7 @@ def _executed_mistakes(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles):
 
     whole_keys = executed(*case, counts=lambda m0, m1, n0, n1: n1 < seq_k and seen(m1, n1))
     whole_queries = executed(*case, counts=lambda m0, m1, n0, n1: m1 < seq_q and seen(m1, n0))
-    unpadded, power = (
-        executed(*case, width=n) for n in (head_dim, 1 << (head_dim - 1).bit_length())
-    )
+    unpadded, power = (executed(*case, width=n) for n in (head_dim, 1 << (head_dim - 1).bit_length()))
     once, exchanged, five = (executed(*case, products=n) for n in ((4, 1), (3, 4), (3, 2)))
     return (_causal_mistakes(case, right) if is_causal else {}) | {
         "both kernels compute S and dP for themselves: 4 + 3 products": once,
@@ -108,9 +87,7 @@ def _executed_mistakes(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles):
         "head_dim is padded, but to 16 at least": power,
         "a multiplication and an addition are two operations": right // 2,
         "only visible pairs count here; a tile is computed whole": _pairs(*case),
-        "a tile on the edge of S is cut off here; it is computed whole": executed(
-            *case, counts=existing
-        ),
+        "a tile on the edge of S is cut off here; it is computed whole": executed(*case, counts=existing),
         "a part of a tile is computed as a whole tile: round up": whole_keys,
         "the last queries fill no whole tile, and are missing: round up": whole_queries,
     }
@@ -129,8 +106,7 @@ def _causal_mistakes(case, right):
         )
     )
     return {
-        "the half is the convention of `flops`; here the tiles with a visible pair are counted": full
-        // 2,
+        "the half is the convention of `flops`; here the tiles with a visible pair are counted": full // 2,
         "the half is the convention of `flops`, and the tiles are counted already": right // 2,
         "no key exists from seq_k on: min(seq_k, ...)": past_keys,
         "tiles above the diagonal are left out under a causal mask": full,

@@ -65,13 +65,7 @@ def _explained(answer):
 
 def _check_ends_of_heads(attend):
     """Lengths that are no multiple of the tile: what lies past the last row is the next head's."""
-    for seq_q, seq_k, is_causal in (
-        (70, 70, False),
-        (33, 45, False),
-        (45, 33, True),
-        (64, 64, True),
-        (1, 1, False),
-    ):
+    for seq_q, seq_k, is_causal in ((70, 70, False), (33, 45, False), (45, 33, True), (64, 64, True), (1, 1, False)):
         q, k, v = make_qkv(2, 2, seq_q, 16, seq_k=seq_k, dtype=FP32, layout_v="bshd")
         right, _, _ = naive_attention(q.double(), k.double(), v.double(), is_causal=is_causal)
         sentence = "the first rows of every head but the first hold what the last program of the head before it stored"
@@ -88,9 +82,7 @@ def _check_ends_of_heads(attend):
 
 def _check_neighbors(attend, names):
     """The middle one of three heads, the tensors `names` of the other two being NaN."""
-    inputs = dict(
-        zip("qkv", make_qkv(1, 3, 40, 16, seq_k=37, dtype=FP32, layout_v="bshd"), strict=True)
-    )
+    inputs = dict(zip("qkv", make_qkv(1, 3, 40, 16, seq_k=37, dtype=FP32, layout_v="bshd"), strict=True))
     right = naive_attention(*(t.double() for t in inputs.values()))[0][:, 1]
     for n in names:
         inputs[n][:, (0, 2)] = float("nan")
@@ -119,9 +111,7 @@ def _check_bytes(attention):
             "two programs do it, on a GPU it is open which one comes last"
         )
     if moved.loaded_from["q"] != q.nbytes:
-        reject(
-            f"q has {q.nbytes} bytes, {moved.loaded_from['q']} are loaded: a tile reaches into the next head"
-        )
+        reject(f"q has {q.nbytes} bytes, {moved.loaded_from['q']} are loaded: a tile reaches into the next head")
 
 
 def _check_no_copies(answer):
@@ -129,11 +119,7 @@ def _check_no_copies(answer):
     for layout in ("bhsd", "bshd"):
         t = make_qkv(2, 3, 40, 16, dtype=FP32, layout=layout)[0]
         if _is_copy(answer.describe(t, 16), t):
-            order = (
-                "(batch, heads, seq, head_dim)"
-                if layout == "bhsd"
-                else "(batch, seq, heads, head_dim)"
-            )
+            order = "(batch, heads, seq, head_dim)" if layout == "bhsd" else "(batch, seq, heads, head_dim)"
             reject(
                 f"`describe`: of a tensor whose elements lie as {order} it describes a copy, not the tensor itself. "
                 "`contiguous` copies, and `reshape` does where strides do not allow one axis for two. With all four "
@@ -163,18 +149,13 @@ def _of_descriptor(answer):
 
 
 def _overwritten(q, k, v, right, block, is_causal, *, q_past):
-    """o when the last tile of every head is stored last, and whole, into the flat matrix; its rows
-    past the end come from q times q_past."""
+    """o when the last tile of every head is stored last, and whole, into the flat matrix; its rows past the end come
+    from q times q_past."""
     (seq, head_dim), seq_k = q.shape[2:], k.shape[2]
     flat_q, o = (t.double().reshape(-1, head_dim) for t in (q, right.clone()))
     start = (seq - 1) // block * block
-    i, j = (
-        start + torch.arange(block, device=q.device)[:, None],
-        torch.arange(seq_k, device=q.device),
-    )
-    for head, (k1, v1) in enumerate(
-        zip(k.double().flatten(0, 1), v.double().flatten(0, 1), strict=True)
-    ):
+    i, j = (start + torch.arange(block, device=q.device)[:, None], torch.arange(seq_k, device=q.device))
+    for head, (k1, v1) in enumerate(zip(k.double().flatten(0, 1), v.double().flatten(0, 1), strict=True)):
         rows = slice(head * seq + start, min(len(o), head * seq + start + block))
         s = flat_q[rows] @ k1.T / math.sqrt(head_dim)
         s[seq - start :] *= q_past

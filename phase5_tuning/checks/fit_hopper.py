@@ -28,8 +28,7 @@ def check(answer):
         _check_compiled(head_dim, shapes[head_dim], c)
     rates = {d: _predicted(d, _as_compiled(shapes[d], c)) for d, c in made.items()}
     said = {
-        d: f"{c.shared / 1024:.0f} KiB, nothing spilled, {rates[d]:.0f} TFLOP/s in the model"
-        for d, c in made.items()
+        d: f"{c.shared / 1024:.0f} KiB, nothing spilled, {rates[d]:.0f} TFLOP/s in the model" for d, c in made.items()
     }
     for d, shape in shapes.items():
         if shape["OVERLAP"] and not _as_compiled(shape, made[d])["OVERLAP"]:
@@ -161,11 +160,7 @@ def _check_compiled(head_dim, shape, c):
     if not c.fits:
         reject(f"{what}: {c.shared} bytes of shared memory, of which there are {LIMIT}")
     if c.serialized or c.spills:
-        said = (
-            f"{c.spills} bytes of each thread are spilled"
-            if c.spills
-            else "each product waits for the one before"
-        )
+        said = f"{c.spills} bytes of each thread are spilled" if c.spills else "each product waits for the one before"
         tiles = {"O": head_dim // 2, "S, then P": 64}
         if shape["OVERLAP"]:
             tiles["P in 16 bits"] = 32

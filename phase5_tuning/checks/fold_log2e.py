@@ -1,6 +1,4 @@
-"""Checks the step and LSE in powers of two on states of every kind, attention, and that nothing
-calls exp.
-"""
+"""Checks the step and LSE in powers of two on states of every kind, attention, and that nothing calls exp."""
 
 import ast
 import contextlib
@@ -35,15 +33,11 @@ def check(answer):
     for dtype, kind in ((FP16, "normal"), (BF16, "peaked"), (FP32, "low"), (FP16, "large")):
         layouts = dict(layout="bshd", layout_v="bhsd")
         inputs = make_qkv(1, 2, 40, 24, seq_k=70, dtype=dtype, kind=kind, **layouts)
-        require_verified(
-            f"{kind} inputs, {dtype}", guarded(base2), *inputs, is_causal=kind != "low", scale=0.5
-        )
+        require_verified(f"{kind} inputs, {dtype}", guarded(base2), *inputs, is_causal=kind != "low", scale=0.5)
     q, k, v = make_qkv(1, 2, 40, 16, seq_k=70, dtype=FP32)
     k[0, 0, 3, 0] = math.nan
     if not answer.attention(q, k, v)[0][0, 0].isnan().all():
-        reject(
-            "a NaN in k does not reach o: it must, or nobody learns of it. Is it only -inf that is replaced?"
-        )
+        reject("a NaN in k does not reach o: it must, or nobody learns of it. Is it only -inf that is replaced?")
     require_verified("no keys", guarded(base2), *make_qkv(1, 1, 3, 16, seq_k=0))
     return "states of six kinds, LSE, attention in fp16, bf16 and fp32, logits from tiny to hundreds; no exp"
 
@@ -89,9 +83,7 @@ def _check_scale(answer):
         "P is 2^S: does the scale that the kernel is given hold log2(e)?": o_of(LN2),
         "log2(e) has been multiplied to the scale twice, or 2^x divided by it": o_of(1 / LN2),
         "the scale is divided by log2(e), which is to be multiplied": o_of(LN2 * LN2),
-        "the scale is 0.2 percent too small: log2(e) is not 1.44, but LOG2E.value": o_of(
-            1.44 * LN2
-        ),
+        "the scale is 0.2 percent too small: log2(e) is not 1.44, but LOG2E.value": o_of(1.44 * LN2),
     }
     require("o", o, o_of(1), mistakes=mistakes)
     right = s.logsumexp(-1)
@@ -127,9 +119,7 @@ def _states():
 def _check_step(what, step, m, l, s, scale):
     got = dict(zip(("m", "l", "alpha", "p", "lse"), step(m, l, s, scale), strict=True))
     if what == FAR and ((got["m"] > -1e6).any() or not got["p"].any()):
-        reject(
-            f"{what}: m' is kept above a floor, but logits can be as low as that: only -inf is to be replaced"
-        )
+        reject(f"{what}: m' is kept above a floor, but logits can be as low as that: only -inf is to be replaced")
     for name in ("m", "l", "alpha", "p"):
         if got[name].isnan().any():
             row = int(got[name].isnan().nonzero()[0, 0])
@@ -171,8 +161,7 @@ def _wrong_powers(m, s, scale, m_new):
         "the logits are not scaled": s - column,
         "log2(e) is multiplied a second time: the scale holds it": s * scale * log2e - column,
         "the difference is scaled, m' with it, which is scaled already": (s - column) * scale,
-        "it is m', the new maximum, that must be tested for -inf, not the old m": s * scale
-        - unguarded,
+        "it is m', the new maximum, that must be tested for -inf, not the old m": s * scale - unguarded,
         "the old maximum is subtracted: it must be the new one": s * scale - _finite(m)[:, None],
     }
     wrong_alpha = {

@@ -23,12 +23,7 @@ def check(answer):
     _check_no_rows(answer.quantize)
     # First a single tile, then as many tiles of keys as of queries: so that most mistakes can be
     # computed.
-    for *sizes, is_causal in (
-        (64, 60, 16, False),
-        (150, 180, 32, False),
-        (100, 90, 40, True),
-        (40, 130, 16, False),
-    ):
+    for *sizes, is_causal in ((64, 60, 16, False), (150, 180, 32, False), (100, 90, 40, True), (40, 130, 16, False)):
         check_quantized_attention(answer, 1, 2, *sizes, is_causal=is_causal)
     for scale, stretch in ((0.5, 20), (-0.3, -20), (0.0, 0)):
         options = dict(is_causal=scale < 0, scale=scale, stretch=stretch)
@@ -37,9 +32,7 @@ def check(answer):
     q, k, v = make_qkv(1, 2, 140, 64, seq_k=200, dtype=FP32)
     z = rounding_z(answer.attention_fp8(q, k, v), q, k, v)
     if not z <= Z_MAX:
-        reject(
-            f"o is {z:.1f} times as far off as rounding to FP8 can explain (at most {Z_MAX:g} times is usual)"
-        )
+        reject(f"o is {z:.1f} times as far off as rounding to FP8 can explain (at most {Z_MAX:g} times is usual)")
     ours, one_scale = outlier_errors(answer.attention_fp8)
     if not ours < one_scale / 2:
         reject(
@@ -53,12 +46,7 @@ def check(answer):
 
 
 def _check_quantize(quantize):
-    for seq, dtype, layout in (
-        (150, FP32, "bhsd"),
-        (64, FP16, "bshd"),
-        (5, BF16, "transposed"),
-        (128, FP16, "sliced"),
-    ):
+    for seq, dtype, layout in ((150, FP32, "bhsd"), (64, FP16, "bshd"), (5, BF16, "transposed"), (128, FP16, "sliced")):
         t = make_qkv(2, 3, seq, 24, dtype=dtype, layout=layout)[0]
         t.mul_(2.0 ** torch.arange(-4, 2, device=t.device).view(2, 3, 1, 1).to(dtype))
         t[:, :, : seq // 2] *= 8
@@ -83,9 +71,7 @@ def _check_no_rows(quantize):
     except (IndexError, ValueError, RuntimeError) as error:
         shapes = repr(error)
     if shapes != [(2, 3, 0, 24), (2, 3, 0)]:
-        reject(
-            f"quantize, seq 0: t8 and scales of shapes (2, 3, 0, 24) and (2, 3, 0) are right, not {shapes}"
-        )
+        reject(f"quantize, seq 0: t8 and scales of shapes (2, 3, 0, 24) and (2, 3, 0) are right, not {shapes}")
 
 
 def _check_smallest(quantize):
@@ -102,15 +88,11 @@ def _check_smallest(quantize):
 def _require_form(what, t, t8, scales):
     """dtypes, shapes, contiguity, and no NaN."""
     if t8.dtype != FP8 or t8.shape != t.shape:
-        reject(
-            f"{what}: expected t8 {tuple(t.shape)} in {FP8}, got {tuple(t8.shape)} in {t8.dtype}"
-        )
+        reject(f"{what}: expected t8 {tuple(t.shape)} in {FP8}, got {tuple(t8.shape)} in {t8.dtype}")
     if not t8.is_contiguous():
         reject(f"{what}: t8 is not contiguous, but the kernel counts on it")
     if scales.dtype != FP32 or not scales.is_contiguous():
-        reject(
-            f"{what}: expected scales in {FP32}, contiguous, got {scales.dtype}, strides {scales.stride()}"
-        )
+        reject(f"{what}: expected scales in {FP32}, contiguous, got {scales.dtype}, strides {scales.stride()}")
     if scales.shape == t.shape[:3]:
         reject(f"{what}: a scale for every row; wanted is one for a block of 64 rows")
     if scales.isnan().any() or t8.float().isnan().any():
@@ -137,9 +119,7 @@ def _wrong_scales(t, right):
         "one scale for the whole tensor: each block has its own": per_tensor,
         "one scale for a head: each block of 64 rows has its own": per_head,
         "only a block of zeros has the scale 1, not one of small numbers": small_is_0,
-        "this is the largest element: the largest |element| counts": torch.where(
-            signed == 0, 1.0, signed
-        ),
+        "this is the largest element: the largest |element| counts": torch.where(signed == 0, 1.0, signed),
         "a mean is taken: the largest |element| counts": of_rows,
     }
 
@@ -179,11 +159,10 @@ def _of_rows(scales, seq):
 
 
 def check_quantized_attention(
-    answer, batch, heads, seq_q, seq_k, head_dim,
-    *, is_causal=False, scale=None, dtype=FP32, stretch=0,
-):  # fmt: skip
-    """The kernel on given t8 and scales, which differ by powers of two from block to block, against
-    fp64. q and v are 2^stretch times as large as usual, k as small."""
+    answer, batch, heads, seq_q, seq_k, head_dim, *, is_causal=False, scale=None, dtype=FP32, stretch=0
+):
+    """The kernel on given t8 and scales, which differ by powers of two from block to block, against fp64. q and v are
+    2^stretch times as large as usual, k as small."""
     pairs = []
     for n, t in enumerate(make_qkv(batch, heads, seq_q, head_dim, seq_k=seq_k, dtype=FP32)):
         t8, scales = quantized(t)
@@ -196,9 +175,7 @@ def check_quantized_attention(
         near = f", v near 2^{stretch} (is what holds a scale fp32?)" if stretch else ""
         what += f", scale {scale}{near}"
         if scale <= 0 and not o.isfinite().all():
-            reject(
-                f"{what}: not finite. Is the mask there before the scale? -inf * 0 is NaN, -inf * -1 is +inf"
-            )
+            reject(f"{what}: not finite. Is the mask there before the scale? -inf * 0 is NaN, -inf * -1 is +inf")
     factor = 1 / math.sqrt(head_dim) if scale is None else scale
     hidden = torch.ones(seq_q, seq_k, dtype=torch.bool, device=o.device).triu(1) & is_causal
     q, k, v = (restored(*pair) for pair in pairs)
@@ -236,12 +213,8 @@ def _wrong_scaling(pairs, factor, hidden):
         "the scale of k is missing": (q, raw_k, v),
         "the scale of v is missing": (q, k, raw_v),
         "the scales of k and v are exchanged": (q, restored(k8, sv), restored(v8, sk)),
-        "all of acc has the scale of the last block of v: each share of it has its own": (
-            (q, k, last_v)
-        ),
-        "the scale of v belongs to this tile's share, not to what acc holds already": (
-            (q, k, restored(v8, later))
-        ),
+        "all of acc has the scale of the last block of v: each share of it has its own": ((q, k, last_v)),
+        "the scale of v belongs to this tile's share, not to what acc holds already": ((q, k, restored(v8, later))),
         "every tile of k has the scale of the first one": (q, first_k, v),
         "every tile of v has the scale of the first one": (q, k, first_v),
         "every tile of q has the scale of the first one": (first_q, k, v),
@@ -288,11 +261,10 @@ def _wrong_loop(q, k, v, factor, hidden):
 
 
 def rounding_z(o, q, k, v) -> float:
-    """The error of o in units of what rounding q, k and v to FP8 explains, U8 for each element, to
-    first order.
+    """The error of o in units of what rounding q, k and v to FP8 explains, U8 for each element, to first order.
 
-    dO_i = sum_j P_ij (dS_ij (V_j - O_i) + dV_j), with dS = scale (dQ K^T + Q dK^T). The error of a
-    query is the same for all keys, so its part is summed over keys before it is squared.
+    dO_i = sum_j P_ij (dS_ij (V_j - O_i) + dV_j), with dS = scale (dQ K^T + Q dK^T). The error of a query is the same
+    for all keys, so its part is summed over keys before it is squared.
     """
     q, k, v = q.double(), k.double(), v.double()
     scale = 1 / math.sqrt(q.shape[-1])
@@ -307,11 +279,9 @@ def rounding_z(o, q, k, v) -> float:
 
 
 def outlier_errors(fp8) -> tuple[float, float]:
-    """RMS error of o, relative, with a scale for a block and with one for the tensor, in rows
-    before an outlier.
+    """RMS error of o, relative, with a scale for a block and with one for the tensor, in rows before an outlier.
 
-    The last block of q, k and v is 30,000 times as large. Under the causal mask the rows before it
-    do not see it.
+    The last block of q, k and v is 30,000 times as large. Under the causal mask the rows before it do not see it.
     """
     inputs = [t.clone() for t in make_qkv(1, 2, 128, 64, dtype=FP32)]
     for t in inputs:
@@ -319,6 +289,4 @@ def outlier_errors(fp8) -> tuple[float, float]:
     truth = naive_attention(*(t.double()[:, :, :64] for t in inputs), is_causal=True)[0]
     coarse = [restored(*quantized(t, rows=t.shape[2]), rows=t.shape[2])[:, :, :64] for t in inputs]
     outputs = fp8(*inputs, True)[:, :, :64].double(), naive_attention(*coarse, is_causal=True)[0]
-    return tuple(
-        ((o - truth).square().mean() / truth.square().mean()).sqrt().item() for o in outputs
-    )
+    return tuple(((o - truth).square().mean() / truth.square().mean()).sqrt().item() for o in outputs)

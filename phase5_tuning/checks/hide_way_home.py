@@ -12,9 +12,7 @@ def check(answer):
         for rank in ring:
             _check_keys(what, rank, sum(kv.shape[1] for _, kv, *_ in inputs))
         for rank, (dq, dkv) in zip(ring, got, strict=True):
-            check_result(
-                f"{what}: rank {rank.number}", rank.number, inputs, dq, dkv, own_in_halves=True
-            )
+            check_result(f"{what}: rank {rank.number}", rank.number, inputs, dq, dkv, own_in_halves=True)
         for rank in ring:
             _check_transfers(what, rank)
     return "2 to 5 ranks: right, and each rank computes during every transfer"

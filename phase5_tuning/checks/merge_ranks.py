@@ -49,9 +49,7 @@ def _check_heads(answer):
     generator = torch.Generator().manual_seed(4)
     s = 3 * torch.randn(2, 3, 5, 24, generator=generator)
     v = torch.randn(2, 3, 24, 5, generator=generator)
-    (o, lse), part = (
-        _attended(s[..., keys], v[..., keys, :]) for keys in (slice(0, 10), slice(10, 24))
-    )
+    (o, lse), part = (_attended(s[..., keys], v[..., keys, :]) for keys in (slice(0, 10), slice(10, 24)))
     right, both = _attended(s, v)
     answer.merge_ranks(o, lse, *part)
     require("lse of (2, 3, 5)", lse, both)
@@ -124,9 +122,7 @@ def _require(what, got, right, mine, part, dtype):
         * o_mine
         + torch.exp(lse_part - larger.masked_fill(larger == -INF, 0))[..., None] * o_part,
         "the weights are swapped": w_part * o_mine + w * o_part,
-        "lse is already that of both sets here: the weights need the lse from before the merge": torch.sigmoid(
-            -late
-        )
+        "lse is already that of both sets here: the weights need the lse from before the merge": torch.sigmoid(-late)
         * o_mine
         + torch.sigmoid(late) * o_part,
         "o counts as if it had all the keys: is it scaled down, and by the lse from before the merge?": o_mine
@@ -136,12 +132,12 @@ def _require(what, got, right, mine, part, dtype):
         o_mistakes["o is rounded to 16 bits: o and the weights are fp32, only o_part is not"] = (
             w * o_mine.to(dtype) + w_part * o_part
         )
-        o_mistakes["o and the weights are rounded to 16 bits: only o_part is not fp32"] = w.to(
+        o_mistakes["o and the weights are rounded to 16 bits: only o_part is not fp32"] = w.to(dtype) * o_mine.to(
             dtype
-        ) * o_mine.to(dtype) + w_part.to(dtype) * o_part.to(dtype)
-        o_mistakes["the weights are rounded to 16 bits: they come from lse, which is fp32"] = (
-            w * o_mine + w_part.to(dtype) * o_part.to(dtype)
-        )
+        ) + w_part.to(dtype) * o_part.to(dtype)
+        o_mistakes["the weights are rounded to 16 bits: they come from lse, which is fp32"] = w * o_mine + w_part.to(
+            dtype
+        ) * o_part.to(dtype)
     # All of it is fp32 arithmetic, also where o_part has 16 bits; weights may come from an lse rounded to fp32.
     tolerance = 2e-5 + 2.0**-24 * shift.abs().max().item()
     require(f"{what}: o", o, right_o, mistakes=o_mistakes, rtol=tolerance, atol=tolerance)

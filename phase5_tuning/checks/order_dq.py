@@ -89,14 +89,10 @@ MISTAKES = {
         lambda m, block_m, window: m * block_m - window + 1
     ),
     "A window need not begin where a tile does: first the key, then its tile": (
-        lambda m, n, tiles_n, block_m, block_n, window: (
-            n - max(0, m * block_m // block_n - window // block_n)
-        )
+        lambda m, n, tiles_n, block_m, block_n, window: n - max(0, m * block_m // block_n - window // block_n)
     ),
     "A tile of queries has block_m queries, and a tile of keys has block_n keys": (
-        lambda m, n, tiles_n, block_m, block_n, window: (
-            n - max(0, m * block_n - window + 1) // block_m
-        )
+        lambda m, n, tiles_n, block_m, block_n, window: n - max(0, m * block_n - window + 1) // block_m
     ),
     "The last key that a tile of queries sees may lie past the last tile of keys": _before(
         lambda m, block_m: (m + 1) * block_m - 1

@@ -4,15 +4,7 @@ import re
 from types import GeneratorType
 
 from common.learn.judge import reject
-from phase5_tuning.hopper_model import (
-    Consumer,
-    Deadlock,
-    Operation,
-    Race,
-    Ring,
-    own_rings,
-    simulate,
-)
+from phase5_tuning.hopper_model import Consumer, Deadlock, Operation, Race, Ring, own_rings, simulate
 
 LONGEST = 4000  # operations: an answer with more of them does not end
 
@@ -27,10 +19,7 @@ def check(answer):
         try:
             simulate(actors)
         except (Deadlock, Race) as error:
-            reject(
-                f"head_dim {head_dim}, {consumers} consumers, {stages} stages: "
-                f"{type(error).__name__}: {error}"
-            )
+            reject(f"head_dim {head_dim}, {consumers} consumers, {stages} stages: {type(error).__name__}: {error}")
     return (
         f"{len(cases)} runs on the model; in each, P V of the tile before is under way during the exponentials of "
         "all tiles but the first"
@@ -46,9 +35,7 @@ class _Reading:
         self.walk = answer.walk(Consumer(*self.rings.values(), 128), tiles)
         self.done = set()  # "S0", "softmax 0", "rescale 0", "PV0", ...: what is done
         self.pending = []  # products under way, the oldest first
-        self.there = {
-            name: [-1] * stages for name in "kv"
-        }  # by slot: the last tile that was waited for
+        self.there = {name: [-1] * stages for name in "kv"}  # by slot: the last tile that was waited for
         self.gone = {name: [-1] * stages for name in "kv"}  # and the last that was let go
         self.last = ""
 
@@ -76,9 +63,7 @@ class _Reading:
             for name in "kv":
                 slot = j % self.stages
                 if self.gone[name][slot] < j:
-                    self.reject(
-                        f"{name.upper()}{j} is never let go: no arrival at me.{name}.empty[{slot}]"
-                    )
+                    self.reject(f"{name.upper()}{j} is never let go: no arrival at me.{name}.empty[{slot}]")
 
     def _other(self, op):
         self.reject(f"a consumer of this exercise has no operation {op.kind!r}")
@@ -107,18 +92,12 @@ class _Reading:
                 f"its parity is {self.rings[name].slot(coming)[1]}"
             )
         if coming >= self.tiles:
-            self.reject(
-                f"waits for {name.upper()}{coming}, which never comes: there are {self.tiles} tiles"
-            )
+            self.reject(f"waits for {name.upper()}{coming}, which never comes: there are {self.tiles} tiles")
         if held:
             self.reject(
                 f"waits for {name.upper()}{coming} in slot {slot}, where {name.upper()}{last} has not been let go"
             )
-        if (
-            name == "v"
-            and coming + 1 < self.tiles
-            and f"S{coming + 1}" not in self.done | set(self.pending)
-        ):
+        if name == "v" and coming + 1 < self.tiles and f"S{coming + 1}" not in self.done | set(self.pending):
             self.reject(
                 f"V{coming} is waited for before S{coming + 1} is started, so S waits for a V that it does not need"
             )
@@ -137,13 +116,9 @@ class _Reading:
             self.reject(f"{op.text} is computed twice")
         slot = j % self.stages
         if self.there[name][slot] != j or self.gone[name][slot] >= j:
-            self.reject(
-                f"{op.text} reads {name.upper()}{j}, which has not been waited for at me.{name}.full[{slot}]"
-            )
+            self.reject(f"{op.text} reads {name.upper()}{j}, which has not been waited for at me.{name}.full[{slot}]")
         if kind == "S" and j > 0 and f"softmax {j - 1}" not in self.done:
-            self.reject(
-                f"S{j} is started before the exponentials of tile {j - 1}: there are registers for one S"
-            )
+            self.reject(f"S{j} is started before the exponentials of tile {j - 1}: there are registers for one S")
         if kind == "PV":
             if f"rescale {j}" not in self.done:
                 self.reject(
@@ -161,19 +136,11 @@ class _Reading:
 
     def _exponentials(self, op):
         if not re.fullmatch(r"P\d+", op.text) or int(op.text[1:]) >= self.tiles:
-            self.reject(
-                f"exponentials {op.text!r}: yield from me.softmax(j), with tiles 0 to {self.tiles - 1}"
-            )
+            self.reject(f"exponentials {op.text!r}: yield from me.softmax(j), with tiles 0 to {self.tiles - 1}")
         j = int(op.text[1:])
         if f"S{j}" in self.pending:
-            older = (
-                " Products end in the order in which they were started"
-                if len(self.pending) > 1
-                else ""
-            )
-            self.reject(
-                f"the softmax of tile {j} reads S{j}, whose product is still under way.{older}"
-            )
+            older = " Products end in the order in which they were started" if len(self.pending) > 1 else ""
+            self.reject(f"the softmax of tile {j} reads S{j}, whose product is still under way.{older}")
         if f"S{j}" not in self.done:
             self.reject(f"the softmax of tile {j} comes before S{j}")
         if f"softmax {j}" in self.done:
@@ -193,15 +160,11 @@ class _Reading:
             return
         j = int(op.text.split()[1])
         if f"softmax {j}" not in self.done:
-            self.reject(
-                f"me.rescale({j}) needs the maxima and P of tile {j}: its softmax comes before"
-            )
+            self.reject(f"me.rescale({j}) needs the maxima and P of tile {j}: its softmax comes before")
         if f"rescale {j}" in self.done:
             self.reject(f"acc is rescaled to tile {j} twice")
         if j > 0 and f"PV{j - 1}" not in self.done:
-            self.reject(
-                f"me.rescale({j}) touches acc and the P in 16 bits, while PV{j - 1} is still under way"
-            )
+            self.reject(f"me.rescale({j}) touches acc and the P in 16 bits, while PV{j - 1} is still under way")
         if j > 0 and self.gone["v"][(j - 1) % self.stages] < j - 1:
             self.reject(f"V{j - 1} is held during me.rescale({j}), although PV{j - 1} is done")
         self.done.add(op.text)
@@ -213,13 +176,9 @@ class _Reading:
             self.reject(f"a consumer arrives at empty barriers, not at me.{name}.full[{slot}]")
         j = self.there[name][slot]
         if j < 0 or self.gone[name][slot] >= j:
-            self.reject(
-                f"arrives at me.{name}.empty[{slot}], but there is no tile in this slot to let go"
-            )
+            self.reject(f"arrives at me.{name}.empty[{slot}], but there is no tile in this slot to let go")
         what = f"{'S' if name == 'k' else 'PV'}{j}"
         if what not in self.done:
-            self.reject(
-                f"{name.upper()}{j} is let go before {what} is done: the next copy may overwrite it"
-            )
+            self.reject(f"{name.upper()}{j} is let go before {what} is done: the next copy may overwrite it")
         self.gone[name][slot] = j
         self.last = f"letting {name.upper()}{j} go"

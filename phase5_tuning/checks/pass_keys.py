@@ -11,9 +11,7 @@ import torch
 def check(answer):
     for ranks in (2, 1, 3, 4, 5):
         inputs = [made(rank)[:2] for rank in range(ranks)]
-        got, ring = played(
-            f"{ranks} ranks", lambda rank, of: answer.forward(rank, *of), inputs, "(o, lse)"
-        )
+        got, ring = played(f"{ranks} ranks", lambda rank, of: answer.forward(rank, *of), inputs, "(o, lse)")
         for rank, (o, lse) in zip(ring, got, strict=True):
             _check_result(f"{ranks} ranks: rank {rank.number}", rank.number, inputs, o, lse)
         for rank in ring:

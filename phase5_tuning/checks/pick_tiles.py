@@ -1,6 +1,4 @@
-"""Checks the budgets, the choice on lists drawn at random, and both against what the compiler makes
-of a few tiles.
-"""
+"""Checks the budgets, the choice on lists drawn at random, and both against what the compiler makes of a few tiles."""
 
 import itertools
 import random
@@ -40,11 +38,7 @@ BUDGET = 160
 
 CHIPS = (64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024)  # bytes of shared memory
 # Where everything fits, only the order counts: BLOCK_M, then stages, then place.
-PAIRS = (
-    ((32, 128, 4, 3), (128, 32, 4, 1)),
-    ((64, 64, 4, 1), (64, 64, 4, 2)),
-    ((64, 64, 8, 2), (64, 64, 4, 2)),
-)
+PAIRS = (((32, 128, 4, 3), (128, 32, 4, 1)), ((64, 64, 4, 1), (64, 64, 4, 2)), ((64, 64, 8, 2), (64, 64, 4, 2)))
 
 
 def check(answer):
@@ -65,16 +59,12 @@ def _beside_the_compiler(answer):
         q = torch.empty(1, 4, 1024, d, dtype=torch.float16, device=runtime.DEVICE)
         last = dict(kernel=forward_ladder._attn_fwd_descriptors_kernel, config=Config(*tile))
         with mock.patch.object(configs, "capability", return_value=(9, 0)):
-            launches += offline.record_launches(
-                lambda q=q, last=last: attention_forward(q, q, q, True, **last)
-            )
+            launches += offline.record_launches(lambda q=q, last=last: attention_forward(q, q, q, True, **last))
     for (d, *tile), c in zip(tiles, offline.compile_launches(launches), strict=True):
         config = Config(*tile)
         asked = answer.shared_bytes(config, d, 2)
         if abs(asked - c.shared) > MARGIN * c.shared:
-            reject(
-                f"{config}, head_dim {d}: the compiler asks for {c.shared} bytes of shared memory, not {asked}"
-            )
+            reject(f"{config}, head_dim {d}: the compiler asks for {c.shared} bytes of shared memory, not {asked}")
         fit = answer.programs(c.registers, c.shared, config.num_warps)
         yield f"{config}, D {d}: {c.registers} registers, {c.spills} B spilled, {c.shared} B shared, {fit} programs"
 
@@ -91,10 +81,7 @@ def _check_programs(answer):
         (100, 57 * 1024, 4),
         (255, 228 * 1024 - 1024, 8),
     ]
-    cases += [
-        (drawn.randint(24, 255), drawn.randint(0, 227 * 1024), drawn.choice((4, 8)))
-        for _ in range(40)
-    ]
+    cases += [(drawn.randint(24, 255), drawn.randint(0, 227 * 1024), drawn.choice((4, 8))) for _ in range(40)]
     calls = []
     for case in cases:
         got, right = answer.programs(*case), _programs(*case)
@@ -104,11 +91,7 @@ def _check_programs(answer):
 
 def _programs(registers, shared, num_warps, handed=8, reserved=1024, warps=64, threads=32):
     held = -(-registers // handed) * handed
-    budgets = (
-        65536 // (held * threads * num_warps),
-        228 * 1024 // max(1, shared + reserved),
-        warps // num_warps,
-    )
+    budgets = (65536 // (held * threads * num_warps), 228 * 1024 // max(1, shared + reserved), warps // num_warps)
     return min(budgets)
 
 
@@ -128,13 +111,8 @@ def _check_counts(answer, configs):
     shared_calls, register_calls = [], []
     for config, head_dim in itertools.product(configs, (16, 40, 64, 80, 256, 8, 3)):
         for itemsize in (1, 2, 4):
-            call, got = (
-                (config, head_dim, itemsize),
-                answer.shared_bytes(config, head_dim, itemsize),
-            )
-            shared_calls.append(
-                (f"shared_bytes{call}", got, _shared(*call), _shared_mistakes(*call))
-            )
+            call, got = ((config, head_dim, itemsize), answer.shared_bytes(config, head_dim, itemsize))
+            shared_calls.append((f"shared_bytes{call}", got, _shared(*call), _shared_mistakes(*call)))
         got, right = answer.registers(config, head_dim), _registers(config, head_dim)
         mistakes = _registers_mistakes(config, head_dim)
         register_calls.append((f"registers{config, head_dim}", got, right, mistakes))
@@ -145,20 +123,12 @@ def _check_counts(answer, configs):
 def _cases():
     """(candidates, head_dim, itemsize, shared_limit, register_budget) of each call of `pick`."""
     drawn = random.Random()
-    everything = list(
-        itertools.product((16, 32, 64, 128, 256), (16, 32, 64, 128, 256), (4, 8), (1, 2, 3, 4))
-    )
+    everything = list(itertools.product((16, 32, 64, 128, 256), (16, 32, 64, 128, 256), (4, 8), (1, 2, 3, 4)))
     cases = [([Config(*c) for c in pair], 64, 2, 10**6, 255) for pair in PAIRS]
-    cases += [
-        ([Config(*c) for c in everything], d, 2, chip, BUDGET)
-        for d in (64, 80, 128, 256)
-        for chip in CHIPS
-    ]
+    cases += [([Config(*c) for c in everything], d, 2, chip, BUDGET) for d in (64, 80, 128, 256) for chip in CHIPS]
     cases += [(cases[-1][0], 256, 4, 1024, BUDGET), ([], 64, 2, 10**6, 255)]
     exact = Config(128, 64, 8, 2)  # takes all there is
-    cases.append(
-        ([Config(16, 16, 4, 1), exact], 128, 2, _shared(exact, 128, 2), _registers(exact, 128))
-    )
+    cases.append(([Config(16, 16, 4, 1), exact], 128, 2, _shared(exact, 128, 2), _registers(exact, 128)))
     for _ in range(40):
         some = [Config(*c) for c in drawn.sample(everything, 12)]
         budget = drawn.choice((96, 128, 160, 255))
@@ -194,8 +164,7 @@ def _shared_mistakes(config, head_dim, itemsize):
         "these are elements: how many bytes has each?": _shared(config, head_dim, 1),
         "q stays for the whole walk": _shared(config, head_dim, itemsize) - q,
         "there is a tile of k and one of v in each stage": q + stages * k,
-        "there are num_stages tiles of k, and as many of v, not one fewer": q
-        + 2 * (stages - 1) * k,
+        "there are num_stages tiles of k, and as many of v, not one fewer": q + 2 * (stages - 1) * k,
         "q is there once": _shared(config, head_dim, itemsize) + q,
         "with one stage, k and v take turns in the place of one": q + 2 * stages * k,
         "q is loaded once, it has no stages": stages * (q + 2 * k),
@@ -217,9 +186,7 @@ def _registers_mistakes(config, head_dim):
         "S is missing, (BLOCK_M, BLOCK_N)": config.BLOCK_M * padded // threads,
         "acc is missing, (BLOCK_M, head_dim)": config.BLOCK_M * config.BLOCK_N // threads,
         "a register has 4 bytes, as has an element of fp32": acc_and_s * 4 // threads,
-        "head_dim is padded to a power of two, 16 or more": config.BLOCK_M
-        * (head_dim + config.BLOCK_N)
-        // threads,
+        "head_dim is padded to a power of two, 16 or more": config.BLOCK_M * (head_dim + config.BLOCK_N) // threads,
     }
 
 
@@ -232,17 +199,13 @@ def _pick(candidates, *limits):
     best = None
     for c in candidates:
         size = c.BLOCK_M * c.BLOCK_N, c.BLOCK_M, c.num_stages
-        if _fits(c, *limits) and (
-            best is None or size > (best.BLOCK_M * best.BLOCK_N, best.BLOCK_M, best.num_stages)
-        ):
+        if _fits(c, *limits) and (best is None or size > (best.BLOCK_M * best.BLOCK_N, best.BLOCK_M, best.num_stages)):
             best = c
     return best
 
 
 def _why_not(got, right, candidates, *limits):
-    what = "pick(..., head_dim={}, itemsize={}, shared_limit={}, register_budget={})".format(
-        *limits
-    )
+    what = "pick(..., head_dim={}, itemsize={}, shared_limit={}, register_budget={})".format(*limits)
     if right is None:
         return f"{what}: nothing fits, and the answer is {got}; expected None"
     if got is not None:
@@ -251,10 +214,7 @@ def _why_not(got, right, candidates, *limits):
         if not _fits(got, *limits):
             over = "shared memory" if _shared(got, *limits[:2]) > limits[2] else "registers"
             return f"{what}: {got} does not fit, it takes too much of {over}"
-    if got in [
-        _pick(candidates, *limits[:2], limits[2] - a, limits[3] - b)
-        for a, b in ((1, 0), (0, 1), (1, 1))
-    ]:
+    if got in [_pick(candidates, *limits[:2], limits[2] - a, limits[3] - b) for a, b in ((1, 0), (0, 1), (1, 1))]:
         return f"{what}: {right} fits, it takes all of a budget, which it may; the answer is {got}"
     if got is None:
         return f"{what}: the answer is None, but {right} fits"

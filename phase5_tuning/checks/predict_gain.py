@@ -1,5 +1,5 @@
-"""Checks the model's clocks on turns that were counted and on some drawn at random, and puts the
-gains beside the record.
+"""Checks the model's clocks on turns that were counted and on some drawn at random, and puts the gains beside the
+record.
 """
 
 import itertools
@@ -12,19 +12,7 @@ from common.measure import records
 
 # The forward pass's turns, counted in what Triton 3.7.1 makes of each rung for sm_90, under the
 # mask of the case: block_m, block_n, num_warps, and the opcodes in this order.
-OPCODES = (
-    "HGMMA",
-    "MUFU",
-    "FMUL",
-    "FADD",
-    "FFMA",
-    "FMNMX",
-    "FSEL",
-    "FSETP",
-    "ISETP",
-    "IMAD",
-    "others",
-)
+OPCODES = ("HGMMA", "MUFU", "FMUL", "FADD", "FFMA", "FMNMX", "FSEL", "FSETP", "ISETP", "IMAD", "others")
 TURNS = {
     (128, True): {
         "tiles": (64, 64, 4, (12, 34, 198, 68, 0, 36, 64, 36, 78, 65, 183)),
@@ -48,12 +36,7 @@ def check(answer):
     cases = _cases(answer.Turn)
     for name, right in (("serial_clocks", _serial), ("overlapped_clocks", _overlapped)):
         calls = [
-            (
-                f"{name}({turn}, {d})",
-                getattr(answer, name)(turn, d),
-                right(turn, d),
-                _mistakes(name, turn, d),
-            )
+            (f"{name}({turn}, {d})", getattr(answer, name)(turn, d), right(turn, d), _mistakes(name, turn, d))
             for turn, d in cases
         ]
         _require(calls)
@@ -113,16 +96,10 @@ def _mistakes(name, turn, head_dim):
 
     wrong = {
         "the products are missing": of(products=0),
-        "there are two products, of 2 * block_m * block_n * head_dim operations each": of(
-            products / 2
-        ),
+        "there are two products, of 2 * block_m * block_n * head_dim operations each": of(products / 2),
         "the exponentials are missing: a MUFU keeps its unit for 8 clocks": of(mufu=0),
-        "a MUFU counts like any other instruction here, but 32 results at 4 a clock take 8 clocks": of(
-            mufu=mufu
-        ),
-        "the 16 results a clock are for four schedulers, and each has a quarter of them": of(
-            mufu=2 * mufu
-        ),
+        "a MUFU counts like any other instruction here, but 32 results at 4 a clock take 8 clocks": of(mufu=mufu),
+        "the 16 results a clock are for four schedulers, and each has a quarter of them": of(mufu=2 * mufu),
         "each scheduler serves num_warps / 4 warps; yours serves one": of(
             mufu=8 * mufu / share, others=others / share, issued=mufu / share
         ),
@@ -130,9 +107,7 @@ def _mistakes(name, turn, head_dim):
             mufu=32 * mufu, others=4 * others, issued=4 * mufu
         ),
         "starting a product is an instruction that is issued, too": of(others=others - hgmma),
-        "only products and exponentials count here: the other instructions are missing": together(
-            products, 8 * mufu
-        ),
+        "only products and exponentials count here: the other instructions are missing": together(products, 8 * mufu),
     }
     if name == "serial_clocks":
         wrong["the issue of a MUFU is among its 8 clocks"] = of(mufu=9 * mufu)
@@ -153,9 +128,7 @@ def _gain_mistakes(before, after, head_dim):
     case = before, after, head_dim
     return {
         "it is upside down: clocks before, divided by clocks after": 1 / _gain(*case),
-        "the turns have different tiles: divide each by its logits, block_m * block_n": _serial(
-            before, head_dim
-        )
+        "the turns have different tiles: divide each by its logits, block_m * block_n": _serial(before, head_dim)
         / _serial(after, head_dim),
         "this is the gain if everything overlaps": _gain(*case, _overlapped),
         "a gain of 12 percent is 1.12, not 0.12": _gain(*case) - 1,
@@ -171,16 +144,11 @@ def _require(calls):
     if not off:
         return
     fits = Counter(
-        sentence
-        for _, got, _, wrong in off
-        for sentence, x in wrong.items()
-        if math.isclose(got, x, rel_tol=1e-6)
+        sentence for _, got, _, wrong in off for sentence, x in wrong.items() if math.isclose(got, x, rel_tol=1e-6)
     )
     sentence, n = max(fits.items(), key=lambda fit: fit[1], default=("", 0))
     what, got, right, _ = off[0]
-    reject(
-        f"{what} is {got:.6g}, where {right:.6g} is right{': ' + sentence if 2 * n >= len(off) else ''}"
-    )
+    reject(f"{what} is {got:.6g}, where {right:.6g} is right{': ' + sentence if 2 * n >= len(off) else ''}")
 
 
 def _beside_the_record(answer):
@@ -192,9 +160,7 @@ def _beside_the_record(answer):
     }
     lines = []
     for (d, causal), rungs in TURNS.items():
-        made = {
-            n: answer.Turn(*x[:3], dict(zip(OPCODES, x[3], strict=True))) for n, x in rungs.items()
-        }
+        made = {n: answer.Turn(*x[:3], dict(zip(OPCODES, x[3], strict=True))) for n, x in rungs.items()}
         names = list(made)
         for old, new in itertools.pairwise(names):
             before, after = (

@@ -15,11 +15,7 @@ CHANGES = {  # what the chapter did to the kernel
 
 def check(answer):
     drawn = random.Random()
-    profiles = [
-        answer.BEFORE,
-        answer.FLASH_ATTENTION_4,
-        *(_drawn(answer, drawn) for _ in range(60)),
-    ]
+    profiles = [answer.BEFORE, answer.FLASH_ATTENTION_4, *(_drawn(answer, drawn) for _ in range(60))]
     for profile in profiles:
         _check_needed(answer, profile)
     for profile in [*profiles, *_edges(answer)]:
@@ -35,16 +31,11 @@ def check(answer):
 
 
 def _drawn(answer, drawn):
-    wavefronts = {
-        what: drawn.randint(0, 700)
-        for what in ("products", "LSE, delta", "shuffles", "dS", "dQ", "spills")
-    }
+    wavefronts = {what: drawn.randint(0, 700) for what in ("products", "LSE, delta", "shuffles", "dS", "dQ", "spills")}
     flop, exponentials = drawn.randint(0, 4000 * 4096), drawn.randint(0, 4000 * 16)
     profile = answer.Profile(1, flop, exponentials, wavefronts)
     busiest = max(_needed(profile).values())
-    return dataclasses.replace(
-        profile, clocks=math.ceil(max(1, busiest) / drawn.choice((0.4, 0.6, 0.75, 0.85, 0.95)))
-    )
+    return dataclasses.replace(profile, clocks=math.ceil(max(1, busiest) / drawn.choice((0.4, 0.6, 0.75, 0.85, 0.95))))
 
 
 def _edges(answer):
@@ -75,14 +66,8 @@ def _check_needed(answer, profile):
     for unit, clocks in right.items():
         if not _same(got[unit], clocks):
             largest = max(profile.wavefronts.values(), default=0)
-            why = (
-                "shared memory moves all of them, one after another: add them up"
-                if _same(got[unit], largest)
-                else ""
-            )
-            missing = [
-                k for k, n in profile.wavefronts.items() if n and _same(got[unit], clocks - n)
-            ]
+            why = "shared memory moves all of them, one after another: add them up" if _same(got[unit], largest) else ""
+            missing = [k for k, n in profile.wavefronts.items() if n and _same(got[unit], clocks - n)]
             if unit == "shared memory" and missing:
                 why = f"{missing[0]!r} is missing: add up all that there are"
             why = why or "divide what was counted by what the unit does in a clock"
@@ -124,22 +109,17 @@ def _check_estimate(answer, profile, changed, name=""):
     if _same(got, right):
         return
     kinds = {**profile.wavefronts, **changed.wavefronts}
-    of_kinds = sum(
-        max(0, profile.wavefronts.get(kind, 0) - changed.wavefronts.get(kind, 0)) for kind in kinds
-    )
+    of_kinds = sum(max(0, profile.wavefronts.get(kind, 0) - changed.wavefronts.get(kind, 0)) for kind in kinds)
     of_units = sum(max(0.0, n) for unit, n in spared.items() if unit != "shared memory")
     mistakes = {
         "what one kind of access spares shared memory another may take: compare its sums": max(
             profile.clocks - of_units - of_kinds, *after.values()
         ),
-        "no unit can need more clocks than the step takes": profile.clocks
-        - sum(max(0.0, n) for n in spared.values()),
+        "no unit can need more clocks than the step takes": profile.clocks - sum(max(0.0, n) for n in spared.values()),
         "what one unit is spared does not make up for what another has to do more": max(
             profile.clocks - sum(spared.values()), *after.values()
         ),
-        "a kernel that waits goes on waiting: take off its clocks what its units are spared": max(
-            after.values()
-        ),
+        "a kernel that waits goes on waiting: take off its clocks what its units are spared": max(after.values()),
         "several units may be spared some: add up what each is spared": max(
             profile.clocks - max(0.0, *spared.values()), *after.values()
         ),

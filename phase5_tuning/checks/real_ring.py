@@ -42,8 +42,7 @@ def check(answer):
         subprocess.run(
             [sys.executable, "-W", "ignore", "-m", __name__, answer.__file__, folder],
             cwd=ROOT,
-            env=os.environ
-            | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
+            env=os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
             stdin=subprocess.DEVNULL,
         )
         verdicts = [_verdict(Path(folder), rank, answer.__file__) for rank in range(RANKS)]
@@ -55,9 +54,7 @@ def check(answer):
     if failed:
         waiting = "; ".join(of["message"] for of in failed)
         reject(f"no rank goes on: {waiting}. {failed[0]['advice']}")
-    return (
-        f"{RANKS} processes over gloo: right, nobody waits for ever, keys travel while ranks attend"
-    )
+    return f"{RANKS} processes over gloo: right, nobody waits for ever, keys travel while ranks attend"
 
 
 def _verdict(folder: Path, rank: int, path: str) -> dict:
@@ -110,9 +107,7 @@ class Transfer:
             yield
         except RuntimeError as error:
             line = self.rank.line()
-            raise Stuck(
-                f"rank {self.rank.number} {does} its {self.kind} {self.number} in line {line}"
-            ) from error
+            raise Stuck(f"rank {self.rank.number} {does} its {self.kind} {self.number} in line {line}") from error
 
     def wait(self, *timeout) -> bool:
         if self.waited:
@@ -135,9 +130,7 @@ class Transfer:
 
     def is_completed(self) -> bool:
         if not self.waited:
-            reject(
-                f"line {self.rank.line()}: over gloo is_completed() is False until wait() returns: call wait()"
-            )
+            reject(f"line {self.rank.line()}: over gloo is_completed() is False until wait() returns: call wait()")
         return True
 
     def __getattr__(self, name):
@@ -173,9 +166,7 @@ class Rank:
         if new.kind == "send" and peer != after:
             reject(f"{does} to {self._named(peer)}, where rank {after} is the next one{turned}")
         if new.kind == "receive" and peer not in (before, None):
-            reject(
-                f"{does} from {self._named(peer)}, where rank {before} is the one before{turned}"
-            )
+            reject(f"{does} from {self._named(peer)}, where rank {before} is the one before{turned}")
         for other in self.transfers:
             if other is new or other.waited or not _overlap(new.tensor, other.tensor):
                 continue
@@ -184,9 +175,7 @@ class Rank:
             if new.kind == "send" and other.kind == "receive":
                 reject(f"{does} what may not have come yet: {_FIRST}")
             if new.kind == other.kind == "receive":
-                reject(
-                    f"{does} into a tensor into which its receive {other.number} comes: wait first"
-                )
+                reject(f"{does} into a tensor into which its receive {other.number} comes: wait first")
         opposite = self.of("receive" if new.kind == "send" else "send")
         if len(opposite) >= new.number:
             mine, other = new.tensor.nbytes, opposite[new.number - 1].tensor.nbytes
@@ -211,9 +200,7 @@ class Rank:
             for which in (("receive", True), ("send", False), ("receive", False))
         )
         if came < (RANKS - 1) * self.share and min(leaving, coming) < self.share:
-            still = (
-                f"line {self.line()}: rank {self.number} computes while keys or values stand still"
-            )
+            still = f"line {self.line()}: rank {self.number} computes while keys or values stand still"
             self.idle = self.idle or still
         self.attended += 1
         names = " ".join(map(self._whose, (q, k, v)))
@@ -240,16 +227,11 @@ class Rank:
     def signs(self) -> dict[str, bool]:
         """Sentences on a wrong result, by what attention_forward was given."""
         whole = self.share // 2
-        given = ", ".join(
-            names if n == whole else f"{names} ({n / whole:g} times)"
-            for names, n in self.given.items()
-        )
+        given = ", ".join(names if n == whole else f"{names} ({n / whole:g} times)" for names, n in self.given.items())
         beside = " and at its further arguments" if self.options else ""
         return {
             f"attention_forward was given {given}, as is right: look at the merge{beside}": self.given_right(),
-            f"attention_forward was given {given}, where {', '.join(self.wanted())} is right": bool(
-                given
-            ),
+            f"attention_forward was given {given}, where {', '.join(self.wanted())} is right": bool(given),
         }
 
     def check_wait(self, transfer: Transfer) -> None:
@@ -276,9 +258,7 @@ class Rank:
                 "keys and values, once. In the last step nobody needs them any more"
             )
         if not self.attended:
-            reject(
-                "attention_forward was not called, so it cannot be seen what is computed while the keys travel"
-            )
+            reject("attention_forward was not called, so it cannot be seen what is computed while the keys travel")
         if self.idle:
             reject(f"{self.idle}: start both transfers, attend, and then wait for them")
 
@@ -315,9 +295,7 @@ class Rank:
             replaced[name] = refused(name, why)
 
         def start(thread):
-            reject(
-                f"line {self.line()}: a thread is started. isend and irecv return at once, so none is needed"
-            )
+            reject(f"line {self.line()}: a thread is started. isend and irecv return at once, so none is needed")
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(threading.Thread, "start", start))
@@ -342,10 +320,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _play(answer, here: Rank) -> str:
     """One rank's calls of the answer, each judged."""
     for shape in SHAPES:
-        everybody = [
-            torch.randn(3, *shape, generator=torch.Generator().manual_seed(rank))
-            for rank in range(RANKS)
-        ]
+        everybody = [torch.randn(3, *shape, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]
         q, k, v = (t.clone() for t in everybody[here.number])
         here.begin(everybody)
         got = answer.ring_attention(q, k, v)
@@ -364,26 +339,20 @@ def _check_result(here: Rank, everybody: list[torch.Tensor], o, lse) -> None:
     own, next_one = parts[number], (number + 1) % RANKS
     others = [of for rank, of in enumerate(parts) if rank != next_one]
     wrong = {
-        "these are the keys of the last step alone: merge each part into the result": parts[
-            next_one
-        ],
+        "these are the keys of the last step alone: merge each part into the result": parts[next_one],
         "the parts are added up: merge them": tuple(map(sum, zip(*parts, strict=True))),
     }
     if not here.given_right():
         wrong |= {
             "these are its own keys alone": own,
             "its own keys were merged again and again: attend to what came": _merged([own] * RANKS),
-            f"the keys of rank {next_one} are missing: {RANKS} ranks take {RANKS} steps": _merged(
-                others
-            ),
+            f"the keys of rank {next_one} are missing: {RANKS} ranks take {RANKS} steps": _merged(others),
             f"its own keys count twice: {RANKS} ranks take {RANKS} steps": _merged([*parts, own]),
             "keys of all ranks, with the values of its own: values must travel too": _merged(
                 [_attention(q, k, own_v) for _, k, _ in everybody]
             ),
         }
-    for i, name, got, right in zip(
-        (1, 0), ("lse", "o"), (lse, o), reversed(_merged(parts)), strict=True
-    ):
+    for i, name, got, right in zip((1, 0), ("lse", "o"), (lse, o), reversed(_merged(parts)), strict=True):
         mistakes = {sentence: of[i] for sentence, of in wrong.items()}
         unread = isinstance(got, torch.Tensor) and bool(got.isnan().any())
         signs = {"it has NaN: was something used before wait() of its receive?": unread}

@@ -34,16 +34,13 @@ def check(answer):
             if fresh:
                 what = f"is the walk from key {fresh[0]} on given the state that the last one returned?\n{what}"
             require_verified(what, guarded(split), *inputs, is_causal=is_causal)
-        require_verified(
-            "no keys", guarded(split), *make_qkv(1, 1, 20, 16, seq_k=0, dtype=dtype), is_causal=True
-        )
+        require_verified("no keys", guarded(split), *make_qkv(1, 1, 20, 16, seq_k=0, dtype=dtype), is_causal=True)
     counted = f"{seen} tiles walked, each with a mask only if it needs one; " if seen else ""
     return f"{counted}o and lse in fp16, bf16 and fp32, tiles 32 x 32, 64 x 16 and 16 x 64"
 
 
 def _check_walks(answer, block_m, block_n, seq_q, seq_k, is_causal, fresh) -> int:
-    """Which tiles each program walks over, with and without a mask. Nothing is computed. Returns
-    their number.
+    """Which tiles each program walks over, with and without a mask. Nothing is computed. Returns their number.
 
     fresh: gets the start of every walk that does not receive what the walk before it returned.
     """
@@ -72,9 +69,7 @@ def _check_walks(answer, block_m, block_n, seq_q, seq_k, is_causal, fresh) -> in
 
 
 def _onlooker(walk, where, k, v, tiles_m, block_n, walks, fresh):
-    """What takes the place of `walk`: it rejects wrong arguments, and adds the tiles to `walks`, by
-    program.
-    """
+    """What takes the place of `walk`: it rejects wrong arguments, and adds the tiles to `walks`, by program."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     signature, returned = inspect.signature(walk), {}
@@ -118,14 +113,10 @@ def _require_tiles(where, visited, first, block_m, block_n, seq_q, seq_k, is_cau
         if start_n >= seen_by_last:
             reject(f"{keys}, and see none of them: where does the walk end?")
         if end_n > seen_by_first and not masked:
-            why = (
-                "they do not all exist" if end_n > seq_k else f"query {first} does not see them all"
-            )
+            why = "they do not all exist" if end_n > seq_k else f"query {first} does not see them all"
             reject(f"{keys} without a mask, but {why}: where does the part without a mask end?")
         if end_n <= seen_by_first and masked:
-            reject(
-                f"{keys} with a mask, and see all of them: this tile belongs to the part without one"
-            )
+            reject(f"{keys} with a mask, and see all of them: this tile belongs to the part without one")
     starts = sorted(start_n for start_n, _ in visited)
     missing = set(range(needed)).difference(*(range(n, n + block_n) for n in starts))
     if missing:

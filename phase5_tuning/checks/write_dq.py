@@ -33,9 +33,7 @@ def check(answer):
     q, k, v = make_qkv(1, 4, 300, 64, heads_kv=2, dtype=FP16)
     given = q, k, v, q, torch.empty(1, 4, 300), q, None
     with mock.patch.object(configs, "multiprocessors", return_value=132):
-        launches = offline.record_launches(
-            lambda: hopper_backward.plan(*given, True, 0.125, 1)(*given)
-        )
+        launches = offline.record_launches(lambda: hopper_backward.plan(*given, True, 0.125, 1)(*given))
     (launch,) = [one for one in launches if one.name == "_attn_bwd_hopper_kernel"]
     require_compiled(launch, hopper_backward, answer, "_write = write")
     runs = len(CASES) * len(SEEDS)
@@ -70,9 +68,7 @@ def _check_case(answer, case, ordered):
 
 def _difference(name, got, wanted, close):
     if close:
-        return (
-            f"the last bits of {name} are not those of the fixed order: parts are added in another"
-        )
+        return f"the last bits of {name} are not those of the fixed order: parts are added in another"
     wrong = ~torch.isclose(got, wanted, rtol=2e-2, atol=2e-2).all(dim=-1)
     _, h, row = (int(i) for i in wrong.nonzero()[0])
     where = f"{name} is wrong in {int(wrong.sum())} of {wrong.numel()} rows, first in row {row} of head {h}"

@@ -125,10 +125,7 @@ def _difference(o, right):
 def _astray(copies, needed):
     """A tile that is copied and not needed, and one that is needed and not copied, in words."""
     words = ""
-    for tiles, said in (
-        (copies - needed, "copied, not needed"),
-        (needed - copies, "needed, not copied"),
-    ):
+    for tiles, said in ((copies - needed, "copied, not needed"), (needed - copies, "needed, not copied")):
         if tiles:
             name, b, h, row = min(tiles)
             words += f"; {said}: {name} of head {h}, batch {b}, from row {row} on"
@@ -138,7 +135,5 @@ def _astray(copies, needed):
 def _check_compiled(answer):
     q, k, v = make_qkv(1, 4, 300, 64, heads_kv=2, dtype=FP16)
     with mock.patch.object(configs, "multiprocessors", return_value=132):
-        (launch,) = offline.record_launches(
-            lambda: hopper_forward.plan(q, k, v, True, 0.125, 1)(q, k, v)
-        )
+        (launch,) = offline.record_launches(lambda: hopper_forward.plan(q, k, v, True, 0.125, 1)(q, k, v))
     require_compiled(launch, hopper_forward, answer, "_produce = produce")

@@ -109,8 +109,8 @@ def test_several_gpus_give_attention_and_its_gradients(ranks, tmp_path):
 
 
 def lose_one(rank, ranks, folder, how, agreed):
-    """The last rank kills or stops itself in its second call, before or after the ranks have agreed; what
-    the others say of it lies in folder/heard<rank>.
+    """The last rank kills or stops itself in its second call, before or after the ranks have agreed; what the others
+    say of it lies in folder/heard<rank>.
     """
     begin(rank, ranks, folder)
     q, k, v = (cp.shard(t) for t in make_qkv(1, 4, 1024, 128, dtype=torch.bfloat16, device=f"cuda:{rank}"))

@@ -40,9 +40,7 @@ def tuned(q, k, v, *, is_causal, scale, enable_gqa):
 
 @contextlib.contextmanager
 def tiles_for(programs):
-    """Inside it, calls take the last rung, with the tiles that are meant for few programs, or for
-    many.
-    """
+    """Inside it, calls take the last rung, with the tiles that are meant for few programs, or for many."""
 
     def pick(choice, is_causal, tiles):
         many = choice.causal if is_causal else choice.full
@@ -60,8 +58,8 @@ def tiles_for(programs):
 
 @contextlib.contextmanager
 def gpu_of_the_table(known):
-    """Inside it, the GPU counts as the one that was measured, or as another, and the last rung is
-    taken; yields the plans.
+    """Inside it, the GPU counts as the one that was measured, or as another, and the last rung is taken; yields the
+    plans.
     """
     with (
         mock.patch.dict(os.environ, FLASH_ATTENTION_HOPPER="0"),
@@ -184,11 +182,7 @@ def test_trap2_and_51_nothing_outside_is_read_or_written(margin, is_causal):
 
 
 @MASKS
-@pytest.mark.parametrize(
-    "sizes",
-    [(0, 2, 5), (2, 0, 5), (2, 2, 0)],
-    ids=["batch", "heads", "seq_q"],
-)
+@pytest.mark.parametrize("sizes", [(0, 2, 5), (2, 0, 5), (2, 2, 0)], ids=["batch", "heads", "seq_q"])
 def test_trap11_empty_results_and_gradients_have_the_right_shape(sizes, is_causal):
     q, k, v = (t.requires_grad_() for t in make_qkv(*sizes, 64, seq_k=7, dtype=torch.bfloat16))
     o, lse = FlashAttention.apply(q, k, v, is_causal, None)
@@ -362,10 +356,7 @@ def test_trap39_a_tile_that_does_not_fit_gives_way(rung, is_causal):
     forward = dict(kernel=rung.forward, config=deep)
     asked = [functools.partial(attention_forward, q, k, v, is_causal, **forward)]
     kernels = dict(dkdv_kernel=rung.dkdv, dq_kernel=rung.dq, is_causal=is_causal)
-    for options in (
-        dict(dkdv_config=deep, needs=(False, True)),
-        dict(dq_config=deep, needs=(True, False)),
-    ):
+    for options in (dict(dkdv_config=deep, needs=(False, True)), dict(dq_config=deep, needs=(True, False))):
         saved = q, k, v, o, lse, o
         asked.append(functools.partial(attention_backward, *saved, **kernels, **options))
     for call in asked:

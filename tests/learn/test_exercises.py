@@ -546,9 +546,7 @@ def test_what_is_right_interpreted_and_wrong_on_the_gpu_is_wrong(learner):
     outcomes += [dict(kind="wrong", message="x is 0", gpu=True), outcomes[0], dict(kind="passed", message="", gpu=True)]
     with mock.patch.object(exercises, "_in_child", side_effect=outcomes):
         verdict = answer(ADD)
-        assert (verdict.kind, verdict.message) == (
-            "wrong", "right when interpreted, but compiled for the GPU: x is 0",
-        )  # fmt: skip
+        assert (verdict.kind, verdict.message) == ("wrong", "right when interpreted, but compiled for the GPU: x is 0")
         assert not Progress.load().passed
         assert answer(ADD).message == "2 sizes; compiled too"
     outcome = dict(kind="wrong", message="x is 0", gpu=True, launches=[{}])

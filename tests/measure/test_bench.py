@@ -46,7 +46,7 @@ def test_a_record_says_where_it_comes_from(folder, name):
 def test_a_record_is_of_the_kernels_as_they_are(folder, name):
     record = records.load(folder, name)
     module = importlib.import_module(measuring_module(record))
-    now = {records.qualified(k): records.fingerprint(k) for k in module.KERNELS}
+    now = {records.kernel_name(k): records.fingerprint(k) for k in module.KERNELS}
     modes = {row.get("mode") for row in record["rows"]}
     for mode, other in ("fwd", "_bwd_"), ("bwd", "_fwd_"):  # a record of one pass has no times of the other's kernels
         if modes == {mode}:
@@ -146,11 +146,11 @@ def test_peers_that_are_packages_are_signed_with_their_versions():
 
 def test_a_kernel_has_one_name_however_its_module_was_started(monkeypatch):
     module = importlib.import_module("phase3_forward.forward")
-    name = "phase3_forward.forward._attn_fwd_kernel"
-    assert records.qualified(module._attn_fwd_kernel) == name
+    name = "phase3_forward._attn_fwd_kernel"
+    assert records.kernel_name(module._attn_fwd_kernel) == name
     monkeypatch.setitem(sys.modules, "__main__", module)
     monkeypatch.setattr(module._attn_fwd_kernel.fn, "__module__", "__main__")
-    assert records.qualified(module._attn_fwd_kernel) == name
+    assert records.kernel_name(module._attn_fwd_kernel) == name
 
 
 def test_the_fingerprint_follows_the_kernel_and_what_it_calls():

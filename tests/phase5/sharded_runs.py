@@ -217,8 +217,8 @@ def run(rank: int, ranks: int, folder: str) -> None:
 
 
 def lose_one(rank: int, ranks: int, folder: str, how: signal.Signals) -> None:
-    """The last rank ends or stops itself after a first call; the others call again, and what they say
-    of it lies in folder/heard<rank>.
+    """The last rank ends or stops itself after a first call; the others call again, and what they say of it lies in
+    folder/heard<rank>.
     """
     begin(rank, ranks, folder)
     with open(f"{folder}/heard{rank}", "w") as file:

@@ -76,11 +76,7 @@ def test_all_ranks_together_give_attention_and_its_gradients(runs, way, case):
     *qkv, do = sharded_runs.inputs(case)
     results = got[0]["whole"][way, case]
     report = verify_results(
-        lambda q, k, v, **_: Given.apply(q, k, v, *results),
-        *qkv,
-        do=do,
-        compare_sdpa=False,
-        **CASES[case][1],
+        lambda q, k, v, **_: Given.apply(q, k, v, *results), *qkv, do=do, compare_sdpa=False, **CASES[case][1]
     )
     report.check()
 
@@ -142,12 +138,8 @@ def test_wrong_on_all_ranks(runs):
         assert text.startswith("is_causal: seq_q and seq_k must be equal, got")
         kind, text = of_rank["errors"]["invalid on all"]
         assert (kind, "rank" in text) == ("ValueError", False)
-        assert of_rank["errors"]["heads"] == (
-            "ValueError", f"heads_q: 5 heads cannot be shared by {ranks} ranks",
-        )  # fmt: skip
-        assert of_rank["errors"]["heads_kv"] == (
-            "ValueError", f"heads_kv: 1 heads cannot be shared by {ranks} ranks",
-        )  # fmt: skip
+        assert of_rank["errors"]["heads"] == ("ValueError", f"heads_q: 5 heads cannot be shared by {ranks} ranks")
+        assert of_rank["errors"]["heads_kv"] == ("ValueError", f"heads_kv: 1 heads cannot be shared by {ranks} ranks")
 
 
 def test_a_scale_of_0_is_one_scale_whatever_its_sign(runs):

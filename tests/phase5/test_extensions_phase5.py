@@ -13,14 +13,7 @@ from phase5_tuning.checks.fp8 import check_quantized_attention, quantized, resto
 from phase5_tuning.checks.pick_tiles import BUDGET, MARGIN, SPILLING, TILES
 from phase5_tuning.configs import Config
 from phase5_tuning.forward import attention_forward
-from phase5_tuning.solutions import (
-    count_flops,
-    cross_head_store,
-    fold_log2e,
-    fp8,
-    pick_tiles,
-    split_causal_loop,
-)
+from phase5_tuning.solutions import count_flops, cross_head_store, fold_log2e, fp8, pick_tiles, split_causal_loop
 
 import pytest
 import torch

@@ -107,9 +107,7 @@ FORWARD = {
         {"Race"},
     ),
     "the producer waits with the readers' parity": (
-        {
-            "(memory.kv_empty.index(slot), parity ^ 1)": "(memory.kv_empty.index(slot), parity)",
-        },
+        {"(memory.kv_empty.index(slot), parity ^ 1)": "(memory.kv_empty.index(slot), parity)"},
         {"Deadlock"},
     ),
     "the loop does not wait for keys and values": (

@@ -18,25 +18,8 @@ from phase5_tuning.ladder import LADDER
 
 import pytest
 import torch
-from helpers import (
-    each_element_written_once,
-    embedded,
-    far_apart,
-    guards,
-    interpreted_only,
-    results_far_apart,
-)
-from tuned_passes import (
-    KERNELS,
-    MASKS,
-    assert_equal,
-    backward,
-    gradient_like,
-    in_tiles,
-    leaves,
-    tuned,
-    verify,
-)
+from helpers import each_element_written_once, embedded, far_apart, guards, interpreted_only, results_far_apart
+from tuned_passes import KERNELS, MASKS, assert_equal, backward, gradient_like, in_tiles, leaves, tuned, verify
 
 INF = float("inf")
 CASES = list(cases.cases())
@@ -64,10 +47,7 @@ def test_the_rungs_change_the_kernels_that_course_diff_shows():
 def test_the_last_rung_ships():
     q, k, v = make_qkv(1, 2, 130, 64)
     o, lse = attention_forward(q, k, v)
-    for call in (
-        lambda: attention_forward(q, k, v),
-        lambda: attention_backward(q, k, v, o, lse, o),
-    ):
+    for call in (lambda: attention_forward(q, k, v), lambda: attention_backward(q, k, v, o, lse, o)):
         names = {launch.name for launch in offline.record_launches(call)}
         shipped = {LADDER[-1].forward, LADDER[-1].dkdv, LADDER[-1].dq, _attn_bwd_rows_kernel}
         assert names
@@ -148,11 +128,7 @@ def test_trap22_keys_of_minus_infinity_on_rungs(block_m, block_n, rung, seq_q):
 
 
 @MASKS
-@pytest.mark.parametrize(
-    "sizes",
-    [(0, 2, 5), (2, 0, 5), (2, 2, 0)],
-    ids=["batch", "heads", "seq_q"],
-)
+@pytest.mark.parametrize("sizes", [(0, 2, 5), (2, 0, 5), (2, 2, 0)], ids=["batch", "heads", "seq_q"])
 def test_trap11_empty_results_and_gradients_have_the_right_shape(sizes, is_causal):
     q, k, v = leaves(*sizes, 16, seq_k=7, dtype=torch.bfloat16)
     o, lse = attention_forward(q, k, v, is_causal)

@@ -39,13 +39,7 @@ def test_compile_all_names_a_gpu_it_does_not_know(capsys):
 @interpreted_only
 @pytest.mark.parametrize(
     ("fault", "code"),
-    [
-        (dict(), 0),
-        (dict(error="no"), 1),
-        (dict(spills=4096), 1),
-        (dict(serialized=True), 1),
-        (dict(shared=2**20), 1),
-    ],
+    [(dict(), 0), (dict(error="no"), 1), (dict(spills=4096), 1), (dict(serialized=True), 1), (dict(shared=2**20), 1)],
     ids=["good", "refused", "spills", "serialized", "too large"],
 )
 def test_compile_all_fails_if_a_kernel_has_no_good_tile(fault, code, capsys):

@@ -38,11 +38,7 @@ def test_it_takes_sdpas_place():
 @pytest.mark.parametrize(
     ("name", "shapes", "words"),
     [
-        (
-            "query",
-            [(4, 8, 16), (1, 2, 8, 16)],
-            r"expected 4 dimensions \(batch, heads, seq, head_dim\), got .*\(4, 8,",
-        ),
+        ("query", [(4, 8, 16), (1, 2, 8, 16)], r"expected 4 dimensions \(batch, heads, seq, head_dim\), got .*\(4, 8,"),
         ("query", [(1, 2, 8, 257), (1, 2, 8, 257)], "expected head_dim from 1 to 256"),
         ("key", [(1, 2, 8, 16), (1, 2, 8, 32)], "expected head_dim 16 like query"),
         ("key", [(1, 2, 8, 16), (2, 2, 8, 16)], "expected batch 1 like query"),
@@ -159,10 +155,7 @@ WAYS_FORWARD = {
     "jvp of vmap": lambda fn, *qkv: pushed(torch.func.vmap(fn), *(t[None] for t in qkv)),
     "vmap of jvp": lambda fn, *qkv: torch.func.vmap(along(fn))(*(t[None] for t in qkv)),
     "by the value alone": lambda fn, q, k, v: pushed(lambda v: fn(q, k, v), v),
-    "inside another jvp": lambda fn, q, k, v: pushed(
-        lambda q: pushed(lambda x: x * fn(q, k, v), q),
-        q,
-    ),
+    "inside another jvp": lambda fn, q, k, v: pushed(lambda q: pushed(lambda x: x * fn(q, k, v), q), q),
     "duals": of_duals,
     "duals of leaves": lambda fn, *qkv: of_duals(fn, *(t.clone().requires_grad_() for t in qkv)),
     "jvp, compiled": lambda fn, *qkv: compiled(along(fn))(*qkv),

@@ -108,11 +108,7 @@ def test_tensors_of_another_kind_are_planned_anew(other):
             assert (forward.call_count, backward.call_count) == (count, count)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [dict(is_causal=True), dict(scale=0.3), dict(scale=-0.25), dict(scale=0.0)],
-    ids=str,
-)
+@pytest.mark.parametrize("other", [dict(is_causal=True), dict(scale=0.3), dict(scale=-0.25), dict(scale=0.0)], ids=str)
 def test_other_options_are_planned_anew(other):
     q, k, v = made(**BASE)
     with planned() as (forward, backward):
@@ -303,10 +299,7 @@ def test_tf32_reaches_every_kernel():
             super().__init__(kernel, programs, sizes, *rest)
             seen.append(sizes.get("PRECISION"))
 
-    with (
-        mock.patch.object(forward_module, "Launch", Watched),
-        mock.patch.object(backward_module, "Launch", Watched),
-    ):
+    with mock.patch.object(forward_module, "Launch", Watched), mock.patch.object(backward_module, "Launch", Watched):
         for switch, expected in (("high", "tf32"), ("highest", "ieee")):
             seen.clear()
             with matmul_precision(switch):

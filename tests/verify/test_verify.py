@@ -1,7 +1,7 @@
 """The harness on trial: it must reject every wrong kernel and accept every correct one.
 
-The wrong kernels are those of `mutants`. The correct ones are the same emulator with nothing replaced, the tiled
-twin of `reference`, and SDPA.
+The wrong kernels are those of `mutants`. The correct ones are the same emulator with nothing replaced, the tiled twin
+of `reference`, and SDPA.
 """
 
 import functools
@@ -944,7 +944,7 @@ HALF, HALVED = torch.ones(1, 1, 4, 16, dtype=FP16), Fraction(1, 2)
         (dict(is_causal=1), TypeError, "is_causal: expected a bool, got int"),
         (dict(enable_gqa="no"), TypeError, "enable_gqa: expected a bool, got str"),
     ],
-)  # fmt: skip
+)
 def test_an_argument_of_a_wrong_kind_is_named(wrong, error, words):
     q, k, v = make_qkv(1, 1, 4, 16)
     given = dict(fn=lambda q, k, v, **_: q, q=q, k=k, v=v) | wrong

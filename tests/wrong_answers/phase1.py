@@ -146,11 +146,7 @@ WRONG = {
         Wrong("PyTorch: the old maximum is lost", {"torch.maximum(m, tile.amax(dim=1))": "tile.amax(dim=1)"}, "alone"),
         Wrong("PyTorch: no guard", {"torch.where(m_new == -math.inf, 0.0, m_new)": "m_new"}, "-inf subtracted"),
         Wrong("PyTorch: -inf becomes 0", {"return m_new, l *": "return shift, l *"}, "became 0"),
-        Wrong(
-            "PyTorch: one maximum for all rows",
-            {"tile.amax(dim=1)": "tile.amax()"},
-            "which axis is reduced?",
-        ),
+        Wrong("PyTorch: one maximum for all rows", {"tile.amax(dim=1)": "tile.amax()"}, "which axis is reduced?"),
         Wrong("PyTorch: in place", {"return m_new, l *": "m[:] = m_new\n    return m_new, l *"}, "writes into"),
         Wrong(
             "PyTorch: NaN is hidden",
@@ -167,11 +163,7 @@ WRONG = {
             "the precision of fp32 only",
         ),
         Wrong("Triton: no rescale", {"l_i * tl.exp(m_i - shift)": "l_i"}, "in Triton, a tile with larger logits: l"),
-        Wrong(
-            "PyTorch: l, m",
-            {f"return m_new, {_NEW_L}": f"return {_NEW_L}, m_new"},
-            "m and l are exchanged",
-        ),
+        Wrong("PyTorch: l, m", {f"return m_new, {_NEW_L}": f"return {_NEW_L}, m_new"}, "m and l are exchanged"),
         Wrong(
             "Triton: Python's max",
             {"tl.maximum(m_i, tl.max(s, axis=1))": "max(m_i, tl.max(s, axis=1))"},
@@ -224,16 +216,8 @@ WRONG = {
             {"BLOCK_N=64,": "BLOCK_N=triton.next_power_of_2(max(1, n)),"},
             "compiled anew for rows of another length",
         ),
-        Wrong(
-            "acc is not rescaled",
-            {"acc = alpha * acc + tl": "acc = acc + tl"},
-            "the same rows falling are right",
-        ),
-        Wrong(
-            "l is not rescaled",
-            {"l = alpha * l + tl": "l = l + tl"},
-            "the same rows falling are right",
-        ),
+        Wrong("acc is not rescaled", {"acc = alpha * acc + tl": "acc = acc + tl"}, "the same rows falling are right"),
+        Wrong("l is not rescaled", {"l = alpha * l + tl": "l = l + tl"}, "the same rows falling are right"),
         Wrong(
             "padding of 0",
             {'mask=offs_n < n, other=float("-inf")': "mask=offs_n < n, other=0.0"},

@@ -146,9 +146,7 @@ WRONG = {
         ),
         Wrong(
             "v with k's strides",
-            {
-                "load_tile(v_head, stride_v": "load_tile(v_head, stride_k",
-            },
+            {"load_tile(v_head, stride_v": "load_tile(v_head, stride_k"},
             "v is read with the strides of k within a head",
         ),
         Wrong(
@@ -248,9 +246,7 @@ WRONG = {
             "is it stored with stride_o",
         ),
         Wrong(
-            "o is contiguous",
-            {"store_tile(o_ptr, stride_o,": "store_tile(o_ptr, (HEAD_DIM, 1),"},
-            "with stride_o[2]",
+            "o is contiguous", {"store_tile(o_ptr, stride_o,": "store_tile(o_ptr, (HEAD_DIM, 1),"}, "with stride_o[2]"
         ),
         Wrong(
             "columns lie side by side",
@@ -337,9 +333,7 @@ WRONG = {
         ),
         Wrong(
             "v with k's strides",
-            {
-                "load_tile(v_head, stride_v": "load_tile(v_head, stride_k",
-            },
+            {"load_tile(v_head, stride_v": "load_tile(v_head, stride_k"},
             "v is read with the strides of k within a head",
         ),
         Wrong("l_i is not rescaled", {"l_i = alpha * l_i + weight": "l_i = l_i + weight"}, "sum l_i is not rescaled"),
@@ -535,16 +529,12 @@ WRONG = {
     "lse_test": [
         Wrong(
             "finite where no key is seen",
-            {
-                "lse.isfinite() & truth.isfinite(), z": "lse.isfinite(), z",
-            },
+            {"lse.isfinite() & truth.isfinite(), z": "lse.isfinite(), z"},
             "the row that sees no key has 0",
         ),
         Wrong(
             "the variance",
-            {
-                "(of_exponentials + of_sum + of_storing).sqrt()": "of_exponentials + of_sum + of_storing",
-            },
+            {"(of_exponentials + of_sum + of_storing).sqrt()": "of_exponentials + of_sum + of_storing"},
             "this is the variance",
         ),
         Wrong(

@@ -91,11 +91,7 @@ WRONG = {
         Wrong("LSE forgotten", {"tl.exp(s - lse[:, None])": "tl.exp(s)"}, "subtract the LSE"),
         Wrong("scale forgotten", {'input_precision="ieee") * scale': 'input_precision="ieee")'}, "by the scale"),
         Wrong("the last tile of queries alone", {"do, dv, input": "do, input"}, "do not overwrite"),
-        Wrong(
-            "LSE of the first head",
-            {"lse_head + offs_m": "lse_ptr + offs_m"},
-            "head 0 is right",
-        ),
+        Wrong("LSE of the first head", {"lse_head + offs_m": "lse_ptr + offs_m"}, "head 0 is right"),
         Wrong("LSE moved twice", {"lse_head + offs_m": "lse_head + pid_bh * seq_q + offs_m"}, "is it moved again?"),
         Wrong("steps by BLOCK_N", {"seq_q, BLOCK_M)": "seq_q, BLOCK_N)"}, "the walk goes by BLOCK_M"),
         Wrong("loops over keys", {"range(0, seq_q,": "range(0, seq_k,"}, "the walk ends at seq_k"),
@@ -430,7 +426,7 @@ WRONG = {
                 'tl.atomic_add(there, part, mask=inside, sem="relaxed")\n': (
                     "if pid_n == 0:\n            tl.store(there, part, mask=inside)\n        else:\n"
                     '            tl.atomic_add(there, part, mask=inside, sem="relaxed")\n'
-                ),
+                )
             },
             "its part is overwritten",
         ),

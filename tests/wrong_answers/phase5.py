@@ -640,11 +640,7 @@ WRONG = {
             {"yield wait(ring.full[i], full_parity)\n                yield arrive": "yield arrive"},
             "lets go of a tile that has not arrived",
         ),
-        Wrong(
-            "skipped",
-            {WAIT_AND_ARRIVE: f"continue{LINE}# end"},
-            "`empty` counts the arrivals of all of them",
-        ),
+        Wrong("skipped", {WAIT_AND_ARRIVE: f"continue{LINE}# end"}, "`empty` counts the arrivals of all of them"),
         Wrong(
             "let go first",
             {WAIT_AND_ARRIVE: f"yield arrive(ring.empty[i]){LINE}yield wait(ring.full[i], full_parity){LINE}# end"},
@@ -797,9 +793,7 @@ WRONG = {
     ],
     "write_dq": [
         Wrong(
-            "nobody waits for the turn",
-            {"            await_count(count_ptr, before)\n": "            pass\n"},
-            "dq",
+            "nobody waits for the turn", {"            await_count(count_ptr, before)\n": "            pass\n"}, "dq"
         ),
         Wrong(
             "the first adds too",
@@ -807,20 +801,10 @@ WRONG = {
             "where it is NaN: its sum or a part was used before anybody filled it",
         ),
         Wrong(
-            "the second stores too",
-            {"if ORDERED and before == 0:": "if ORDERED and before <= 1:"},
-            "dq is wrong in",
+            "the second stores too", {"if ORDERED and before == 0:": "if ORDERED and before <= 1:"}, "dq is wrong in"
         ),
-        Wrong(
-            "in any order the first stores",
-            {"if ORDERED and before == 0:": "if before == 0:"},
-            "in any order",
-        ),
-        Wrong(
-            "the places go before they are read",
-            {"        tma.store_wait(0)\n": ""},
-            ": Race: ",
-        ),
+        Wrong("in any order the first stores", {"if ORDERED and before == 0:": "if before == 0:"}, "in any order"),
+        Wrong("the places go before they are read", {"        tma.store_wait(0)\n": ""}, ": Race: "),
         Wrong(
             "one part is not waited for",
             {"        mbarrier.wait(memory.dq_full.index(2 * ME + 1), parity)\n": ""},
@@ -964,9 +948,7 @@ WRONG = {
     "merge_ranks": [
         Wrong("lse in 16 bits", {"    lse.copy_(both)": "    lse.copy_(both.half())"}, "both lse are fp32"),
         Wrong(
-            "lse first",
-            {"    gap = (": "    lse.copy_(both)\n    gap = ("},
-            "lse is already that of both sets here",
+            "lse first", {"    gap = (": "    lse.copy_(both)\n    gap = ("}, "lse is already that of both sets here"
         ),
         Wrong(
             "weights by exp, lse first",
@@ -1001,10 +983,7 @@ WRONG = {
         Wrong("the larger one", {"torch.logaddexp(lse": "torch.maximum(lse"}, "this is the larger one"),
         Wrong(
             "the plain sum",
-            {
-                "    o.mul_(torch.sigmoid(-gap)[..., None])\n": "",
-                "o_part * torch.sigmoid(gap)[..., None]": "o_part",
-            },
+            {"    o.mul_(torch.sigmoid(-gap)[..., None])\n": "", "o_part * torch.sigmoid(gap)[..., None]": "o_part"},
             "this is the sum of both",
         ),
         Wrong("swapped", {"(lse_part - lse).masked": "(lse - lse_part).masked"}, "the weights are swapped"),
@@ -1695,11 +1674,7 @@ WRONG = {
             {"            merge_(o, lse, *part)": "            merge_(o, lse, part[0], lse)"},
             "as is right: look at the merge",
         ),
-        Wrong(
-            "a mask",
-            {"attention_forward(q, *kv)": "attention_forward(q, *kv, True)"},
-            "at its further arguments",
-        ),
+        Wrong("a mask", {"attention_forward(q, *kv)": "attention_forward(q, *kv, True)"}, "at its further arguments"),
         Wrong(
             "its own keys are sent in each step",
             {"dist.isend(kv,": "dist.isend(torch.stack((k, v)),"},
