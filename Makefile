@@ -63,7 +63,7 @@ sanitize: $(READY)
 # Phase 5's rungs, and all tiles of the last, for three generations of GPUs, without one: about ten minutes.
 compile-all: export TRITON_INTERPRET = 1
 compile-all: $(READY)
-	$(PY) -m phase5_tuning.compile_all
+	$(PY) -m phase5_tuning.bench.compile_all
 
 site: export TRITON_INTERPRET = 1
 site: $(READY)

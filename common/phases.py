@@ -25,7 +25,7 @@ class Phase:
         return int(self.folder.removeprefix("phase").split("_")[0])
 
     def path(self, module: str) -> Path:
-        return ROOT / self.folder / f"{module}.py"
+        return ROOT / self.folder / f"{module.replace('.', '/')}.py"
 
     @property
     def notebook_paths(self) -> tuple[Path, ...]:
@@ -36,22 +36,22 @@ class Phase:
 # The rung "tiles" is not here: it has the kernels of phases 3 and 4.
 RUNGS = {
     "base2": dict(
-        forward=("forward_ladder", "_attn_fwd_base2_kernel"),
-        dkdv=("dkdv_ladder", "_attn_bwd_dkdv_base2_kernel"),
-        dq=("dq_ladder", "_attn_bwd_dq_base2_kernel"),
+        forward=("ladder.forward", "_attn_fwd_base2_kernel"),
+        dkdv=("ladder.dkdv", "_attn_bwd_dkdv_base2_kernel"),
+        dq=("ladder.dq", "_attn_bwd_dq_base2_kernel"),
     ),
-    "late-sums": dict(forward=("forward_ladder", "_attn_fwd_late_sums_kernel")),
+    "late-sums": dict(forward=("ladder.forward", "_attn_fwd_late_sums_kernel")),
     "edges": dict(
-        forward=("forward_ladder", "_attn_fwd_edges_kernel"),
-        dkdv=("dkdv_ladder", "_attn_bwd_dkdv_edges_kernel"),
-        dq=("dq_ladder", "_attn_bwd_dq_edges_kernel"),
+        forward=("ladder.forward", "_attn_fwd_edges_kernel"),
+        dkdv=("ladder.dkdv", "_attn_bwd_dkdv_edges_kernel"),
+        dq=("ladder.dq", "_attn_bwd_dq_edges_kernel"),
     ),
-    "transposed": dict(dkdv=("dkdv_ladder", "_attn_bwd_dkdv_transposed_kernel")),
-    "heavy-first": dict(forward=("forward_ladder", "_attn_fwd_heavy_first_kernel")),
+    "transposed": dict(dkdv=("ladder.dkdv", "_attn_bwd_dkdv_transposed_kernel")),
+    "heavy-first": dict(forward=("ladder.forward", "_attn_fwd_heavy_first_kernel")),
     "descriptors": dict(
-        forward=("forward_ladder", "_attn_fwd_descriptors_kernel"),
-        dkdv=("dkdv_ladder", "_attn_bwd_dkdv_descriptors_kernel"),
-        dq=("dq_ladder", "_attn_bwd_dq_descriptors_kernel"),
+        forward=("ladder.forward", "_attn_fwd_descriptors_kernel"),
+        dkdv=("ladder.dkdv", "_attn_bwd_dkdv_descriptors_kernel"),
+        dq=("ladder.dq", "_attn_bwd_dq_descriptors_kernel"),
     ),
 }
 
@@ -92,15 +92,15 @@ PHASES = (
         "phase5_tuning",
         "From correct to fast, measured",
         (
-            "forward_ladder",
-            "dkdv_ladder",
-            "dq_ladder",
-            "configs",
-            "launch",
-            "forward",
-            "backward",
+            "ladder.forward",
+            "ladder.dkdv",
+            "ladder.dq",
+            "launch.configs",
+            "launch.plans",
+            "passes.forward",
+            "passes.backward",
             "attention",
-            "ladder",
+            "passes.rungs",
         ),
         RUNGS["descriptors"],
         ("tuning.ipynb", "hopper.ipynb", "context_parallel.ipynb"),

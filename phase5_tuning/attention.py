@@ -2,13 +2,13 @@
 
     from phase5_tuning import flash_attention as scaled_dot_product_attention
 
-Builds on: this phase's `forward` and `backward`. The operator is made as in phase 4: two custom ops that torch.compile
+Builds on: this phase's `passes`. The operator is made as in phase 4: two custom ops that torch.compile
 takes whole, and an autograd.Function that saves q, k, v, o and the LSE.
 """
 
 from common import validate
-from phase5_tuning.backward import attention_backward
-from phase5_tuning.forward import attention_forward
+from phase5_tuning.passes.backward import attention_backward
+from phase5_tuning.passes.forward import attention_forward
 
 import torch
 

@@ -7,11 +7,11 @@ from common import runtime
 from common.verify import verify_results
 from common.verify.inputs import make_qkv, make_tensor
 from common.verify.suite import Case
-from phase5_tuning import configs
 from phase5_tuning.attention import FlashAttention
-from phase5_tuning.backward import attention_backward
-from phase5_tuning.forward import attention_forward
-from phase5_tuning.ladder import LADDER
+from phase5_tuning.launch import configs
+from phase5_tuning.passes.backward import attention_backward
+from phase5_tuning.passes.forward import attention_forward
+from phase5_tuning.passes.rungs import LADDER
 
 import torch
 

@@ -29,8 +29,8 @@ from common.phases import PHASES, ROOT
 ROOTS = (
     ("phase5_tuning.attention", "flash_attention"),
     ("phase5_tuning.attention", "FlashAttention"),
-    ("phase5_tuning.forward", "attention_forward"),
-    ("phase5_tuning.backward", "attention_backward"),
+    ("phase5_tuning.passes.forward", "attention_forward"),
+    ("phase5_tuning.passes.backward", "attention_backward"),
 )
 HOUSE = "common", *(phase.folder for phase in PHASES)
 FIRST = "common.runtime"  # chooses how Triton runs, so it stands before Triton is imported

@@ -51,7 +51,7 @@ def without_plans():
 
     Yields the plans that are made. A plan of before would not ask what a test has replaced.
     """
-    return mock.patch("phase5_tuning.launch._plans", {})
+    return mock.patch("phase5_tuning.launch.plans._plans", {})
 
 
 @contextlib.contextmanager
@@ -59,11 +59,11 @@ def hopper_at_any_size():
     """Inside it, the Hopper kernels take small calls too, and no plan from before is used."""
     few = {64: 0, 128: 0}
     with (
-        mock.patch("phase5_tuning.hopper_forward.NARROW", 0),
-        mock.patch("phase5_tuning.hopper_forward.SHORT_KEYS", 300),  # calls on both sides are small here
-        mock.patch("phase5_tuning.hopper_backward.MOST_TOGETHER", 2),  # few heads walk in both ways
-        mock.patch.dict("phase5_tuning.hopper_forward.FEW", few),
-        mock.patch.dict("phase5_tuning.hopper_backward.FEW", few),
+        mock.patch("phase5_tuning.hopper.forward.NARROW", 0),
+        mock.patch("phase5_tuning.hopper.forward.SHORT_KEYS", 300),  # calls on both sides are small here
+        mock.patch("phase5_tuning.hopper.backward.MOST_TOGETHER", 2),  # few heads walk in both ways
+        mock.patch.dict("phase5_tuning.hopper.forward.FEW", few),
+        mock.patch.dict("phase5_tuning.hopper.backward.FEW", few),
         without_plans() as plans,
     ):
         yield plans

@@ -34,17 +34,16 @@ MEETINGS = {  # in hopper_backward: named barriers, and what does the same with 
     "    meet(0, 256)  # nobody reads K any more\n": (
         "    mbarrier.arrive(memory.met)\n    mbarrier.wait(memory.met, work.steps() * work.group & 1)\n"
     ),
-    "    STAGES: gl.constexpr\n\n    @gluon.constexpr_function\n    def __init__(\n        self, k, v,": (
+    "    STAGES: gl.constexpr\n\n    @gluon.constexpr_function\n    def __init__(self, k, v,": (
         "    met: gl.shared_memory_descriptor\n    STAGES: gl.constexpr\n\n    @gluon.constexpr_function\n"
-        "    def __init__(\n        self, k, v,"
+        "    def __init__(self, k, v,"
     ),
-    "dq_full, dq_empty, STAGES\n": "dq_full, dq_empty, met, STAGES\n",
+    "dq_full, dq_empty, STAGES):\n": "dq_full, dq_empty, met, STAGES):\n",
     "        self.STAGES = gl.constexpr(STAGES)\n": (
         "        self.met = met\n        self.STAGES = gl.constexpr(STAGES)\n"
     ),
-    "        STAGES,\n    )  # fmt: skip\n    mbarrier.init": (
-        "        gl.allocate_shared_memory(gl.int64, [1], BARRIER),\n        STAGES,\n    )  # fmt: skip\n"
-        "    mbarrier.init"
+    "        STAGES,\n    )\n    mbarrier.init": (
+        "        gl.allocate_shared_memory(gl.int64, [1], BARRIER),\n        STAGES,\n    )\n    mbarrier.init"
     ),
     "    mbarrier.init(memory.kv_full, count=1)\n": (
         "    mbarrier.init(memory.kv_full, count=1)\n    mbarrier.init(memory.met, count=CONSUMERS)\n"
@@ -141,7 +140,7 @@ def verdict(tool: str) -> bool:
 def call_hopper(which: str, head_dim: int, change: str) -> None:
     """One call of a Hopper kernel, with a change of CHANGES, causal, with grouped heads: three tiles of keys."""
     from common.verify.reference import naive_attention
-    from phase5_tuning.gluon_interpreter import changed
+    from phase5_tuning.hopper.interpreter import changed
 
     import torch
     import triton

@@ -9,10 +9,11 @@ from unittest import mock
 from common import make_qkv
 from phase3_forward import forward as phase3
 from phase4_backward import backward as phase4
-from phase5_tuning import hopper_backward, hopper_forward
-from phase5_tuning.backward import attention_backward
-from phase5_tuning.forward import attention_forward
-from phase5_tuning.ladder import LADDER
+from phase5_tuning.hopper import backward as hopper_backward
+from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.passes.backward import attention_backward
+from phase5_tuning.passes.forward import attention_forward
+from phase5_tuning.passes.rungs import LADDER
 
 import numpy as np
 import pytest

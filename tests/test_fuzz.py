@@ -9,7 +9,7 @@ from phase2_tiling import attention, attention_resident, attention_unfused
 from phase3_forward import attention_forward
 from phase4_backward import FlashAttention as Phase4
 from phase5_tuning.attention import FlashAttention as Phase5
-from phase5_tuning.ladder import LADDER
+from phase5_tuning.passes.rungs import LADDER
 
 import pytest
 import torch

@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import re
 import subprocess
 import sys
 
@@ -21,15 +20,15 @@ ALLOWED = {
     },
     "phase3_forward.forward": TILES | {"phase2_tiling.tiling.attention_tile_step"},
     "phase4_backward.backward": TILES | {"phase3_forward.forward.attention_forward"},
-    "phase5_tuning.forward_ladder": TILES,
-    "phase5_tuning.dkdv_ladder": TILES,
-    "phase5_tuning.dq_ladder": TILES,
-    "phase5_tuning.forward": {"phase3_forward.forward.attention_forward"},
-    "phase5_tuning.backward": {
+    "phase5_tuning.ladder.forward": TILES,
+    "phase5_tuning.ladder.dkdv": TILES,
+    "phase5_tuning.ladder.dq": TILES,
+    "phase5_tuning.passes.forward": {"phase3_forward.forward.attention_forward"},
+    "phase5_tuning.passes.backward": {
         "phase4_backward.backward.attention_backward",
         "phase4_backward.backward._attn_bwd_dkdv_kernel",
     },
-    "phase5_tuning.ladder": GRADIENTS | {"phase3_forward.forward._attn_fwd_kernel"},
+    "phase5_tuning.passes.rungs": GRADIENTS | {"phase3_forward.forward._attn_fwd_kernel"},
 }
 STEP = 12  # lines of code that a rung may add to the one before it
 
@@ -70,7 +69,8 @@ def test_common_holds_no_attention_kernel(path):
 @pytest.mark.parametrize(("folder", "path"), modules(), ids=lambda x: getattr(x, "name", x))
 def test_a_module_imports_only_the_primitives_it_names(folder, path):
     taken = {name for name in imports(path) if name.startswith("phase") and not name.startswith(folder)}
-    assert taken == ALLOWED.get(f"{folder}.{path.stem}", set())
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    assert taken == ALLOWED.get(module, set())
     builds_on = ast.get_docstring(ast.parse(path.read_text())).partition("Builds on:")[2]
     assert all(name.rsplit(".", 1)[1] in builds_on for name in taken)
 
@@ -82,10 +82,21 @@ def test_no_phase_reaches_forward(phase):
         assert all(int(name[5]) <= phase.number for name in reached), path
 
 
-def test_phase_5_says_what_each_of_its_modules_is_for():
-    folder = ROOT / "phase5_tuning"
-    said = re.findall(r"\w+", ast.get_docstring(ast.parse((folder / "__init__.py").read_text())))
-    assert {path.stem for path in folder.glob("[a-z]*.py")} <= set(said)
+# A subject of phase 5 imports from those before it.
+SUBJECTS = ["launch", "ladder", "hopper", "passes", "attention", "ring", "bench"]
+
+
+def name_of(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_the_subjects_of_phase_5_build_on_those_before_them():
+    for path in (ROOT / "phase5_tuning").rglob("*.py"):
+        parts = name_of(path).split(".")
+        if parts[1:] and parts[1] in SUBJECTS:
+            used = {name.split(".")[1] for name in imports(path) if name.startswith("phase5_tuning.")}
+            later = used & set(SUBJECTS[SUBJECTS.index(parts[1]) + 1 :])
+            assert not later, f"{name_of(path)} imports {later}"
 
 
 # The ladders, by kind: the kernel that each of them begins with, and its rungs.
@@ -126,7 +137,7 @@ def steps():
     """(ladder file, a rung's kernel, the one before it); not the first, which begins elsewhere."""
     for kind, names in LADDERS.items():
         for old, new in itertools.pairwise(names[1:]):
-            yield PHASES[-1].path(f"{kind}_ladder"), new, old
+            yield PHASES[-1].path(f"ladder.{kind}"), new, old
 
 
 def without_signature(path, name):

@@ -19,7 +19,7 @@ from common.measure import offline
 from phase1_softmax import logsumexp, softmax, softmax_fused, softmax_online
 from phase2_tiling import attention, attention_resident, attention_unfused, matmul
 from phase3_forward import attention_forward
-from phase5_tuning.ladder import LADDER
+from phase5_tuning.passes.rungs import LADDER
 
 import pytest
 import torch

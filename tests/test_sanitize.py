@@ -6,7 +6,8 @@ from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
 from common.measure import offline
-from phase5_tuning import gluon_interpreter, hopper_backward
+from phase5_tuning.hopper import backward as hopper_backward
+from phase5_tuning.hopper import interpreter as gluon_interpreter
 
 import pytest
 import sanitize
@@ -45,7 +46,7 @@ def test_a_missing_gpu_is_one_line():
 def test_a_hopper_kernel_is_called_as_it_can_be(monkeypatch, which, kernel):
     monkeypatch.setattr("torch.Tensor.cuda", lambda t: t)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    monkeypatch.setattr("phase5_tuning.configs.multiprocessors", lambda index: 132)
+    monkeypatch.setattr("phase5_tuning.launch.configs.multiprocessors", lambda index: 132)
     launches = offline.record_launches(lambda: sanitize.call_hopper(which, 64, "as it is"))
     assert kernel in [launch.name for launch in launches]
 

@@ -111,7 +111,7 @@ def bench(context: typer.Context) -> None:
     """Time phase 5's kernels beside their peers on this GPU; `course bench --help` lists what
     can be chosen.
     """
-    raise typer.Exit(_module("phase5_tuning.bench", *context.args))
+    raise typer.Exit(_module("phase5_tuning.bench.peers", *context.args))
 
 
 def _module(*arguments: str) -> int:

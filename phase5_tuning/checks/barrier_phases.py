@@ -5,7 +5,7 @@ import random
 
 from common.learn.judge import reject
 from phase5_tuning.checks import require_ints
-from phase5_tuning.hopper_model import Deadlock, Race, Ring
+from phase5_tuning.hopper.model import Deadlock, Race, Ring
 
 # (stages, tiles of each walk, how many tiles of each walk a consumer does not see)
 CASES = [(1, [1], [0]), (1, [4], [0]), (2, [2], [0]), (2, [3], [0]), (2, [9], [0]), (3, [10], [0])]

@@ -6,9 +6,11 @@ from unittest import mock
 from common import runtime
 from common.learn.judge import reject
 from common.measure import offline
-from phase5_tuning import configs, hopper_forward, listing
 from phase5_tuning.checks import FP16, require_ints
-from phase5_tuning.hopper_model import predicted_tflops
+from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.hopper.model import predicted_tflops
+from phase5_tuning.ladder import listing
+from phase5_tuning.launch import configs
 
 import torch
 

@@ -5,7 +5,7 @@ import random
 
 from common.learn.judge import reject
 from phase5_tuning.checks import require_ints
-from phase5_tuning.hopper_order import Deadlock, dq_schedule
+from phase5_tuning.hopper.order import Deadlock, dq_schedule
 
 HOP = 0.8
 

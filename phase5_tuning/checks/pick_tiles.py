@@ -7,10 +7,11 @@ from unittest import mock
 from common import runtime
 from common.learn.judge import reject
 from common.measure import offline
-from phase5_tuning import configs, forward_ladder
 from phase5_tuning.checks import padded_dim, require_ints
-from phase5_tuning.configs import Config
-from phase5_tuning.forward import attention_forward
+from phase5_tuning.ladder import forward as forward_ladder
+from phase5_tuning.launch import configs
+from phase5_tuning.launch.configs import Config
+from phase5_tuning.passes.forward import attention_forward
 
 import torch
 

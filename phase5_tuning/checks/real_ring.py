@@ -22,7 +22,7 @@ from common.arguments import arguments
 from common.learn import judge
 from common.learn.judge import Rejected, reject, require
 from common.phases import ROOT
-from phase5_tuning import forward
+from phase5_tuning.passes import forward
 
 import torch
 import torch.distributed as dist

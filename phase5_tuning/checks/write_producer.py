@@ -7,9 +7,11 @@ from unittest import mock
 from common import make_qkv
 from common.learn.judge import reject
 from common.measure import offline
-from phase5_tuning import configs, gluon_interpreter, hopper_forward
 from phase5_tuning.checks import FP16, require_compiled
-from phase5_tuning.gluon_interpreter import Deadlock, Race, Unfenced
+from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.hopper import interpreter as gluon_interpreter
+from phase5_tuning.hopper.interpreter import Deadlock, Race, Unfenced
+from phase5_tuning.launch import configs
 
 import torch
 from triton.experimental import gluon

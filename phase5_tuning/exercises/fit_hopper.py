@@ -1,6 +1,6 @@
 """Choose consumers, stages and registers so that the Hopper kernel fits.
 
-`_attn_fwd_hopper_kernel` (phase5_tuning/hopper_forward.py) is one program on each multiprocessor, so it may use all
+`_attn_fwd_hopper_kernel` (phase5_tuning/hopper/forward.py) is one program on each multiprocessor, so it may use all
 of its shared memory, 227 KiB = 232448 bytes, and all of its 65536 registers. Shared memory holds, for two tiles of
 queries, 64 rows for each consumer, and in each stage a tile of 128 keys and one of their values. Barriers take less
 than 1 KiB.
@@ -21,7 +21,7 @@ moves them: producers give some back, consumers take more. Write
        PRODUCER_REGISTERS    the same. The warpgroups together cannot have more than they had at launch.
 
 The check compares the counts with numbers of its own, has the compiler make both kernels for sm_90 (without a GPU, in
-some ten seconds), and asks the model of phase5_tuning/hopper_model.py how fast the shape is. Where the machine code has
+some ten seconds), and asks the model of phase5_tuning/hopper/model.py how fast the shape is. Where the machine code has
 no exponential under a product of the same warps, the model is asked without overlap. Right is a shape that fits, in
 whose kernels nothing is spilled and no product waits for the one before (ptxas calls that serialized), and that reaches
 550 TFLOP/s in the model.

@@ -1,6 +1,6 @@
 """Order dQ under a sliding window so that nobody waits in vain.
 
-In phase5_tuning/hopper_backward.py a program owns a tile of keys and walks over the tiles of queries that see it. To
+In phase5_tuning/hopper/backward.py a program owns a tile of keys and walks over the tiles of queries that see it. To
 the dQ of each it adds a part. So that every run gives the same bits, the parts of a query tile are added in a fixed
 order, and a program may have to wait for others. The order has its price: FlashAttention-3 measured 361 TFLOP/s under
 a causal mask with low tiles of keys first, and 474 with another order.
@@ -19,7 +19,7 @@ As shipped, the order is the chapter's for a causal mask. Write
 2. `order`, how many programs add to query tile m before the program of key tile n: for each m the numbers of those that
    see it, 0, 1, 2, ..., each once.
 
-The check runs them on the model of phase5_tuning/hopper_order.py, where a step takes 1 and an addition 0.8, and two
+The check runs them on the model of phase5_tuning/hopper/order.py, where a step takes 1 and an addition 0.8, and two
 parts may wait to be added. Right is an order that never deadlocks, however few programs run at once and in whatever
 order they begin, and in which the programs wait as little as in the course's order. Programs that begin at the same
 tile of queries must wait for one another there. If tiles of queries and keys are equally long, that happens only at the

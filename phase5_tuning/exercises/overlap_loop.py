@@ -2,7 +2,7 @@
 
 The chapter's kernel sends K of a step and V of the step before through one ring, as a pair. Here each has a ring of its
 own, so each can be waited for when it is needed, and let go when it is done with. A consumer walks over all tiles of
-keys, 0, 1, 2, ..., and yields operations of the model of phase5_tuning/hopper_model.py:
+keys, 0, 1, 2, ..., and yields operations of the model of phase5_tuning/hopper/model.py:
 
     wait(barrier, parity)     `me.k.full[slot]` and `me.v.full[slot]` say that a tile is there
     me.s(j), me.pv(j)         start S = Q K^T of tile j, or add P V of tile j to acc: the consumer goes on at once
@@ -31,7 +31,7 @@ Notebook: phase5_tuning/hopper.ipynb, section 5, "5.11 Write a consumer's loop".
 
 from collections.abc import Iterator
 
-from phase5_tuning.hopper_model import Consumer, Operation, arrive, wait, wait_products
+from phase5_tuning.hopper.model import Consumer, Operation, arrive, wait, wait_products
 
 
 def walk(me: Consumer, tiles: int) -> Iterator[Operation]:

@@ -1,6 +1,6 @@
 """Write the warp that adds dQ to its sum, in a fixed order.
 
-You write Gluon. The kernel of phase5_tuning/hopper_backward.py runs with your `write` instead of its own. Two writers,
+You write Gluon. The kernel of phase5_tuning/hopper/backward.py runs with your `write` instead of its own. Two writers,
 ME = 0 and ME = 1, take the steps of a program in turns: the first has the even steps, the second the odd ones.
 
 In each step the two consumers put a part of dQ into shared memory, 64 x 64 each. A writer has two places for them, the
@@ -24,15 +24,15 @@ With ORDERED false, programs add as they come: a writer waits for no count, adds
     tma.store_wait(0)                   wait until this warp's copies have read shared memory
     memory.dq.index(i)                  a part
 
-The check runs the kernel in phase5_tuning/gluon_interpreter.py, in several orders of turns, and compiles it for an
+The check runs the kernel in phase5_tuning/hopper/interpreter.py, in several orders of turns, and compiles it for an
 H100.
 
 Notebook: phase5_tuning/hopper.ipynb, section 7, "5.12 Write the warp that adds dQ".
 """
 
-from phase5_tuning import hopper_tma as tma
-from phase5_tuning.hopper_forward import ROWS
-from phase5_tuning.hopper_parts import await_count, release_count, tma_add
+from phase5_tuning.hopper import tma
+from phase5_tuning.hopper.forward import ROWS
+from phase5_tuning.hopper.parts import await_count, release_count, tma_add
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -9,7 +9,7 @@ chapter's in two points:
 - The pair does several walks over the keys, one for each tile of queries, and `lengths` has how many tiles each walk
   fetches. All walks go through the same ring.
 
-The pair runs on the model of phase5_tuning/hopper_model.py, and as shipped it does not get done. Write
+The pair runs on the model of phase5_tuning/hopper/model.py, and as shipped it does not get done. Write
 
 1. `place_and_lap`: the place of a tile, and how often the ring has been filled before;
 2. `parities`: for which parity the producer waits at `empty`, and the consumers at `full`;
@@ -26,7 +26,7 @@ What actors yield is explained in hopper_model.py: load, wait, arrive, product, 
 Notebook: phase5_tuning/hopper.ipynb, section 2, "5.9 Repair a ring that deadlocks".
 """
 
-from phase5_tuning.hopper_model import Ring, arrive, load, product, simulate, wait, wait_products, work
+from phase5_tuning.hopper.model import Ring, arrive, load, product, simulate, wait, wait_products, work
 
 SIZE, FLOP = 2**15, 2**22  # bytes of a tile, and FLOP of a product with it
 

@@ -2,7 +2,7 @@
 
 A sequence lies on a ring of ranks. This rank has its queries, and its keys and values. Its queries must meet the keys
 of all ranks. In each step it attends to the keys that are here; meanwhile they go on to the next rank, and those of the
-rank before arrive. The ranks of this exercise are threads (phase5_tuning/ring_model.py): their messages behave as over
+rank before arrive. The ranks of this exercise are threads (phase5_tuning/ring/model.py): their messages behave as over
 gloo, and a deadlock or a race is an error that names itself.
 
     rank.number, rank.ranks     which rank this is, and of how many
@@ -21,7 +21,7 @@ Keys and values must be on their way while the rank attends, and nothing is sent
 Notebook: phase5_tuning/context_parallel.ipynb, section 2.3.
 """
 
-from phase5_tuning.context_parallel import merge_
+from phase5_tuning.ring.attention import merge_
 
 
 def forward(rank, q, kv):

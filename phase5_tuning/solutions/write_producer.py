@@ -1,6 +1,6 @@
 """Write the forward kernel's producer.
 
-You write Gluon. The kernel of phase5_tuning/hopper_forward.py runs with your `produce` instead of its own. Its
+You write Gluon. The kernel of phase5_tuning/hopper/forward.py runs with your `produce` instead of its own. Its
 consumers stay as they are, so what they expect decides what you send.
 
 A program takes one tile of queries after another: turns 0, 1, 2, ... For each turn the producer sends
@@ -28,14 +28,14 @@ these before you wait for turn t's arrival. Wait at empty barriers only: a produ
     memory.k.index(slot), memory.v.index(slot)
     memory.slot(pair)                   (slot, parity of its lap)
 
-The check runs the kernel in phase5_tuning/gluon_interpreter.py, in several orders of turns, counts the copies, lets
+The check runs the kernel in phase5_tuning/hopper/interpreter.py, in several orders of turns, counts the copies, lets
 consumers stand still, and compiles the kernel for an H100. Gluon compiles `if`, `while`, `range` and `gl.static_range`.
 
 Notebook: phase5_tuning/hopper.ipynb, section 2, "5.8 Write the forward kernel's producer".
 """
 
-from phase5_tuning import hopper_tma as tma
-from phase5_tuning.hopper_forward import ROWS
+from phase5_tuning.hopper import tma
+from phase5_tuning.hopper.forward import ROWS
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -5,7 +5,7 @@ import time
 from unittest import mock
 
 from common.measure import timing
-from phase5_tuning import power
+from phase5_tuning.bench import power
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
 """What runs beside a product, measured on a Hopper GPU."""
 
-from phase5_tuning import hopper_beside
+from phase5_tuning.bench import beside as hopper_beside
 
 import pytest
 import torch

@@ -6,9 +6,9 @@ import signal
 import sys
 
 from common import make_qkv, verify_results
-from phase5_tuning import context_parallel as cp
-from phase5_tuning.context_bench import replayed
-from phase5_tuning.heartbeat import heartbeat
+from phase5_tuning.bench.ring import replayed
+from phase5_tuning.ring import attention as cp
+from phase5_tuning.ring.heartbeat import heartbeat
 
 import pytest
 import torch

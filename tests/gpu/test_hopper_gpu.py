@@ -7,14 +7,15 @@ import itertools
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from phase5_tuning import backward as backward_module
-from phase5_tuning import forward as forward_module
-from phase5_tuning import hopper_backward, hopper_forward
 from phase5_tuning.attention import FlashAttention
-from phase5_tuning.backward import attention_backward
-from phase5_tuning.forward import attention_forward
-from phase5_tuning.hopper_backward import HopperBackwardPlan
-from phase5_tuning.hopper_forward import HopperForwardPlan
+from phase5_tuning.hopper import backward as hopper_backward
+from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.hopper.backward import HopperBackwardPlan
+from phase5_tuning.hopper.forward import HopperForwardPlan
+from phase5_tuning.passes import backward as backward_module
+from phase5_tuning.passes import forward as forward_module
+from phase5_tuning.passes.backward import attention_backward
+from phase5_tuning.passes.forward import attention_forward
 
 import pytest
 import torch

@@ -13,14 +13,14 @@ from unittest import mock
 
 from common import make_qkv, make_tensor, phases, runtime, verify_results
 from phase4_backward.backward import attention_backward as phase4_attention_backward
-from phase5_tuning import backward as backward_module
-from phase5_tuning import configs, direct
-from phase5_tuning import forward as forward_module
 from phase5_tuning.attention import FlashAttention, flash_attention
-from phase5_tuning.backward import attention_backward
-from phase5_tuning.forward import attention_forward
-from phase5_tuning.ladder import LADDER
-from phase5_tuning.launch import descriptors_allowed
+from phase5_tuning.launch import configs, direct
+from phase5_tuning.launch.plans import descriptors_allowed
+from phase5_tuning.passes import backward as backward_module
+from phase5_tuning.passes import forward as forward_module
+from phase5_tuning.passes.backward import attention_backward
+from phase5_tuning.passes.forward import attention_forward
+from phase5_tuning.passes.rungs import LADDER
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def gradients(q, k, v, do, is_causal=True):
 @pytest.mark.parametrize("head_dim", [17, 20, 24, 32])
 @pytest.mark.parametrize("programs", ["few", "many"])
 def test_transposed_keys_beside_values_that_are_not_aligned(programs, head_dim, is_causal, dtype):
-    """What the assembler gets wrong, see tests/phase5/test_ptxas.py."""
+    """What the assembler gets wrong, see tests/phase5/ladder/test_ptxas.py."""
     q, k, v = make_qkv(1, 3, 117, head_dim, heads_kv=1, dtype=dtype)
     k = k.mT.contiguous().mT
     with tiles_for(programs), guards():

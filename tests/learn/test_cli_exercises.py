@@ -191,7 +191,7 @@ def test_diff_shows_what_changed_in_color_and_without(terminal):
     assert code == 0
     assert not re.search(r"\x1b\[[0-9;]*m", terminal.shell.before)
     assert "-    offs_d = tl.arange(0, HEAD_DIM)" in plain
-    assert "phase5_tuning/dkdv_ladder.py" in terminal.run("course diff 4 5")[0]  # dK, dV in both
+    assert "phase5_tuning/ladder/dkdv.py" in terminal.run("course diff 4 5")[0]  # dK, dV in both
     shown, code = terminal.run("course diff 2 7")
     assert code == 2
     assert "'7'" in shown
@@ -200,9 +200,9 @@ def test_diff_shows_what_changed_in_color_and_without(terminal):
 def test_diff_of_two_rungs(terminal):
     shown, code = terminal.run("course diff base2 late-sums")
     assert code == 0
-    assert "+ phase5_tuning/forward_ladder.py: _attn_fwd_late_sums_kernel" in shown
+    assert "+ phase5_tuning/ladder/forward.py: _attn_fwd_late_sums_kernel" in shown
     assert "+    l_i = tl.sum(l_i, axis=1)" in shown
-    assert "+ phase5_tuning/dkdv_ladder.py" in terminal.run("course diff edges Transposed")[0]
+    assert "+ phase5_tuning/ladder/dkdv.py" in terminal.run("course diff edges Transposed")[0]
     shown, code = terminal.run('course diff base2 "masks at edges"')
     assert code == 2
     assert f"there are 1, 2, 3, 4, 5, {', '.join(phases.RUNGS)}." in " ".join(shown.split())

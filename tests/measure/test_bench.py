@@ -12,7 +12,7 @@ from common import runtime
 from common.learn.canary import _double_kernel
 from common.measure import records, timing
 from common.phases import PHASES, ROOT
-from phase5_tuning import speeds
+from phase5_tuning.bench import speeds
 
 import pytest
 import triton
@@ -83,7 +83,7 @@ def test_the_readme_says_what_the_records_say():
 
 def test_the_readmes_picture_is_of_the_records():
     with Image.open(speeds.PATH) as picture:
-        assert picture.text["records"] == speeds.fingerprint(), "python -m phase5_tuning.speeds draws it anew"
+        assert picture.text["records"] == speeds.fingerprint(), "python -m phase5_tuning.bench.speeds draws it anew"
 
 
 def test_a_record_without_provenance_is_refused(tmp_path, monkeypatch):

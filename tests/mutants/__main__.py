@@ -42,8 +42,8 @@ DESELECTED = [
     "tests/phase4/test_phase4.py::test_mutants_of_the_real_kernels_are_rejected",  # edits of the source
     "tests/phase4/test_phase4.py::test_gradcheck",
     "tests/phase4/test_phase4.py::test_one_finite_difference_finds_mistakes",
-    "tests/phase5/test_hopper_model.py::test_a_mistake_in_the_kernels_rules_is_found",
-    "tests/phase5/test_hopper_model.py::test_a_mistake_in_the_queue_is_found",
+    "tests/phase5/hopper/test_hopper_model.py::test_a_mistake_in_the_kernels_rules_is_found",
+    "tests/phase5/hopper/test_hopper_model.py::test_a_mistake_in_the_queue_is_found",
 ]
 # A crash says its last words in the line of the test that runs.
 LINE = re.compile(r"(tests/\S+\.py::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b.*| Fatal Python error: .*| *)")

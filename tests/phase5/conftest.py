@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from unittest import mock
 
 from common.measure.timing import Timing
-from phase5_tuning import configs
+from phase5_tuning.launch import configs
 
 import pytest
 import torch

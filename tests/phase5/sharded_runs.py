@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from unittest import mock
 
 from common import make_qkv
-from phase5_tuning import context_bench
-from phase5_tuning import context_parallel as cp
-from phase5_tuning.heartbeat import heartbeat
+from phase5_tuning.bench import ring as context_bench
+from phase5_tuning.ring import attention as cp
+from phase5_tuning.ring.heartbeat import heartbeat
 
 import torch
 import torch.distributed as dist

@@ -11,16 +11,11 @@ from unittest import mock
 from common import runtime
 from common.measure import offline
 from common.phases import ROOT
-from phase5_tuning import (
-    attention_backward,
-    attention_forward,
-    configs,
-    export,
-    flash_attention,
-    hopper_backward,
-    hopper_forward,
-)
-from phase5_tuning.ladder import LADDER
+from phase5_tuning import attention_backward, attention_forward, export, flash_attention
+from phase5_tuning.hopper import backward as hopper_backward
+from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.launch import configs
+from phase5_tuning.passes.rungs import LADDER
 
 import pytest
 import torch

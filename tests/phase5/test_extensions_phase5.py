@@ -7,12 +7,12 @@ from common import make_qkv, runtime
 from common.measure import offline
 from common.verify.harness import Z_MAX
 from common.verify.reference import naive_attention
-from phase5_tuning.backward import attention_backward
 from phase5_tuning.checks.count_flops import executed as flops_of_the_check
 from phase5_tuning.checks.fp8 import check_quantized_attention, quantized, restored, rounding_z
 from phase5_tuning.checks.pick_tiles import BUDGET, MARGIN, SPILLING, TILES
-from phase5_tuning.configs import Config
-from phase5_tuning.forward import attention_forward
+from phase5_tuning.launch.configs import Config
+from phase5_tuning.passes.backward import attention_backward
+from phase5_tuning.passes.forward import attention_forward
 from phase5_tuning.solutions import count_flops, cross_head_store, fold_log2e, fp8, pick_tiles, split_causal_loop
 
 import pytest

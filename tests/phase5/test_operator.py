@@ -8,8 +8,8 @@ from common import make_qkv, runtime
 from phase4_backward import backward as phase4
 from phase5_tuning import attention
 from phase5_tuning.attention import FlashAttention, flash_attention
-from phase5_tuning.backward import attention_backward
-from phase5_tuning.forward import attention_forward
+from phase5_tuning.passes.backward import attention_backward
+from phase5_tuning.passes.forward import attention_forward
 
 import pytest
 import torch

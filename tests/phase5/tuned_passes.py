@@ -4,10 +4,11 @@ import functools
 
 from common import make_qkv, runtime, verify_results
 from common.verify.inputs import make_tensor
-from phase5_tuning import cases, configs
+from phase5_tuning import cases
 from phase5_tuning.attention import FlashAttention
-from phase5_tuning.backward import attention_backward
-from phase5_tuning.forward import attention_forward
+from phase5_tuning.launch import configs
+from phase5_tuning.passes.backward import attention_backward
+from phase5_tuning.passes.forward import attention_forward
 
 import pytest
 import torch

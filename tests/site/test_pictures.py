@@ -9,7 +9,7 @@ from itertools import pairwise
 from common.measure.traffic import tiled_attention_bytes
 from common.phases import ROOT
 from common.site.pictures import pipeline_data
-from phase5_tuning import hopper_model
+from phase5_tuning.hopper import model as hopper_model
 
 import numpy as np
 import pytest

@@ -3,7 +3,7 @@
 import json
 
 from common.site.pictures import pipeline_data
-from phase5_tuning import hopper_model
+from phase5_tuning.hopper import model as hopper_model
 
 import pytest
 

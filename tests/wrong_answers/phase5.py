@@ -829,7 +829,7 @@ WRONG = {
         Wrong(
             "the course's own writer",
             {
-                "import ROWS\n": "import ROWS\nfrom phase5_tuning.hopper_backward import _write\n",
+                "import ROWS\n": "import ROWS\nfrom phase5_tuning.hopper.backward import _write\n",
                 "        if ORDERED:\n            release_count": (
                     "        if step < 0:\n            _write(work, memory, ORDERED, ME)\n"
                     "        if ORDERED:\n            release_count"

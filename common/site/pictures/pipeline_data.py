@@ -13,7 +13,7 @@ from common.arguments import arguments
 
 PAGE = Path(__file__).with_name("pipeline.html")
 PLACE = re.compile(r'(?<=<script type="application/json" id="data">\n).*?(?=\n</script>)', re.S)
-MODEL = "phase5_tuning.hopper_model"  # imported by name: common knows no phase
+MODEL = "phase5_tuning.hopper.model"  # imported by name: common knows no phase
 TILES_N = 16  # of 128 keys
 PER_MICROSECOND = 100  # times are whole numbers
 

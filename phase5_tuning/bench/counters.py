@@ -1,0 +1,146 @@
+"""What a profiler counts in every rung, and in the Hopper kernels and FlashAttention-4's where ours are slower, and
+which clock and power each one settles at: `python -m phase5_tuning.bench.counters --name h200_counters`.
+
+NVIDIA's profiler `ncu` starts this module once more, with `--launch`, and counts one call of each provider. Afterwards
+each provider works for a while without it (power.py). A row has "ms" of a call that has settled, "mhz" and "watts"
+meanwhile, and "counted": the COUNTERS of the call's longest kernel. "beside" is the time of the call's other kernels /
+that of the longest.
+"""
+
+import csv
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+
+from common import runtime
+from common.measure import records, timing
+from common.phases import ROOT
+from common.verify.inputs import make_qkv
+from phase5_tuning.bench import hopper as hopper_bench
+from phase5_tuning.bench import peers as bench
+from phase5_tuning.bench import power
+
+import torch
+
+IDEAS = "one stage", "no overlap", "one tile a program", "all heads together"
+PLAIN = [name for name in bench.LADDER_PROVIDERS if "dK" not in name]  # a rung of the backward pass
+RUNGS = *PLAIN, *(f"hopper: {idea}" for idea in IDEAS), "hopper"
+FORWARD = "hopper", "flash-attn-4"
+FIXED_ORDER = "hopper", "flash-attn-4-det"
+ANY_ORDER = "hopper in any order", "flash-attn-4"
+CASES = [  # dtype, mode, head_dim, is_causal, seq, providers
+    ("fp16", "fwd", 128, True, 16384, RUNGS),
+    ("fp16", "fwd", 128, False, 16384, FORWARD),
+    ("bf16", "fwd", 128, False, 16384, FORWARD),
+    ("bf16", "bwd", 64, False, 4096, FIXED_ORDER),
+    ("bf16", "bwd", 64, True, 1024, FIXED_ORDER),
+    ("bf16", "bwd", 64, True, 16384, FIXED_ORDER),
+    ("bf16", "bwd", 128, False, 16384, FIXED_ORDER),
+    ("fp16", "bwd", 128, True, 16384, FIXED_ORDER),
+    ("fp16", "bwd", 64, True, 16384, ANY_ORDER),
+    ("fp16", "bwd", 128, True, 16384, ANY_ORDER),
+]
+TOKENS, WIDTH = 16384, 2048
+SHARE = "avg.pct_of_peak_sustained_elapsed"  # percent of the most that is possible
+COUNTERS = {
+    "ns": "gpu__time_duration.sum",
+    "clocks": "sm__cycles_elapsed.avg",
+    "tensor_cores": f"sm__pipe_tensor_op_hmma_cycles_active.{SHARE}",
+    "exponentials": f"sm__inst_executed_pipe_xu.{SHARE}",
+    "shared_memory": f"l1tex__data_pipe_lsu_wavefronts.{SHARE}",
+    "issue": f"sm__inst_issued.{SHARE}",
+    "warps": "sm__warps_active.avg.per_cycle_active",  # on a multiprocessor
+    "instructions": "sm__inst_executed.sum",
+    "spills": "sm__sass_inst_executed_op_local.sum",  # warps' loads and stores of spilled values
+    "dram_bytes": "dram__bytes.sum",
+}
+LOG = ROOT / "build" / "counters.csv"
+
+
+def calls() -> Iterator[tuple[dict, object]]:
+    """(case, a function that makes one call) of every case and provider."""
+    for dtype, mode, head_dim, is_causal, seq, providers in CASES:
+        batch, heads = TOKENS // seq, WIDTH // head_dim
+        of = dict(dtype=bench.DTYPES[dtype], device=runtime.DEVICE)
+        q, k, v = make_qkv(batch, heads, seq, head_dim, **of)
+        q, k, v, do = (t.requires_grad_() for t in (q, k, v, torch.randn_like(q)))
+        for provider in providers:
+            case = dict(dtype=dtype, batch=batch, heads=heads, seq=seq, head_dim=head_dim)
+            case |= dict(is_causal=is_causal, mode=mode, provider=provider)
+            yield case, bench.timed(provider, mode, q, k, v, do.detach(), is_causal)
+
+
+def launch() -> None:
+    """Call each provider once for the profiler, in a range that is named by its number."""
+    torch.autograd.set_multithreading_enabled(False)  # a range is of one thread
+    for number, (_, fn) in enumerate(calls()):
+        fn()  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStart()
+        with torch.cuda.nvtx.range(f"call {number}."):
+            fn()
+            torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStop()
+
+
+def parsed(lines: Iterable[str]) -> dict[int, dict]:
+    """What ncu counted, by the number of the call: "counted" and "beside".
+
+    lines: its page "raw" as CSV: names, units, a line for each kernel, "call 0./name". Raises ValueError for a kernel
+    outside of all calls, KeyError if a counter is missing.
+    """
+    kernels = {}
+    for row in list(csv.DictReader(line for line in lines if line.startswith('"')))[1:]:
+        of = re.match(r"call (\d+)\./", row["Kernel Name"])
+        if not of:
+            raise ValueError(f"ncu counted {row['Kernel Name']!r}, which is of no call")
+        counted = {name: float(row[metric].replace(",", "")) for name, metric in COUNTERS.items()}
+        kernels.setdefault(int(of[1]), []).append(counted)
+    made = {}
+    for number, counted in kernels.items():
+        longest = max(counted, key=lambda kernel: kernel["ns"])
+        others = sum(kernel["ns"] for kernel in counted) - longest["ns"]
+        made[number] = dict(counted=longest, beside=round(others / longest["ns"], 4))
+    return made
+
+
+def profiled() -> dict[int, dict]:
+    """`parsed` of all calls. Raises subprocess.CalledProcessError, FileNotFoundError without ncu."""
+    LOG.parent.mkdir(exist_ok=True)
+    ncu = ["ncu", "--clock-control", "none", "--profile-from-start", "off"]
+    ncu += ["--nvtx", "--print-nvtx-rename", "kernel", "--metrics", ",".join(COUNTERS.values())]
+    ncu += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(LOG)]
+    again = [sys.executable, "-m", "phase5_tuning.bench.counters", "--launch"]
+    subprocess.run([*ncu, *again], cwd=ROOT, check=True)
+    return parsed(LOG.read_text().splitlines())
+
+
+def run() -> list[dict]:
+    counters, rows = profiled(), []
+    for number, (case, fn) in enumerate(calls()):
+        made = power.endurance(fn)
+        settled = [at >= power.SETTLED_MS for at in made["at_ms"]]
+        for name in ("mhz", "watts"):
+            seen = [x for x, late in zip(made[name], settled, strict=True) if late]
+            made[name] = statistics.median(seen)
+        times = {name: made[name] for name in ("ms", "ms_min", "ms_max", "mhz", "watts")}
+        row = case | times | counters[number]
+        shape = case["batch"], case["heads"], case["seq"], case["seq"], case["head_dim"]
+        flops = timing.attention_flops(*shape, is_causal=case["is_causal"])
+        rows += timing.with_tflops([row], bench.FLOPS[case["mode"]] * flops)
+        print(row, flush=True)
+    return rows
+
+
+KERNELS = *bench.KERNELS, *hopper_bench.KERNELS
+SETTINGS = (*bench.SETTINGS, *hopper_bench.SETTINGS, power.endurance, power.REST, power.SECONDS, COUNTERS)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--launch"]:
+        launch()
+    else:
+        peers = ["flash-attn-4"]
+        raise SystemExit(records.main("phase5_tuning", KERNELS, run, packages=peers, settings=SETTINGS))

@@ -1,0 +1,301 @@
+"""Time ours, its peers, and every rung of the ladder, in one run: `course bench`.
+
+    --head-dim 64,128 --seq-len 1024,4096 --mode fwd,bwd,both --causal no,yes --dtype fp16
+    --provider sdpa-flash,ours      one or more; `ladder` is phase 4, every rung, and ours
+    --tokens 16384 --width 2048     batch = tokens / seq and heads = width / head_dim, the same work in every case
+    --batch 1 --heads 16            or fixed
+    --clock caller                  show times as a caller meets them, host included; both are recorded
+    --check                         verify one head of ours at each shape against attention in fp64, before all timing
+    --name h200                     store the rows, with provenance, as phase5_tuning/results/NAME.json
+
+Providers take turns, two each, once in either order, each after a rest and a warm-up; naive runs by itself, as its
+graph may leave no memory to others. The backward pass is timed by itself, on a graph that exists already. A case that a
+peer does not support, or that does not fit into memory, is a row that says so. FLOP/s count what the algorithm needs (4
+batch heads seq_q seq_k head_dim forward, 2.5 times that backward, half under a causal mask), not what a kernel
+recomputes.
+"""
+
+import argparse
+import functools
+import itertools
+import math
+import sys
+
+from common import runtime
+from common.measure import records, timing
+from common.verify import verify_results
+from common.verify.inputs import make_qkv
+from phase4_backward import backward as phase4
+from phase5_tuning.attention import FlashAttention
+from phase5_tuning.ladder.dkdv import _attn_bwd_rows_kernel
+from phase5_tuning.launch import configs
+from phase5_tuning.launch import plans as launch
+from phase5_tuning.passes.forward import attention_forward
+from phase5_tuning.passes.rungs import LADDER
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_OF_RUNGS = [kernel for rung in LADDER for kernel in (rung.forward, rung.dkdv, rung.dq)]
+KERNELS = *dict.fromkeys(_OF_RUNGS), _attn_bwd_rows_kernel
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # of the forward pass
+ROUNDS = 2
+SETTINGS = configs.TABLE, configs.TABLE_FP32, configs.Choice.pick, configs.choose, launch.precision
+TITLES = {
+    "gpu": "TFLOP/s by the GPU's clock, medians (*: one call after the other, the GPU waits for the host)",
+    "caller": "TFLOP/s by the caller's clock, host time included, medians",
+}
+
+
+def naive(q, k, v, is_causal):
+    """Attention as one writes it: S and P in memory, and the mask made anew in every call."""
+    s = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+    if is_causal:
+        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), float("-inf"))
+    return torch.softmax(s, dim=-1) @ v
+
+
+def sdpa(backend, q, k, v, is_causal):
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+
+@functools.cache
+def _compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.config.recompile_limit = 1000  # past it, flex would run uncompiled without a word
+    torch._functorch.config.donated_buffer = False  # with it, a graph has one backward pass only
+    return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.lru_cache(maxsize=2)
+def _causal_blocks(seq):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, seq, seq, device=runtime.DEVICE)
+
+
+def flex(q, k, v, is_causal):
+    return _compiled_flex()(q, k, v, block_mask=_causal_blocks(q.shape[2]) if is_causal else None)
+
+
+def flash_attn_4(deterministic, q, k, v, is_causal):
+    from flash_attn.cute import flash_attn_func
+
+    o = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=is_causal, deterministic=deterministic)
+    return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
+
+
+def hopper(q, k, v, is_causal):
+    return FlashAttention.apply(q, k, v, is_causal)[0]
+
+
+def on_rung(rung, q, k, v, is_causal):
+    return rung.attention(q, k, v, is_causal=is_causal)[0]
+
+
+def forward_only(config, q, k, v, is_causal):
+    return attention_forward(q, k, v, is_causal, config=config)[0]
+
+
+PROVIDERS = {
+    "naive": naive,
+    "sdpa-efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa-flash": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa-cudnn": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "flex": flex,
+    "flash-attn-4": functools.partial(flash_attn_4, False),
+    # The same bits in every run, as ours.
+    "flash-attn-4-det": functools.partial(flash_attn_4, True),
+    "phase 4": phase4.flash_attention,
+    **{f"rung: {rung.name}": functools.partial(on_rung, rung) for rung in LADDER[1:-1]},
+    "ours": functools.partial(on_rung, LADDER[-1]),
+    # What the operator runs on an H100 or H200.
+    "hopper": hopper,
+    # The last rung's tile at head_dim 64, causal, forward: without a limit of registers, and in two stages.
+    "64x128 in 1 stage": functools.partial(forward_only, configs.Config(64, 128, 4, 1)),
+    "64x128 in 2 stages": functools.partial(forward_only, configs.Config(64, 128, 4, 2)),
+    # What did not help: K transposed in memory (transposing it is not counted); forward only, other tiles.
+    "K pre-transposed": functools.partial(on_rung, LADDER[-1]),
+    "128x128 by 8 warps": functools.partial(forward_only, configs.Config(128, 128, 8, 2)),
+    "64x64 in 3 stages": functools.partial(forward_only, configs.Config(64, 64, 4, 3)),
+    "64x64 in 1 stage": functools.partial(forward_only, configs.Config(64, 64, 4, 1)),
+}
+LADDER_PROVIDERS = ["phase 4", *(p for p in PROVIDERS if p.startswith("rung: ")), "ours"]
+
+
+def timed(provider, mode, q, k, v, do, is_causal):
+    """A function of no arguments that does what `mode` says, once a call."""
+    fn = PROVIDERS[provider]
+    if provider == "K pre-transposed":
+        k = k.detach().mT.contiguous().mT.requires_grad_()
+    graph = []
+
+    def forward():
+        with torch.no_grad():
+            return fn(q, k, v, is_causal)
+
+    def backward():
+        if not graph:  # in the first call, which is not timed
+            graph.append(fn(q, k, v, is_causal))
+        return torch.autograd.grad(graph[0], (q, k, v), do, retain_graph=True)
+
+    def both():
+        return torch.autograd.grad(fn(q, k, v, is_causal), (q, k, v), do)
+
+    return {"fwd": forward, "bwd": backward, "both": both}[mode]
+
+
+def check(dtype, batch, heads, head_dim, seq, is_causal):
+    """Verify ours: one head, the last of as many as are timed, as tiles depend on their number.
+
+    Raises VerificationError.
+    """
+    others = (0, 0, 0, 0, heads - 1, 0, batch - 1, 0)
+
+    def among_others(q, k, v, *, is_causal, scale, enable_gqa):
+        results = FlashAttention.apply(*(F.pad(t, others) for t in (q, k, v)), is_causal)
+        return tuple(result[-1:, -1:] for result in results)
+
+    q, k, v = make_qkv(1, 1, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
+    verify_results(among_others, q, k, v, do=torch.randn_like(q), is_causal=is_causal, compare_sdpa=False).check()
+
+
+def run(args) -> list[dict]:
+    """Every case, every provider: one row each, printed as it is measured. With --check, all are verified first."""
+    rows, cases = [], []
+    for dtype, head_dim, causal, seq in itertools.product(args.dtype, args.head_dim, args.causal, args.seq_len):
+        batch = args.batch or max(1, args.tokens // seq)
+        heads = args.heads or max(1, args.width // head_dim)
+        cases.append((dtype, batch, heads, head_dim, seq, causal == "yes"))
+    for case in cases if args.check else ():
+        try:
+            check(*case)
+        except torch.cuda.OutOfMemoryError:
+            print("out of memory, not verified:", *case, flush=True)
+    for done, (dtype, batch, heads, head_dim, seq, is_causal) in enumerate(cases, start=1):
+        print(f"case {done} of {len(cases)}", flush=True)
+        case = dict(dtype=dtype, batch=batch, heads=heads, seq=seq, head_dim=head_dim, is_causal=is_causal)
+        try:
+            q, k, v = make_qkv(batch, heads, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
+            q, k, v, do = (t.requires_grad_() for t in (q, k, v, torch.randn_like(q)))
+        except torch.cuda.OutOfMemoryError:
+            missing = itertools.product(args.mode, args.provider)
+            rows += [case | dict(mode=mode, provider=p, note="out of memory: q, k, v, dO") for mode, p in missing]
+            continue
+        flops = timing.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
+        alone = [p for p in args.provider if p == "naive"]
+        together = [p for p in args.provider if p not in alone]
+        for mode, group in itertools.product(args.mode, (together, alone)):
+            fns = {p: timed(p, mode, q, k, v, do.detach(), is_causal) for p in group}
+            made = timing.measure(fns, rounds=ROUNDS, **case, mode=mode)
+            rows += timing.with_tflops(made, FLOPS[mode] * flops)
+            del fns
+            if runtime.DEVICE == "cuda":
+                torch.cuda.empty_cache()
+    return rows
+
+
+def table(rows: list[dict], clock: str = "gpu"):
+    """The rows as a rich Table: a line a case and mode, a column a provider, in TFLOP/s by one
+    of two clocks.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    providers = list(dict.fromkeys(row["provider"] for row in rows))
+    made = Table("dtype", "head_dim", "mask", "batch x heads", "seq", "mode", *providers, title=TITLES[clock])
+    cases = {}
+    for row in rows:
+        mask = "causal" if row["is_causal"] else "full"
+        case = (row["dtype"], row["head_dim"], mask, f"{row['batch']} x {row['heads']}", row["seq"], row["mode"])
+        waits = clock == "gpu" and (row.get("late") or row.get("host_ms", 0) > row.get("ms", 0))
+        tflops = row.get("tflops" if clock == "gpu" else "caller_tflops")
+        speed = (
+            f"{tflops:{'.0f' if tflops >= 100 else '.3g'}}{'*' if waits else ''}"
+            if tflops
+            else escape(row["note"][:24])
+        )
+        cases.setdefault(case, {})[row["provider"]] = speed
+    for case, speeds in cases.items():
+        made.add_row(*map(str, case), *(speeds.get(provider, "") for provider in providers))
+    return made
+
+
+def arguments(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="course bench",
+        description=(__doc__ or "").split("\n\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+
+    def listed(choices=None, of=str):
+        def parse(text):
+            values = [of(x.strip()) for x in text.split(",")]
+            for value in values:
+                if choices is not None and value not in choices:
+                    raise argparse.ArgumentTypeError(f"{value!r}: expected some of {', '.join(map(str, choices))}")
+            return values
+
+        return parse
+
+    def providers(text):
+        values = listed([*PROVIDERS, "ladder"])(text)
+        return list(dict.fromkeys(p for v in values for p in (LADDER_PROVIDERS if v == "ladder" else [v])))
+
+    def size(text):
+        if not text.strip().isdecimal() or int(text) == 0:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected a positive integer")
+        return int(text)
+
+    def some_of(choices):
+        return f"one or more of {', '.join(choices)}, with commas between them"
+
+    parser.add_argument("--head-dim", type=listed(of=size), default="64,128", help="one or more sizes")
+    parser.add_argument("--seq-len", type=listed(of=size), default="1024,4096", help="one or more lengths")
+    parser.add_argument("--mode", type=listed(FLOPS), default="fwd,bwd", help=some_of(FLOPS))
+    parser.add_argument("--causal", type=listed(("no", "yes")), default="no,yes", help=some_of(("no", "yes")))
+    parser.add_argument("--dtype", type=listed(DTYPES), default="fp16", help=some_of(DTYPES))
+    parser.add_argument(
+        "--provider",
+        type=providers,
+        default="sdpa-flash,sdpa-cudnn,flex,ours",
+        help=some_of(PROVIDERS) + "; or ladder: phase 4, every rung, and ours",
+    )
+    parser.add_argument("--tokens", type=size, default=16384, help="batch * seq, without --batch")
+    parser.add_argument("--width", type=size, default=2048, help="heads * head_dim, without --heads")
+    parser.add_argument("--batch", type=size, help="instead of tokens / seq")
+    parser.add_argument("--heads", type=size, help="instead of width / head_dim")
+    parser.add_argument("--clock", choices=TITLES, default="gpu", help="the GPU's, or the caller's with host time")
+    parser.add_argument("--check", action="store_true", help="verify one head of ours at each shape first")
+    parser.add_argument("--name", type=records.record_name, help="store the rows as phase5_tuning/results/NAME.json")
+    parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
+    return parser.parse_args(argv)
+
+
+def main(argv=None, kernels=KERNELS, settings=SETTINGS) -> int:
+    from rich.console import Console
+
+    args = arguments(argv)
+    if runtime.DEVICE != "cuda":
+        print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
+        return 1
+    rows = []
+    if args.name:
+        argv = [f"--name={args.name}", *([f"--commit={args.commit}"] if args.commit else [])]
+        packages = ["flash-attn-4"] if any(p.startswith("flash-attn-4") for p in args.provider) else []
+        code = records.main("phase5_tuning", kernels, lambda: rows.extend(run(args)) or rows, argv, packages, settings)
+    else:
+        rows, code = run(args), 0
+    made, console = table(rows, args.clock), Console()
+    width = console.measure(made, options=console.options.update(max_width=1000)).maximum
+    # a line that is too long wraps, but loses nothing.
+    Console(width=max(width, console.width)).print(made)
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

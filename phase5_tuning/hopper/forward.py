@@ -1,0 +1,496 @@
+"""The forward pass for Hopper, in Gluon: copies, products and exponentials at the same time.
+
+A program is one producer warp and two or three consumers of four warps each. The producer has the tensor memory
+accelerator fetch tiles into shared memory; each consumer attends 64 queries of its own to them. Programs stay: each
+takes one tile of queries after another.
+
+                     K V K V ...           kv_full, kv_empty: a ring of pairs
+    producer  ---->  Q Q Q                 q_full, q_empty: two turns of queries
+                       |
+                 consumer 0, 1, (2)  ----> O (in Q's place), LSE
+
+Builds on: `_attn_fwd_descriptors_kernel`, whose descriptors, base 2 and late sums it keeps. The walk over the keys runs
+from right to left, so that only its first tile needs a mask.
+"""
+
+import os
+from dataclasses import dataclass
+
+from common import runtime
+from phase5_tuning.hopper import tma
+from phase5_tuning.hopper.parts import aggregate, in_heads
+from phase5_tuning.launch import configs
+from phase5_tuning.launch.plans import Launch, cdiv, descriptors_allowed
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+ROWS = gl.constexpr(64)  # queries of a consumer: the rows of one wgmma
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@aggregate
+class Work:
+    """What is to be done: the tensors, their sizes, and the queue of tiles."""
+
+    q: tma.tensor_descriptor  # tiles (1, 1, ROWS, BLOCK_D)
+    k: tma.tensor_descriptor  # tiles (1, 1, BLOCK_N, BLOCK_D), as v's
+    v: tma.tensor_descriptor
+    o: tma.tensor_descriptor
+    lse_ptr: gl.tensor
+    taken_ptr: gl.tensor  # how many tiles programs have taken besides their first
+    heads_q: gl.tensor
+    group: gl.tensor
+    seq_q: gl.tensor
+    seq_k: gl.tensor
+    heads: gl.tensor  # batch x heads_q
+    together: gl.tensor  # heads whose tiles take turns
+    IS_CAUSAL: gl.constexpr
+    CONSUMERS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q, k, v, o, lse_ptr, taken_ptr, heads_q, group, seq_q, seq_k, heads, together, IS_CAUSAL, CONSUMERS
+    ):
+        self.q, self.k, self.v, self.o = q, k, v, o
+        self.lse_ptr, self.taken_ptr = lse_ptr, taken_ptr
+        self.heads_q, self.group, self.seq_q, self.seq_k = heads_q, group, seq_q, seq_k
+        self.heads, self.together = heads, together
+        self.IS_CAUSAL, self.CONSUMERS = gl.constexpr(IS_CAUSAL), gl.constexpr(CONSUMERS)
+
+    @gluon.jit
+    def tiles_m(self):
+        return gl.cdiv(self.seq_q, self.CONSUMERS * ROWS)
+
+    @gluon.jit
+    def tiles(self):
+        return self.tiles_m() * self.heads
+
+    @gluon.jit
+    def place(self, tile):
+        """(row, b, h) of a tile: its first query, and its head.
+
+        Under a causal mask the last queries, whose walk is the longest, come first: in all heads that are done
+        together.
+        """
+        tiles_m = self.tiles_m()
+        first = tile // (tiles_m * self.together) * self.together
+        heads = gl.minimum(self.together, self.heads - first)
+        within = tile - first * tiles_m
+        m = within // heads
+        if self.IS_CAUSAL:
+            m = tiles_m - 1 - m
+        bh = first + within % heads
+        return m * (self.CONSUMERS * ROWS), bh // self.heads_q, bh % self.heads_q
+
+    @gluon.jit
+    def tiles_n(self, end_m, BLOCK_N: gl.constexpr):
+        """Tiles of keys that a query before end_m can see."""
+        end_n = self.seq_k
+        if self.IS_CAUSAL:
+            end_n = gl.minimum(end_m, self.seq_k)
+        return gl.cdiv(end_n, BLOCK_N)
+
+
+@aggregate
+class Memory:
+    """A program's shared memory: tiles, and the barriers that say who may touch them.
+
+    A full barrier guards what its readers wait for, an empty one what its writer waits for. Each completes once a lap.
+    A wait names the parity of the lap: readers begin with 0, and writers with 1, which on a fresh barrier is already
+    past.
+    """
+
+    q: gl.shared_memory_descriptor  # two turns x consumers x (ROWS, BLOCK_D); O leaves from here
+    k: gl.shared_memory_descriptor  # STAGES x (BLOCK_N, BLOCK_D)
+    v: gl.shared_memory_descriptor
+    tile: gl.shared_memory_descriptor  # two turns: which tile it is
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    kv_full: gl.shared_memory_descriptor
+    kv_empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+    BLOCK_N: gl.constexpr
+    BLOCK_D: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, tile, q_full, q_empty, kv_full, kv_empty, STAGES, BLOCK_N, BLOCK_D):
+        self.q, self.k, self.v, self.tile = q, k, v, tile
+        self.q_full, self.q_empty, self.kv_full, self.kv_empty = q_full, q_empty, kv_full, kv_empty
+        self.STAGES = gl.constexpr(STAGES)
+        self.BLOCK_N, self.BLOCK_D = gl.constexpr(BLOCK_N), gl.constexpr(BLOCK_D)
+
+    @gluon.jit
+    def slot(self, pair):
+        """(slot, parity) of a pair in the ring."""
+        return pair % self.STAGES, pair // self.STAGES & 1
+
+    @gluon.jit
+    def read_tile(self, turn):
+        """The turn's tile of queries, once its queries are there."""
+        side = turn % 2
+        mbarrier.wait(self.q_full.index(side), turn // 2 & 1)
+        return gl.max(self.tile.index(side).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+    @gluon.jit
+    def keys(self, slot):
+        """A tile of keys, transposed: (BLOCK_D, BLOCK_N)."""
+        return self.k.index(slot).reshape((self.BLOCK_N, self.BLOCK_D)).permute((1, 0))
+
+    @gluon.jit
+    def values(self, slot):
+        return self.v.index(slot).reshape((self.BLOCK_N, self.BLOCK_D))
+
+
+@gluon.jit
+def _fetch_pair(work, memory, pair, b, h, start_n, HAS_K: gl.constexpr, HAS_V: gl.constexpr):
+    """The keys from start_n on, and the values of the tile before, which is the one to the right."""
+    slot, parity = memory.slot(pair)
+    mbarrier.wait(memory.kv_empty.index(slot), parity ^ 1)
+    full = memory.kv_full.index(slot)
+    mbarrier.expect(full, work.k.block_type.nbytes * (HAS_K + HAS_V))
+    if HAS_K:
+        tma.async_copy_global_to_shared(work.k, [b, h, start_n, 0], full, memory.k.index(slot))
+    if HAS_V:
+        right = start_n + memory.BLOCK_N
+        tma.async_copy_global_to_shared(work.v, [b, h, right, 0], full, memory.v.index(slot))
+
+
+@gluon.jit
+def _produce(work, memory):
+    """Fetch queries, keys and values, as far ahead as there is room.
+
+    A pair is the keys of one step and the values of the step before, since a consumer multiplies with both at once. The
+    first pair of a turn has keys alone, the last has values alone.
+    """
+    CONSUMERS: gl.constexpr = work.CONSUMERS
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    pair = 0
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < work.tiles():
+        row, b, h = work.place(tile)
+        h_kv = h // work.group
+        tiles_n = work.tiles_n(row + CONSUMERS * ROWS, memory.BLOCK_N)
+        start_n = (tiles_n - 1) * memory.BLOCK_N
+        _fetch_pair(work, memory, pair, b, h_kv, start_n, True, False)
+
+        side = turn % 2
+        q_full = memory.q_full.index(side)
+        mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)
+        memory.tile.index(side).store(gl.full([1], tile, gl.int32, ONE))
+        mbarrier.expect(q_full, CONSUMERS * work.q.block_type.nbytes)
+        for c in gl.static_range(CONSUMERS):
+            q_slot = memory.q.index(side * CONSUMERS + c)
+            tma.async_copy_global_to_shared(work.q, [b, h, row + c * ROWS, 0], q_full, q_slot)
+
+        for step in range(1, tiles_n):
+            start_n -= memory.BLOCK_N
+            _fetch_pair(work, memory, pair + step, b, h_kv, start_n, True, True)
+        _fetch_pair(work, memory, pair + tiles_n, b, h_kv, -memory.BLOCK_N, False, True)
+        pair += tiles_n + 1
+        turn += 1
+        tile = gl.num_programs(0) + gl.atomic_add(work.taken_ptr, 1, sem="relaxed")
+    side = turn % 2
+    mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)
+    memory.tile.index(side).store(gl.full([1], tile, gl.int32, ONE))
+    mbarrier.arrive(memory.q_full.index(side), count=1)  # there is no more: consumers read it and stop
+
+
+@gluon.jit
+def _thread_sums(p, BLOCK_N: gl.constexpr):
+    """Sums of p's rows, (ROWS, 4): of the keys that each of the four threads of a row holds."""
+    return gl.sum(gl.sum(p.reshape([ROWS, BLOCK_N // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def _softmax_step(s, m_i, l_i, scale, BLOCK_N: gl.constexpr):
+    """(p, m, l, alpha) of one tile of logits, as in `_attn_fwd_descriptors_kernel`."""
+    m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = gl.exp2(m_i - shift)
+    p = gl.exp2(s * scale - gl.expand_dims(shift, 1))
+    sums = _thread_sums(p, BLOCK_N)
+    of_sums: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    l_i = l_i * gl.expand_dims(gl.convert_layout(alpha, of_sums, assert_trivial=True), 1) + sums
+    return p, m_new, l_i, alpha
+
+
+@gluon.jit
+def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, ME: gl.constexpr):
+    """Attend ROWS queries of each turn's tile to all keys that they see."""
+    BLOCK_N: gl.constexpr = memory.BLOCK_N
+    BLOCK_D: gl.constexpr = memory.BLOCK_D
+    CONSUMERS: gl.constexpr = work.CONSUMERS
+    DTYPE: gl.constexpr = work.q.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O)
+    pair = 0
+    p = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    turn = 0
+    tile = memory.read_tile(0)
+    while tile < work.tiles():
+        tile_row, b, h = work.place(tile)
+        row = tile_row + ME * ROWS
+        side = turn % 2
+        q_place = memory.q.index(side * CONSUMERS + ME).reshape((ROWS, BLOCK_D))
+        q = q_place
+        if CONSUMERS == 2:  # there are registers for it, so products fetch the keys alone
+            q = q_place.load(gl.DotOperandLayout(0, S, 2))
+        tiles_n = work.tiles_n(row + ROWS, BLOCK_N)
+        if work.IS_CAUSAL and CONSUMERS * ROWS > BLOCK_N:
+            # Tiles that only consumers of later queries see: let them go.
+            others_n = work.tiles_n(tile_row + CONSUMERS * ROWS, BLOCK_N)
+            for _ in range(others_n - tiles_n):
+                slot, parity = memory.slot(pair)
+                mbarrier.wait(memory.kv_full.index(slot), parity)
+                mbarrier.arrive(memory.kv_empty.index(slot))
+                pair += 1
+        m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
+        l_i = _thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S), BLOCK_N)
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O)
+
+        slot, parity = memory.slot(pair)
+        mbarrier.wait(memory.kv_full.index(slot), parity)
+        s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
+        tma.store_wait(0)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        mbarrier.arrive(memory.kv_empty.index(slot))
+        # The turn before has left its place.
+        mbarrier.arrive(memory.q_empty.index(side ^ 1), pred=turn > 0)
+        pair += 1
+        if MASKED:
+            start_n = (tiles_n - 1) * BLOCK_N
+            offs_m = gl.expand_dims(row + gl.arange(0, ROWS, S_ROWS), 1)
+            offs_n = gl.expand_dims(start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S)), 0)
+            visible = offs_n < work.seq_k
+            if work.IS_CAUSAL:
+                visible = visible & (offs_m >= offs_n)
+            s = gl.where(visible, s, float("-inf"))
+        p, m_i, l_i, alpha = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
+        p16 = gl.convert_layout(p.to(DTYPE), P, assert_trivial=True)
+
+        for _ in range(1, tiles_n):
+            slot, parity = memory.slot(pair)
+            mbarrier.wait(memory.kv_full.index(slot), parity)
+            if OVERLAP:
+                s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
+                acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
+                s = warpgroup_mma_wait(1, deps=(s,))
+                p, m_i, l_i, alpha = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(memory.kv_empty.index(slot))
+            else:
+                acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
+                s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
+                acc, s = warpgroup_mma_wait(0, deps=(acc, s))
+                mbarrier.arrive(memory.kv_empty.index(slot))
+                p, m_i, l_i, alpha = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
+            acc = acc * gl.expand_dims(gl.convert_layout(alpha, O_ROWS, assert_trivial=True), 1)
+            p16 = gl.convert_layout(p.to(DTYPE), P, assert_trivial=True)
+            pair += 1
+
+        slot, parity = memory.slot(pair)
+        mbarrier.wait(memory.kv_full.index(slot), parity)
+        acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
+        l_row = gl.convert_layout(gl.sum(l_i, axis=1), S_ROWS, assert_trivial=True)
+        l_row = gl.where(l_row == 0.0, 1.0, l_row)
+        lse = (m_i + gl.log2(l_row)) / LOG2E
+        inverse = 1.0 / gl.convert_layout(l_row, O_ROWS, assert_trivial=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(memory.kv_empty.index(slot))
+        pair += 1
+        q_place.store((acc * gl.expand_dims(inverse, 1)).to(DTYPE))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(work.o, [b, h, row, 0], memory.q.index(side * CONSUMERS + ME))
+        offs_m = row + gl.arange(0, ROWS, S_ROWS)
+        lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
+        gl.store(lse_row + offs_m, lse, mask=offs_m < work.seq_q)
+        turn += 1
+        tile = memory.read_tile(turn)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _attn_fwd_hopper_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, taken_ptr,
+    heads_q, group, seq_q, seq_k, scale, heads, together,
+    BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    OVERLAP: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """O and LSE as `_attn_fwd_descriptors_kernel`. Grid: as many programs as multiprocessors, at most one for each tile
+    of CONSUMERS x 64 queries.
+    """
+    DTYPE: gl.constexpr = q_desc.dtype
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    work = Work(
+        q_desc, k_desc, v_desc, o_desc, lse_ptr, taken_ptr, gl.to_tensor(heads_q), gl.to_tensor(group),
+        gl.to_tensor(seq_q), gl.to_tensor(seq_k), gl.to_tensor(heads), gl.to_tensor(together), IS_CAUSAL, CONSUMERS,
+    )  # fmt: skip
+    memory = Memory(
+        gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout),
+        gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout),
+        gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout),
+        gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        STAGES, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    for side in gl.static_range(2):
+        mbarrier.init(memory.q_full.index(side), count=1)
+        mbarrier.init(memory.q_empty.index(side), count=CONSUMERS)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(memory.kv_full.index(slot), count=1)
+        mbarrier.init(memory.kv_empty.index(slot), count=CONSUMERS)
+    fence_async_shared()
+
+    scale *= LOG2E
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (work, memory, scale, MASKED, OVERLAP, 0)),
+                (_consume, (work, memory, scale, MASKED, OVERLAP, 1)),
+                (_produce, (work, memory)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (work, memory, scale, MASKED, OVERLAP, 0)),
+                (_consume, (work, memory, scale, MASKED, OVERLAP, 1)),
+                (_consume, (work, memory, scale, MASKED, OVERLAP, 2)),
+                (_produce, (work, memory)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+# By head_dim, padded: at 128, two consumers with 240 registers a thread, queries among them. The source
+# has PV of a tile under the exponentials of the next; the assembler moves the wait up. At 64 three
+# consumers of 160 registers fit, and one's products overlap the exponentials of another.
+SHAPES = {
+    64: dict(CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32),
+    128: dict(CONSUMERS=2, STAGES=2, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24),
+}
+REGISTERS = {64: 128, 128: 168}  # at launch, for each of 16 or 12 warps
+BLOCK_N = 128
+# Under a causal mask a short sequence is all diagonal: small tiles waste less of it. Measured at
+# head_dim 64 with 512, 1024 and 2048 keys.
+SHORT_KEYS = 1024
+SHORT = SHAPES[128] | dict(STAGES=4, BLOCK_N=64, maxnreg=REGISTERS[128])
+CACHED = 16 * 2**20  # bytes of keys and values in use at once: a quarter of an H200's L2
+
+
+def columns_of(head_dim: int) -> int:
+    """How wide a tile is: head_dim, or the next width that the kernels have."""
+    return 64 if head_dim <= 64 else 128
+
+
+# Measured on an H200: with fewer tiles of 64 rows for each multiprocessor, the last rung's small
+# tiles are faster; up to this head_dim, its narrow ones.
+FEW = {64: 3.0, 128: 2.0}
+NARROW = 32
+
+
+def enabled() -> bool:
+    """False where FLASH_ATTENTION_HOPPER=0 has turned these kernels off."""
+    return os.environ.get("FLASH_ATTENTION_HOPPER") != "0"
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """True if the Hopper kernels can take these tensors on this GPU: compute capability 9.0, fp16 or bf16, head_dim a
+    multiple of 8 up to 128, rows as descriptors want them.
+    """
+    q = tensors[0]
+    return (
+        enabled()
+        and not runtime.INTERPRETED
+        and torch.version.hip is None
+        and configs.capability(q.device.index) == (9, 0)
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[3] <= 128
+        and q.shape[3] % 8 == 0
+        and descriptors_allowed(*tensors)
+        and not any(t.is_neg() for t in tensors)
+    )
+
+
+def pays(q: torch.Tensor, length: int, few: dict[int, float] = FEW) -> bool:
+    """True if the Hopper kernels are faster than the last rung. length: of the rows that programs share out, queries or
+    keys.
+    """
+    tiles = q.shape[0] * q.shape[1] * cdiv(length, 64)
+    enough = tiles >= few[columns_of(q.shape[3])] * configs.multiprocessors(q.device.index)
+    return q.shape[3] > NARROW and enough
+
+
+@dataclass(frozen=True)
+class HopperForwardPlan:
+    """A function of q, k and v for all calls of one kind. sign: of the scale."""
+
+    launch: Launch
+    sign: int
+
+    def __call__(self, q, k, v):
+        given = q
+        if self.sign != 1:
+            q = self.sign * q
+        o = torch.empty_like(given, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        # The queue belongs to one call: another may run at the same time on another stream.
+        taken = torch.zeros(1, dtype=torch.int32, device=q.device)
+        with runtime.on_device_of(q):
+            self.launch(q, k, v, o, lse, taken)
+        return o, lse
+
+
+def plan(q, k, v, is_causal: bool, scale: float, sign: int, **changes) -> HopperForwardPlan:
+    """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied by.
+
+    changes: to the arguments of the kernel, or `programs`, for measurements.
+    """
+    q = q if sign == 1 else sign * q
+    (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
+    columns = columns_of(head_dim)
+    heads, group = batch * heads_q, heads_q // heads_kv
+    together = 1
+    if is_causal:
+        of_a_head = max(1, 2 * seq_k * columns * q.itemsize // group)
+        together = min(heads, max(1, CACHED // of_a_head))
+    shape = dict(BLOCK_N=BLOCK_N, maxnreg=REGISTERS[columns]) | SHAPES[columns]
+    if columns == 64 and is_causal and min(seq_q, seq_k) <= SHORT_KEYS:
+        shape = SHORT
+    sizes = dict(
+        heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
+        BLOCK_D=columns, IS_CAUSAL=is_causal, programs=configs.multiprocessors(q.device.index), **shape,
+    ) | changes  # fmt: skip
+    block_n = sizes["BLOCK_N"]
+    sizes["MASKED"] = is_causal or seq_k % block_n != 0
+    options = dict(num_warps=4, maxnreg=sizes.pop("maxnreg"))
+    programs = min(sizes.pop("programs"), cdiv(seq_q, sizes["CONSUMERS"] * ROWS.value) * heads)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
+    rows = ROWS.value
+    boxes = [in_heads(t, n, columns) for t, n in ((q, rows), (k, block_n), (v, block_n), (o, rows))]
+    launch = Launch(_attn_fwd_hopper_kernel, programs, sizes, options, boxes)
+    with runtime.on_device_of(q):
+        if not runtime.recording:
+            launch.compile(q, k, v, o, lse, taken)
+    return HopperForwardPlan(launch, sign)

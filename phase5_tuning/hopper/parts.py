@@ -1,0 +1,183 @@
+"""What Gluon has no public word for in the releases this course runs on (3.6.0 and 3.7.1).
+
+Most functions wrap one instruction or a few. The others describe tiles to descriptors, and spread a row over a
+product's layout. Gluon 3.8.0 adds a TMA reduction of its own; it has no named barriers up to 3.9.0.
+"""
+
+import inspect
+
+from phase5_tuning.launch.plans import Described, head_tiles
+
+import torch
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate
+
+
+def aggregate(cls: type) -> type:
+    """A class whose fields may be tensors, descriptors and shared memory, and that a kernel can pass around. Triton's
+    own Gluon kernels import it by the same private name.
+
+    From Python 3.14 on, a class has a function `__annotate__`. Triton would take it for one that kernels call, and
+    refuse it.
+    """
+    made = _aggregate(cls)
+    made.hash_attrs = [member for member in made.hash_attrs if not inspect.isfunction(member)]
+    return made
+
+
+def in_heads(t: torch.Tensor, rows: int, columns: int) -> Described:
+    """Tiles of rows x columns of one head, for Gluon: in shared memory their 16-byte pieces are swizzled in rows of 128
+    bytes, as wgmma reads them.
+    """
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return Described(TensorDescriptor(t, *head_tiles(t, rows, columns), layout))
+
+
+def in_rows(t: torch.Tensor, tile: list[int]) -> Described:
+    """Tiles of a contiguous fp32 tensor of one axis or two."""
+    swizzle = 128 if t.dim() == 2 else 0
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=32, rank=t.dim())
+    return Described(TensorDescriptor(t, list(t.shape), list(t.stride()), tile, layout))
+
+
+FIRST_ID = gl.constexpr(8)  # hardware has barriers 0 to 15, and Triton hands out the low ones
+
+
+@gluon.constexpr_function
+def _named_barrier(name, threads):
+    return f"bar.sync {name}, {threads}; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def meet(NAME: gl.constexpr, THREADS: gl.constexpr):
+    """Wait until THREADS threads of the program, this warpgroup's among them, have come here."""
+    code: gl.constexpr = _named_barrier(FIRST_ID + NAME, THREADS)
+    zero = gl.to_tensor(0)
+    gl.inline_asm_elementwise(code, "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@builtin
+def tma_add(desc, coord, tile, _semantic=None):
+    """Add a tile of shared memory to where desc and coord say, asynchronously, in L2."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, tile.handle)
+
+
+@gluon.jit
+def await_count(count_ptr, wanted):
+    """Wait until the number in memory, which other programs release, is the wanted one. What they wrote before is
+    visible to the TMA from here on.
+    """
+    count = _acquire(count_ptr)
+    while count != wanted:
+        count = _acquire(count_ptr)
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _acquire(count_ptr):
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [count_ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def release_count(count_ptr):
+    """Add 1 to the number in memory, after what this warp's TMA wrote has arrived there. (`tma.store_wait` only waits
+    until it has left shared memory.)
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        cp.async.bulk.wait_group 0;
+        bar.warp.sync 0xffffffff;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        @first red.release.gpu.global.add.s32 [$1], 1;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l", [count_ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def in_pairs(x, DTYPE: gl.constexpr):
+    """fp32 as DTYPE, two numbers an instruction. Where the result is also needed in fp32, the compiler would convert to
+    bf16 one by one, on the unit that computes exponentials.
+    """
+    if gl.bfloat16 == DTYPE:
+        code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        return gl.inline_asm_elementwise(code, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+    else:
+        return x.to(DTYPE)
+
+
+@gluon.jit
+def out_of_pairs(x):
+    """fp16 or bf16 as fp32, from registers that hold two numbers each and stay as they are."""
+    if gl.bfloat16 == x.dtype:
+        code: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    else:
+        code: gl.constexpr = """{
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.f32.f16 $0, low;
+            cvt.f32.f16 $1, high;
+            }"""
+    return gl.inline_asm_elementwise(code, "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.constexpr_function
+def _from_lane(eighth):
+    # Four lanes hold an eighth; a lane asks the one that stands in them where it does in its own.
+    return f"shfl.sync.idx.b32 $0, $1, {4 * eighth}, 0x31f, 0xffffffff;"
+
+
+@gluon.constexpr_function
+def _lanes_of_row(columns):
+    """Every warp holds the row, each lane 2 of its columns, or 4."""
+    second_half = [[64]] if columns == 128 else []
+    lanes = [[2], [4], [8], [16], [32]]
+    return gl.DistributedLinearLayout([[1], *second_half], lanes, [[0], [0]], [], [columns])
+
+
+@gluon.constexpr_function
+def _lanes_of_rows(columns):
+    """(8, 8, columns / 8): the row for each eight of 64 rows, and each row's lanes hold an eighth."""
+    second_half = [[0, 0, 8]] if columns == 128 else []
+    lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    registers = [[0, 0, 1], [1, 0, 0], *second_half]
+    return gl.DistributedLinearLayout(registers, lanes, [[2, 0, 0], [4, 0, 0]], [], [8, 8, columns // 8])
+
+
+@gluon.jit
+def _eighth(part, EIGHTH: gl.constexpr):
+    code: gl.constexpr = _from_lane(EIGHTH)
+    return gl.inline_asm_elementwise(code, "=f,f", [part], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def under_all_rows(row, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """A row of shared memory, 64 or 128 columns in fp32, as 64 equal rows in the layout of a product.
+
+    A plain load would give each thread 16 or 32 of the columns at once, and no registers are left for them. Here a lane
+    loads 2 or 4, and shuffles fetch the others when they are used.
+    """
+    ROWS: gl.constexpr = _lanes_of_rows(COLUMNS)
+    PART: gl.constexpr = COLUMNS // 8
+    part = row.load(_lanes_of_row(COLUMNS)).reshape([COLUMNS // 64, 8, 8])
+    part = part.permute((1, 0, 2)).reshape([8, PART])
+    part = gl.convert_layout(part, gl.SliceLayout(0, ROWS), assert_trivial=True)
+    part = gl.expand_dims(part, 0).broadcast_to([8, 8, PART]).reshape([64, PART])
+    even = gl.join(gl.join(_eighth(part, 0), _eighth(part, 4)), gl.join(_eighth(part, 2), _eighth(part, 6)))
+    odd = gl.join(gl.join(_eighth(part, 1), _eighth(part, 5)), gl.join(_eighth(part, 3), _eighth(part, 7)))
+    rows = gl.join(even, odd).reshape([64, COLUMNS // 64, 8, 8]).permute((0, 1, 3, 2))
+    return gl.convert_layout(rows.reshape([64, COLUMNS]), LAYOUT, assert_trivial=True)

@@ -1,0 +1,156 @@
+"""The tuned forward pass: a call's kernel, tiles and descriptors are worked out once, then remembered as a plan.
+
+Builds on: this phase's `ladder.forward`; phase 3's `attention_forward` where a scale is too large for base 2.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from common import runtime, validate
+from phase3_forward.forward import attention_forward as forward_in_base_e
+from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.ladder.forward import LOG2E, _attn_fwd_descriptors_kernel, _attn_fwd_heavy_first_kernel
+from phase5_tuning.launch import configs
+from phase5_tuning.launch.plans import (
+    Launch,
+    cdiv,
+    described,
+    descriptors_allowed,
+    facts,
+    positive_scale,
+    precision,
+    prepared,
+    remember,
+    remembered,
+)
+
+import torch
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    kernel=None,
+    config: configs.Config | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale q k^T) v and its LSE: arguments, results and errors as phase 3's `attention_forward`.
+
+    kernel: a rung of the ladder; None: the Hopper kernel where it takes the call, else the last
+    rung. config: tiles to use instead of the chosen ones, and then on a rung.
+    fp32 is computed to fp32 accuracy, or with TF32 where PyTorch's own switch allows it
+    (torch.set_float32_matmul_precision("high")).
+    """
+    flags = is_causal, scale, enable_gqa
+    try:
+        key = (
+            "forward",
+            facts(q, k, v),
+            flags,
+            *map(type, flags),
+            precision(q.dtype),
+            kernel,
+            config,
+            hopper_forward.enabled(),
+        )
+        plan = remembered(key)
+    except (AttributeError, RuntimeError, TypeError):  # not tensors, or without strides
+        validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+        raise
+    if plan is None:
+        scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+        plan = remember(key, _plan(q, k, v, is_causal, scale, kernel, config))
+    return plan(q, k, v)
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """A function of q, k and v for all calls of one kind.
+
+    rows: the shape of the LSE. sign: of the scale. as_given: no input is converted.
+    """
+
+    launch: Launch
+    rows: torch.Size
+    sign: int
+    as_given: bool
+
+    def __call__(self, q, k, v):
+        given = q
+        if not self.as_given:
+            q, k, v = _as_kernels_take(q, k, v, self.sign)
+        o = torch.empty_like(given, memory_format=torch.contiguous_format)
+        lse = torch.empty(self.rows, dtype=torch.float32, device=o.device)
+        with runtime.on_device_of(q):
+            if q.dtype == o.dtype:
+                self.launch(q, k, v, o, lse)
+                return o, lse
+            (out,) = runtime.to_kernel_dtype(o)
+            self.launch(q, k, v, out, lse)
+            return o.copy_(out), lse
+
+
+def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
+    if 0 in q.shape[:3] or k.shape[2] == 0:
+        return _nothing_to_see
+    scale, sign = positive_scale(scale)
+    if scale * LOG2E.value > validate.MAX_SCALE:
+        return partial(forward_in_base_e, is_causal=is_causal, scale=sign * scale, enable_gqa=True)
+
+    if kernel is None:
+        if config is None and hopper_forward.takes(q, k, v) and hopper_forward.pays(q, q.shape[2]):
+            return hopper_forward.plan(q, k, v, is_causal, scale, sign)
+        kernel = _attn_fwd_descriptors_kernel
+    given, (q, k, v) = (q, k, v), _as_kernels_take(q, k, v, sign)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
+    if kernel is _attn_fwd_descriptors_kernel and not descriptors_allowed(q, k, v):
+        kernel = _attn_fwd_heavy_first_kernel
+    tma = kernel is _attn_fwd_descriptors_kernel
+    arguments = dict(
+        stride_q=q.stride(), stride_k=k.stride(), stride_v=v.stride(), stride_o=o.stride(),
+        heads_q=heads_q, group=heads_q // heads_kv, seq_q=seq_q, seq_k=seq_k, scale=scale,
+        HEAD_DIM=head_dim, BLOCK_D=configs.padded(head_dim), IS_CAUSAL=is_causal, PRECISION=precision(q.dtype),
+    )  # fmt: skip
+
+    def with_tiles(config):
+        blocks = (q, config.BLOCK_M), (k, config.BLOCK_N), (v, config.BLOCK_N)
+        boxes = [described(t, block) for t, block in blocks] if tma else []
+        masked = dict(MASKED=is_causal or seq_k % config.BLOCK_N != 0)
+        programs = cdiv(seq_q, config.BLOCK_M) * batch * heads_q
+        return Launch(kernel, programs, arguments | masked | config.tiles, config.options, boxes)
+
+    tried = [config]
+    with runtime.on_device_of(q):
+        if config is None:
+            case = "forward", head_dim, q.dtype, tma
+            rows = batch * heads_q * cdiv(seq_q, 64)
+            chosen = configs.choose(*case, is_causal, rows, lambda c: with_tiles(c)(q, k, v, o, lse))
+            tried = [chosen, *configs.candidates(*case)]
+        launch = prepared(with_tiles, tried, q, k, v, o, lse)
+    as_given = all(a is b for a, b in zip(given, (q, k, v), strict=True))
+    return ForwardPlan(launch, q.shape[:3], sign, as_given)
+
+
+def _as_kernels_take(q, k, v, sign: int):
+    """The tensors with the scale's sign in q, and in the dtype in which kernels compute here; K with contiguous rows
+    where head_dim is padded to 32.
+
+    Triton's ptxas (12.8) forgets there where V's tile lies, if K's rows are not contiguous and V's are not aligned to
+    16 bytes: the tensor cores read another place (tests/phase5/ladder/test_ptxas.py).
+    """
+    if k.stride(3) != 1 and configs.padded(k.shape[3]) == 32:
+        k = k.contiguous()
+    return runtime.to_kernel_dtype(q if sign == 1 else sign * q, k, v)
+
+
+def _nothing_to_see(q, k, v):
+    """The results where there is no query or no key."""
+    o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    return o, torch.full(q.shape[:3], float("-inf"), device=q.device)

@@ -1,0 +1,74 @@
+"""The chapter's kernels as an H200 would launch them, compiled on any machine and run on none."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+from common import runtime
+from common.measure import offline
+from phase5_tuning.hopper import backward, forward
+from phase5_tuning.ladder import forward as forward_ladder
+from phase5_tuning.launch import configs
+from phase5_tuning.passes.forward import attention_forward
+
+import torch
+
+SMS = 132  # multiprocessors of an H100 or H200
+
+
+def plain_launch(head_dim: int, **tile) -> offline.Launch:
+    """The last rung's launch on an H200, under a full mask. tile: another `Config` than the tuned one."""
+    q = torch.empty(1, 4, 1024, head_dim, dtype=torch.float16, device=runtime.DEVICE)
+    config = configs.TABLE["forward", head_dim, True].full
+    if tile:
+        config = configs.Config(**tile)
+    last = dict(kernel=forward_ladder._attn_fwd_descriptors_kernel, config=config)
+    with mock.patch.object(configs, "capability", return_value=(9, 0)):
+        return offline.record_launches(lambda: attention_forward(q, q, q, **last))[-1]
+
+
+def hopper_launch(
+    head_dim: int, is_causal: bool = False, seq: int = 1024, heads: int = 4, **changes
+) -> tuple[offline.Launch, dict]:
+    """(launch, its arguments by name) of the forward kernel on an H200."""
+    q = torch.empty(1, heads, seq, head_dim, dtype=torch.float16, device=runtime.DEVICE)
+    made = []
+
+    def call():
+        made.append(forward.plan(q, q, q, is_causal, head_dim**-0.5, 1, **changes).launch)
+        made[0](q, q, q, q, torch.empty(1, heads, seq), torch.zeros(1, dtype=torch.int32))
+
+    with mock.patch.object(configs, "multiprocessors", return_value=SMS):
+        (launch,) = offline.record_launches(call)
+    names = made[0].kernel.arg_names
+    return launch, dict(zip(names[-len(made[0].rest) :], made[0].rest, strict=True))
+
+
+def backward_launch(head_dim: int, is_causal: bool = False) -> offline.Launch:
+    """The launch of the fused backward kernel on an H200."""
+    q = torch.empty(1, 4, 1024, head_dim, dtype=torch.float16, device=runtime.DEVICE)
+    lse = torch.empty(1, 4, 1024, device=runtime.DEVICE)
+
+    def call():
+        plan = backward.plan(q, q, q, q, lse, q, None, is_causal, head_dim**-0.5, 1)
+        plan(q, q, q, q, lse, q, None)
+
+    with mock.patch.object(configs, "multiprocessors", return_value=SMS):
+        launches = offline.record_launches(call)
+    return next(x for x in launches if x.name == "_attn_bwd_hopper_kernel")
+
+
+def with_line(launch: offline.Launch, module: ModuleType, after: str, old: str, new: str) -> offline.Launch:
+    """The same launch of a kernel whose module has `new` where, behind `after`, `old` stood."""
+    before, found, rest = Path(module.__file__).read_text().partition(after)
+    if old not in rest:
+        raise ValueError(f"{module.__name__} has no {old!r} behind {after!r}")
+    return replace(launch, source=before + found + rest.replace(old, new, 1))
+
+
+def compiled(launches: Mapping[object, offline.Launch]) -> dict[object, offline.Compiled]:
+    """What the compiler makes of launches for an H200, by their keys."""
+    found = offline.compile_launches(launches.values(), ["sm_90"], sass=True, processes=2)
+    return dict(zip(launches, found, strict=True))

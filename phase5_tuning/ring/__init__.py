@@ -1,0 +1,1 @@
+"""Attention over several GPUs: ranks pass keys and values around."""

@@ -1,0 +1,211 @@
+"""Ranks of a ring inside one process: messages, deadlocks and races, without a GPU or a second process.
+
+    def program(rank, x):
+        sending, coming = rank.send(x), rank.receive()
+        ...                                # what is computed meanwhile
+        sending.wait()
+        return coming.wait()
+
+    run(program, [x0, x1, x2])             # what each of three ranks returns
+
+Each rank is a thread, and one thread runs at a time. A send is done when the next rank has started
+the receive that matches it: the n-th send of a rank belongs to the n-th receive of the next. Transfers
+are independent of one another, as with `isend` and `irecv` over gloo. Over NCCL a send and a receive
+that are started apart may wait for one another; `batch_isend_irecv` starts them as one group.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from phase5_tuning.ring.ranks import meeting, shard_of
+
+import torch
+
+
+class Deadlock(RuntimeError):
+    """All ranks that are not done wait. The message says for what."""
+
+
+class Race(RuntimeError):
+    """A tensor was changed while it was being sent."""
+
+
+class Transfer:
+    """One end of a message that has been started. `wait` returns when it is done: what came, or None.
+
+    meanwhile: the numbers of keys of which its rank has computed something between start and wait.
+    """
+
+    def __init__(self, ring: "_Ring", rank: "Rank", kind: str, number: int, x=None):
+        self._ring, self._rank, self._kind, self._number = ring, rank, kind, number
+        self._sent, self._version, self.waited = x, None if x is None else x._version, False
+        self._copy = None if x is None else x.clone()
+        self._begun, self.meanwhile = len(rank.computed), []
+
+    def _other_end(self):
+        rank, ranks = self._rank.number, self._rank.ranks
+        if self._kind == "send":
+            ends = self._ring.ranks[(rank + 1) % ranks].receives
+        else:
+            ends = self._ring.ranks[(rank - 1) % ranks].sends
+        return ends[self._number] if self._number < len(ends) else None
+
+    def __str__(self):
+        return f"rank {self._rank.number} waits for its {self._kind} {self._number + 1}"
+
+    def wait(self) -> torch.Tensor | None:
+        self._ring.wait_for(self)
+        if not self.waited:
+            self.waited = True
+            self.meanwhile = self._rank.computed[self._begun :]
+            self._rank.log.append(("waited", self._kind))
+            if self._sent is not None and self._sent._version != self._version:
+                raise Race(
+                    f"rank {self._rank.number} changed the tensor of its send {self._number + 1} before it had "
+                    "waited for that send"
+                )
+        return self._other_end()._copy if self._kind == "receive" else None
+
+
+class Rank:
+    """One rank: `number` of `ranks`, two ends of messages, and what its GPU computes.
+
+    log: ("send", ""), ("waited", "receive"), ("computed", "attend") and so on, in order. attended: (queries, keys) of
+    each `attend`. computed: the keys of each `attend` and each `gradients`.
+    """
+
+    def __init__(self, ring: "_Ring", number: int, ranks: int):
+        self._ring, self.number, self.ranks = ring, number, ranks
+        self.sends, self.receives, self.log, self.attended, self.computed = [], [], [], [], []
+
+    def send(self, x: torch.Tensor) -> Transfer:
+        """Start to send x to the next rank. x must not change before `wait` has returned."""
+        self.log.append(("send", ""))
+        self.sends.append(Transfer(self._ring, self, "send", len(self.sends), x))
+        self._ring.look_again()
+        return self.sends[-1]
+
+    def receive(self) -> Transfer:
+        """Start to receive from the rank before; `wait` returns the tensor."""
+        self.log.append(("receive", ""))
+        self.receives.append(Transfer(self._ring, self, "receive", len(self.receives)))
+        self._ring.look_again()
+        return self.receives[-1]
+
+    def attend(self, q, kv, is_causal=False) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o, lse) of q (seq_q, head_dim) over keys and values kv (2, seq_k, head_dim), in fp32; under a causal mask
+        query i sees the keys 0 to i of these.
+        """
+        self.log.append(("computed", "attend"))
+        self.attended.append((len(q), kv.shape[1]))
+        self.computed.append(kv.shape[1])
+        s = q @ kv[0].T / q.shape[1] ** 0.5
+        if is_causal:
+            s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), float("-inf"))
+        lse = torch.logsumexp(s, dim=1)
+        return torch.exp(s - lse[:, None]) @ kv[1], lse
+
+    def gradients(self, q, kv, o, lse, do) -> tuple[torch.Tensor, torch.Tensor]:
+        """(dq, dkv) of these keys' part, as phase 4's backward pass: P from lse, delta from o and do."""
+        self.log.append(("computed", "gradients"))
+        self.computed.append(kv.shape[1])
+        scale = q.shape[1] ** -0.5
+        p = torch.exp(scale * q @ kv[0].T - lse[:, None])
+        ds = p * (do @ kv[1].T - (o * do).sum(dim=1, keepdim=True))
+        return scale * ds @ kv[0], torch.stack((scale * ds.T @ q, p.T @ do))
+
+
+class _Ring:
+    """Who runs: the thread that holds the lock. Who waits gives it away."""
+
+    def __init__(self, ranks: int):
+        self._lock, self._waiting, self._dead = threading.Condition(), {}, None
+        self.ranks = [Rank(self, number, ranks) for number in range(ranks)]
+        self._running = set(range(ranks))
+
+    def look_again(self) -> None:
+        self._lock.notify_all()
+
+    def wait_for(self, transfer: Transfer) -> None:
+        self._waiting[transfer._rank.number] = transfer
+        self._find_deadlock()
+        self._lock.wait_for(lambda: transfer._other_end() is not None or self._dead)
+        del self._waiting[transfer._rank.number]
+        if transfer._other_end() is None:
+            raise Deadlock(self._dead)
+
+    def _find_deadlock(self) -> None:
+        waiting = [self._waiting[number] for number in sorted(self._waiting)]
+        stuck = len(waiting) == len(self._running) and all(t._other_end() is None for t in waiting)
+        if stuck and not self._dead:
+            self._dead = "; ".join(map(str, waiting))
+            self._lock.notify_all()
+
+    def run(self, program: Callable, inputs: Sequence) -> list:
+        results, errors = [None] * len(self.ranks), [None] * len(self.ranks)
+
+        def live(rank):
+            with self._lock:
+                try:
+                    results[rank.number] = program(rank, inputs[rank.number])
+                except BaseException as error:
+                    errors[rank.number] = error
+                self._running.remove(rank.number)
+                if self._running:
+                    self._find_deadlock()
+
+        threads = [threading.Thread(target=live, args=(rank,)) for rank in self.ranks]
+        with self._lock:
+            for thread in threads:
+                thread.start()
+        for thread in threads:
+            thread.join()
+        raised = [e for e in errors if e is not None]
+        # A rank that ends with an error leaves others waiting: what they say comes second.
+        for error in sorted(raised, key=lambda e: isinstance(e, Deadlock)):
+            raise error
+        return results
+
+
+def run(program: Callable, inputs: Sequence, ranks_to: list | None = None) -> list:
+    """program(rank, inputs[rank.number]) on a ring of as many ranks as inputs; returns what each returns.
+
+    ranks_to: a list that gets the ranks, with their logs. Raises Deadlock, Race, or what a rank raises.
+    """
+    ring = _Ring(len(inputs))
+    if ranks_to is not None:
+        ranks_to += ring.ranks
+    return ring.run(program, inputs)
+
+
+def times_computed(ranks: int, rows: int, believed: Callable[[int, int], int]) -> tuple[bool, set]:
+    """Whether a causal ring computes each pair of a query and a key that it sees once, and no other pair.
+
+    rows: of a chunk. believed(rank, step): whose keys a rank believes to hold. Beside it the chunk pairs that the ranks
+    compute in a step with the keys of another rank, as a set.
+    """
+    seq = 2 * ranks * rows
+    positions = [shard_of(torch.arange(seq)[:, None], rank, ranks)[:, 0] for rank in range(ranks)]
+    times, work = torch.zeros(seq, seq, dtype=torch.int), set()
+    for rank in range(ranks):
+        for step in range(ranks):
+            near, far, masked = meeting(rank, believed(rank, step), rows, rows, True)
+            queries, keys = positions[rank][near], positions[(rank - step) % ranks][far]
+            pairs = torch.ones(len(queries), len(keys), dtype=torch.int)
+            times[queries[:, None], keys] += pairs.tril() if masked else pairs
+            if step > 0:
+                work.add(len(queries) * len(keys) // rows**2)
+    return torch.equal(times, torch.ones_like(times).tril()), work
+
+
+class Given(torch.autograd.Function):
+    """apply(q, k, v, o, dq, dk, dv) -> o: what ranks have computed, as one operator that verify_results can call."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, o, *grads):
+        ctx.grads = grads
+        return o.clone()
+
+    @staticmethod
+    def backward(ctx, do):
+        return *ctx.grads, None, None, None, None

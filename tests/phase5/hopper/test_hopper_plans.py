@@ -1,0 +1,351 @@
+"""Which calls take the Hopper kernels: decided on the host, so that it is tested without a GPU."""
+
+import contextlib
+import math
+from unittest import mock
+
+from common import make_qkv, runtime
+from phase5_tuning.hopper import backward as hopper_backward
+from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.launch import configs
+from phase5_tuning.launch import plans as launch
+from phase5_tuning.passes import backward, forward
+
+import pytest
+import torch
+from helpers import interpreted_only
+
+
+@contextlib.contextmanager
+def on_a_gpu(capability=(9, 0), multiprocessors=132):
+    """Inside it, the host believes in a GPU."""
+    with (
+        mock.patch.object(runtime, "DEVICE", "cuda"),
+        mock.patch.object(runtime, "INTERPRETED", False),
+        mock.patch.object(configs, "capability", return_value=capability),
+        mock.patch.object(configs, "multiprocessors", return_value=multiprocessors),
+    ):
+        yield
+
+
+def tensors(head_dim=64, dtype=torch.float16, **sizes):
+    made = make_qkv(1, 2, 40, head_dim, device="cpu", **sizes)
+    return [t.to(dtype) for t in made]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 128])
+def test_what_the_kernels_take(head_dim, dtype):
+    with on_a_gpu():
+        assert hopper_forward.takes(*tensors(head_dim, dtype))
+
+
+def test_what_they_do_not_take(monkeypatch):
+    q, k, v = tensors()
+    assert not hopper_forward.takes(q, k, v)  # here, where there is no Hopper
+    with on_a_gpu(capability=(10, 0)):
+        assert not hopper_forward.takes(q, k, v)
+    with on_a_gpu():
+        assert not hopper_forward.takes(*tensors(136))
+        assert not hopper_forward.takes(*tensors(60))
+        assert not hopper_forward.takes(*(t[:, :1, :1] for t in tensors(60)))  # one row, which no step aligns
+        assert not hopper_forward.takes(*tensors(dtype=torch.float32))
+        assert not hopper_forward.takes(q, k.mT.contiguous().mT, v)  # the last axis is not contiguous
+        assert not hopper_forward.takes(q, k, torch._neg_view(v))  # its memory has the other sign
+        monkeypatch.setenv("FLASH_ATTENTION_HOPPER", "0")
+        assert not hopper_forward.takes(q, k, v)
+        monkeypatch.setenv("FLASH_ATTENTION_HOPPER", "1")
+        assert hopper_forward.takes(q, k, v)
+
+
+def test_descriptors_are_for_16_bits_on_hopper_and_later():
+    for capability, allowed in (((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), True)):
+        with on_a_gpu(capability=capability):
+            assert launch.descriptors_allowed(*tensors()) == allowed
+            assert not launch.descriptors_allowed(*tensors(dtype=torch.float32))
+
+
+def test_a_step_that_is_never_taken_forbids_no_descriptor():
+    x = torch.empty(4096, dtype=torch.float16)
+    with on_a_gpu():
+        assert launch.descriptors_allowed(x.as_strided((1, 2, 8, 64), (3, 512, 64, 1)))
+        assert not launch.descriptors_allowed(x.as_strided((2, 2, 8, 64), (3, 512, 64, 1)))
+
+
+def test_more_rows_than_a_coordinate_counts():
+    q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
+    with on_a_gpu(), mock.patch.object(hopper_forward, "takes", return_value=True):
+        assert hopper_backward.takes(q.expand(1, 2**24 - 1, 1, 64), q, q, q)  # in tiles of 128 rows
+        assert not hopper_backward.takes(q.expand(1, 2**24, 1, 64), q, q, q)
+
+
+@pytest.mark.parametrize(("head_dim", "least"), [(64, 3.0), (128, 2.0), (40, 3.0), (96, 2.0)])
+def test_they_pay_from_so_many_tiles_of_64_rows_on(head_dim, least):
+    with on_a_gpu(multiprocessors=10):
+        rows = int(least * 10) * 64
+        shape = 1, 1, rows, head_dim
+        assert hopper_forward.pays(torch.empty(shape), rows)
+        assert not hopper_forward.pays(torch.empty(shape), rows - 64)
+        assert hopper_backward.pays(torch.empty(shape), torch.empty(1, 1, 15 * 64, head_dim))
+        assert not hopper_backward.pays(torch.empty(shape), torch.empty(1, 1, 14 * 64, head_dim))
+
+
+def test_tiles_are_counted_in_all_heads():
+    with on_a_gpu(multiprocessors=8):
+        for batch, heads in ((4, 1), (1, 4), (2, 2)):
+            q = torch.empty(batch, heads, 6 * 64, 64)
+            assert hopper_forward.pays(q, 6 * 64)
+            assert not hopper_forward.pays(q, 5 * 64)
+
+
+def test_they_do_not_pay_for_narrow_heads():
+    with on_a_gpu(multiprocessors=1):
+        assert not hopper_forward.pays(torch.empty(8, 8, 640, 32), 640)
+        assert hopper_forward.pays(torch.empty(8, 8, 640, 40), 640)
+
+
+@contextlib.contextmanager
+def everything_is_taken():
+    """Inside it, both passes would be planned for the Hopper kernels; yields what is planned."""
+    planned = []
+    with contextlib.ExitStack() as stack:
+        for module in (hopper_forward, hopper_backward):
+            for name in ("takes", "pays"):
+                stack.enter_context(mock.patch.object(module, name, return_value=True))
+            stop = lambda *_, module=module: planned.append(module) or (lambda *tensors: tensors)  # noqa: E731
+            stack.enter_context(mock.patch.object(module, "plan", stop))
+        stack.enter_context(mock.patch("phase5_tuning.launch.plans._plans", {}))
+        yield planned
+
+
+def test_a_rung_and_its_tiles_are_never_replaced():
+    q, k, v = make_qkv(1, 2, 40, 64)
+    o, lse = forward.attention_forward(q, k, v)
+    tiles = configs.Config(16, 16, 4, 1)
+    rung = forward._attn_fwd_descriptors_kernel
+    with everything_is_taken() as planned:
+        forward.attention_forward(q, k, v, kernel=rung)
+        forward.attention_forward(q, k, v, config=tiles)
+        backward.attention_backward(q, k, v, o, lse, o, dq_config=tiles)
+        backward.attention_backward(q, k, v, o, lse, o, needs=(True, False))
+        backward.attention_backward(q, k, v, o, lse, o, needs=(False, True))
+        assert not planned
+        forward.attention_forward(q, k, v)
+        backward.attention_backward(q, k, v, o, lse, o)
+    assert planned == [hopper_forward, hopper_backward]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "module"),
+    [("FLASH_ATTENTION_HOPPER", "0", hopper_forward), ("FLASH_ATTENTION_ANY_ORDER", "1", hopper_backward)],
+)
+def test_a_switch_makes_another_plan(name, value, module, monkeypatch):
+    """The switches are read in every call, and a plan of before is not used."""
+    q, k, v = make_qkv(1, 2, 40, 64)
+    o, lse = forward.attention_forward(q, k, v)
+    with everything_is_taken() as planned:
+        for _ in range(2):
+            backward.attention_backward(q, k, v, o, lse, o)
+            if module is hopper_forward:
+                forward.attention_forward(q, k, v)
+        before = len(planned)
+        monkeypatch.setenv(name, value)
+        backward.attention_backward(q, k, v, o, lse, o)
+        if module is hopper_forward:
+            forward.attention_forward(q, k, v)
+        assert len(planned) == 2 * before
+
+
+# --- what a plan launches, and with what -----------------------------------------------------------------------------
+
+
+def forward_plan(*sizes, is_causal=False, sign=1, multiprocessors=132, **others):
+    """(plan, its launch's other arguments by name, its grid) of the Hopper forward pass; nothing is compiled."""
+    q, k, v = make_qkv(*sizes, **others)
+    with mock.patch.object(runtime, "recording", True), on_a_gpu(multiprocessors=multiprocessors):
+        plan = hopper_forward.plan(q, k, v, is_causal, 0.25, sign)
+    return plan, arguments(plan.launch), plan.launch.grid[0]
+
+
+def arguments(made):
+    return dict(zip(made.kernel.arg_names[-len(made.rest) :], made.rest, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("seq_k", "is_causal", "masked"),
+    [(128, False, False), (256, False, False), (64, False, True), (192, False, True), (128, True, True)],
+)
+def test_a_mask_is_asked_for_where_there_is_one(seq_k, is_causal, masked):
+    _, forward_sizes, _ = forward_plan(1, 2, 256, 64, seq_k=seq_k, is_causal=is_causal)
+    assert forward_sizes["MASKED"] == masked
+    assert forward_sizes["IS_CAUSAL"] == is_causal
+    backward_plan, sizes = plan_backward(1, 2, 256, 64, seq_k=seq_k, is_causal=is_causal)
+    assert (sizes["MASKED"], sizes["IS_CAUSAL"]) == (masked, is_causal)
+    assert backward_plan.seen_k == seq_k
+
+
+def test_the_forward_plan_s_sizes():
+    _, sizes, programs = forward_plan(2, 6, 400, 96, heads_kv=2, seq_k=300)
+    named = dict(heads_q=6, group=3, seq_q=400, seq_k=300, heads=12, together=1, scale=0.25, BLOCK_D=128, BLOCK_N=128)
+    assert sizes.items() >= named.items()
+    assert programs == 12 * math.ceil(400 / 128)
+    assert forward_plan(2, 6, 400, 96, multiprocessors=7)[2] == 7
+
+
+@pytest.mark.parametrize(
+    ("seq_q", "seq_k", "head_dim", "is_causal", "block_n"),
+    [
+        (1024, 1024, 64, True, 64),
+        (1025, 1025, 64, True, 128),
+        (200, 4096, 64, True, 64),  # no query sees a key beyond the last query
+        (4096, 200, 64, True, 64),
+        (1024, 1024, 64, False, 128),
+        (1024, 1024, 128, True, 128),
+    ],
+)
+def test_short_causal_walks_get_small_tiles(seq_q, seq_k, head_dim, is_causal, block_n):
+    _, sizes, _ = forward_plan(1, 2, seq_q, head_dim, seq_k=seq_k, is_causal=is_causal)
+    assert sizes["BLOCK_N"] == block_n
+
+
+def test_causal_heads_take_turns_as_far_as_their_keys_fit_into_the_cache():
+    seq_k = hopper_forward.CACHED // (4 * 2 * 64 * 2)  # so that four heads of keys and values fill it
+    for heads_q, heads_kv, together in ((8, 8, 4), (8, 4, 8), (2, 2, 2), (16, 8, 8)):
+        q, k = (torch.empty(1, 1, 1, 64, dtype=torch.float16).expand(1, n, seq_k, 64) for n in (heads_q, heads_kv))
+        with mock.patch.object(runtime, "recording", True), on_a_gpu():
+            full, causal = (hopper_forward.plan(q, k, k, is_causal, 1.0, 1) for is_causal in (False, True))
+        assert (arguments(full.launch)["together"], arguments(causal.launch)["together"]) == (1, together)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_forward_call_allocates_what_its_kernel_writes(sign):
+    q, k, v = make_qkv(1, 2, 40, 64, layout="bshd")
+    taken = []
+    note = lambda *tensors: taken.append([t.clone() for t in tensors]) or tensors[-1].add_(5)  # noqa: E731
+    plan = hopper_forward.HopperForwardPlan(note, sign)
+    for _ in range(2):
+        o, lse = plan(q, k, v)
+        assert o.is_contiguous()
+        assert (lse.shape, lse.dtype) == ((1, 2, 40), torch.float32)
+    for given_q, given_k, given_v, *_, queue in taken:
+        assert torch.equal(given_q, sign * q)
+        assert torch.equal(given_k, k)
+        assert torch.equal(given_v, v)
+        assert queue.tolist() == [0]  # in every call
+
+
+def plan_backward(*sizes, is_causal=False, sign=1, multiprocessors=132, **others):
+    """(plan, its main launch's other arguments by name) of the Hopper backward pass; nothing is compiled."""
+    q, k, v = make_qkv(*sizes, **others)
+    lse = torch.zeros(q.shape[:3])
+    with mock.patch.object(runtime, "recording", True), on_a_gpu(multiprocessors=multiprocessors):
+        plan = hopper_backward.plan(q, k, v, q, lse, q, None, is_causal, 0.25, sign)
+    return plan, arguments(plan.fused)
+
+
+@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (128, 64), (40, 128)])
+def test_the_backward_plan_s_sizes(head_dim, block_m):
+    plan, sizes = plan_backward(2, 6, 400, head_dim, heads_kv=2, seq_k=300)
+    tiles_m = math.ceil(400 / block_m)
+    named = dict(heads_q=6, heads_kv=2, group=3, seq_k=300, tiles_m=tiles_m, tiles_n=3, heads=4, together=4)
+    assert sizes.items() >= (named | dict(scale=0.25, BLOCK_M=block_m, ORDERED=True)).items()
+    assert (plan.tiles, plan.padded_rows) == (12 * tiles_m, 12 * tiles_m * block_m)
+    assert plan.fused.grid[0] == 3 * 4
+    assert plan.rows.grid[0] == plan.dq.grid[0] == plan.tiles
+    for made in (plan.rows, plan.dq):
+        assert arguments(made).items() >= dict(heads_q=6, seq_q=400, padded_q=tiles_m * block_m).items()
+
+
+def test_heads_that_take_turns_backward():
+    for seq_k, heads, together in ((128, 40, 16), (1280, 40, 16), (6400, 40, 5), (128, 3, 3), (128 * 300, 4, 1)):
+        q, k = (torch.empty(1, 1, 1, 64, dtype=torch.float16).expand(1, heads, seq, 64) for seq in (64, seq_k))
+        with mock.patch.object(runtime, "recording", True), on_a_gpu():
+            allocate = mock.patch.object(torch, "empty_like", lambda t, **_: t)  # of such a size nothing is needed
+            with allocate, mock.patch.object(hopper_backward, "in_heads"):
+                plan = hopper_backward.plan(q, k, k, q, torch.zeros(1, heads, 64), q, None, False, 1.0, 1)
+        assert arguments(plan.fused)["together"] == together, seq_k
+
+
+def test_keys_that_no_query_sees_have_no_programs_and_gradients_of_0():
+    plan, sizes = plan_backward(1, 2, 40, 64, seq_k=300, is_causal=True)
+    assert (plan.seen_k, sizes["seq_k"], sizes["tiles_n"]) == (40, 40, 1)
+    assert plan_backward(1, 2, 40, 64, seq_k=300)[0].seen_k == 300
+    *_, dk, dv = call_backward(plan, 40, 300)
+    assert not dk[:, :, 40:].any()
+    assert not dv[:, :, 40:].any()
+    assert dk[:, :, :40].isnan().all()
+    assert dv[:, :, :40].isnan().all()
+
+
+def test_the_sign_of_the_scale_is_in_q_and_in_dq():
+    plan, sizes = plan_backward(1, 2, 300, 64, sign=-1)
+    assert (sizes["scale"], arguments(plan.dq)["scale"]) == (0.25, -0.25)
+    assert sizes["scale_log2"] == pytest.approx(0.25 * math.log2(math.e))
+    (_, (given, *_), _), *_ = call_backward(plan, 300, 300)
+    assert torch.equal(given, -make_qkv(1, 2, 300, 64)[0])
+
+
+def call_backward(plan, seq_q, seq_k, dlse=None, layout="bhsd"):
+    """([the tensors of each launch], dq, dk, dv) of a call in which no kernel runs; what it allocates is NaN."""
+    q, k, v = make_qkv(1, 2, seq_q, 64, seq_k=seq_k, layout=layout)
+    launches = []
+    note = lambda *tensors: launches.append(tensors)  # noqa: E731
+    empty = torch.empty_like
+    nan = mock.patch.object(torch, "empty_like", lambda t, **options: empty(t, **options).fill_(math.nan))
+    sizes = vars(plan) | dict(rows=note, fused=note, dq=note)
+    with nan:
+        grads = hopper_backward.HopperBackwardPlan(**sizes)(q, k, v, q, torch.zeros(1, 2, seq_q), q, dlse)
+    return launches, *grads
+
+
+def test_a_backward_call_allocates_what_its_kernels_write():
+    plan, _ = plan_backward(1, 2, 300, 64)
+    dlse = torch.ones(1).expand(1, 2, 300)
+    (rows, fused, last), dq, dk, dv = call_backward(plan, 300, 300, dlse, layout="bshd")
+    assert all(t.is_contiguous() for t in (dq, dk, dv))
+    *_, given_dlse, row_lse, delta, dq_sum, count = rows
+    assert given_dlse.is_contiguous()
+    assert torch.equal(given_dlse, dlse)
+    assert row_lse.shape == delta.shape == (plan.padded_rows,) == (2 * 384,)
+    assert dq_sum.shape == (plan.padded_rows, 64)
+    assert count.shape == (plan.tiles + 1,)  # a counter for each tile of queries, then the ticket
+    assert fused[-1] is count
+    assert [t.data_ptr() for t in last] == [dq_sum.data_ptr(), dq.data_ptr()]
+
+
+# --- the two kernels beside the main one, which are plain Triton's -----------------------------------------------
+
+
+@interpreted_only  # compiled: tests/gpu, with the main kernel
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_rows_are_prepared_for_a_large_p_and_counters_are_cleared(with_dlse, ordered):
+    (o, do, _), seq, padded, block_m = make_qkv(2, 3, 100, 40, layout_v="bshd"), 100, 128, 64
+    do = do.transpose(1, 2).contiguous().transpose(1, 2)
+    lse = torch.randn(2, 3, seq)
+    lse[0, 1, 7] = -math.inf  # a row that saw no key
+    dlse = torch.randn(2, 3, seq) if with_dlse else None
+    row_lse, delta = torch.full((2, 2, 3, padded), math.nan)
+    dq_sum, count = torch.full((6 * padded, 64), math.nan), torch.full((6 * 2 + 2,), 7, dtype=torch.int32)
+    hopper_backward._attn_bwd_hopper_rows_kernel[(6 * 2,)](
+        o, do, lse, dlse, row_lse, delta, dq_sum, count, o.stride(), do.stride(), 3, seq, padded,
+        HEAD_DIM=40, BLOCK_D=64, BLOCK_M=block_m, ORDERED=ordered,
+    )  # fmt: skip
+    expected = torch.where(lse == -math.inf, -math.inf, 14 - lse * math.log2(math.e))
+    torch.testing.assert_close(row_lse[..., :seq], expected)
+    assert (row_lse[..., seq:] == -math.inf).all()
+    expected = (o.double() * do.double()).sum(-1) - (dlse.double() if with_dlse else 0)
+    torch.testing.assert_close(delta[..., :seq].double(), -expected / 2**14, rtol=1e-5, atol=1e-8)
+    assert count.tolist() == [0] * 13 + [7]  # the ticket follows the counters
+    assert dq_sum.isnan().all() if ordered else (dq_sum == 0).all()
+
+
+@interpreted_only
+def test_dq_is_scaled_and_rounded_once():
+    dq_sum, dq = torch.randn(2, 3, 128, 64), torch.full((2, 3, 100, 40), math.nan, dtype=torch.float16)
+    # As `_over_all_banks` puts columns: bits 2 and 4 of their number change places.
+    places = [d & ~20 | (d & 4) << 2 | (d & 16) >> 2 for d in range(64)]
+    hopper_backward._attn_bwd_hopper_dq_kernel[(6 * 2,)](
+        dq_sum[..., places].contiguous(), dq, dq.stride(), 3, 100, 128, -0.3, HEAD_DIM=40, BLOCK_D=64, BLOCK_M=64
+    )
+    assert torch.equal(dq, (dq_sum[:, :, :100, :40] * -0.3).half())

@@ -1,0 +1,58 @@
+"""What is read from a listing, on a listing that is small enough to be read here."""
+
+from phase5_tuning.ladder import listing
+
+import pytest
+
+SETS = """
+        /*0000*/                   UTMALDG.4D [UR8], [UR4] ;             /* 0x0000 */
+        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3 ;  /* 0x0000 */
+"""
+PRODUCTS = "\n".join(
+    f"        /*{0x40 + 16 * n:04x}*/  HGMMA.64x64x16.F32 R24, {left}, R24 ;  /* 0x0000 */"
+    for n, left in enumerate(["gdesc[UR16]"] * 4 + ["R88, gdesc[UR16].tnspB"] * 4)
+)
+# Both waits stand behind half of the exponentials.
+REST = "\n".join(
+    f"        /*{0xC0 + 16 * n:04x}*/  {text} ;  /* 0x0000 */"
+    for n, text in enumerate(
+        [
+            "WARPGROUP.DEPBAR.LE gsb0, 0x1",
+            *["MUFU.EX2 R5, R5"] * 10,
+            "WARPGROUP.DEPBAR.LE gsb0, 0x0",
+            *["MUFU.EX2 R5, R5"] * 10,
+            "@P0 BRA 0x0",
+            "EXIT",
+        ]
+    )
+)
+SASS = SETS + PRODUCTS + "\n" + REST
+
+
+def test_a_turn_ends_with_the_branch_back():
+    body = listing.turn(SASS)
+    assert body[0].what == "ask for a tile"
+    assert body[-1].opcode == "BRA"
+    assert len(body) == 2 + 8 + 23
+
+
+def test_products_are_under_way_until_they_are_waited_for():
+    body = listing.turn(SASS)
+    assert listing.under_way(body) == [("copy", 0, 1), ("S", 2, 10), ("PV", 6, 21)]
+    assert listing.hidden(body) == (10, 20)
+
+
+def test_a_mask_is_what_a_branch_skips():
+    texts = ["@!P0 BRA 0x240", "ISETP.GE.AND P1, PT, R2, R3, PT", *["FSEL R5, R5, -INF, P1"] * 34, "MUFU.EX2 R5, R5"]
+    code = [listing.Instruction(16 * n, text) for n, text in enumerate(texts)]
+    assert listing.mask(code) == (1, 35)
+    with pytest.raises(ValueError, match="no mask"):
+        listing.mask(code[1:])
+
+
+def test_the_outline_names_what_is_waited_for():
+    text = listing.outline(listing.turn(SASS))
+    assert "    3    4  product, left factor from shared memory" in text
+    assert "    7    4  product, left factor from registers" in text
+    assert "wait until 1 group of products is under way" in text
+    assert "wait until no group of products is under way" in text
