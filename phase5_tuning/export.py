@@ -286,8 +286,8 @@ def called(targets: list[Target]) -> dict[Target, str]:
 
 def _qualified(module: str, name: str) -> str:
     """A name with its module's before it, or its phase's, in the name's own style."""
-    room, stem = module.split(".")[0], module.split(".")[-1]
-    prefix = room.split("_")[0] if room in HOUSE[1:-1] else stem
+    room, *place = module.split(".")
+    prefix = room.split("_")[0] if room in HOUSE[1:-1] else "_".join(place)
     if name.isupper():
         return f"{prefix}_{name}".upper()
     if name.lstrip("_")[0].isupper():
