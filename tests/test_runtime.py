@@ -14,7 +14,7 @@ from unittest import mock
 
 import phase4_backward
 import phase5_tuning
-from common import make_qkv, runtime
+from common import make_qkv, make_tensor, runtime
 from common.measure import offline
 from phase1_softmax import logsumexp, softmax, softmax_fused, softmax_online
 from phase2_tiling import attention, attention_resident, attention_unfused, matmul
@@ -346,6 +346,28 @@ def test_no_operator_depends_on_pytorchs_default_dtype(name):
         with without_plans(), default_dtype(dtype):
             results = fn(*tensors)
         torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def _backward_of(phase):
+    """What only a backward pass takes, o, LSE, dO and the LSE's gradient, as a function with its arguments."""
+    q, k, v = make_qkv(1, 2, 20, 16)
+    o, lse = attention_forward(q, k, v)
+    return functools.partial(phase.attention_backward, q, k, v), [o, lse, make_tensor(o.shape), torch.randn_like(lse)]
+
+
+NEGATED = OPERATORS | {f"{phase.__name__}, backward": _backward_of(phase) for phase in (phase4_backward, phase5_tuning)}
+
+
+@interpreted_only
+@pytest.mark.parametrize("name", [name for name in NEGATED if " 0 " not in name and name != "Hopper"])
+def test_a_kernel_reads_a_lazily_negated_view_with_its_sign(name):
+    fn, tensors = NEGATED[name]
+    expected = fn(*tensors)
+    for i, t in enumerate(tensors):
+        negated = torch._neg_view(-t)
+        assert negated.is_neg()
+        results = fn(*tensors[:i], negated, *tensors[i + 1 :])
+        torch.testing.assert_close(results, expected, rtol=0, atol=0, msg=lambda said, i=i: f"argument {i}: {said}")
 
 
 @interpreted_only

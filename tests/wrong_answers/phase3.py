@@ -124,6 +124,7 @@ WRONG = {
             {"seen_by_first = tile_m * block_m + seq_k - seq_q": "seen_by_first = tile_m * block_m"},
             "loop_bounds: this is right for top-left",
         ),
+        Wrong("bounds in float", {"seen_by_first) // block_n": "seen_by_first) / block_n"}, "divide with //"),
     ],
     "sliding_window": [
         Wrong(
