@@ -348,6 +348,16 @@ def test_no_operator_depends_on_pytorchs_default_dtype(name):
         torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@interpreted_only
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "Hopper"])  # its interpreter is a CPU's
+def test_what_an_operator_allocates_is_on_the_device_of_its_tensors(name):
+    fn, tensors = OPERATORS[name]
+    expected = fn(*tensors)
+    with without_plans(), torch.device("meta"):  # where what names no device lands
+        results = fn(*tensors)
+    torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def _backward_of(phase):
     """What only a backward pass takes, o, LSE, dO and the LSE's gradient, as a function with its arguments."""
     q, k, v = make_qkv(1, 2, 20, 16)

@@ -242,7 +242,9 @@ def run(rank: int, ranks: int, folder: str) -> None:
 
 
 def in_a_subgroup(rank: int, ranks: int, folder: str) -> None:
-    """All ranks but the first attend, in a group that needs a side group; the results lie in folder/<rank>.pt."""
+    """All ranks but the first attend, in a group that needs a side group; the results lie in folder/<rank>.pt. Groups
+    that all ranks make afterwards are the same ones on each.
+    """
     begin(rank, ranks, folder)
     members = list(range(1, ranks))
     group = dist.new_group(members, backend="cpu:gloo,cuda:gloo")
@@ -252,6 +254,9 @@ def in_a_subgroup(rank: int, ranks: int, folder: str) -> None:
             for way, case in ((RING, "causal"), (GATHERED, "causal"), (ULYSSES, "grouped heads"))
         }
         torch.save(got, f"{folder}/{rank}.pt")
+    dist.barrier()
+    later = dist.new_group(range(ranks), timeout=datetime.timedelta(seconds=GUARD / 6))
+    dist.barrier(later)
     dist.destroy_process_group()
 
 

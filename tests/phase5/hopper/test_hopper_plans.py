@@ -286,7 +286,7 @@ def test_the_sign_of_the_scale_is_in_q_and_in_dq():
     assert torch.equal(given, -make_qkv(1, 2, 300, 64)[0])
 
 
-def call_backward(plan, seq_q, seq_k, dlse=None, layout="bhsd", o=None, lse=None):
+def call_backward(plan, seq_q, seq_k, dlse=None, layout="bhsd", o=None, lse=None, inside=None):
     """([the tensors of each launch], dq, dk, dv) of a call in which no kernel runs; what it allocates is NaN."""
     q, k, v = make_qkv(1, 2, seq_q, 64, seq_k=seq_k, layout=layout)
     launches = []
@@ -294,8 +294,8 @@ def call_backward(plan, seq_q, seq_k, dlse=None, layout="bhsd", o=None, lse=None
     empty = torch.empty_like
     nan = mock.patch.object(torch, "empty_like", lambda t, **options: empty(t, **options).fill_(math.nan))
     sizes = vars(plan) | dict(rows=note, fused=note, dq=note)
-    with nan:
-        saved = q if o is None else o, torch.zeros(1, 2, seq_q) if lse is None else lse
+    saved = q if o is None else o, torch.zeros(1, 2, seq_q) if lse is None else lse
+    with nan, inside or contextlib.nullcontext():
         grads = hopper_backward.HopperBackwardPlan(**sizes)(q, k, v, *saved, q, dlse)
     return launches, *grads
 
@@ -313,6 +313,20 @@ def test_a_backward_call_allocates_what_its_kernels_write():
     assert count.shape == (plan.tiles + 1,)  # a counter for each tile of queries, then the ticket
     assert fused[-1] is count
     assert [t.data_ptr() for t in last] == [dq_sum.data_ptr(), dq.data_ptr()]
+
+
+def test_what_a_call_allocates_is_on_the_device_of_its_tensors():
+    plan, _ = plan_backward(1, 2, 300, 64, seq_k=400, is_causal=True)
+    taken = []
+    forward_call = hopper_forward.HopperForwardPlan(lambda *given: taken.append(given), -1)
+    q, k, v = make_qkv(1, 2, 40, 64)
+    elsewhere = torch.device("meta")  # where what names no device lands
+    with elsewhere:
+        forward_call(q, k, v)
+    launches, *gradients = call_backward(plan, 300, 400, inside=elsewhere)
+    assert {t.device.type for given in (*taken, *launches, gradients) for t in given if t is not None} == {
+        q.device.type
+    }
 
 
 def test_no_launch_gets_memory_of_the_other_sign():
