@@ -182,7 +182,7 @@ def attention_backward(q, k, v, o, lse, do, dlse=None, is_causal=False, scale=No
         return dq.zero_() if needs_q else None, *((dk.zero_(), dv.zero_()) if needs_kv else (None, None))
 
     delta = torch.empty_like(lse)
-    q, k, v, o, do, dq_out, dk_out, dv_out = runtime.to_kernel_dtype(q, k, v, o, do, dq, dk, dv)
+    q, k, v, o, lse, do, dq_out, dk_out, dv_out = runtime.to_kernel_dtype(q, k, v, o, lse, do, dq, dk, dv)
     tiles = runtime.tile_sizes(head_dim, dq.dtype, backward=True)
     padded = dict(HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)))
     grid_m = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads_q,)

@@ -371,12 +371,19 @@ def export(stem: str) -> str:
     return f"{header(stem)}\n{body}\n\n__all__ = {public}\n"
 
 
+def _git(*words: str) -> str:
+    """What Git says of this copy, where it writes nothing; "" of a copy without Git."""
+    if not shutil.which("git"):
+        return ""
+    command = ["git", "--no-optional-locks", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
+
 def header(stem: str) -> str:
     """What the file says first: where it is from, how it is called, its licence."""
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    commit = ""  # of a copy without Git
-    if shutil.which("git"):
-        commit = subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    commit = _git("rev-parse", "--verify", "--quiet", "HEAD")
+    if commit and _git("status", "--porcelain", "--untracked-files=no"):
+        commit += "-dirty"
     function = loaded(ROOTS[0][0]).defines(ROOTS[0][1]).node
     arguments = re.sub(r": [\w.| ]+?(?==|,|$)", "", ast.unparse(function.args))
     return HEADER.format(

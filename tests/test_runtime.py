@@ -14,16 +14,17 @@ from unittest import mock
 
 import phase4_backward
 import phase5_tuning
-from common import make_qkv, runtime
+from common import make_qkv, make_tensor, runtime
 from common.measure import offline
 from phase1_softmax import logsumexp, softmax, softmax_fused, softmax_online
 from phase2_tiling import attention, attention_resident, attention_unfused, matmul
 from phase3_forward import attention_forward
+from phase5_tuning.hopper import interpreter as gluon_interpreter
 from phase5_tuning.passes.rungs import LADDER
 
 import pytest
 import torch
-from helpers import interpreted_only
+from helpers import interpreted_only, without_plans
 from triton.runtime.autotuner import Autotuner
 
 ROOT = Path(__file__).parent.parent
@@ -273,6 +274,110 @@ def test_trap27_a_rung_multiplies_fp32_as_it_is_told(rung):
     with precisions() as asked:
         rung.attention(q, k, v)[0].sum().backward()
     assert asked == {"IEEE"}
+
+
+def _both_passes(forward, backward):
+    """A function of q, k and v that returns o, the LSE and all gradients; both results have one."""
+
+    def call(q, k, v):
+        o, lse = forward(q, k, v)
+        return o, lse, *backward(q, k, v, o, lse, o, lse.nan_to_num(neginf=0.0))
+
+    return call
+
+
+def _differentiated(fn):
+    """fn, with the gradients of all that it returns."""
+
+    def call(*tensors):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        results = fn(*leaves)
+        results = results if isinstance(results, tuple) else (results,)
+        wanted = [t for t in results if t.requires_grad]
+        return *results, *torch.autograd.grad(wanted, leaves, [torch.ones_like(t) for t in wanted])
+
+    return call
+
+
+def _hopper(q, k, v):
+    return gluon_interpreter.attention()(q, k, v, is_causal=False, scale=None, enable_gqa=False)
+
+
+def _operators():
+    """name: (function, tensors), also where a tensor is empty."""
+    for rows in (5, 0):
+        for fn in (softmax, softmax_fused, softmax_online, logsumexp):
+            yield f"{fn.__name__} of {rows} rows", (fn, [torch.randn(rows, 40).half()])
+    for keys in (30, 0):
+        qkv = make_qkv(1, 2, 20, 16, seq_k=keys)
+        yield f"matmul of {keys}", (matmul, [torch.randn(20, keys).half(), torch.randn(keys, 10).half()])
+        for fn in (attention, attention_resident, attention_unfused):
+            yield f"{fn.__name__} of {keys} keys", (fn, [t[0, 0] for t in qkv])
+        for phase in (phase4_backward, phase5_tuning):
+            forward = getattr(phase, "attention_forward", attention_forward)  # phase 4 has phase 3's
+            name = f"{phase.__name__}, {keys} keys"
+            yield name, (_both_passes(forward, phase.attention_backward), qkv)
+            for fn in (phase.flash_attention, phase.FlashAttention.apply):
+                yield f"{name}, {fn.__qualname__}", (_differentiated(fn), qkv)
+    for rung in LADDER:
+        yield rung.name, (_differentiated(rung.attention), make_qkv(1, 2, 20, 16))
+    yield "Hopper", (_differentiated(_hopper), make_qkv(1, 2, 20, 16))
+
+
+OPERATORS = dict(_operators())
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@interpreted_only
+@pytest.mark.parametrize("name", OPERATORS)
+def test_no_operator_depends_on_pytorchs_default_dtype(name):
+    fn, tensors = OPERATORS[name]
+    expected = fn(*tensors)
+    for dtype in (torch.bfloat16, torch.float64):
+        with without_plans(), default_dtype(dtype):
+            results = fn(*tensors)
+        torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@interpreted_only
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "Hopper"])  # its interpreter is a CPU's
+def test_what_an_operator_allocates_is_on_the_device_of_its_tensors(name):
+    fn, tensors = OPERATORS[name]
+    expected = fn(*tensors)
+    with without_plans(), torch.device("meta"):  # where what names no device lands
+        results = fn(*tensors)
+    torch.testing.assert_close(results, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def _backward_of(phase):
+    """What only a backward pass takes, o, LSE, dO and the LSE's gradient, as a function with its arguments."""
+    q, k, v = make_qkv(1, 2, 20, 16)
+    o, lse = attention_forward(q, k, v)
+    return functools.partial(phase.attention_backward, q, k, v), [o, lse, make_tensor(o.shape), torch.randn_like(lse)]
+
+
+NEGATED = OPERATORS | {f"{phase.__name__}, backward": _backward_of(phase) for phase in (phase4_backward, phase5_tuning)}
+
+
+@interpreted_only
+@pytest.mark.parametrize("name", [name for name in NEGATED if " 0 " not in name and name != "Hopper"])
+def test_a_kernel_reads_a_lazily_negated_view_with_its_sign(name):
+    fn, tensors = NEGATED[name]
+    expected = fn(*tensors)
+    for i, t in enumerate(tensors):
+        negated = torch._neg_view(-t)
+        assert negated.is_neg()
+        results = fn(*tensors[:i], negated, *tensors[i + 1 :])
+        torch.testing.assert_close(results, expected, rtol=0, atol=0, msg=lambda said, i=i: f"argument {i}: {said}")
 
 
 @interpreted_only

@@ -1,7 +1,10 @@
 """Live source and notebook execution: what learners see is what runs."""
 
+import ast
+
 from common import source
 from common.learn import notebooks
+from common.phases import ROOT
 from phase2_tiling.tiling import _attention_tiled_kernel
 from phase3_forward.forward import _attn_fwd_kernel
 
@@ -103,3 +106,22 @@ def test_a_folded_source_is_behind_a_line_and_open_where_no_html_is_shown():
     assert shown["text/html"].startswith("<details><summary>The kernel &lt; 100 lines</summary>")
     assert shown["text/html"].endswith("</details>")
     assert shown["text/plain"] == source.source(_attn_fwd_kernel).rstrip()
+
+
+def test_what_a_program_returns_is_its_exit_code():
+    """Of every module that `python -m` runs: what its main returns is not dropped."""
+    dropped = []
+    for path in (*ROOT.glob("common/**/*.py"), *ROOT.glob("phase*/**/*.py")):
+        tree = ast.parse(path.read_text())
+        without = {
+            f.name for f in tree.body if isinstance(f, ast.FunctionDef) and ast.unparse(f.returns or f) == "None"
+        }
+        calls = [
+            node.value.func for node in ast.walk(tree) if isinstance(node, ast.Expr) and hasattr(node.value, "func")
+        ]
+        dropped += [
+            path.relative_to(ROOT)
+            for name in map(ast.unparse, calls)
+            if name.split(".")[-1] == "main" and name not in without
+        ]
+    assert not dropped

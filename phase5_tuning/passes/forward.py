@@ -168,4 +168,4 @@ def _as_kernels_take(q, k, v, sign: int):
 def _nothing_to_see(q, k, v):
     """The results where there is no query or no key."""
     o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    return o, torch.full(q.shape[:3], float("-inf"), device=q.device)
+    return o, torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)

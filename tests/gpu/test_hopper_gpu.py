@@ -12,6 +12,7 @@ from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper.backward import HopperBackwardPlan
 from phase5_tuning.hopper.forward import HopperForwardPlan
+from phase5_tuning.launch.plans import Launch
 from phase5_tuning.passes import backward as backward_module
 from phase5_tuning.passes import forward as forward_module
 from phase5_tuning.passes.backward import attention_backward
@@ -19,7 +20,7 @@ from phase5_tuning.passes.forward import attention_forward
 
 import pytest
 import torch
-from helpers import embedded, guards, hopper_at_any_size, without_plans
+from helpers import embedded, guards, hopper_at_any_size, needs_two_gpus, without_plans
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")]
@@ -231,6 +232,38 @@ def test_many_small_launches_on_two_streams():
     torch.cuda.synchronize()
     for results, expected in zip(got, itertools.cycle(wanted)):
         assert same(results, expected)
+
+
+@pytest.mark.parametrize("which", ["o", "lse", "dlse"])
+def test_a_lazily_negated_view_keeps_its_sign(which):
+    q, k, v = make_qkv(1, 4, 300, 64)
+    o, lse = attention_forward(q, k, v)
+    given = dict(o=o, lse=lse, do=make_tensor(q.shape), dlse=torch.randn_like(lse))
+    expected = attention_backward(q, k, v, *given.values())
+    with without_plans() as plans:
+        got = attention_backward(q, k, v, *(given | {which: torch._neg_view(-given[which])}).values())
+        assert [type(plan) for plan in plans.values()] == [HopperBackwardPlan]
+    assert same(got, expected)
+
+
+@needs_two_gpus
+def test_trap38_both_passes_are_planned_and_launched_on_the_gpu_of_their_tensors():
+    """GPUs that may read each other's memory hide a launch on the wrong one: it is watched."""
+    here = *make_qkv(1, 4, 300, 64), make_tensor((1, 4, 300, 64))
+    seen, parts = [], {name: getattr(Launch, name) for name in ("compile", "__call__")}
+
+    def watched(name):
+        def call(*args):
+            seen.append((name, torch.cuda.current_device()))
+            return parts[name](*args)
+
+        return call
+
+    with without_plans() as plans, mock.patch.multiple(Launch, **{name: watched(name) for name in parts}):
+        there = passes(*(t.to("cuda:1") for t in here))
+        assert {type(plan) for plan in plans.values()} == {HopperForwardPlan, HopperBackwardPlan}
+    assert sorted(seen) == [("__call__", 1)] * 4 + [("compile", 1)] * 4
+    assert same([t.cpu() for t in there], [t.cpu() for t in passes(*here)])
 
 
 def test_more_rows_than_a_coordinate_counts_are_not_taken():

@@ -61,7 +61,7 @@ def test_the_solution_passes(exercise, tmp_path):
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [  # one of each exercise at once, the others in make test-slow
-        pytest.param(name, wrong, marks=[] if i == 0 else pytest.mark.slow)
+        pytest.param(name, wrong, marks=[] if i == 0 or wrong.at_once else pytest.mark.slow)
         for name, wrongs in WRONG.items()
         for i, wrong in enumerate(wrongs)
     ],

@@ -13,6 +13,8 @@ from common.learn.canary import _double_kernel
 from common.measure import records, timing
 from common.phases import PHASES, ROOT
 from phase5_tuning.bench import speeds
+from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.hopper import interpreter as gluon_interpreter
 
 import pytest
 import triton
@@ -61,7 +63,7 @@ def test_a_record_knows_its_tiles_and_its_clock(monkeypatch):
     before = records.settings_fingerprint([{"tile": 64}])
     assert before == records.settings_fingerprint([{"tile": 64}]) != records.settings_fingerprint([{"tile": 128}])
     assert before != records.settings_fingerprint([{"tile": 64}, speeds.rates])
-    for name in ("time_ms", "measure"):
+    for name in ("time_ms", "caller_ms", "measure"):
         with monkeypatch.context() as patch:
             patch.setattr(records, name, speeds.rates)
             assert before != records.settings_fingerprint([{"tile": 64}])
@@ -172,6 +174,14 @@ def test_the_fingerprint_follows_the_kernel_and_what_it_calls():
         module.attention_tile_step = original
 
 
+def test_the_fingerprint_follows_the_methods_of_what_a_kernel_makes():
+    def of(changes):
+        return records.fingerprint(gluon_interpreter.changed(hopper_forward, changes)._attn_fwd_hopper_kernel)
+
+    place = "m = tiles_m - 1 - m"  # in Work.place
+    assert of({}) == of({place: f"{place}  # the last first"}) != of({place: "m = tiles_m - 2 - m"})
+
+
 def test_flops_are_counted_as_the_field_does():
     assert timing.attention_flops(2, 3, 100, 200, 64) == 4 * 2 * 3 * 100 * 200 * 64
     assert timing.attention_flops(1, 1, 100, 100, 64, is_causal=True) == 2 * 100 * 100 * 64
@@ -253,6 +263,29 @@ def test_a_gpu_rests_and_warms_up_before_it_is_timed():
     assert started[0] == pytest.approx(first, abs=1e-3)
     assert taken.fastest == pytest.approx(2)
     assert gpu.busy_until < first + 0.3
+
+
+def test_what_the_first_call_compiles_is_no_part_of_a_turn():
+    """Else nothing would be warmed up, and three calls would be all."""
+    counts = []
+    for compiles in (1e-6, 2.0):
+        gpu, calls = SimulatedGpu(), []
+
+        def call(gpu=gpu, calls=calls, compiles=compiles):
+            calls.append(gpu.now)
+            gpu.queue(compiles if len(calls) == 1 else 1e-6, 1e-3)
+
+        with simulated(gpu):
+            timing.time_ms(call)
+        counts.append(len(calls))
+    assert counts[0] == counts[1] > 100
+
+
+def test_the_host_s_time_is_the_least_that_a_call_took():
+    gpu, calls = SimulatedGpu(), itertools.count()
+    with simulated(gpu):
+        taken = timing.time_ms(lambda: gpu.queue(2e-5 if next(calls) % 10 == 9 else 4e-5, 1e-3))
+    assert taken.host == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("on_gpu", [1e-4, 1.0])

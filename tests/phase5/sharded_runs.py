@@ -2,6 +2,7 @@
 
 import datetime
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -66,20 +67,40 @@ def inputs(case: str) -> tuple:
     return q, k, v, do
 
 
-def local(case: str, x: torch.Tensor) -> torch.Tensor:
+def local(case: str, x: torch.Tensor, group=None) -> torch.Tensor:
     """This rank's shard; of "strided", as a view of (batch, seq, heads, head_dim)."""
-    x = cp.shard(x)
+    x = cp.shard(x, group)
     if case == "channels last":
         return x.contiguous(memory_format=torch.channels_last)
     return x.transpose(1, 2).contiguous().transpose(1, 2) if case == "strided" else x
 
 
-def attend(way: str, case: str) -> list[torch.Tensor]:
-    """This rank's o, dQ, dK, dV."""
-    *qkv, do = (local(case, t) for t in inputs(case))
+def attend(way: str, case: str, group=None) -> list[torch.Tensor]:
+    """This rank's o, dQ, dK, dV; nothing depends on PyTorch's default dtype."""
+    *qkv, do = (local(case, t, group) for t in inputs(case))
     qkv = [t.requires_grad_() for t in qkv]
-    o = getattr(cp, way)(*qkv, **CASES[case][1])
-    return [o.detach(), *torch.autograd.grad(o, qkv, do)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        o = getattr(cp, way)(*qkv, **CASES[case][1], group=group)
+        return [o.detach(), *torch.autograd.grad(o, qkv, do)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def sums_of_small_terms(way: str) -> list[torch.Tensor]:
+    """This rank's dQ, dK, dV in fp16, where of each rank's terms the first is 1, and the others vanish beside it one by
+    one, but not together.
+    """
+    numbers = itertools.chain([1.0], itertools.repeat(SMALL))
+
+    def backward(q, k, v, *_):
+        number = next(numbers)
+        return tuple(torch.full_like(t, number) for t in (q, k, v))
+
+    qkv = [cp.shard(torch.zeros(1, 1, 24, 16, dtype=torch.float16)).requires_grad_() for _ in range(3)]
+    with mock.patch.object(cp, "attention_backward", backward):
+        o = getattr(cp, way)(*qkv)
+        return [*torch.autograd.grad(o, qkv, o)]
 
 
 def disagreements() -> dict:
@@ -106,6 +127,9 @@ def said(call, args, options) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""
+
+
+SMALL = 0.75 * 2.0**-11  # less than half of the last bit of 1 in fp16; twice it is more
 
 
 def errors() -> dict:
@@ -207,12 +231,32 @@ def run(rank: int, ranks: int, folder: str) -> None:
     with SharesAlive() as shares:
         got["sent"] = context_bench.counted(lambda: attend(RING, "even shards"))
     got["alive"] = shares.most
+    got["small terms"] = {way: sums_of_small_terms(way) for way in (RING, GATHERED) if ranks > 1}
     got["idle"] = idle_transfers(lambda: attend(RING, "four heads"))
     got["round trip"] = [
         torch.equal(cp.unshard(cp.shard(x)), x)
         for x in (torch.randn(2, seq, 3, generator=torch.Generator().manual_seed(seq)) for seq in range(9))
     ]
     torch.save(got, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def in_a_subgroup(rank: int, ranks: int, folder: str) -> None:
+    """All ranks but the first attend, in a group that needs a side group; the results lie in folder/<rank>.pt. Groups
+    that all ranks make afterwards are the same ones on each.
+    """
+    begin(rank, ranks, folder)
+    members = list(range(1, ranks))
+    group = dist.new_group(members, backend="cpu:gloo,cuda:gloo")
+    if rank in members:
+        got = {
+            (way, case): [cp.unshard(t, group) for t in attend(way, case, group)]
+            for way, case in ((RING, "causal"), (GATHERED, "causal"), (ULYSSES, "grouped heads"))
+        }
+        torch.save(got, f"{folder}/{rank}.pt")
+    dist.barrier()
+    later = dist.new_group(range(ranks), timeout=datetime.timedelta(seconds=GUARD / 6))
+    dist.barrier(later)
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -172,6 +173,30 @@ def test_the_file_holds_what_ships_and_nothing_else(exported, beside):
 def test_a_copy_of_the_course_without_git_can_be_exported(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert "commit unknown" in " ".join(export.header("fast").split())
+
+
+def test_an_edited_copy_says_so_and_git_is_left_alone(tmp_path, monkeypatch):
+    def git(*words):
+        as_nobody = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
+        done = subprocess.run(["git", *as_nobody, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "all")
+    export.header("fast")  # which reads the operator, not in the copy
+    monkeypatch.setattr(export, "ROOT", tmp_path)
+    commit, index = git("rev-parse", "HEAD"), tmp_path / ".git" / "index"
+    (tmp_path / "mine.py").write_text("")  # of which Git knows nothing
+    before = index.read_bytes()
+    for text, says in (("", commit), ("# mine\n", f"{commit}-dirty")):
+        with (tmp_path / "LICENSE").open("a") as file:
+            file.write(text)
+        os.utime(tmp_path / "LICENSE", (1, len(text)))  # Git would note in its index that it has looked
+        assert f", commit {says}.\n" in export.header("fast")
+        assert index.read_bytes() == before
 
 
 def test_on_a_full_disk_the_file_that_was_there_stays(tmp_path):

@@ -10,13 +10,15 @@ from common import phases
 class Wrong:
     """The solution with every `old` replaced by its `new`; `says` is a part of the message that names the mistake.
 
-    kind: of the verdict; "error" where the answer raises, and the message names its line.
+    kind: of the verdict; "error" where the answer raises, and the message names its line. at_once: not only in make
+    test-slow, since a mutant of the check is known by it.
     """
 
     mistake: str
     edits: dict[str, str]
     says: str
     kind: str = "wrong"
+    at_once: bool = False
 
     def applied_to(self, solution: str) -> str:
         for old, new in self.edits.items():

@@ -321,6 +321,7 @@ WRONG = {
             {"return o.to(dtype), lse": "return torch.softmax(s, 1) @ v, lse"},
             "the kernel computes",
         ),
+        Wrong("NaN becomes 0", {"(acc / norm)": "tl.where(acc == acc, acc / norm, 0.0)"}, "o must be NaN in row 1"),
     ],
     "erratum": [
         Wrong("as printed", {"return torch.exp(m1 - m2) * o1": "return o1 / torch.exp(m1 - m2)"}, "must it grow?"),
@@ -342,5 +343,9 @@ WRONG = {
         Wrong(
             "a hiding input of zeros", {"return s2, v2, s1, v1  #": "return s2, 0 * v2, s1, v1  #"}, "both tiles must"
         ),
+        Wrong("two tensors", {"    return s1, v1, s2, v2\n": "    return s1, v1\n"}, "expected four tensors"),
+        Wrong("v1 lies down", {"return s1, v1, s2, v2\n": "return s1, v1.T, s2, v2\n"}, "do not fit together"),
+        Wrong("v2 is wider", {"return s1, v1, s2, v2\n": "return s1, v1, s2, v2.repeat(1, 2)\n"}, "different head_dim"),
+        Wrong("s1 is infinite", {"return s1, v1, s2, v2\n": "return s1 / 0, v1, s2, v2\n"}, "must be finite"),
     ],
 }

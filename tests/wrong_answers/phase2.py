@@ -231,6 +231,9 @@ WRONG = {
             {"        k = load_tile(": "        if start_n >= seq_k:\n            break\n        k = load_tile("},
             "the compiler refuses it",
         ),
+        Wrong(
+            "no queries, no columns", {"        return o\n": "        return o[:, :8]\n"}, "wrong shape for seq_q = 0"
+        ),
     ],
     "predict_traffic": [
         Wrong(
@@ -253,6 +256,11 @@ WRONG = {
             "that of tiles of queries?",
         ),
         Wrong("q at every turn", {'"q": q': '"q": q * triton.cdiv(seq_k, 64)'}, "loads its queries once"),
+        Wrong(
+            "four numbers in order",
+            {'{"q": q, "k": programs * k, "v": programs * k, "o": q}': "q, programs * k, programs * k, q"},
+            "expected {",
+        ),
     ],
     "loop_order": [
         Wrong("masked before it is scaled", _MASK_FIRST, "is s masked before it is scaled?"),

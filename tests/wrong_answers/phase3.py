@@ -124,6 +124,7 @@ WRONG = {
             {"seen_by_first = tile_m * block_m + seq_k - seq_q": "seen_by_first = tile_m * block_m"},
             "loop_bounds: this is right for top-left",
         ),
+        Wrong("bounds in float", {"seen_by_first) // block_n": "seen_by_first) / block_n"}, "divide with //"),
     ],
     "sliding_window": [
         Wrong(
@@ -385,6 +386,12 @@ WRONG = {
         Wrong("past the keys", {"tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)": "(pid_m + 1) * BLOCK_M"}, "are visited"),
         Wrong("lse in base 2", {"m_i + tl.log(l_safe)": "m_i + tl.log2(l_safe)"}, "lse FAIL"),
         Wrong("no guard", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i"}, "no keys"),
+        Wrong(
+            "lse of a row without weights",
+            {"m_i + tl.log(l_safe)": "tl.where((l_i == 0.0) & (end_n > 0), 0.0, m_i + tl.log(l_safe))"},
+            "all logits are -inf",
+            at_once=True,
+        ),
         Wrong("a small number in l", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i + 1e-6"}, "Is something added to l?"),
         Wrong(
             "key heads of batch 1 are counted among the query heads",

@@ -357,6 +357,17 @@ WRONG = {
             {"torch.where(scales == 0, 1.0, scales)": "torch.where(blocks.abs().amax(dim=(3, 4)) == 0, 1.0, scales)"},
             "ask whether the scale is 0",
         ),
+        Wrong(
+            "t divided in place",
+            {
+                "    t8 = (blocks": (
+                    "    t.div_(scales.repeat_interleave(BLOCK, dim=2)[:, :, :seq, None])\n    t8 = (blocks"
+                )
+            },
+            "t has been changed",
+            at_once=True,
+        ),
+        Wrong("t8 as a slice", {"[:, :, :seq].contiguous()": "[:, :, :seq]"}, "t8 is not contiguous", at_once=True),
         Wrong("448 forgotten", {"amax(dim=(3, 4)) / LARGEST": "amax(dim=(3, 4))"}, "448 is missing"),
         Wrong("multiplied", {"(blocks / scales[": "(blocks * scales["}, "t is multiplied by the scale"),
         Wrong("the scale of k forgotten", {" * tl.load(k_scales_ptr + pid_n)": ""}, "the scale of k is missing"),
@@ -996,6 +1007,12 @@ WRONG = {
             "the part is scaled in place",
             {"o_part * torch.sigmoid(gap)[..., None]": "o_part.mul_(torch.sigmoid(gap)[..., None])"},
             "read only",
+        ),
+        Wrong(
+            "lse_part becomes that of both",
+            {"    lse.copy_(both)\n": "    lse.copy_(both)\n    lse_part.copy_(both)\n"},
+            "read only",
+            at_once=True,
         ),
         Wrong(
             "in 16 bits",

@@ -31,6 +31,8 @@ SHAPES = [  # batch, heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal
     (1, 2, 1, 300, 300, 128, True),
     (1, 3, 1, 65, 257, 72, False),
     (1, 1, 1, 200, 100, 128, True),
+    (1, 5, 5, 600, 65, 64, False),  # three consumers go round the ring of keys several times
+    (1, 4, 2, 250, 200, 64, False),
 ]
 
 
@@ -71,6 +73,21 @@ def test_keys_past_the_end_weigh_nothing_where_all_logits_are_far_below_zero():
     q, k, v = make_qkv(1, 1, 40, 64, seq_k=70, kind="low")
     do = make_tensor(q.shape, dtype=FP16)
     verify_results(gluon_interpreter.attention(), q, k, v, do=do).check()
+
+
+@interpreted_only
+@pytest.mark.parametrize("which", ["o", "lse", "dlse"])
+def test_a_lazily_negated_view_keeps_its_sign(which):
+    """Its memory has the other sign. The forward pass takes none (test_hopper_plans.py), nor does dO's descriptor."""
+    q, k, v = inputs((1, 2, 2, 100, 65, 64, False))
+    with gluon_interpreter.interpreted():
+        o, lse = hopper_forward.plan(q, k, v, False, 0.125, 1)(q, k, v)
+    given = dict(q=q, k=k, v=v, o=o, lse=lse, do=make_tensor(q.shape, dtype=FP16), dlse=torch.randn(lse.shape))
+    negated = given | {which: torch._neg_view(-given[which])}
+    assert negated[which].is_neg()
+    with gluon_interpreter.interpreted():
+        expected, got = (hopper_backward.plan(*t, False, 0.125, 1)(*t) for t in (given.values(), negated.values()))
+    assert all(map(torch.equal, got, expected))
 
 
 def test_a_row_whose_logits_are_all_minus_infinity_is_0():
@@ -425,6 +442,25 @@ def _message(out_ptr, IN_TIME: gl.constexpr):
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
     gl.warp_specialize([(_send, (tile, full, IN_TIME)), (_receive, (out_ptr, tile, full))], [4], [240])
+
+
+@gluon.jit
+def _arrivals(out_ptr, BYTES: gl.constexpr, COUNT: gl.constexpr):
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=2)
+    mbarrier.expect(barrier, BYTES)  # an arrival too
+    mbarrier.arrive(barrier, count=COUNT)
+    if BYTES:
+        mbarrier.arrive(barrier)
+
+
+def test_an_arrival_too_many_is_a_race():
+    """In hardware the number of those that are missing wraps around."""
+    out = torch.zeros(1)
+    Interpreted(_arrivals)[(1,)](out, 0, 1)
+    for surplus in ((0, 2), (16, 1)):  # all at once; while bytes are on their way
+        with pytest.raises(Race, match=r"arrives at .* once too often: its phase is not over"):
+            Interpreted(_arrivals)[(1,)](out, *surplus)
 
 
 def test_what_is_stored_after_the_arrival_is_a_race():

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+from collections import Counter
 from unittest import mock
 
 from common.measure import offline
@@ -19,9 +20,16 @@ FP16, BF16 = torch.float16, torch.bfloat16
 KERNELS = {"forward": "_attn_fwd_hopper_kernel", "backward": "_attn_bwd_hopper_kernel"}
 # Bytes a thread, at most, by head_dim.
 SPILLS = {"forward": {64: 0, 128: 0}, "backward": {64: 64, 128: 96}}
+SIZES = list(itertools.product((64, 128), (False, True)))
+# Pass, head_dim, is_causal, what is special.
+CASES = [
+    *(("forward", *sizes, "") for sizes in SIZES),
+    ("forward", 64, True, "short"),
+    *(("backward", *sizes, order) for sizes in SIZES for order in ("", "any order")),
+]
 VARIANTS = [
-    pytest.param(which, head_dim, is_causal, dtype, marks=[pytest.mark.slow] if dtype == BF16 else [])
-    for dtype, which, head_dim, is_causal in itertools.product((FP16, BF16), KERNELS, (64, 128), (False, True))
+    pytest.param(*case, dtype, marks=[pytest.mark.slow] if dtype == BF16 else [])
+    for dtype, case in itertools.product((FP16, BF16), CASES)
 ]
 
 
@@ -35,18 +43,24 @@ def record(which, head_dim, is_causal, dtype, seq=2048):
         return offline.record_launches(lambda: hopper_backward.plan(*given, is_causal, 0.1, 1)(*given))
 
 
+def launch_of(which, head_dim, is_causal, special, dtype):
+    seq = 1024 if special == "short" else 2048
+    with mock.patch.object(hopper_backward, "ordered", return_value=special != "any order"):
+        launches = record(which, head_dim, is_causal, dtype, seq)
+    return next(launch for launch in launches if launch.name == KERNELS[which])
+
+
 @functools.cache
 def compiled(dtype):
     """All variants of a dtype, in one child process, since it takes seconds to start."""
-    cases = [v.values[:3] for v in VARIANTS if v.values[3] == dtype]
-    launches = [launch for case in cases for launch in record(*case, dtype) if launch.name == KERNELS[case[0]]]
-    return dict(zip(cases, offline.compile_launches(launches, ["sm_90"]), strict=True))
+    launches = [launch_of(*case, dtype) for case in CASES]
+    return dict(zip(CASES, offline.compile_launches(launches, ["sm_90"], sass=True), strict=True))
 
 
 @interpreted_only
-@pytest.mark.parametrize(("which", "head_dim", "is_causal", "dtype"), VARIANTS)
-def test_the_hopper_kernels_compile(which, head_dim, is_causal, dtype):
-    c = compiled(dtype)[which, head_dim, is_causal]
+@pytest.mark.parametrize(("which", "head_dim", "is_causal", "special", "dtype"), VARIANTS)
+def test_the_hopper_kernels_compile(which, head_dim, is_causal, special, dtype):
+    c = compiled(dtype)[which, head_dim, is_causal, special]
     assert c.error is None, str(c)
     assert c.kernel == KERNELS[which]
     assert c.fits, str(c)
@@ -55,6 +69,75 @@ def test_the_hopper_kernels_compile(which, head_dim, is_causal, dtype):
     assert c.instructions["TMA"] > 0, str(c)
     assert not c.serialized, str(c)
     assert c.spills <= SPILLS[which][head_dim], str(c)
+
+
+# What orders one thread's accesses to memory for another thread or for the TMA, in PTX without registers. Neither the
+# interpreter nor results on a GPU need show that such a word is missing.
+SYNCHRONIZES = re.compile(
+    r"^\s*(?:@\S* )?((?:fence|membar|red|ld\.(?:acquire|relaxed)|atom|mbarrier\.(?:init|arrive\.expect)|bar\.sync 8"
+    r"|bar\.warp\.sync 0x|cp\.reduce|cp\.async\.bulk\.wait|wgmma\.wait)[^;]*);",
+    re.MULTILINE,
+)
+FENCE, LEFT = "fence.proxy.async.shared", "cp.async.bulk.wait_group.read 0"
+INIT, EXPECT = "mbarrier.init.shared.b64 [], ", "mbarrier.arrive.expect_tx.shared.b64 _, [], "
+ALL_BUT = "wgmma.wait_group.sync.aligned "
+
+
+def forward_words(head_dim, special):
+    consumers, stages, block_n = {64: (3, 4, 128), 128: (2, 2, 128)}[head_dim] if not special else (2, 4, 64)
+    tile = block_n * head_dim * 2
+    words = {
+        "atom.global.gpu.relaxed.add.u32 , [ + 0 ],": 1,  # the queue
+        FENCE: 1 + consumers,  # when barriers begin; O
+        LEFT: consumers * 2,  # O, before the next queries and at the end
+        INIT + "1": 2 + stages,
+        INIT + f"{consumers}": 2 + stages,
+        ALL_BUT + "0": consumers * 3,
+    }
+    if consumers == 2:
+        words[ALL_BUT + "1"] = consumers  # S, while PV is computed
+    # Queries; keys or values alone at the ends of a walk; both.
+    return words | Counter(f"{EXPECT}{size}" for size in (consumers * 64 * head_dim * 2, tile, tile, 2 * tile))
+
+
+def backward_words(head_dim, special):
+    queries = 2 * 64 * 128 * 2 + 2 * 4 * {64: 128, 128: 64}[head_dim]
+    words = {
+        "atom.global.gpu.acq_rel.add.u32 , [ + 0 ],": 1,  # the ticket
+        FENCE: 1 + 2 * 3,  # when barriers begin; of each consumer dS, dQ, and dK with dV
+        LEFT: 2 + 2,  # consumers at their end, writers
+        INIT + "1": 1 + 2 + 4 + 4,
+        INIT + "2": 2,
+        f"{EXPECT}{2 * 128 * head_dim * 2}": 1,  # K and V
+        f"{EXPECT}{queries}": 1,  # Q and dO, LSE and delta
+        ALL_BUT + "0": 2 * 2,
+        ALL_BUT + "1": 2 * 2,
+        "bar.sync 8, 256": 2 * 2,  # dS is there, K is read
+        "cp.reduce.async.bulk.tensor.2d.global.shared.add.bulk_group [, {, }], []": 2 * 2 * 2,
+    }
+    ordered = {
+        "ld.acquire.gpu.global.b32 , []": 2 * 2,
+        "fence.proxy.async": 2,
+        "cp.async.bulk.wait_group 0": 2,  # until it has arrived; .read: until it has left
+        "bar.warp.sync 0xffffffff": 2,
+        "red.release.gpu.global.add.s32 [], 1": 2,
+    }
+    return words if special else words | ordered
+
+
+@interpreted_only
+@pytest.mark.parametrize(("which", "head_dim", "is_causal", "special", "dtype"), VARIANTS)
+def test_every_word_that_orders_accesses_is_there(which, head_dim, is_causal, special, dtype):
+    ptx = re.sub(r"%\w+|::cta", "", compiled(dtype)[which, head_dim, is_causal, special].assembly)
+    words = [" ".join(word.split()) for word in SYNCHRONIZES.findall(ptx)]
+    assert Counter(words) == dict(forward=forward_words, backward=backward_words)[which](head_dim, special)
+    after = len(words) - next(i for i, word in enumerate(reversed(words)) if word.startswith(INIT))
+    assert words[after] == FENCE, "the barriers' first state is fenced before the TMA sees it"
+    if (which, special) == ("backward", ""):  # a program passes the turn on, and takes it
+        given = f"{LEFT} / cp.async.bulk.wait_group 0 / bar.warp.sync 0xffffffff / red.release.gpu.global.add.s32 [], 1"
+        assert " / ".join(words).count(given) == 2
+        taken = re.findall(r"fence\.proxy\.async;.*?(ld\.acquire|mbarrier\.try_wait)", ptx, re.DOTALL)
+        assert taken == ["mbarrier.try_wait"] * 2, "the fence comes after the last look at the count"
 
 
 @interpreted_only
@@ -66,10 +149,6 @@ def test_short_causal_sequences_have_small_tiles():
     assert keys(64, True, FP16, 1024) == ("tensordesc<fp16[1, 1, 64, 64]", 168)
     assert keys(64, True, FP16, 1025) == keys(64, False, FP16, 1024) == ("tensordesc<fp16[1, 1, 128, 64]", 128)
     assert keys(128, True, FP16, 1024) == ("tensordesc<fp16[1, 1, 128, 128]", 168)
-    (compiled,) = offline.compile_launches(record("forward", 64, True, FP16, 1024), ["sm_90"])
-    assert compiled.fits, str(compiled)
-    assert not compiled.serialized, str(compiled)
-    assert compiled.spills == 0, str(compiled)
 
 
 @interpreted_only
@@ -89,12 +168,13 @@ def test_the_backward_pass_launches_three_kernels():
 
 
 @interpreted_only
-@pytest.mark.parametrize(("head_dim", "is_causal", "registers"), [(128, False, 32), (128, True, 32), (64, True, 16)])
-def test_queries_in_registers_stay_there(head_dim, is_causal, registers):
+@pytest.mark.parametrize(
+    ("case", "registers"), [((128, False, ""), 32), ((128, True, ""), 32), ((64, True, "short"), 16)]
+)
+def test_queries_in_registers_stay_there(case, registers):
     """S and PV both take their left factor from registers. ptxas 12.8 has given both the same ones in a plain kernel,
     so that P overwrote the queries (the Hopper chapter, appendix D.1)."""
-    (c,) = offline.compile_launches(record("forward", head_dim, is_causal, FP16, 1024), ["sm_90"], sass=True)
-    turn = listing.turn(c.sass)
+    turn = listing.turn(compiled(FP16)["forward", *case].sass)
     left = {}  # by the first register of the sum
     for x in turn:
         if product := re.search(r"HGMMA\S+ R(\d+), R(\d+), gdesc", x.text):

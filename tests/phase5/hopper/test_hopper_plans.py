@@ -2,9 +2,10 @@
 
 import contextlib
 import math
+from types import SimpleNamespace
 from unittest import mock
 
-from common import make_qkv, runtime
+from common import make_qkv, runtime, validate
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.launch import configs
@@ -13,7 +14,7 @@ from phase5_tuning.passes import backward, forward
 
 import pytest
 import torch
-from helpers import interpreted_only
+from helpers import interpreted_only, without_plans
 
 
 @contextlib.contextmanager
@@ -285,7 +286,7 @@ def test_the_sign_of_the_scale_is_in_q_and_in_dq():
     assert torch.equal(given, -make_qkv(1, 2, 300, 64)[0])
 
 
-def call_backward(plan, seq_q, seq_k, dlse=None, layout="bhsd"):
+def call_backward(plan, seq_q, seq_k, dlse=None, layout="bhsd", o=None, lse=None, inside=None):
     """([the tensors of each launch], dq, dk, dv) of a call in which no kernel runs; what it allocates is NaN."""
     q, k, v = make_qkv(1, 2, seq_q, 64, seq_k=seq_k, layout=layout)
     launches = []
@@ -293,8 +294,9 @@ def call_backward(plan, seq_q, seq_k, dlse=None, layout="bhsd"):
     empty = torch.empty_like
     nan = mock.patch.object(torch, "empty_like", lambda t, **options: empty(t, **options).fill_(math.nan))
     sizes = vars(plan) | dict(rows=note, fused=note, dq=note)
-    with nan:
-        grads = hopper_backward.HopperBackwardPlan(**sizes)(q, k, v, q, torch.zeros(1, 2, seq_q), q, dlse)
+    saved = q if o is None else o, torch.zeros(1, 2, seq_q) if lse is None else lse
+    with nan, inside or contextlib.nullcontext():
+        grads = hopper_backward.HopperBackwardPlan(**sizes)(q, k, v, *saved, q, dlse)
     return launches, *grads
 
 
@@ -311,6 +313,75 @@ def test_a_backward_call_allocates_what_its_kernels_write():
     assert count.shape == (plan.tiles + 1,)  # a counter for each tile of queries, then the ticket
     assert fused[-1] is count
     assert [t.data_ptr() for t in last] == [dq_sum.data_ptr(), dq.data_ptr()]
+
+
+def test_what_a_call_allocates_is_on_the_device_of_its_tensors():
+    plan, _ = plan_backward(1, 2, 300, 64, seq_k=400, is_causal=True)
+    taken = []
+    forward_call = hopper_forward.HopperForwardPlan(lambda *given: taken.append(given), -1)
+    q, k, v = make_qkv(1, 2, 40, 64)
+    elsewhere = torch.device("meta")  # where what names no device lands
+    with elsewhere:
+        forward_call(q, k, v)
+    launches, *gradients = call_backward(plan, 300, 400, inside=elsewhere)
+    assert {t.device.type for given in (*taken, *launches, gradients) for t in given if t is not None} == {
+        q.device.type
+    }
+
+
+def test_no_launch_gets_memory_of_the_other_sign():
+    """What the kernels read is the memory; a lazily negated view has the other sign."""
+    plan, _ = plan_backward(1, 2, 300, 64)
+    negated = lambda *shape: torch._neg_view(torch.ones(shape))  # noqa: E731
+    launches, *_ = call_backward(plan, 300, 300, negated(1, 2, 300), o=negated(1, 2, 300, 64), lse=negated(1, 2, 300))
+    assert not any(t.is_neg() for tensors in launches for t in tensors)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["tiles shipped", "tiles measured"])
+@pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "last rung"])
+def test_trap38_a_call_is_planned_and_launched_on_the_gpu_of_its_tensors(hopper, known):
+    """Compiled, measured and launched where their GPU, here number 1, is the current one."""
+    current, seen, asked = [0], [], set()
+
+    @contextlib.contextmanager
+    def on_device_of(tensor):
+        current.append(1)
+        yield
+        current.pop()
+
+    def note(what, value=None):
+        return lambda *_, **__: seen.append((what, current[-1])) or value
+
+    def of_device(value):
+        return lambda device: asked.add(device) or value
+
+    tensors = [t.half() for t in make_qkv(1, 2, 100, 64)]
+    with without_plans(), contextlib.ExitStack() as stack:
+        stack.enter_context(on_a_gpu())
+        for owner, name, value in (
+            (validate, "check_tensor", lambda *_: None),
+            (runtime, "on_device_of", on_device_of),
+            (torch.cuda, "current_device", lambda: current[-1]),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (configs, "_measured", {}),
+            (configs, "was_measured", of_device(known)),
+            (configs, "capability", of_device((9, 0))),
+            (configs, "multiprocessors", of_device(132)),
+            (configs, "time_ms", note("measure", SimpleNamespace(median=1.0))),
+            (launch.Launch, "compile", note("compile")),
+            (launch.Launch, "__call__", note("launch")),
+            (hopper_forward, "pays", lambda *_: hopper),
+            (hopper_backward, "pays", lambda *_: hopper),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        o, lse = forward.attention_forward(*tensors)
+        after_forward = len(seen)
+        backward.attention_backward(*tensors, o, lse, o)
+    for part in (seen[:after_forward], seen[after_forward:]):
+        expected = {"compile", "launch"} | (set() if hopper or known else {"measure"})
+        assert {what for what, _ in part} == expected
+    assert {device for _, device in seen} == {1}
+    assert asked <= {1, tensors[0].device.index}, "what is asked of a GPU is asked of that of the tensors"
 
 
 # --- the two kernels beside the main one, which are plain Triton's -----------------------------------------------

@@ -73,12 +73,34 @@ def test_all_ranks_together_give_attention_and_its_gradients(runs, way, case):
     for rank in range(1, ranks):
         for a, b in zip(got[0]["whole"][way, case], got[rank]["whole"][way, case], strict=True):
             assert torch.equal(a, b)
+    verify(case, got[0]["whole"][way, case])
+
+
+def verify(case, results):
+    """Hold o and the gradients of the whole sequence against the truth."""
     *qkv, do = sharded_runs.inputs(case)
-    results = got[0]["whole"][way, case]
     report = verify_results(
         lambda q, k, v, **_: Given.apply(q, k, v, *results), *qkv, do=do, compare_sdpa=False, **CASES[case][1]
     )
     report.check()
+
+
+def test_a_subgroup_attends_without_the_others(tmp_path):
+    """They are not in the call, and a side group must not wait for them."""
+    codes = ended(started(sharded_runs.in_a_subgroup, 3, tmp_path), sharded_runs.GUARD / 2)
+    assert codes == [0, 0, 0]
+    for rank in (1, 2):
+        for (_, case), results in torch.load(tmp_path / f"{rank}.pt").items():
+            verify(case, results)
+
+
+def test_gradients_are_summed_in_fp32_and_rounded_once(runs):
+    ranks, got = runs
+    terms = 1 + (ranks - 1) * torch.tensor(sharded_runs.SMALL)
+    for of_rank in got:
+        for way, gradients in of_rank["small terms"].items():
+            for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+                assert (gradient == terms.half()).all(), (way, name)
 
 
 def test_every_run_gives_the_same_bits(runs):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from common.learn.judge import Rejected
+from common.phases import ROOT
 from phase5_tuning.checks import real_ring
 from phase5_tuning.checks.real_ring import Rank, Transfer
 
@@ -112,3 +113,14 @@ def test_a_rank_that_fails_is_named_and_not_those_that_wait_for_it(monkeypatch):
     assert message_of(waits, ended, fails) == ("NameError", "error")
     assert message_of(waits, waits, ended) == ("ended", "crashed")
     assert message_of(waits, waits, waits) == ("no rank goes on: waits; waits; waits. start both", "wrong")
+
+
+def test_ranks_interpret_whatever_this_process_does_and_meet_on_this_machine(monkeypatch):
+    for name in ("TRITON_INTERPRET", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "0")
+    started = mock.patch.object(real_ring.subprocess, "run")
+    with started as run, pytest.raises(Rejected, match="Python ended rank 0 in the middle of the check"):
+        real_ring.check(SimpleNamespace(__file__=__file__))
+    needed = dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    assert run.call_args.kwargs["env"].items() >= needed.items()
+    assert run.call_args.kwargs["cwd"] == ROOT
