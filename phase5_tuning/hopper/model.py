@@ -12,7 +12,7 @@ Actors, one for each group of warps, are generator functions. What they yield is
 
 `simulate` runs actors together and returns a `Timeline`. Times are in microseconds. The lower half of the file has the
 programs of hopper/forward.py and, for comparison, of a plain Triton kernel; the order in which hopper/backward.py adds
-to dQ is modelled in hopper_order.py.
+to dQ is modelled in hopper/order.py.
 """
 
 import heapq
@@ -58,7 +58,7 @@ ROWS, BLOCK_N, ITEMSIZE = 64, 128, 2  # as in hopper/forward.py
 
 
 class Race(RuntimeError):
-    """A product reads a tile that is not in its place, or a load overwrites one that is in use."""
+    """Somebody reads what is not there, or changes what is in use."""
 
 
 class Barrier:

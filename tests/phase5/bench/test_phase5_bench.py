@@ -9,10 +9,10 @@ import time
 from unittest import mock
 
 from common import runtime
-from common.measure import pictures, records, timing
+from common.measure import records, timing
 from common.verify import VerificationError
 from phase5_tuning.attention import FlashAttention
-from phase5_tuning.bench import counters, power
+from phase5_tuning.bench import counters, figures, power
 from phase5_tuning.bench import peers as bench
 from phase5_tuning.passes.rungs import LADDER
 
@@ -242,7 +242,7 @@ def test_an_endurance_run_of_calls_longer_than_itself_ends():
 
     case = dict(head_dim=64, is_causal=True, seq=64, mode="fwd", provider="ours")
     head = dict(provenance=records.load("phase5_tuning", "h200_power")["provenance"])
-    pictures.power(head | dict(rows=[case | row]), (64, True, 64, "fwd"))  # and a figure can be drawn of it
+    figures.power(head | dict(rows=[case | row]), (64, True, 64, "fwd"))  # and a figure can be drawn of it
     plt.close("all")
 
 
@@ -272,7 +272,7 @@ def test_a_legend_names_who_is_missing_in_the_first_panel():
     rows = [case | dict(head_dim=d, provider=p) for d, p in ((64, "ours"), (128, "ours"), (128, "flex"))]
     head = {part: records.load("phase5_tuning")[part] for part in ("provenance", "ceilings")}
     with mock.patch.object(plt, "show"):
-        pictures.peers(head | dict(rows=rows), "fwd")
+        figures.peers(head | dict(rows=rows), "fwd")
     assert [text.get_text() for text in plt.gcf().legends[0].get_texts()] == ["flex", "ours"]
     plt.close("all")
 

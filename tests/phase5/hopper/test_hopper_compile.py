@@ -5,10 +5,9 @@ import itertools
 import re
 from unittest import mock
 
-from common.measure import offline
+from common.measure import offline, sass
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
-from phase5_tuning.ladder import listing
 from phase5_tuning.launch import configs
 
 import pytest
@@ -94,7 +93,7 @@ def test_queries_in_registers_stay_there(head_dim, is_causal, registers):
     """S and PV both take their left factor from registers. ptxas 12.8 has given both the same ones in a plain kernel,
     so that P overwrote the queries (the Hopper chapter, appendix D.1)."""
     (c,) = offline.compile_launches(record("forward", head_dim, is_causal, FP16, 1024), ["sm_90"], sass=True)
-    turn = listing.turn(c.sass)
+    turn = sass.turn(c.sass)
     left = {}  # by the first register of the sum
     for x in turn:
         if product := re.search(r"HGMMA\S+ R(\d+), R(\d+), gdesc", x.text):
