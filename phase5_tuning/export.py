@@ -285,9 +285,9 @@ def called(targets: list[Target]) -> dict[Target, str]:
 
 
 def _qualified(module: str, name: str) -> str:
-    """A name with its module's before it, or its phase's, in the name's own style."""
-    room, stem = module.split(".")[0], module.split(".")[-1]
-    prefix = room.split("_")[0] if room in HOUSE[1:-1] else stem
+    """A name with its module's and folder's before it, or its phase's, in the name's own style."""
+    room, *inside = module.split(".")
+    prefix = room.split("_")[0] if room in HOUSE[1:-1] else "_".join(inside)
     if name.isupper():
         return f"{prefix}_{name}".upper()
     if name.lstrip("_")[0].isupper():

@@ -152,7 +152,7 @@ def call_hopper(which: str, head_dim: int, change: str) -> None:
     o, lse, _ = naive_attention(q.float(), k.float(), v.float(), is_causal=True)
     o = o.half()
     q, k, v, do, o, lse = (t.cuda() for t in (q, k, v, do, o, lse))
-    module = importlib.import_module(f"phase5_tuning.hopper_{which}")
+    module = importlib.import_module(f"phase5_tuning.hopper.{which}")
     plan = (changed(module, CHANGES[change]) if CHANGES[change] else module).plan
     if which == "forward":
         plan(q, k, v, True, scale, 1)(q, k, v)
