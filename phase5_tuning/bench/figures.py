@@ -42,10 +42,10 @@ def mask(is_causal: bool) -> str:
     return "causal" if is_causal else "full"
 
 
-def standing(forward: dict, backward: dict, seq: int = 4096) -> None:
+def standing(forward: dict, backward: dict) -> None:
     """Phases 3 and 4 beside SDPA's backends, both passes in one picture."""
     fig, axes = style.new(9, 3.6, columns=2, sharey=True)
-    said = []
+    said, seq = [], 4096
     for ax, record, ours, title in zip(axes, (forward, backward), ("phase 3", "phase 4"), PASSES.values(), strict=True):
         colors = {ours: LINES["ours"], "SDPA flash": LINES["sdpa-flash"], "SDPA cuDNN": LINES["sdpa-cudnn"]}
         of = {(r["provider"], r["head_dim"], r["is_causal"], r["seq"]): r.get("tflops", 0) for r in record["rows"]}

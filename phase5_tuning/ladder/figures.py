@@ -62,8 +62,9 @@ def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float
     )
 
 
-def pipeline(steps: int = 4, load: float = 4.8, product: float = 1.2, softmax: float = 1.6) -> None:
+def pipeline() -> None:
     """One program with 1, 2 and 3 stages: when tiles are fetched, and when they are used. Drawn, not measured."""
+    steps, load, product, softmax = 4, 4.8, 1.2, 1.6
     style.use()
     fig, axes = plt.subplots(3, 1, figsize=(8.6, 4.6), layout="constrained", sharex=True)
     ends = []
