@@ -293,8 +293,8 @@ def main() -> int:
         torch.set_num_threads(1)
         return record_on_cpu(args.mutants)
     if args.record:
-        commit = [f"--commit={args.commit}"] if args.commit else []
-        return records.main("phase4_backward", KERNELS, record, [f"--name={args.record}", *commit])
+        args.name = args.record
+        return records.main("phase4_backward", KERNELS, record, args)
     curves = [train(attention, args.steps)[0] for attention in (sdpa(), flash_attention)]
     for step in range(0, args.steps, max(1, args.steps // 10)):
         print(f"step {step:4d}   SDPA {curves[0][step]:.6f}   ours {curves[1][step]:.6f}")

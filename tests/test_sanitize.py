@@ -7,7 +7,7 @@ from unittest import mock
 from common import make_qkv, make_tensor, runtime, verify_results
 from common.measure import offline
 from phase5_tuning.hopper import backward as hopper_backward
-from phase5_tuning.hopper import interpreter as gluon_interpreter
+from phase5_tuning.hopper import interpreter
 
 import pytest
 import sanitize
@@ -77,7 +77,7 @@ def test_consan_wants_nothing_in_the_kernels_and_the_mistake_in_the_copy(monkeyp
 @interpreted_only
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_backward_kernel_that_meets_at_an_mbarrier_is_right(head_dim):
-    module = gluon_interpreter.changed(hopper_backward, sanitize.MEETINGS)
+    module = interpreter.changed(hopper_backward, sanitize.MEETINGS)
     q, k, v = make_qkv(1, 4, 320, head_dim, heads_kv=2)
-    fn = gluon_interpreter.attention(backward=module)
+    fn = interpreter.attention(backward=module)
     verify_results(fn, q, k, v, do=make_tensor(q.shape), is_causal=True, enable_gqa=True).check()

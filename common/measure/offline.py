@@ -63,7 +63,7 @@ INSTRUCTIONS = {
 
 
 @dataclass(frozen=True)
-class Launch:
+class RecordedLaunch:
     """One kernel and the types of its arguments, as the JIT would specialize them."""
 
     module: str
@@ -109,7 +109,7 @@ class Compiled:
         )
 
 
-def record_launches(call: Callable[[], object]) -> list[Launch]:
+def record_launches(call: Callable[[], object]) -> list[RecordedLaunch]:
     """The kernels that `call` launches, with the types of their arguments. Nothing runs; results are not filled in.
 
     bf16 stays bf16 here, also where kernels are interpreted. Kernels in Gluon, which no interpreter knows, are recorded
@@ -134,7 +134,7 @@ def record_launches(call: Callable[[], object]) -> list[Launch]:
 
 
 def compile_launches(
-    launches: Iterable[Launch], targets: Iterable[str] = ("sm_90",), *, sass: bool = False, processes: int = 1
+    launches: Iterable[RecordedLaunch], targets: Iterable[str] = ("sm_90",), *, sass: bool = False, processes: int = 1
 ) -> list[Compiled]:
     """Compile each launch for each target ("sm_80", "sm_90", "sm_100", "gfx942", ...), in so many child processes. A
     child takes seconds to start.
@@ -168,7 +168,7 @@ def _in_child(jobs: list[dict]) -> list[Compiled]:
     return [Compiled(**row) for row in json.loads(child.stdout)]
 
 
-def describe(kernel, args: tuple, kwargs: dict) -> Launch:
+def describe(kernel, args: tuple, kwargs: dict) -> RecordedLaunch:
     """One launch of a kernel, as the JIT would specialize it for these arguments."""
     names = kernel.arg_names
     values = dict(zip(names, args, strict=False)) | {n: v for n, v in kwargs.items() if n in names}
@@ -204,7 +204,7 @@ def describe(kernel, args: tuple, kwargs: dict) -> Launch:
     options = {n: v for n, v in kwargs.items() if n not in names}
     module = kernel.fn.__module__
     source = _source_with_imports(kernel) if module == "__main__" or _is_edited(kernel) else None
-    return Launch(module, kernel.fn.__name__, source, signature, constexprs, divisible, options)
+    return RecordedLaunch(module, kernel.fn.__name__, source, signature, constexprs, divisible, options)
 
 
 def _element(t: torch.Tensor) -> str:
@@ -234,7 +234,7 @@ def _is_edited(kernel) -> bool:
 
 
 def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
-    """Compile a Launch, as a dict, in this process, which must not interpret."""
+    """Compile a RecordedLaunch, as a dict, in this process, which must not interpret."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

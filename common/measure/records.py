@@ -60,7 +60,7 @@ def _called(function) -> list:
 
 
 def kernel_name(kernel) -> str:
-    """A kernel's phase and name, which stay when it moves to another file: "phase3_forward._attn_fwd_kernel"."""
+    """A kernel's phase and name, which stay when it moves to another file: "phaseN_x._attn_fwd_kernel"."""
     module = kernel.fn.__module__
     if module == "__main__":  # the one that was started with -m
         module = sys.modules[module].__spec__.name
@@ -127,23 +127,43 @@ def record_name(text: str) -> str:
     return text
 
 
+def command_line(name: str | None = None, **options) -> argparse.ArgumentParser:
+    """What a module that measures takes: --name and --commit. Its help begins with the module's first paragraph.
+
+    name: of the record if none is typed; None: nothing is stored then. options: as ArgumentParser's.
+    """
+    what = (sys.modules["__main__"].__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(description=what or "Measure this phase on the GPU.", **options)
+    parser.add_argument("--name", type=record_name, default=name, help="store the rows as results/NAME.json")
+    parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
+    return parser
+
+
+def without_gpu() -> bool:
+    """Say so where nothing can be measured."""
+    if runtime.DEVICE != "cuda":
+        print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
+    return runtime.DEVICE != "cuda"
+
+
 def main(
     folder: str,
     kernels: Iterable,
     run: Callable[[], list[dict]],
-    argv: list[str] | None = None,
+    args: argparse.Namespace | None = None,
     packages: Sequence[str] = (),
     settings: Sequence[object] = (),
 ) -> int:
-    """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json."""
-    what = (sys.modules["__main__"].__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(description=what or "Measure this phase on the GPU and store the record.")
-    parser.add_argument("--name", type=record_name, default="gpu", help="file name of the record, without .json")
-    parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
-    args = parser.parse_args(argv)
-    if runtime.DEVICE != "cuda":
-        print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
+    """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json.
+
+    args: of a `command_line`; None: what was typed, and "gpu" for a name.
+    """
+    args = args or command_line("gpu").parse_args()
+    if without_gpu():
         return 1
+    if not args.name:
+        run()
+        return 0
     start = time.perf_counter()
     head = dict(provenance=provenance(kernels, args.commit, packages, settings), ceilings=ceilings())
     rows = ",\n  ".join(json.dumps(row) for row in run())

@@ -1,5 +1,6 @@
 """How long a call takes: on the GPU, by device events, and on the host."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +17,12 @@ def attention_flops(batch: int, heads: int, seq_q: int, seq_k: int, head_dim: in
     The convention of the field: the exponentials are not counted, nor the masked half of diagonal tiles.
     """
     return 4 * batch * heads * seq_q * seq_k * head_dim * (0.5 if is_causal else 1.0)
+
+
+def products_done(seq: int, block_m: int, block_n: int, is_causal: bool) -> int:
+    """Multiply-adds of one product over the tiles that are visited, in units of head_dim."""
+    ends = [min(seq, m + block_m) if is_causal else seq for m in range(0, seq, block_m)]
+    return sum(block_m * block_n * math.ceil(end / block_n) for end in ends)
 
 
 class Timing(NamedTuple):

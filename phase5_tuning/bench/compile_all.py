@@ -28,7 +28,7 @@ SPILLS = 512
 ALL_TILES = "heavy first", "descriptors"  # the rungs that ship
 
 
-def launches(rung, dtype, head_dim) -> Iterator[tuple[str, offline.Launch]]:
+def launches(rung, dtype, head_dim) -> Iterator[tuple[str, offline.RecordedLaunch]]:
     """(tiles, launch) of a rung's kernels: with all candidates on ALL_TILES, else with the
     first.
     """

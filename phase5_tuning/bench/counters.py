@@ -18,14 +18,12 @@ from common import runtime
 from common.measure import records, timing
 from common.phases import ROOT
 from common.verify.inputs import make_qkv
-from phase5_tuning.bench import hopper as hopper_bench
-from phase5_tuning.bench import peers as bench
-from phase5_tuning.bench import power
+from phase5_tuning.bench import peers, power
 
 import torch
 
 IDEAS = "one stage", "no overlap", "one tile a program", "all heads together"
-PLAIN = [name for name in bench.LADDER_PROVIDERS if "dK" not in name]  # a rung of the backward pass
+PLAIN = [name for name in peers.LADDER_PROVIDERS if "dK" not in name]  # a rung of the backward pass
 RUNGS = *PLAIN, *(f"hopper: {idea}" for idea in IDEAS), "hopper"
 FORWARD = "hopper", "flash-attn-4"
 FIXED_ORDER = "hopper", "flash-attn-4-det"
@@ -63,13 +61,13 @@ def calls() -> Iterator[tuple[dict, object]]:
     """(case, a function that makes one call) of every case and provider."""
     for dtype, mode, head_dim, is_causal, seq, providers in CASES:
         batch, heads = TOKENS // seq, WIDTH // head_dim
-        of = dict(dtype=bench.DTYPES[dtype], device=runtime.DEVICE)
+        of = dict(dtype=peers.DTYPES[dtype], device=runtime.DEVICE)
         q, k, v = make_qkv(batch, heads, seq, head_dim, **of)
         q, k, v, do = (t.requires_grad_() for t in (q, k, v, torch.randn_like(q)))
         for provider in providers:
             case = dict(dtype=dtype, batch=batch, heads=heads, seq=seq, head_dim=head_dim)
             case |= dict(is_causal=is_causal, mode=mode, provider=provider)
-            yield case, bench.timed(provider, mode, q, k, v, do.detach(), is_causal)
+            yield case, peers.timed(provider, mode, q, k, v, do.detach(), is_causal)
 
 
 def launch() -> None:
@@ -129,18 +127,17 @@ def run() -> list[dict]:
         row = case | times | counters[number]
         shape = case["batch"], case["heads"], case["seq"], case["seq"], case["head_dim"]
         flops = timing.attention_flops(*shape, is_causal=case["is_causal"])
-        rows += timing.with_tflops([row], bench.FLOPS[case["mode"]] * flops)
+        rows += timing.with_tflops([row], peers.FLOPS[case["mode"]] * flops)
         print(row, flush=True)
     return rows
 
 
-KERNELS = *bench.KERNELS, *hopper_bench.KERNELS
-SETTINGS = (*bench.SETTINGS, *hopper_bench.SETTINGS, power.endurance, power.REST, power.SECONDS, COUNTERS)
+KERNELS = *peers.KERNELS, *peers.HOPPER_KERNELS
+SETTINGS = (*peers.SETTINGS, *peers.HOPPER_SETTINGS, power.endurance, power.REST, power.SECONDS, COUNTERS)
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--launch"]:
         launch()
     else:
-        peers = ["flash-attn-4"]
-        raise SystemExit(records.main("phase5_tuning", KERNELS, run, packages=peers, settings=SETTINGS))
+        raise SystemExit(records.main("phase5_tuning", KERNELS, run, packages=["flash-attn-4"], settings=SETTINGS))

@@ -14,7 +14,7 @@ from common.measure.timing import host_us
 from common.verify.inputs import make_qkv
 from phase3_forward import forward as phase3
 from phase5_tuning.bench.peers import KERNELS, PROVIDERS
-from phase5_tuning.launch import plans as launch
+from phase5_tuning.launch import plans
 from phase5_tuning.passes import backward, forward
 
 import torch
@@ -23,7 +23,7 @@ from torch.nn.attention import sdpa_kernel
 
 SIZES = dict(batch=1, heads_q=4, seq_q=128, head_dim=64)
 PEERS = ("sdpa-flash", "sdpa-cudnn", "flex", "flash-attn-4", "flash-attn-4-det", "phase 4", "ours")
-SETTINGS = host_us, SIZES, launch.facts, launch.Launch.__call__, forward.ForwardPlan.__call__
+SETTINGS = host_us, SIZES, plans.facts, plans.Launch.__call__, forward.ForwardPlan.__call__
 
 
 class _Nothing(torch.autograd.Function):
@@ -65,17 +65,17 @@ def of_steps(q, k, v, do) -> list[dict]:
     o, lse = forward.attention_forward(q, k, v, True)
     row_lse, delta, dq, dk, dv = (torch.empty_like(t) for t in (lse, lse, q, k, v))
     backward.attention_backward(q, k, v, o, lse, do, None, True)
-    ahead, back = (next(p for p in launch._plans.values() if isinstance(p, kind))
+    ahead, back = (next(p for p in plans._plans.values() if isinstance(p, kind))
                    for kind in (forward.ForwardPlan, backward.BackwardPlan))  # fmt: skip
     nothing = _Nothing.apply(q, k, v)
     with torch.no_grad():
         steps = {
-            "facts of q, k, v": lambda: launch.facts(q, k, v),
+            "facts of q, k, v": lambda: plans.facts(q, k, v),
             "memory for o and LSE": lambda: (torch.empty_like(q), torch.empty(lse.shape, device=lse.device)),
             "forward launch": lambda: ahead.launch(q, k, v, o, lse),
             "attention_forward": lambda: forward.attention_forward(q, k, v, True),
             "phase 3's launch, by Triton": lambda: phase3.attention_forward(q, k, v, True),
-            "facts of six tensors": lambda: launch.facts(q, k, v, o, lse, do),
+            "facts of six tensors": lambda: plans.facts(q, k, v, o, lse, do),
             "rows launch": lambda: back.rows(o, do, lse, None, delta, row_lse),
             "dK and dV launch": lambda: back.dkdv(q, k, v, do, row_lse, delta, dk, dv),
             "dQ launch": lambda: back.dq(q, k, v, do, row_lse, delta, dq),

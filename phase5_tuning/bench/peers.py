@@ -2,6 +2,7 @@
 
     --head-dim 64,128 --seq-len 1024,4096 --mode fwd,bwd,both --causal no,yes --dtype fp16
     --provider sdpa-flash,ours      one or more; `ladder` is phase 4, every rung, and ours
+    --provider "hopper,hopper: no overlap"    on an H100 or H200: its kernels, and without one of their ideas
     --tokens 16384 --width 2048     batch = tokens / seq and heads = width / head_dim, the same work in every case
     --batch 1 --heads 16            or fixed
     --clock caller                  show times as a caller meets them, host included; both are recorded
@@ -19,17 +20,18 @@ import argparse
 import functools
 import itertools
 import math
-import sys
 
 from common import runtime
+from common.arguments import listed, size
 from common.measure import records, timing
 from common.verify import verify_results
 from common.verify.inputs import make_qkv
 from phase4_backward import backward as phase4
 from phase5_tuning.attention import FlashAttention
+from phase5_tuning.hopper import backward as hopper_backward
+from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.ladder.dkdv import _attn_bwd_rows_kernel
-from phase5_tuning.launch import configs
-from phase5_tuning.launch import plans as launch
+from phase5_tuning.launch import configs, plans
 from phase5_tuning.passes.forward import attention_forward
 from phase5_tuning.passes.rungs import LADDER
 
@@ -39,10 +41,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _OF_RUNGS = [kernel for rung in LADDER for kernel in (rung.forward, rung.dkdv, rung.dq)]
 KERNELS = *dict.fromkeys(_OF_RUNGS), _attn_bwd_rows_kernel
+SETTINGS = configs.TABLE, configs.TABLE_FP32, configs.Choice.pick, configs.choose, plans.precision
+HOPPER_KERNELS = (
+    hopper_forward._attn_fwd_hopper_kernel,
+    hopper_backward._attn_bwd_hopper_rows_kernel,
+    hopper_backward._attn_bwd_hopper_kernel,
+    hopper_backward._attn_bwd_hopper_dq_kernel,
+)
+HOPPER_SETTINGS = (
+    hopper_forward.SHAPES, hopper_forward.REGISTERS, hopper_forward.BLOCK_N, hopper_forward.CACHED,
+    hopper_forward.SHORT, hopper_forward.SHORT_KEYS,
+    hopper_backward.BLOCK_M, hopper_backward.STAGES, hopper_backward.MOST_TOGETHER,
+    hopper_forward.plan, hopper_backward.plan,
+)  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # of the forward pass
 ROUNDS = 2
-SETTINGS = configs.TABLE, configs.TABLE_FP32, configs.Choice.pick, configs.choose, launch.precision
 TITLES = {
     "gpu": "TFLOP/s by the GPU's clock, medians (*: one call after the other, the GPU waits for the host)",
     "caller": "TFLOP/s by the caller's clock, host time included, medians",
@@ -93,6 +107,39 @@ def hopper(q, k, v, is_causal):
     return FlashAttention.apply(q, k, v, is_causal)[0]
 
 
+class _InAnyOrder(torch.autograd.Function):
+    """The operator, whose backward pass adds to dQ in any order."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal):
+        o, lse = attention_forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.is_causal = is_causal
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        tensors = *ctx.saved_tensors, do
+        key = "any order", plans.facts(*tensors), ctx.is_causal
+        plan = plans.remembered(key)
+        if plan is None:
+            of_call = ctx.is_causal, do.shape[3] ** -0.5, 1
+            plan = plans.remember(key, hopper_backward.plan(*tensors, None, *of_call, ordered=False))
+        return *plan(*tensors, None), None
+
+
+def changed_hopper(changes, q, k, v, is_causal):
+    """The Hopper kernel's forward pass with other arguments than it ships with."""
+    key = "changed", plans.facts(q, k, v), is_causal, *changes.items()
+    plan = plans.remembered(key)
+    if plan is None:
+        if "together" in changes:
+            changes = dict(together=min(changes["together"], q.shape[0] * q.shape[1]))
+        plan = hopper_forward.plan(q, k, v, is_causal, q.shape[3] ** -0.5, 1, **changes)
+        plans.remember(key, plan)
+    return plan(q, k, v)[0]
+
+
 def on_rung(rung, q, k, v, is_causal):
     return rung.attention(q, k, v, is_causal=is_causal)[0]
 
@@ -101,6 +148,15 @@ def forward_only(config, q, k, v, is_causal):
     return attention_forward(q, k, v, is_causal, config=config)[0]
 
 
+IDEAS = {
+    "one stage": dict(STAGES=1),
+    "two stages": dict(STAGES=2),
+    "no overlap": dict(OVERLAP=False),
+    "two consumers": hopper_forward.SHAPES[128] | dict(STAGES=4, maxnreg=hopper_forward.REGISTERS[128]),
+    "one tile a program": dict(programs=2**31 - 1),
+    "head by head": dict(together=1),
+    "all heads together": dict(together=2**31 - 1),
+}
 PROVIDERS = {
     "naive": naive,
     "sdpa-efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
@@ -113,8 +169,10 @@ PROVIDERS = {
     "phase 4": phase4.flash_attention,
     **{f"rung: {rung.name}": functools.partial(on_rung, rung) for rung in LADDER[1:-1]},
     "ours": functools.partial(on_rung, LADDER[-1]),
-    # What the operator runs on an H100 or H200.
+    # What the operator runs on an H100 or H200, and its forward pass without one of its ideas.
     "hopper": hopper,
+    "hopper in any order": _InAnyOrder.apply,
+    **{f"hopper: {what}": functools.partial(changed_hopper, changes) for what, changes in IDEAS.items()},
     # The last rung's tile at head_dim 64, causal, forward: without a limit of registers, and in two stages.
     "64x128 in 1 stage": functools.partial(forward_only, configs.Config(64, 128, 4, 1)),
     "64x128 in 2 stages": functools.partial(forward_only, configs.Config(64, 128, 4, 2)),
@@ -226,39 +284,20 @@ def table(rows: list[dict], clock: str = "gpu"):
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="course bench",
-        description=(__doc__ or "").split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-
-    def listed(choices=None, of=str):
-        def parse(text):
-            values = [of(x.strip()) for x in text.split(",")]
-            for value in values:
-                if choices is not None and value not in choices:
-                    raise argparse.ArgumentTypeError(f"{value!r}: expected some of {', '.join(map(str, choices))}")
-            return values
-
-        return parse
-
     def providers(text):
-        values = listed([*PROVIDERS, "ladder"])(text)
+        values = listed(choices=[*PROVIDERS, "ladder"])(text)
         return list(dict.fromkeys(p for v in values for p in (LADDER_PROVIDERS if v == "ladder" else [v])))
-
-    def size(text):
-        if not text.strip().isdecimal() or int(text) == 0:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a positive integer")
-        return int(text)
 
     def some_of(choices):
         return f"one or more of {', '.join(choices)}, with commas between them"
 
-    parser.add_argument("--head-dim", type=listed(of=size), default="64,128", help="one or more sizes")
-    parser.add_argument("--seq-len", type=listed(of=size), default="1024,4096", help="one or more lengths")
-    parser.add_argument("--mode", type=listed(FLOPS), default="fwd,bwd", help=some_of(FLOPS))
-    parser.add_argument("--causal", type=listed(("no", "yes")), default="no,yes", help=some_of(("no", "yes")))
-    parser.add_argument("--dtype", type=listed(DTYPES), default="fp16", help=some_of(DTYPES))
+    parser = records.command_line(prog="course bench", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--head-dim", type=listed(size), default="64,128", help="one or more sizes")
+    parser.add_argument("--seq-len", type=listed(size), default="1024,4096", help="one or more lengths")
+    for name, choices, default in (
+        ("--mode", FLOPS, "fwd,bwd"), ("--causal", ("no", "yes"), "no,yes"), ("--dtype", DTYPES, "fp16"),
+    ):  # fmt: skip
+        parser.add_argument(name, type=listed(choices=choices), default=default, help=some_of(choices))
     parser.add_argument(
         "--provider",
         type=providers,
@@ -271,30 +310,28 @@ def arguments(argv=None) -> argparse.Namespace:
     parser.add_argument("--heads", type=size, help="instead of width / head_dim")
     parser.add_argument("--clock", choices=TITLES, default="gpu", help="the GPU's, or the caller's with host time")
     parser.add_argument("--check", action="store_true", help="verify one head of ours at each shape first")
-    parser.add_argument("--name", type=records.record_name, help="store the rows as phase5_tuning/results/NAME.json")
-    parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
     return parser.parse_args(argv)
 
 
-def main(argv=None, kernels=KERNELS, settings=SETTINGS) -> int:
+def recorded(providers) -> tuple:
+    """(kernels, settings) on which a record of these providers depends: the Hopper kernels' if they are among them."""
+    return (HOPPER_KERNELS, HOPPER_SETTINGS) if any(p.startswith("hopper") for p in providers) else (KERNELS, SETTINGS)
+
+
+def main(argv=None) -> int:
     from rich.console import Console
 
-    args = arguments(argv)
-    if runtime.DEVICE != "cuda":
-        print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
-        return 1
-    rows = []
-    if args.name:
-        argv = [f"--name={args.name}", *([f"--commit={args.commit}"] if args.commit else [])]
-        packages = ["flash-attn-4"] if any(p.startswith("flash-attn-4") for p in args.provider) else []
-        code = records.main("phase5_tuning", kernels, lambda: rows.extend(run(args)) or rows, argv, packages, settings)
-    else:
-        rows, code = run(args), 0
+    args, rows = arguments(argv), []
+    kernels, settings = recorded(args.provider)
+    packages = ["flash-attn-4"] if any(p.startswith("flash-attn-4") for p in args.provider) else []
+    code = records.main("phase5_tuning", kernels, lambda: rows.extend(run(args)) or rows, args, packages, settings)
+    if code:
+        return code
     made, console = table(rows, args.clock), Console()
     width = console.measure(made, options=console.options.update(max_width=1000)).maximum
     # a line that is too long wraps, but loses nothing.
     Console(width=max(width, console.width)).print(made)
-    return code
+    return 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from datetime import datetime
 from common import runtime
 from common.measure import records, timing
 from common.verify.inputs import make_qkv
-from phase5_tuning.bench import peers as phase5_bench
+from phase5_tuning.bench import peers
 from phase5_tuning.bench.peers import FLOPS, KERNELS, timed
 
 import torch
@@ -121,7 +121,7 @@ def run() -> list[dict]:
     return rows
 
 
-SETTINGS = *phase5_bench.SETTINGS, endurance, REST, SECONDS
+SETTINGS = *peers.SETTINGS, endurance, REST, SECONDS
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ import functools
 import sys
 from unittest import mock
 
-from common import runtime
+from common.arguments import listed, size
 from common.measure import records
 from phase5_tuning.attention import flash_attention
-from phase5_tuning.bench.hopper import KERNELS
-from phase5_tuning.bench.hopper import SETTINGS as KERNEL_SETTINGS
+from phase5_tuning.bench.peers import HOPPER_KERNELS, HOPPER_SETTINGS
 from phase5_tuning.passes.backward import attention_backward
 from phase5_tuning.passes.forward import attention_forward
 from phase5_tuning.ring import attention as cp
@@ -54,11 +53,11 @@ def sent_bytes(way: str, ranks: int, heads_q: int, heads_kv: int, seq: int, head
     return forward, forward
 
 
-def ring_peak_bytes(ranks: int, heads_q: int, heads_kv: int, seq: int, head_dim: int, itemsize=2):
+def ring_peak_bytes(ranks: int, heads_q: int, heads_kv: int, seq: int, head_dim: int):
     """Bytes of the tensors that a rank of the ring holds at once in the backward pass, without what a kernel takes for
     itself.
     """
-    rows = seq // ranks
+    rows, itemsize = seq // ranks, 2
     q, kv = heads_q * rows * head_dim, 2 * heads_kv * rows * head_dim
     saved = (3 * q + kv) * itemsize + 4 * heads_q * rows  # q, o, dO; k, v; LSE
     shares = min(2, ranks - 1) * kv * itemsize  # here, and on their way
@@ -217,35 +216,21 @@ def run(args) -> list[dict]:
     return rows
 
 
+KERNELS = HOPPER_KERNELS
 SETTINGS = (
-    *KERNEL_SETTINGS, WARMUP, CALLS, ROUNDS, ROUND_MS, slowest, _round_ms, both_passes, replayed,
+    *HOPPER_SETTINGS, WARMUP, CALLS, ROUNDS, ROUND_MS, slowest, _round_ms, both_passes, replayed,
     attention_alone, one_move, timed_peer,
     cp.Ring, cp._around, cp._at_once, cp._Travelling, cp._Kept, cp._Sharded, cp._Turned, cp.merge_,
 )  # fmt: skip
 
 
 def arguments(argv=None) -> argparse.Namespace:
-    def size(text):
-        if not text.strip().isdecimal() or int(text) == 0:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a positive integer")
-        return int(text)
-
-    def provider(text):
-        if text not in PROVIDERS:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected {', '.join(PROVIDERS)}")
-        return text
-
-    def listed(of):
-        return lambda text: [of(part) for part in text.split(",")]
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = records.command_line()
     parser.add_argument("--seq-len", type=listed(size), default="16384,65536,131072")
     parser.add_argument("--heads", type=size, default=16)
     parser.add_argument("--heads-kv", type=size, help="fewer heads of K and V; not with torch")
     parser.add_argument("--head-dim", type=size, default=128)
-    parser.add_argument("--provider", type=listed(provider), default=",".join(PROVIDERS))
-    parser.add_argument("--name", type=records.record_name, help="store the rows under this name")
-    parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
+    parser.add_argument("--provider", type=listed(choices=PROVIDERS), default=",".join(PROVIDERS))
     args = parser.parse_args(argv)
     if args.heads_kv not in (None, args.heads) and "torch" in args.provider:
         parser.error("--heads-kv: torch is measured with equal heads only; name other providers")
@@ -254,8 +239,7 @@ def arguments(argv=None) -> argparse.Namespace:
 
 def main(argv=None) -> int:
     args = arguments(argv)
-    if runtime.DEVICE != "cuda":
-        print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
+    if records.without_gpu():
         return 1
     if not dist.is_torchelastic_launched():
         print("start it by torchrun --standalone, as the module's docstring says", file=sys.stderr)
@@ -263,11 +247,9 @@ def main(argv=None) -> int:
     dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     try:
-        if args.name and dist.get_rank() == 0:
-            stored = [f"--name={args.name}", *([f"--commit={args.commit}"] if args.commit else [])]
-            return records.main("phase5_tuning", KERNELS, lambda: run(args), stored, (), SETTINGS)
-        run(args)
-        return 0
+        if dist.get_rank() > 0:
+            args.name = None  # only one stores the rows
+        return records.main("phase5_tuning", KERNELS, lambda: run(args), args, settings=SETTINGS)
     finally:
         dist.destroy_process_group()
 

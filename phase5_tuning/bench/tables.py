@@ -1,7 +1,16 @@
-"""What the records say about the Hopper kernels: the tables of the chapter, as text."""
+"""What the records say, as text: the chapter's tables and the README's. `python -m phase5_tuning.bench.tables` draws
+the README's picture and prints its table.
+"""
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping
+
+from common.arguments import arguments
+from common.measure.records import load
+from common.phases import ROOT
+from phase5_tuning.bench import figures
+from phase5_tuning.bench.figures import CASES, mask
 
 NAMES = {
     "ours": "last rung",
@@ -12,19 +21,17 @@ NAMES = {
     "flash-attn-4-det": "FlashAttention-4, fixed order",
 }
 GOAL = 0.98  # of the faster peer's speed
-CASES = [(d, c) for d in (64, 128) for c in (False, True)]
 
-Case = tuple[str, str, int, bool, int]  # dtype, mode, head_dim, is_causal, seq
+Measured = tuple[str, str, int, bool, int]  # dtype, mode, head_dim, is_causal, seq
 Rates = Mapping[tuple[str, int, bool, int, str], float]
 
 
 def rates(records: Iterable[dict]) -> Rates:
-    """TFLOP/s in fp16, by provider, head_dim, is_causal, seq and mode. What stands in several records is of the last
-    one.
-    """
+    """TFLOP/s in fp16 by (provider, head_dim, is_causal, seq, mode); of several records, the last one's."""
     found = {}
     for r in (r for record in records for r in record["rows"]):
-        twice = (r["provider"], r["mode"]) == ("flash-attn-4-det", "fwd")  # the same as flash-attn-4
+        # FlashAttention-4's forward pass is the same with and without a fixed order.
+        twice = (r["provider"], r["mode"]) == ("flash-attn-4-det", "fwd")
         if r["dtype"] == "fp16" and "tflops" in r and not twice:
             found[r["provider"], r["head_dim"], r["is_causal"], r["seq"], r["mode"]] = r["tflops"]
     return found
@@ -50,10 +57,6 @@ def _share(rate, case, mode, one, other):
     return rate.get((one, *case, mode), math.nan) / rate.get((other, *case, mode), math.nan)
 
 
-def _mask(is_causal):
-    return "causal" if is_causal else "full"
-
-
 def beside_others(rate: Rates) -> str:
     """This chapter's speed by those of the others, of 16384 tokens and a few of 4096."""
     others = {
@@ -69,7 +72,7 @@ def beside_others(rate: Rates) -> str:
     for mode, d, c, seq in cases:
         shares = (_share(rate, (d, c, seq), mode, *pair) for pair in others.values())
         said = "".join(f"{'-' if math.isnan(x) else f'{x:.2f}':>15}" for x in shares)
-        lines.append(f"{mode}, head_dim {d:>3}, {_mask(c):<6} {seq:>5}{said}")
+        lines.append(f"{mode}, head_dim {d:>3}, {mask(c):<6} {seq:>5}{said}")
     return "\n".join(lines)
 
 
@@ -83,9 +86,10 @@ def both_passes(record: dict) -> str:
     return "\n".join(lines)
 
 
-def orders(rate: Rates, lengths: tuple[int, ...] = (1024, 4096, 16384)) -> str:
+def orders(rate: Rates) -> str:
     """The backward pass: speed in a fixed order by that in any order."""
     of = {"this chapter": ("hopper", "hopper in any order"), "FA4": ("flash-attn-4-det", "flash-attn-4")}
+    lengths = 1024, 4096, 16384
     wide = 8 * len(lengths)
     lines = [
         "backward: speed in a fixed order / in any order",
@@ -94,7 +98,7 @@ def orders(rate: Rates, lengths: tuple[int, ...] = (1024, 4096, 16384)) -> str:
     ]
     for d, c in CASES:
         found = [_share(rate, (d, c, seq), "bwd", *pair) for pair in of.values() for seq in lengths]
-        name = f"head_dim {d:>3}, {_mask(c)}"
+        name = f"head_dim {d:>3}, {mask(c)}"
         lines.append(f"{name:<20}" + "".join(f"{x:>8.2f}" for x in found))
     return "\n".join(lines)
 
@@ -105,7 +109,7 @@ def without_an_idea(record: dict) -> str:
     cases = sorted({key[1:] for key in ms})
     lines = [
         "forward: time without an idea / time of the kernel; by head_dim, mask and seq",
-        " " * 18 + "".join(f"{d:>4} {_mask(c):>6}" for d, c, _ in cases),
+        " " * 18 + "".join(f"{d:>4} {mask(c):>6}" for d, c, _ in cases),
         " " * 18 + "".join(f"{seq:>11}" for *_, seq in cases),
     ]
     for provider in dict.fromkeys(r["provider"] for r in record["rows"]):
@@ -118,7 +122,7 @@ def without_an_idea(record: dict) -> str:
 
 def beside_the_faster(
     *records: dict, ours: str = "hopper", backward_peer: str = "flash-attn-4-det"
-) -> dict[Case, tuple[float, float]]:
+) -> dict[Measured, tuple[float, float]]:
     """This chapter's speed by the faster peer's, by case: (by the caller's clock, by the GPU's)."""
     speeds = {}
     for r in (r for record in records for r in record["rows"]):
@@ -155,7 +159,7 @@ def _of_call(row):
 
 
 def below_the_goal(
-    fixed: Mapping[Case, tuple[float, float]], any_order: Mapping[Case, tuple[float, float]], counters: dict
+    fixed: Mapping[Measured, tuple[float, float]], any_order: Mapping[Measured, tuple[float, float]], counters: dict
 ) -> str:
     """What misses the goal by the GPU's clock, and what was counted there."""
     counted = {}
@@ -173,7 +177,7 @@ def below_the_goal(
         for case in sorted(missed, key=lambda c: (c[0] == "bwd", c[1:])):
             mode, d, causal, seq = case
             order = "fixed order, " if mode == "bwd" and not name else name
-            line = f"{f'{mode}, {order}head_dim {d}, {_mask(causal)}, {seq}':<46}  "
+            line = f"{f'{mode}, {order}head_dim {d}, {mask(causal)}, {seq}':<46}  "
             for dtype in ("fp16", "bf16"):
                 x = shares.get((dtype, *case), (math.nan,) * 2)[1]
                 line += f"{'-' if math.isnan(x) else f'{x:.3f}':>9}"
@@ -219,7 +223,7 @@ def table_of_pairs(counters: dict) -> str:
     behind = [(ours, theirs) for ours, theirs in all_pairs if theirs["ms"] < ours["ms"]]
     for pair in behind:
         of = pair[0]
-        case = f"{of['dtype']}, {of['mode']}, head_dim {of['head_dim']}, {_mask(of['is_causal'])}"
+        case = f"{of['dtype']}, {of['mode']}, head_dim {of['head_dim']}, {mask(of['is_causal'])}"
         case += f", {of['seq']}"
         others = ", ".join(f"{r['beside']:.1%}" for r in pair)
         lines.append(f"{case:<40}clocks of the other kernels / of the longest: {others}")
@@ -247,7 +251,7 @@ def table_of_instructions(before: dict, counters: dict) -> str:
         case = *_case(ours), ours["provider"]
         if case[:3] == ("bf16", "bwd", 64) and case in now:
             n = [r["counted"]["instructions"] / 1e6 for r in (ours, now[case], theirs)]
-            name = f"  {_mask(ours['is_causal'])}, {ours['seq']}"
+            name = f"  {mask(ours['is_causal'])}, {ours['seq']}"
             lines.append(f"{name:<42}{n[0]:>22.0f}{n[1]:>8.0f}{n[2]:>13.0f}")
     return "\n".join(lines)
 
@@ -256,7 +260,7 @@ def _case(row):
     return tuple(row[key] for key in ("dtype", "mode", "head_dim", "is_causal", "seq"))
 
 
-def table_of_runs(first: Mapping[Case, tuple[float, float]], again: Mapping[Case, tuple[float, float]]) -> str:
+def table_of_runs(first: Mapping[Measured, tuple[float, float]], again: Mapping[Measured, tuple[float, float]]) -> str:
     """All cases that miss the goal by a clock in the first of two runs."""
     missed = {case for case, shares in first.items() if min(shares) < GOAL}
     lines = [
@@ -268,7 +272,7 @@ def table_of_runs(first: Mapping[Case, tuple[float, float]], again: Mapping[Case
     ):
         if case in missed:
             dtype, mode, d, causal, seq = case
-            name = f"{mode}, {dtype}, head_dim {d}, {_mask(causal)}, {seq}"
+            name = f"{mode}, {dtype}, head_dim {d}, {mask(causal)}, {seq}"
             line = f"{name:<38}{shares[0]:>8.3f}{shares[1]:>8.3f}"
             lines.append(line + ("{:>22.3f}{:>8.3f}".format(*again[case]) if case in again else ""))
     later = sum(min(shares) < GOAL for case, shares in again.items() if case not in missed)
@@ -283,3 +287,46 @@ def table_of_runs(first: Mapping[Case, tuple[float, float]], again: Mapping[Case
     by = [max(abs(again[case][i] - first[case][i]) for case in again) for i in range(2)]
     lines.append(f"  one case in two runs differs by up to {by[0]:.2f} by the caller's clock, {by[1]:.2f} by the GPU's")
     return "\n".join(lines)
+
+
+# --- the README's ---------------------------------------------------------------------------------------------------
+
+PICTURE = ROOT / "phase5_tuning" / "speeds.png"
+SEQ = 16384
+RECORDS = "h200", "h200_hopper_forward", "h200_hopper_backward"
+PROVIDERS = {
+    "sdpa-flash": "FlashAttention-2 (SDPA)",
+    "flex": "FlexAttention",
+    "sdpa-cudnn": "cuDNN (SDPA)",
+    "flash-attn-4": "FlashAttention-4",
+    "flash-attn-4-det": "FlashAttention-4, fixed order",
+    "hopper": "this course",
+}
+
+
+def readme_rates() -> Rates:
+    return rates(load("phase5_tuning", name) for name in RECORDS)
+
+
+def readme_table() -> str:
+    """TFLOP/s at SEQ tokens in Markdown: a line for each case and pass, a column for each provider."""
+    found = readme_rates()
+    lines = ["| | " + " | ".join(PROVIDERS.values()) + " |", "|---" * (len(PROVIDERS) + 1) + "|"]
+    for mode, name in figures.PASSES.items():
+        for d, is_causal in CASES:
+            speeds = (found.get((p, d, is_causal, SEQ, mode)) for p in PROVIDERS)
+            cells = [f"{speed:.0f}" if speed else "" for speed in speeds]
+            lines.append(f"| {name}, head_dim {d}, {mask(is_causal)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def fingerprint() -> str:
+    """A hash of what the picture shows; it is stored in the picture."""
+    return hashlib.sha256(readme_table().encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    arguments()
+    figure = figures.bars(readme_rates(), PROVIDERS, SEQ)
+    figure.savefig(PICTURE, dpi=110, metadata=dict(records=fingerprint()))
+    print(readme_table())

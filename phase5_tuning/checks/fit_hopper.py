@@ -5,11 +5,10 @@ from unittest import mock
 
 from common import runtime
 from common.learn.judge import reject
-from common.measure import offline
+from common.measure import offline, sass
 from phase5_tuning.checks import FP16, require_ints
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper.model import predicted_tflops
-from phase5_tuning.ladder import listing
 from phase5_tuning.launch import configs
 
 import torch
@@ -184,7 +183,7 @@ def _check_compiled(head_dim, shape, c):
 
 def _hidden(c):
     """(exponentials of a turn under a product of the same warps, exponentials of a turn)"""
-    return listing.hidden(listing.turn(c.sass))
+    return sass.hidden(sass.turn(c.sass))
 
 
 def _as_compiled(shape, c):

@@ -8,7 +8,7 @@ from common import runtime
 from common.learn.judge import reject
 from common.measure import offline
 from phase5_tuning.checks import padded_dim, require_ints
-from phase5_tuning.ladder import forward as forward_ladder
+from phase5_tuning.ladder import forward
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.configs import Config
 from phase5_tuning.passes.forward import attention_forward
@@ -58,7 +58,7 @@ def _beside_the_compiler(answer):
     launches = []
     for d, *tile in tiles:
         q = torch.empty(1, 4, 1024, d, dtype=torch.float16, device=runtime.DEVICE)
-        last = dict(kernel=forward_ladder._attn_fwd_descriptors_kernel, config=Config(*tile))
+        last = dict(kernel=forward._attn_fwd_descriptors_kernel, config=Config(*tile))
         with mock.patch.object(configs, "capability", return_value=(9, 0)):
             launches += offline.record_launches(lambda q=q, last=last: attention_forward(q, q, q, True, **last))
     for (d, *tile), c in zip(tiles, offline.compile_launches(launches), strict=True):

@@ -9,7 +9,7 @@ from common.measure import offline
 from common.verify.reference import naive_attention
 from phase5_tuning.checks import FP16, require_compiled
 from phase5_tuning.hopper import backward as hopper_backward
-from phase5_tuning.hopper import interpreter as gluon_interpreter
+from phase5_tuning.hopper import interpreter
 from phase5_tuning.hopper.interpreter import Deadlock, Race, Unfenced
 from phase5_tuning.launch import configs
 
@@ -52,7 +52,7 @@ def _check_case(answer, case, ordered):
 
     def gradients(replaced=(), seed=0):
         given = q, k, v, o, lse, do, None
-        with gluon_interpreter.interpreted(seed, replaced=replaced):
+        with interpreter.interpreted(seed, replaced=replaced):
             plan = hopper_backward.plan(*given, is_causal, head_dim**-0.5, 1)
             return plan(*given)
 

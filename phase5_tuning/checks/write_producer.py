@@ -9,7 +9,7 @@ from common.learn.judge import reject
 from common.measure import offline
 from phase5_tuning.checks import FP16, require_compiled
 from phase5_tuning.hopper import forward as hopper_forward
-from phase5_tuning.hopper import interpreter as gluon_interpreter
+from phase5_tuning.hopper import interpreter
 from phase5_tuning.hopper.interpreter import Deadlock, Race, Unfenced
 from phase5_tuning.launch import configs
 
@@ -70,9 +70,9 @@ def _run(q, k, v, is_causal, replaced=(), seed=0):
         copies[shared.name.partition("[")[0], *map(int, place[:3])] += 1
         return load(descriptor, place, barrier, shared)
 
-    load = gluon_interpreter.Load
-    fn = gluon_interpreter.attention(seed=seed, replaced=replaced)
-    with mock.patch.object(gluon_interpreter, "Load", counted):
+    load = interpreter.Load
+    fn = interpreter.attention(seed=seed, replaced=replaced)
+    with mock.patch.object(interpreter, "Load", counted):
         return fn(q, k, v, is_causal=is_causal, scale=None, enable_gqa=True), copies
 
 
@@ -101,7 +101,7 @@ def _begun(q, k, v, replaced):
     """How many copies one program begins before everybody waits."""
     begun = []
 
-    class Never(gluon_interpreter.Load):
+    class Never(interpreter.Load):
         def __init__(self, *args):
             super().__init__(*args)
             begun.append(self)
@@ -109,8 +109,8 @@ def _begun(q, k, v, replaced):
         def may_happen(self):
             return False
 
-    fn = gluon_interpreter.attention(multiprocessors=1, replaced=replaced)
-    with mock.patch.object(gluon_interpreter, "Load", Never), contextlib.suppress(Deadlock):
+    fn = interpreter.attention(multiprocessors=1, replaced=replaced)
+    with mock.patch.object(interpreter, "Load", Never), contextlib.suppress(Deadlock):
         fn(q, k, v, is_causal=False, scale=None, enable_gqa=False)
     return len(begun)
 

@@ -20,7 +20,7 @@ from common import runtime
 from phase2_tiling.tiling import head_base, load_tile, store_tile
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper import tma
-from phase5_tuning.hopper.forward import LOG2E, ROWS, columns_of
+from phase5_tuning.hopper.forward import ROWS, columns_of
 from phase5_tuning.hopper.parts import (
     aggregate,
     await_count,
@@ -33,6 +33,7 @@ from phase5_tuning.hopper.parts import (
     tma_add,
     under_all_rows,
 )
+from phase5_tuning.ladder.forward import LOG2E
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Launch, cdiv
 
@@ -506,6 +507,10 @@ def ordered() -> bool:
     return os.environ.get("FLASH_ATTENTION_ANY_ORDER") != "1"
 
 
+def _in_order(asked: bool | None) -> bool:
+    return ordered() if asked is None else asked
+
+
 @dataclass(frozen=True)
 class HopperBackwardPlan:
     """A function of the saved tensors, for all calls of one kind.
@@ -553,8 +558,13 @@ def pays(q, k) -> bool:
     return hopper_forward.pays(q, k.shape[2], FEW)
 
 
-def plan(q, k, v, o, lse, do, dlse, is_causal: bool, scale: float, sign: int) -> HopperBackwardPlan:
-    """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied by."""
+def plan(
+    q, k, v, o, lse, do, dlse, is_causal: bool, scale: float, sign: int, ordered: bool | None = None
+) -> HopperBackwardPlan:
+    """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied by.
+
+    ordered: whether programs add to dQ in a fixed order; None: as the environment says.
+    """
     q = q if sign == 1 else sign * q
     (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
     columns = columns_of(head_dim)
@@ -572,7 +582,7 @@ def plan(q, k, v, o, lse, do, dlse, is_causal: bool, scale: float, sign: int) ->
     dq_sum = torch.empty(padded_rows, columns, dtype=torch.float32, device=q.device)
     count = torch.empty(tiles + 1, dtype=torch.int32, device=q.device)
     tile = dict(HEAD_DIM=head_dim, BLOCK_D=columns, BLOCK_M=block_m)
-    common = dict(heads_q=heads_q, seq_q=seq_q, padded_q=padded_q, ORDERED=ordered())
+    common = dict(heads_q=heads_q, seq_q=seq_q, padded_q=padded_q, ORDERED=_in_order(ordered))
     rows_sizes = tile | common | dict(stride_o=o.stride(), stride_do=do.stride())
     rows = Launch(_attn_bwd_hopper_rows_kernel, tiles, rows_sizes, {})
     dq_sizes = tile | common | dict(stride_dq=dq.stride(), scale=sign * scale)

@@ -1,6 +1,6 @@
-"""Pictures of the chapter on Hopper: what the models did when."""
+"""Pictures of the chapter on Hopper: what the models did when, who holds what, and in which order."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from common import style
@@ -9,6 +9,7 @@ from phase5_tuning.hopper.model import Timeline
 from phase5_tuning.hopper.order import DqSchedule
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
 ACTORS = [COLORS["tiled"], COLORS["peer"], COLORS["o"], COLORS["v"]]  # whose products they are
@@ -185,3 +186,187 @@ def _part(ax, part, y, tiles_m):
     ink = "white" if share > 0.45 else COLORS["ink"]
     middle = (part.begin + part.end) / 2, y + 0.22
     ax.text(*middle, str(part.tile[2]), ha="center", va="center", fontsize=6, color=ink)
+
+
+# --- 2. the ring --------------------------------------------------------------------------------------------------
+
+
+def pairs(tiles: int, stages: int) -> None:
+    """The pairs of one tile of queries: which keys and values each has, and in which slot it lands."""
+    fig, ax = style.new(8.4, 2.7)
+    style.blank(ax)
+    for pair in range(tiles + 1):
+        for row, (letter, j) in enumerate((("K", tiles - 1 - pair), ("V", tiles - pair))):
+            there = 0 <= j < tiles
+            style.box(
+                ax, pair * 1.25, 1.1 - row, f"{letter}{j}" if there else "-",
+                width=1.1, height=0.9, size=11,
+                color=TINT[letter.lower()] if there else "white", edge=COLORS["ink"],
+            )  # fmt: skip
+        slot, parity = pair % stages, pair // stages & 1
+        under = f"slot {slot}\nparity {parity}"
+        ax.text(pair * 1.25 + 0.55, -0.15, under, ha="center", va="top", fontsize=9)
+        ax.text(pair * 1.25 + 0.55, 2.1, f"pair {pair}", ha="center", va="bottom", fontsize=9)
+    ax.set_xlim(-0.2, (tiles + 1) * 1.25)
+    ax.set_ylim(-1.1, 2.6)
+    ax.set_title(f"{tiles} tiles of keys, from right to left, in a ring of {stages} slots", pad=2)
+    style.show(
+        fig,
+        alt=f"{tiles + 1} pairs of places for {tiles} tiles: pair 0 has the last keys alone, each later pair the "
+        f"keys one tile to the left and the values of the tile before, the last pair values alone. Pair p lands in "
+        f"slot p mod {stages}, and its parity changes with every lap.",
+    )
+
+
+# --- 3. layouts ---------------------------------------------------------------------------------------------------
+
+
+def quads(owner: np.ndarray, needs: np.ndarray) -> None:
+    """Which thread holds which element of 16 rows and 16 columns of S, and which thread must hold it in P. owner,
+    needs: (rows, columns) of thread numbers in the warp.
+    """
+    style.use()
+    fig, axes = plt.subplots(1, 2, figsize=(9.2, 4.4), layout="constrained", sharey=True)
+    titles = "S: what the product leaves", "P: what the next product takes"
+    for ax, threads, title in zip(axes, (owner, needs), titles, strict=True):
+        for (row, column), thread in np.ndenumerate(threads):
+            shade = ("#FFFFFF", "#DDE8F0", "#A9C8DF", "#6FA6CC")[thread % 4]
+            style.box(ax, column, row, f"{thread}", color=shade, size=7, edge=COLORS["s"], line=0.4)
+        ax.set_xlim(0, threads.shape[1])
+        ax.set_ylim(threads.shape[0], 0)
+        ax.set_xticks(np.arange(0, 16, 2) + 0.5, range(0, 16, 2))
+        ax.set_yticks(np.arange(0, 16, 2) + 0.5, range(0, 16, 2))
+        ax.set_xlabel("key (column)")
+        ax.set_title(title, fontsize=10)
+    axes[0].set_ylabel("query (row)")
+    same = "the same" if np.array_equal(owner, needs) else "another"
+    style.show(
+        fig,
+        alt="Two grids of 16 queries and 16 keys with the thread that holds each element, in S and in P: "
+        f"{same} thread in both. Four threads hold a row, two neighboring columns of every eight each.",
+    )
+
+
+# --- 4. registers -------------------------------------------------------------------------------------------------
+
+
+def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) -> None:
+    """How the registers of a multiprocessor are shared out, a bar a way.
+
+    parts: way -> (who, registers of a thread) of each four warps. limit: what there is.
+    """
+    fig, ax = style.new(8.4, 0.55 * len(parts) + 1.2)
+    colors = {"consumer": TINT["q"], "producer": TINT["k"], "any": TINT["s"]}
+    for y, (_, groups) in enumerate(parts.items()):
+        left = 0
+        for who, registers in groups:
+            kind = who.split()[0] if who.split()[0] in colors else "any"
+            style.box(
+                ax, left, y - 0.35, f"{who}\n{registers}" if registers > 40 else f"{registers}",
+                width=registers, height=0.7, color=colors[kind], size=8, edge=COLORS["ink"],
+            )  # fmt: skip
+            left += registers
+    ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.2)
+    ax.text(limit, -0.62, f"{limit}", ha="center", va="bottom", fontsize=9)
+    ax.set_yticks(range(len(parts)), parts)
+    ax.set_ylim(len(parts) - 0.5, -0.6)
+    most = max(sum(n for _, n in groups) for groups in parts.values())
+    ax.set_xlim(0, 1.04 * max(limit, most))
+    ax.set_xlabel("registers, in units of 128 (one for each thread of four warps)")
+    said = "; ".join(f"{way}: " + " + ".join(str(n) for _, n in groups) for way, groups in parts.items())
+    style.show(fig, alt=f"Registers in units of 128, of which there are {limit}. {said}.")
+
+
+# --- 6. the order of tiles ----------------------------------------------------------------------------------------
+
+
+def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
+    """Grids of numbers, dark for late ones; NaN for none. grids: title -> (rows, columns)."""
+    style.use()
+    widths = [grid.shape[1] for grid in grids.values()]
+    height = max(grid.shape[0] for grid in grids.values())
+    fig, axes = plt.subplots(
+        1, len(grids), figsize=(min(9, 0.5 * sum(widths) + 1.2), 0.45 * height + 1.0),
+        layout="constrained", squeeze=False, width_ratios=widths,
+    )  # fmt: skip
+    most = max(np.nanmax(grid) for grid in grids.values())
+    for ax, (title, grid) in zip(axes[0], grids.items(), strict=True):
+        for (row, column), number in np.ndenumerate(grid):
+            if np.isnan(number):
+                continue
+            shade = 0.92 - 0.7 * number / max(most, 1)
+            style.box(
+                ax, column, row, f"{number:.0f}", color=(shade, shade, 1 - 0.3 * (1 - shade)),
+                ink="white" if shade < 0.55 else COLORS["ink"], size=8,
+            )  # fmt: skip
+        rows, columns = grid.shape
+        ax.set_xlim(0, columns)
+        ax.set_ylim(rows, 0)
+        ax.set_xticks(np.arange(columns) + 0.5, range(columns))
+        ax.set_yticks(np.arange(rows) + 0.5, range(rows))
+        ax.tick_params(length=0)
+        for side in ax.spines.values():
+            side.set_visible(False)
+        ax.set_title(title, fontsize=10)
+        ax.set_xlabel(xlabel)
+    axes[0, 0].set_ylabel(ylabel)
+    said = "; ".join(
+        f"{title}: row by row " + " / ".join(", ".join(f"{n:.0f}" for n in row if n == n) for row in grid)
+        for title, grid in grids.items()
+    )
+    style.show(fig, alt=f"Grids of numbers, {xlabel} across and {ylabel} down. {said}.")
+
+
+# --- 7. the backward pass -----------------------------------------------------------------------------------------
+
+
+def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> None:
+    """KiB of shared memory of a program, by tile. parts: title -> tile -> KiB."""
+    fig, ax = style.new(8.6, 0.6 * len(parts) + 1.3)
+    colors = {
+        "K, V": TINT["k"],
+        "Q": TINT["q"],
+        "dO": TINT["o"],
+        "dS": TINT["s"],
+        "dQ": TINT["v"],
+        "LSE, delta": TINT["state"],
+    }
+    for y, tiles in enumerate(parts.values()):
+        left = 0.0
+        for name, kib in tiles.items():
+            text = f"{name}\n{kib:.0f}" if kib > 12 else ""
+            style.box(ax, left, y - 0.36, text, width=kib, height=0.72, color=colors[name], size=8, edge=COLORS["ink"])
+            left += kib
+    ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.2)
+    above = ax.get_xaxis_transform()  # y in shares of the axes
+    ax.text(limit, 1.02, f"limit {limit:.0f}", ha="center", va="bottom", fontsize=9, transform=above)
+    ax.set_yticks(range(len(parts)), parts)
+    ax.set_ylim(len(parts) - 0.5, -0.6)
+    ax.set_xlim(0, 1.04 * limit)
+    ax.set_xlabel("KiB of shared memory (the thin piece at the end: LSE and delta)")
+    said = "; ".join(
+        f"{title}: " + ", ".join(f"{name} {kib:.3g}" for name, kib in tiles.items()) for title, tiles in parts.items()
+    )
+    style.show(fig, alt=f"KiB of shared memory, up to {limit:.0f}. {said}.")
+
+
+def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None:
+    """Relative error of P in fp16, against P; errors: way -> the error at each p."""
+    fig, ax = style.new(7.6, 3.4)
+    for (name, values), look in zip(
+        errors.items(), (dict(color=COLORS["bad"], linestyle="--"), dict(color=COLORS["tiled"])), strict=True
+    ):
+        ax.plot(p, values, label=name, **look)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
+    ax.set_xlabel("P, a probability")
+    ax.set_ylabel("largest relative error")
+    ax.axvline(2.0**-14, color=COLORS["limit"], linewidth=1, linestyle=":")
+    ax.text(2.0**-13.8, ax.get_ylim()[1] / 2, "$2^{-14}$", fontsize=9, va="top")
+    ax.legend(loc="upper right")
+    said = "; ".join(f"{name}: {max(values):.2g}" for name, values in errors.items())
+    style.show(
+        fig,
+        alt="Largest relative error of P in fp16 against P, both axes logarithmic. Below 2^-14 it grows as P "
+        f"shrinks. Largest in the picture, {said}.",
+    )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from common import runtime
 from phase5_tuning.hopper import tma
 from phase5_tuning.hopper.parts import aggregate, in_heads
+from phase5_tuning.ladder.forward import LOG2E
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Launch, cdiv, descriptors_allowed
 
@@ -33,7 +34,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 ROWS = gl.constexpr(64)  # queries of a consumer: the rows of one wgmma
-LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @aggregate

@@ -12,7 +12,7 @@ Actors, one for each group of warps, are generator functions. What they yield is
 
 `simulate` runs actors together and returns a `Timeline`. Times are in microseconds. The lower half of the file has the
 programs of hopper/forward.py and, for comparison, of a plain Triton kernel; the order in which hopper/backward.py adds
-to dQ is modelled in hopper_order.py.
+to dQ is modelled in hopper/order.py.
 """
 
 import heapq
@@ -58,7 +58,7 @@ ROWS, BLOCK_N, ITEMSIZE = 64, 128, 2  # as in hopper/forward.py
 
 
 class Race(RuntimeError):
-    """A product reads a tile that is not in its place, or a load overwrites one that is in use."""
+    """Somebody reads what is not there, or changes what is in use."""
 
 
 class Barrier:
@@ -474,28 +474,25 @@ def _after_queries(q, walk):
     yield from walk
 
 
-def plain(
-    head_dim: int, programs: int = 2, stages: int = 2, tiles_n: int = 8, rows: int = 64
-) -> dict[str, Iterator[Operation]]:
-    """The actors of a plain Triton kernel, programs of four warps that share a multiprocessor.
+def plain(head_dim: int, programs: int = 2, stages: int = 2, tiles_n: int = 8) -> dict[str, Iterator[Operation]]:
+    """The actors of a plain Triton kernel with tiles of 64 x 128, programs of four warps that share a multiprocessor.
 
     Within a program nothing but the copies runs at the same time as anything else.
     """
-    return {f"program {p}": _plain(p, stages, head_dim, tiles_n, rows) for p in range(programs)}
+    return {f"program {p}": _plain(p, stages, head_dim, tiles_n) for p in range(programs)}
 
 
-def _plain(p, stages, head_dim, tiles_n, rows):
+def _plain(p, stages, head_dim, tiles_n):
     kv = Ring(f"program {p}: kv", stages, 1)
-    flop, size = 2 * rows * BLOCK_N * head_dim, 2 * BLOCK_N * head_dim * ITEMSIZE
+    flop, size = 2 * ROWS * BLOCK_N * head_dim, 2 * BLOCK_N * head_dim * ITEMSIZE
     for step in range(tiles_n + stages):
         if step >= stages:
             slot, parity = kv.slot(step - stages)
             tiles = [(kv.places[slot], step - stages)]
             yield wait(kv.full[slot], parity)
             yield product(flop, f"S{step - stages}", reads=tiles)
-            yield work((MAXIMA + REST) * rows / ROWS + LATENCIES, "max")
-            yield exponentials(rows * BLOCK_N, f"P{step - stages}")
-            yield work((REST + head_dim / 2) * rows / ROWS, "rescale")
+            yield from _softmax(step - stages)
+            yield work(REST + head_dim / 2, "rescale")
             yield product(flop, f"PV{step - stages}", reads=tiles)
         if step < tiles_n:
             slot, _ = kv.slot(step)
@@ -509,13 +506,11 @@ def predicted_tflops(head_dim: int, consumers: int, stages: int, overlap: bool, 
     return tiles_m * _flop(consumers * ROWS, tiles_n, head_dim) / total * MULTIPROCESSORS / 1e6
 
 
-def predicted_plain_tflops(
-    head_dim: int, programs: int = 2, stages: int = 2, seq_k: int = 4096, rows: int = 64
-) -> float:
-    """The same for programs of a plain Triton kernel with tiles of rows x 128."""
-    tiles_n = -(-seq_k // BLOCK_N)
-    total = simulate(plain(head_dim, programs, stages, tiles_n, rows)).total
-    return _flop(programs * rows, tiles_n, head_dim) / total * MULTIPROCESSORS / 1e6
+def predicted_plain_tflops(head_dim: int, programs: int = 2, stages: int = 2) -> float:
+    """The same for programs of a plain Triton kernel."""
+    tiles_n = 4096 // BLOCK_N
+    total = simulate(plain(head_dim, programs, stages, tiles_n)).total
+    return _flop(programs * ROWS, tiles_n, head_dim) / total * MULTIPROCESSORS / 1e6
 
 
 def _flop(rows: int, tiles_n: int, head_dim: int) -> int:

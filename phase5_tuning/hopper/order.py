@@ -1,4 +1,4 @@
-"""A model of the order in which programs of hopper_backward.py add to dQ, in plain Python.
+"""A model of the order in which programs of hopper/backward.py add to dQ, in plain Python.
 
 A program owns a tile of keys, walks over the tiles of queries that see it, and adds a part to the dQ of each. The order
 of those additions is fixed; so a program may have to wait for others. The model says how long, and whether everybody
@@ -115,14 +115,18 @@ def dq_schedule(
     walk(n, toward), order(m, n, toward): the kernel's rules unless others are given. Raises Deadlock if programs are
     left and all of them wait.
     """
-    here = globals()  # this module's rules, which have the same names
     blocks = block_m, block_n, is_causal
-    rules = {
-        "take": take_tile or (lambda t: here["take_tile"](t, tiles_n, heads, together, is_causal)),
-        "walk": walk or (lambda n, toward: here["walk"](n, tiles_m, *blocks, toward)),
-        "order": order or (lambda m, n, toward: here["order"](m, n, tiles_n, *blocks, toward)),
-    }
+    rules = _rules(take_tile, walk, order, tiles_m, tiles_n, blocks, heads, together)
     return _Run(tiles_n * heads, slots, hop, step, group, writers, late, rules).run()
+
+
+def _rules(own_take, own_walk, own_order, tiles_m, tiles_n, blocks, heads, together):
+    """Those that are given, else the kernel's."""
+    return {
+        "take": own_take or (lambda ticket: take_tile(ticket, tiles_n, heads, together, blocks[-1])),
+        "walk": own_walk or (lambda n, toward: walk(n, tiles_m, *blocks, toward)),
+        "order": own_order or (lambda m, n, toward: order(m, n, tiles_n, *blocks, toward)),
+    }
 
 
 class _Run:

@@ -1,8 +1,9 @@
-"""Pictures of phase 5: where the time of a kernel goes."""
+"""Pictures of the ladder: where the time of a kernel goes."""
 
 from collections.abc import Mapping, Sequence
 
 from common import style
+from common.measure import sass
 from common.style import COLORS
 
 import matplotlib.pyplot as plt
@@ -61,8 +62,9 @@ def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float
     )
 
 
-def pipeline(steps: int = 4, load: float = 4.8, product: float = 1.2, softmax: float = 1.6) -> None:
+def pipeline() -> None:
     """One program with 1, 2 and 3 stages: when tiles are fetched, and when they are used. Drawn, not measured."""
+    steps, load, product, softmax = 4, 4.8, 1.2, 1.6
     style.use()
     fig, axes = plt.subplots(3, 1, figsize=(8.6, 4.6), layout="constrained", sharex=True)
     ends = []
@@ -108,9 +110,8 @@ def pipeline(steps: int = 4, load: float = 4.8, product: float = 1.2, softmax: f
 
 
 def _bar(ax, x, width, y, kind, text, height=0.7):
-    ax.add_patch(Rectangle((x, y), width, height, facecolor=STEP_COLORS[kind], edgecolor="white", linewidth=1.2))
     ink = COLORS["ink"] if kind == "load K, V" else "white"
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8, color=ink)
+    style.box(ax, x, y, text, width=width, height=height, color=STEP_COLORS[kind], ink=ink, size=8)
 
 
 # --- the ladder ---------------------------------------------------------------------------------------------------
@@ -186,13 +187,11 @@ def schedules(
     for ax, (title, bars) in zip(axes, runs.items(), strict=True):
         for slot, start, end, tile in bars:
             shade = 0.92 - 0.6 * tile / tiles
-            box = Rectangle(
-                (start, slot), end - start, 0.86, facecolor=(shade, shade, 1 - 0.25 * tile / tiles), ec="white"
-            )
-            ax.add_patch(box)
-            if end - start > 0.03 * longest:  # there is room for the number
-                color = "white" if shade < 0.6 else COLORS["ink"]
-                ax.text((start + end) / 2, slot + 0.43, str(tile), ha="center", va="center", fontsize=7, color=color)
+            text = str(tile) if end - start > 0.03 * longest else ""  # where there is room
+            style.box(
+                ax, start, slot, text, width=end - start, height=0.86, size=7, line=1.0,
+                color=(shade, shade, 1 - 0.25 * tile / tiles), ink="white" if shade < 0.6 else None,
+            )  # fmt: skip
         finish = max(end for _, _, end, _ in bars)
         ax.axvline(finish, color=COLORS["bad"], linestyle="--", linewidth=1.2)
         ax.set_title(f"{title}: done at {finish:.0f}", fontsize=10)
@@ -204,4 +203,98 @@ def schedules(
     ends = (f"{title}: {max(end for _, _, end, _ in bars):.0f}" for title, bars in runs.items())
     style.show(
         fig, alt=f"{what.capitalize()}s as boxes, a row for each {row}. Done, in tiles of keys: {', '.join(ends)}."
+    )
+
+
+# --- turns of a loop ----------------------------------------------------------------------------------------------
+
+LANES = ("copy under way", "product under way", "exponentials")
+PRODUCTS = {"S": dict(facecolor=COLORS["tiled"]), "PV": dict(facecolor=COLORS["v"], hatch="//")}
+LEGEND = "left factor in shared memory", "left factor in registers"
+LEFT_FACTORS = {  # one color, as a lane's name says which product it is
+    "S": dict(facecolor=COLORS["tiled"]),
+    "PV": dict(facecolor=COLORS["tiled"], hatch="//"),
+}
+
+
+def turns(
+    bodies: Mapping[str, Sequence[sass.Instruction]], names: Sequence[str] = (), masked: tuple[int, int] | None = None
+) -> None:
+    """Turns of loops in machine code, one strip each: what may be under way at which instruction.
+
+    bodies: title -> the instructions of a turn. names: of the products, if they are not S and PV; then each has a lane
+    of its own, and copies have none. masked: the first and the last position of a mask that most turns skip.
+    """
+    style.use()
+    height = (0.4 * (len(names) + 1) if names else 1.75) * len(bodies) + 0.7
+    fig, axes = plt.subplots(len(bodies), 1, figsize=(8.6, height), layout="constrained", squeeze=False)
+    for ax, (title, body) in zip(axes[:, 0], bodies.items(), strict=True):
+        if names:
+            _named_lanes(ax, body, names)
+            ax.set_xlim(0, max(map(len, bodies.values())))
+        else:
+            _lanes(ax, body, masked)
+            ax.set_xlim(0, len(body))
+        ax.tick_params(axis="y", length=0)
+        ax.set_title(title, fontsize=10)
+    axes[-1, 0].set_xlabel("instruction of one turn, in the order of the listing")
+    looks = (LEFT_FACTORS if names else PRODUCTS).values()
+    handles = [Patch(**look, edgecolor="white", label=label) for look, label in zip(looks, LEGEND, strict=True)]
+    fig.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
+    said = [_said(*item, names) for item in bodies.items()]
+    if masked:
+        said.append(f"A mask, mostly skipped, stands from {masked[0] + 1} to {masked[1] + 1}.")
+    style.show(fig, alt=" ".join(said))
+
+
+def _lanes(ax, body, masked):
+    """A strip of `turns` with lanes for copies, products and exponentials."""
+    taken = 0.0  # up to where the upper half of the lane of products is drawn
+    for name, first, last in sass.under_way(body):
+        if name == "copy":
+            y, height, look = 2.1, 0.8, dict(facecolor=COLORS["k"])
+        else:
+            y, height, look = 1.5 if first >= taken else 1.1, 0.38, PRODUCTS[name]
+            taken = last if first >= taken else taken
+        ax.add_patch(Rectangle((first, y), max(last - first, 1), height, edgecolor="white", **look))
+    _exponentials(ax, body, 0.0)
+    if masked:
+        first, last = masked
+        ax.axvspan(first, last + 1, color=COLORS["faint"], linewidth=0)
+        ax.text((first + last + 1) / 2, 1.5, "mask, mostly skipped", ha="center", va="center")
+    ax.set_ylim(0, 3)
+    ax.set_yticks([2.5, 1.5, 0.5], LANES)
+    for y in (1, 2):
+        ax.axhline(y, color=COLORS["faint"], linewidth=0.8)
+
+
+def _named_lanes(ax, body, names):
+    """A strip of `turns` with a lane for each product, in the order in which they start."""
+    lanes = [*(name.replace("^T", "$^T$") for name in names), LANES[-1]]
+    products = [span for span in sass.under_way(body) if span[0] != "copy"]
+    for y, (kind, first, last) in enumerate(products):
+        ax.add_patch(Rectangle((first, y + 0.1), last - first, 0.8, edgecolor="white", **LEFT_FACTORS[kind]))
+    _exponentials(ax, body, len(names))
+    ax.set_ylim(len(lanes), 0)
+    ax.set_yticks([y + 0.5 for y in range(len(lanes))], lanes)
+    for y in range(1, len(lanes)):
+        ax.axhline(y, color=COLORS["faint"], linewidth=0.8)
+
+
+def _exponentials(ax, body, lane):
+    at = [n for n, x in enumerate(body) if x.what == "exponential"]
+    ax.vlines(at, lane + 0.1, lane + 0.9, color=COLORS["state"], linewidth=1)
+
+
+def _said(title, body, names):
+    """A strip of `turns` in words."""
+    hidden, exponentials = sass.hidden(body)
+    found = sass.under_way(body)
+    if names:
+        products = [span for span in found if span[0] != "copy"]
+        found = [(name, a, b) for name, (_, a, b) in zip(names, products, strict=True)]
+    spans = ", ".join(f"{name} from {a + 1} to {b + 1}" for name, a, b in found)
+    return (
+        f"{title}: {len(body)} instructions; under way: {spans}; {hidden} of {exponentials} exponentials "
+        "stand between the start of a product and its wait."
     )

@@ -18,7 +18,7 @@ import torch
 SMS = 132  # multiprocessors of an H100 or H200
 
 
-def plain_launch(head_dim: int, **tile) -> offline.Launch:
+def plain_launch(head_dim: int, **tile) -> offline.RecordedLaunch:
     """The last rung's launch on an H200, under a full mask. tile: another `Config` than the tuned one."""
     q = torch.empty(1, 4, 1024, head_dim, dtype=torch.float16, device=runtime.DEVICE)
     config = configs.TABLE["forward", head_dim, True].full
@@ -31,7 +31,7 @@ def plain_launch(head_dim: int, **tile) -> offline.Launch:
 
 def hopper_launch(
     head_dim: int, is_causal: bool = False, seq: int = 1024, heads: int = 4, **changes
-) -> tuple[offline.Launch, dict]:
+) -> tuple[offline.RecordedLaunch, dict]:
     """(launch, its arguments by name) of the forward kernel on an H200."""
     q = torch.empty(1, heads, seq, head_dim, dtype=torch.float16, device=runtime.DEVICE)
     made = []
@@ -46,7 +46,7 @@ def hopper_launch(
     return launch, dict(zip(names[-len(made[0].rest) :], made[0].rest, strict=True))
 
 
-def backward_launch(head_dim: int, is_causal: bool = False) -> offline.Launch:
+def backward_launch(head_dim: int, is_causal: bool = False) -> offline.RecordedLaunch:
     """The launch of the fused backward kernel on an H200."""
     q = torch.empty(1, 4, 1024, head_dim, dtype=torch.float16, device=runtime.DEVICE)
     lse = torch.empty(1, 4, 1024, device=runtime.DEVICE)
@@ -60,7 +60,9 @@ def backward_launch(head_dim: int, is_causal: bool = False) -> offline.Launch:
     return next(x for x in launches if x.name == "_attn_bwd_hopper_kernel")
 
 
-def with_line(launch: offline.Launch, module: ModuleType, after: str, old: str, new: str) -> offline.Launch:
+def with_line(
+    launch: offline.RecordedLaunch, module: ModuleType, after: str, old: str, new: str
+) -> offline.RecordedLaunch:
     """The same launch of a kernel whose module has `new` where, behind `after`, `old` stood."""
     before, found, rest = Path(module.__file__).read_text().partition(after)
     if old not in rest:
@@ -68,7 +70,7 @@ def with_line(launch: offline.Launch, module: ModuleType, after: str, old: str, 
     return replace(launch, source=before + found + rest.replace(old, new, 1))
 
 
-def compiled(launches: Mapping[object, offline.Launch]) -> dict[object, offline.Compiled]:
+def compiled(launches: Mapping[object, offline.RecordedLaunch]) -> dict[object, offline.Compiled]:
     """What the compiler makes of launches for an H200, by their keys."""
     found = offline.compile_launches(launches.values(), ["sm_90"], sass=True, processes=2)
     return dict(zip(launches, found, strict=True))

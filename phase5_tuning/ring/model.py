@@ -17,17 +17,10 @@ that are started apart may wait for one another; `batch_isend_irecv` starts them
 import threading
 from collections.abc import Callable, Sequence
 
+from phase5_tuning.hopper.model import Deadlock, Race
 from phase5_tuning.ring.ranks import meeting, shard_of
 
 import torch
-
-
-class Deadlock(RuntimeError):
-    """All ranks that are not done wait. The message says for what."""
-
-
-class Race(RuntimeError):
-    """A tensor was changed while it was being sent."""
 
 
 class Transfer:

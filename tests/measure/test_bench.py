@@ -12,9 +12,9 @@ from common import runtime
 from common.learn.canary import _double_kernel
 from common.measure import records, timing
 from common.phases import PHASES, ROOT
-from phase5_tuning.bench import speeds
+from phase5_tuning.bench import tables
 from phase5_tuning.hopper import forward as hopper_forward
-from phase5_tuning.hopper import interpreter as gluon_interpreter
+from phase5_tuning.hopper import interpreter
 
 import pytest
 import triton
@@ -48,24 +48,27 @@ def test_a_record_says_where_it_comes_from(folder, name):
 def test_a_record_is_of_the_kernels_as_they_are(folder, name):
     record = records.load(folder, name)
     module = importlib.import_module(measuring_module(record))
-    now = {records.kernel_name(k): records.fingerprint(k) for k in module.KERNELS}
+    kernels, settings = module.KERNELS, getattr(module, "SETTINGS", None)
+    if hasattr(module, "recorded"):
+        kernels, settings = module.recorded({row["provider"] for row in record["rows"]})
+    now = {records.kernel_name(k): records.fingerprint(k) for k in kernels}
     modes = {row.get("mode") for row in record["rows"]}
     for mode, other in ("fwd", "_bwd_"), ("bwd", "_fwd_"):  # a record of one pass has no times of the other's kernels
         if modes == {mode}:
             now |= {name: of for name, of in record["provenance"]["kernels"].items() if other in name and name in now}
     same = record["provenance"]["kernels"] == now
-    if hasattr(module, "SETTINGS"):  # with other tiles or another clock it would be another record
-        same &= record["provenance"].get("settings") == records.settings_fingerprint(module.SETTINGS)
+    if settings:  # with other tiles or another clock it would be another record
+        same &= record["provenance"].get("settings") == records.settings_fingerprint(settings)
     assert same == (name not in [*HISTORY, *records.stale(folder)])
 
 
 def test_a_record_knows_its_tiles_and_its_clock(monkeypatch):
     before = records.settings_fingerprint([{"tile": 64}])
     assert before == records.settings_fingerprint([{"tile": 64}]) != records.settings_fingerprint([{"tile": 128}])
-    assert before != records.settings_fingerprint([{"tile": 64}, speeds.rates])
+    assert before != records.settings_fingerprint([{"tile": 64}, tables.rates])
     for name in ("time_ms", "caller_ms", "measure"):
         with monkeypatch.context() as patch:
-            patch.setattr(records, name, speeds.rates)
+            patch.setattr(records, name, tables.rates)
             assert before != records.settings_fingerprint([{"tile": 64}])
 
 
@@ -80,12 +83,12 @@ def test_every_row_has_times_or_losses_or_says_why_not(folder, name):
 
 
 def test_the_readme_says_what_the_records_say():
-    assert speeds.table() in (ROOT / "README.md").read_text()
+    assert tables.readme_table() in (ROOT / "README.md").read_text()
 
 
 def test_the_readmes_picture_is_of_the_records():
-    with Image.open(speeds.PATH) as picture:
-        assert picture.text["records"] == speeds.fingerprint(), "python -m phase5_tuning.bench.speeds draws it anew"
+    with Image.open(tables.PICTURE) as picture:
+        assert picture.text["records"] == tables.fingerprint(), "python -m phase5_tuning.bench.tables draws it anew"
 
 
 def test_a_record_without_provenance_is_refused(tmp_path, monkeypatch):
@@ -176,7 +179,7 @@ def test_the_fingerprint_follows_the_kernel_and_what_it_calls():
 
 def test_the_fingerprint_follows_the_methods_of_what_a_kernel_makes():
     def of(changes):
-        return records.fingerprint(gluon_interpreter.changed(hopper_forward, changes)._attn_fwd_hopper_kernel)
+        return records.fingerprint(interpreter.changed(hopper_forward, changes)._attn_fwd_hopper_kernel)
 
     place = "m = tiles_m - 1 - m"  # in Work.place
     assert of({}) == of({place: f"{place}  # the last first"}) != of({place: "m = tiles_m - 2 - m"})
@@ -458,4 +461,5 @@ def test_the_interpreter_is_never_timed():
         pytest.skip("kernels are compiled here")
     with pytest.raises(RuntimeError, match="needs a GPU"):
         timing.time_ms(lambda: None)
-    assert records.main("phase1_softmax", [_double_kernel], lambda: [], []) == 1
+    args = records.command_line("gpu").parse_args([])
+    assert records.main("phase1_softmax", [_double_kernel], lambda: [], args) == 1

@@ -233,7 +233,7 @@ def test_a_kernel_from_a_cell_and_one_that_the_compiler_refuses(monkeypatch):
 
 
 def test_several_children_return_in_the_order_of_the_launches():
-    made = [offline.Launch("m", name, None, {}, [], [], {}) for name in "abc"]
+    made = [offline.RecordedLaunch("m", name, None, {}, [], [], {}) for name in "abc"]
     compiled = mock.patch.object(
         offline, "_in_child", lambda jobs: [Compiled(job["launch"]["name"], job["target"]) for job in jobs]
     )

@@ -9,11 +9,13 @@ import time
 from unittest import mock
 
 from common import runtime
-from common.measure import pictures, records, timing
+from common.measure import records, timing
 from common.verify import VerificationError
 from phase5_tuning.attention import FlashAttention
-from phase5_tuning.bench import counters, power
+from phase5_tuning.bench import counters, figures, power
 from phase5_tuning.bench import peers as bench
+from phase5_tuning.hopper import interpreter
+from phase5_tuning.hopper.backward import HopperBackwardPlan
 from phase5_tuning.passes.rungs import LADDER
 
 import matplotlib.pyplot as plt
@@ -172,6 +174,26 @@ def test_every_provider_of_ours_computes_attention(provider):
         torch.testing.assert_close(got, bench.naive(q, k, v, is_causal), rtol=1e-4, atol=1e-5)
 
 
+def test_in_any_order_is_asked_for_by_an_argument_and_not_by_the_environment(fresh_plans, monkeypatch):
+    if not runtime.INTERPRETED:
+        pytest.skip("kernels are compiled here")
+    monkeypatch.setenv("FLASH_ATTENTION_ANY_ORDER", "0")
+    q, k, v = (torch.randn(1, 2, 40, 64, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    with interpreter.interpreted():
+        got = torch.autograd.grad(bench.PROVIDERS["hopper in any order"](q, k, v, True).sum(), (q, k, v))
+    (plan,) = (plan for plan in fresh_plans.values() if isinstance(plan, HopperBackwardPlan))
+    names = plan.fused.kernel.arg_names[-len(plan.fused.rest) :]
+    assert dict(zip(names, plan.fused.rest, strict=True))["ORDERED"] is False
+    wanted = torch.autograd.grad(bench.naive(q.float(), k.float(), v.float(), True).sum(), (q, k, v))
+    for ours, right in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-3)
+
+
+def test_a_record_depends_on_the_kernels_of_its_providers():
+    assert bench.recorded(["sdpa-flash", "ours"]) == (bench.KERNELS, bench.SETTINGS)
+    assert bench.recorded(["ours", "hopper: no overlap"]) == (bench.HOPPER_KERNELS, bench.HOPPER_SETTINGS)
+
+
 def test_the_ladder_is_asked_for_by_one_word():
     asked = bench.arguments(["--provider", "sdpa-flash,ladder,ours"]).provider
     assert asked[:3] == ["sdpa-flash", "phase 4", "rung: tiles"]
@@ -242,7 +264,7 @@ def test_an_endurance_run_of_calls_longer_than_itself_ends():
 
     case = dict(head_dim=64, is_causal=True, seq=64, mode="fwd", provider="ours")
     head = dict(provenance=records.load("phase5_tuning", "h200_power")["provenance"])
-    pictures.power(head | dict(rows=[case | row]), (64, True, 64, "fwd"))  # and a figure can be drawn of it
+    figures.power(head | dict(rows=[case | row]), (64, True, 64, "fwd"))  # and a figure can be drawn of it
     plt.close("all")
 
 
@@ -272,7 +294,7 @@ def test_a_legend_names_who_is_missing_in_the_first_panel():
     rows = [case | dict(head_dim=d, provider=p) for d, p in ((64, "ours"), (128, "ours"), (128, "flex"))]
     head = {part: records.load("phase5_tuning")[part] for part in ("provenance", "ceilings")}
     with mock.patch.object(plt, "show"):
-        pictures.peers(head | dict(rows=rows), "fwd")
+        figures.peers(head | dict(rows=rows), "fwd")
     assert [text.get_text() for text in plt.gcf().legends[0].get_texts()] == ["flex", "ours"]
     plt.close("all")
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from common import make_qkv, make_tensor, verify_results
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
-from phase5_tuning.hopper import interpreter as gluon_interpreter
+from phase5_tuning.hopper import interpreter, machine
 from phase5_tuning.hopper.interpreter import Deadlock, Interpreted, Race, Unfenced
 from phase5_tuning.hopper.parts import meet
 
@@ -47,13 +47,13 @@ def inputs(shape, dtype=FP16):
 def test_both_passes(shape, scale):
     q, k, v = inputs(shape)
     do = make_tensor(q.shape, dtype=FP16)
-    fn = gluon_interpreter.attention(seed=SHAPES.index(shape))
+    fn = interpreter.attention(seed=SHAPES.index(shape))
     verify_results(fn, q, k, v, do=do, is_causal=shape[-1], scale=scale, enable_gqa=True).check()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_forward_pass_in_bf16(shape):
-    fn = gluon_interpreter.attention(seed=SHAPES.index(shape))
+    fn = interpreter.attention(seed=SHAPES.index(shape))
     verify_results(fn, *inputs(shape, BF16), is_causal=shape[-1], enable_gqa=True).check()
 
 
@@ -62,7 +62,7 @@ def test_a_walk_that_first_meets_keys_of_minus_infinity(is_causal):
     q, k, v = inputs((1, 2, 2, 300, 300, 64, is_causal))
     q = q.abs() + 0.1
     k[:, :, 130:] = float("-inf")  # whole tiles, which the walk meets first
-    fn = gluon_interpreter.attention()
+    fn = interpreter.attention()
     o = fn(q, k, v, is_causal=is_causal, scale=None, enable_gqa=False)
     right = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=is_causal)
     torch.testing.assert_close(o.float(), right, atol=2e-3, rtol=2e-3)
@@ -72,7 +72,7 @@ def test_a_walk_that_first_meets_keys_of_minus_infinity(is_causal):
 def test_keys_past_the_end_weigh_nothing_where_all_logits_are_far_below_zero():
     q, k, v = make_qkv(1, 1, 40, 64, seq_k=70, kind="low")
     do = make_tensor(q.shape, dtype=FP16)
-    verify_results(gluon_interpreter.attention(), q, k, v, do=do).check()
+    verify_results(interpreter.attention(), q, k, v, do=do).check()
 
 
 @interpreted_only
@@ -80,19 +80,19 @@ def test_keys_past_the_end_weigh_nothing_where_all_logits_are_far_below_zero():
 def test_a_lazily_negated_view_keeps_its_sign(which):
     """Its memory has the other sign. The forward pass takes none (test_hopper_plans.py), nor does dO's descriptor."""
     q, k, v = inputs((1, 2, 2, 100, 65, 64, False))
-    with gluon_interpreter.interpreted():
+    with interpreter.interpreted():
         o, lse = hopper_forward.plan(q, k, v, False, 0.125, 1)(q, k, v)
     given = dict(q=q, k=k, v=v, o=o, lse=lse, do=make_tensor(q.shape, dtype=FP16), dlse=torch.randn(lse.shape))
     negated = given | {which: torch._neg_view(-given[which])}
     assert negated[which].is_neg()
-    with gluon_interpreter.interpreted():
+    with interpreter.interpreted():
         expected, got = (hopper_backward.plan(*t, False, 0.125, 1)(*t) for t in (given.values(), negated.values()))
     assert all(map(torch.equal, got, expected))
 
 
 def test_a_row_whose_logits_are_all_minus_infinity_is_0():
     q, k, v = inputs((1, 1, 1, 64, 128, 64, False))
-    fn = gluon_interpreter.attention()
+    fn = interpreter.attention()
     o = fn(q.abs() + 0.1, k.fill_(float("-inf")), v, is_causal=False, scale=None, enable_gqa=False)
     assert (o == 0).all()
 
@@ -104,7 +104,7 @@ def test_every_order_of_turns_gives_the_same_bits(shape):
     do = make_tensor(q.shape, dtype=FP16)
     results = []
     for seed in range(6):
-        o = gluon_interpreter.attention(seed=seed)(q, k, v, is_causal=shape[-1], scale=None, enable_gqa=True)
+        o = interpreter.attention(seed=seed)(q, k, v, is_causal=shape[-1], scale=None, enable_gqa=True)
         results.append([o, *torch.autograd.grad(o, (q, k, v), do)])
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
@@ -189,14 +189,14 @@ FORWARD = {
 @pytest.mark.parametrize("mistake", FORWARD)
 def test_a_mistake_in_the_forward_kernel_is_noticed(mistake):
     changes, expected = FORWARD[mistake]
-    module = gluon_interpreter.changed(hopper_forward, changes)
+    module = interpreter.changed(hopper_forward, changes)
     calls = []
     for shape in ((1, 2, 1, 700, 700, 128, True), (1, 5, 5, 300, 300, 64, True), (1, 2, 2, 200, 30, 64, False)):
         q, k, v = inputs(shape)
-        right = gluon_interpreter.attention()(q, k, v, is_causal=shape[-1], scale=None, enable_gqa=True)
+        right = interpreter.attention()(q, k, v, is_causal=shape[-1], scale=None, enable_gqa=True)
 
         def call(seed, q=q, k=k, v=v, right=right, is_causal=shape[-1]):
-            fn = gluon_interpreter.attention(seed=seed, forward=module)
+            fn = interpreter.attention(seed=seed, forward=module)
             return torch.equal(fn(q, k, v, is_causal=is_causal, scale=None, enable_gqa=True), right)
 
         calls.append(call)
@@ -279,14 +279,14 @@ BACKWARD = {
 @pytest.mark.parametrize("mistake", BACKWARD)
 def test_a_mistake_in_the_backward_kernel_is_noticed(mistake):
     changes, expected = BACKWARD[mistake]
-    module = gluon_interpreter.changed(hopper_backward, changes)
+    module = interpreter.changed(hopper_backward, changes)
     found = set()
     for shape in ((1, 2, 1, 400, 400, 128, True), (1, 2, 1, 400, 300, 64, False)):
         q, k, v = (t.requires_grad_() for t in inputs(shape))
         do = make_tensor(q.shape, dtype=FP16)
 
         def gradients(seed, q=q, k=k, v=v, do=do, is_causal=shape[-1], **modules):
-            fn = gluon_interpreter.attention(seed=seed, **modules)
+            fn = interpreter.attention(seed=seed, **modules)
             o = fn(q, k, v, is_causal=is_causal, scale=None, enable_gqa=True)
             return torch.autograd.grad(o, (q, k, v), do)
 
@@ -338,7 +338,7 @@ def _unknown(a_ptr):
 
 
 def test_a_kernel_that_does_not_end_and_a_word_that_is_not_known(monkeypatch):
-    monkeypatch.setattr(gluon_interpreter, "STEPS", 1000)
+    monkeypatch.setattr(machine, "STEPS", 1000)
     with pytest.raises(Deadlock, match="has not ended after 1000 turns"):
         Interpreted(_forever)[(2,)](torch.zeros(1, dtype=torch.int32))
     with pytest.raises(NotImplementedError, match=r"does not know gl\.histogram"):
@@ -398,7 +398,7 @@ def test_a_word_of_the_kernels_may_be_replaced():
     def no_more(work, memory):
         pass
 
-    fn = gluon_interpreter.attention(replaced=[(hopper_forward._produce, no_more)])
+    fn = interpreter.attention(replaced=[(hopper_forward._produce, no_more)])
     with pytest.raises(Deadlock, match=r"consume 0 of program 0 waits for q_full\[0\], parity 0, in phase 0"):
         fn(q, k, v, is_causal=False, scale=None, enable_gqa=False)
 
@@ -406,7 +406,7 @@ def test_a_word_of_the_kernels_may_be_replaced():
 def test_a_change_that_changes_nothing_or_too_much_is_refused():
     for old, times in (("not in there", 0), ("mbarrier.wait", r"\d+")):
         with pytest.raises(ValueError, match=f"hopper.forward has {times} times '{old}': expected once"):
-            gluon_interpreter.changed(hopper_forward, {old: ""})
+            interpreter.changed(hopper_forward, {old: ""})
 
 
 @interpreted_only
@@ -416,7 +416,7 @@ def test_in_any_order_the_last_bits_depend_on_the_turns(monkeypatch):
     do = make_tensor(q.shape, dtype=FP16)
     found = set()
     for seed in range(4):
-        o = gluon_interpreter.attention(seed=seed)(q, k, v, is_causal=False, scale=None, enable_gqa=False)
+        o = interpreter.attention(seed=seed)(q, k, v, is_causal=False, scale=None, enable_gqa=False)
         found.add(tuple(torch.autograd.grad(o, (q, k, v), do)[0].flatten().tolist()))
     assert len(found) > 1
 
@@ -517,8 +517,8 @@ def test_two_threads_wait_for_each_other_and_nothing_stays_patched():
     original = hopper_forward._attn_fwd_hopper_kernel
 
     def call(seed):
-        with gluon_interpreter.interpreted():  # one inside of another
-            return gluon_interpreter.attention(seed=seed)(q, k, v, is_causal=True, scale=None, enable_gqa=False)
+        with interpreter.interpreted():  # one inside of another
+            return interpreter.attention(seed=seed)(q, k, v, is_causal=True, scale=None, enable_gqa=False)
 
     with ThreadPoolExecutor(4) as pool:
         results = [*pool.map(call, range(8))]
@@ -531,11 +531,11 @@ def test_two_threads_wait_for_each_other_and_nothing_stays_patched():
 )
 def test_what_the_hopper_kernels_do_not_take_is_refused(shape, dtype):
     with pytest.raises(ValueError, match="expected fp16 or bf16, head_dim a multiple of 8 up to 128"):
-        gluon_interpreter.attention()(*inputs(shape, dtype), is_causal=False, scale=None, enable_gqa=False)
+        interpreter.attention()(*inputs(shape, dtype), is_causal=False, scale=None, enable_gqa=False)
 
 
 def test_a_kernels_arithmetic_runs_on_numbers():
-    place = gluon_interpreter.function(hopper_forward.Work.place)
+    place = interpreter.function(hopper_forward.Work.place)
     work = SimpleNamespace(together=2, heads=6, heads_q=3, IS_CAUSAL=True, CONSUMERS=2, tiles_m=lambda: 4)
     taken = [place(work, tile) for tile in range(24)]
     assert taken[:3] == [(384, 0, 0), (384, 0, 1), (256, 0, 0)]

@@ -6,10 +6,9 @@ import re
 from collections import Counter
 from unittest import mock
 
-from common.measure import offline
+from common.measure import offline, sass
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
-from phase5_tuning.ladder import listing
 from phase5_tuning.launch import configs
 
 import pytest
@@ -174,7 +173,7 @@ def test_the_backward_pass_launches_three_kernels():
 def test_queries_in_registers_stay_there(case, registers):
     """S and PV both take their left factor from registers. ptxas 12.8 has given both the same ones in a plain kernel,
     so that P overwrote the queries (the Hopper chapter, appendix D.1)."""
-    turn = listing.turn(compiled(FP16)["forward", *case].sass)
+    turn = sass.turn(compiled(FP16)["forward", *case].sass)
     left = {}  # by the first register of the sum
     for x in turn:
         if product := re.search(r"HGMMA\S+ R(\d+), R(\d+), gdesc", x.text):

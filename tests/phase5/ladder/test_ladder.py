@@ -11,8 +11,7 @@ from phase4_backward import backward as phase4
 from phase5_tuning import cases
 from phase5_tuning.attention import FlashAttention, flash_attention
 from phase5_tuning.ladder.dkdv import _attn_bwd_rows_kernel
-from phase5_tuning.launch import configs
-from phase5_tuning.launch import plans as launch
+from phase5_tuning.launch import configs, plans
 from phase5_tuning.passes import backward as backward_module
 from phase5_tuning.passes.backward import attention_backward
 from phase5_tuning.passes.forward import attention_forward
@@ -76,7 +75,7 @@ def test_a_rung_takes_fewer_key_heads_where_it_is_asked_to():
 def test_trap2_and_51_nothing_outside_is_read_or_written(margin, is_causal):
     q, k, v = make_qkv(2, 2, 70, 40, heads_kv=1, seq_k=90)
     q, k, v, do = (embedded(t, float("nan"), margin) for t in (q, k, v, gradient_like(q)))
-    assert launch.descriptors_allowed(q, k, v, do) == (margin == 8)
+    assert plans.descriptors_allowed(q, k, v, do) == (margin == 8)
     verify(tuned, q, k, v, do, is_causal=is_causal)
 
 
@@ -331,7 +330,7 @@ def test_a_lazily_negated_lse_and_its_gradient_keep_their_sign():
 
 @interpreted_only
 def test_trap14_descriptors_only_where_rows_are_aligned():
-    allowed = launch.descriptors_allowed
+    allowed = plans.descriptors_allowed
     base = torch.zeros(2, 3, 40, 64, dtype=torch.float16)
     assert allowed(base, base.transpose(1, 2).contiguous().transpose(1, 2))
     assert allowed(base, base[:, :, 8:], base[..., :40])
@@ -347,7 +346,7 @@ def test_trap14_descriptors_only_where_rows_are_aligned():
 @interpreted_only
 def test_a_descriptor_never_reaches_into_the_next_head():
     t, other = torch.arange(2.0 * 3 * 5 * 16).view(2, 3, 5, 16), torch.zeros(2, 3, 5, 16)
-    described = launch.described(t, 8)
+    described = plans.described(t, 8)
     for tensor in (t, other):
         made = described.at(tensor)
         assert made.base is tensor

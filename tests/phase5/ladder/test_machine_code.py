@@ -4,10 +4,9 @@ import itertools
 from collections import Counter
 from unittest import mock
 
-from common.measure import offline
+from common.measure import offline, sass
 from phase5_tuning.bench import beside as hopper_beside
 from phase5_tuning.bench import compile_all
-from phase5_tuning.ladder import listing
 from phase5_tuning.launch import configs
 from phase5_tuning.passes.backward import attention_backward
 from phase5_tuning.passes.forward import attention_forward
@@ -139,7 +138,7 @@ def test_what_is_measured_beside_a_product_stands_between_its_issue_and_the_wait
         recorded = offline.record_launches(lambda: hopper_beside.clocks(left, kind.value, none))
     (made,) = offline.compile_launches(recorded[:1], ["sm_90"], sass=True)
     assert not made.serialized
-    listed = listing.instructions(made.sass)
+    listed = sass.instructions(made.sass)
     products = [i for i, x in enumerate(listed) if "HGMMA" in x.opcode]
     assert len(products) == 8  # 128 deep in steps of 16, and the loop is not unrolled
     wait = next(i for i, x in enumerate(listed) if i > products[-1] and "DEPBAR" in x.opcode and "gsb0" in x.text)

@@ -1,7 +1,7 @@
 """The arithmetic of the Hopper chapter's tables, on records made up here and on the stored ones."""
 
 from common.measure import records
-from phase5_tuning.bench import tables as hopper_records
+from phase5_tuning.bench import tables
 
 import pytest
 
@@ -15,30 +15,30 @@ def test_the_faster_peer_is_chosen_for_each_clock():
     peers = [row("sdpa-cudnn", 400.0, 390.0), row("flash-attn-4", 500.0, 300.0)]
     record = dict(rows=[*peers, row("hopper", 450.0, 351.0)])
     case = "fp16", "fwd", 64, False, 1024
-    assert hopper_records.beside_the_faster(record) == {case: (pytest.approx(0.9), pytest.approx(0.9))}
+    assert tables.beside_the_faster(record) == {case: (pytest.approx(0.9), pytest.approx(0.9))}
 
 
 def test_a_backward_pass_in_a_fixed_order_stands_beside_a_fixed_order():
     rows = [row("sdpa-cudnn", 100.0, 100.0, "bwd"), row("flash-attn-4", 800.0, 800.0, "bwd")]
     rows += [row("flash-attn-4-det", 400.0, 400.0, "bwd"), row("hopper", 400.0, 392.0, "bwd")]
-    (shares,) = hopper_records.beside_the_faster(dict(rows=rows)).values()
+    (shares,) = tables.beside_the_faster(dict(rows=rows)).values()
     assert shares == (pytest.approx(0.98), 1.0)
-    (any_order,) = hopper_records.beside_the_faster(dict(rows=rows), backward_peer="flash-attn-4").values()
+    (any_order,) = tables.beside_the_faster(dict(rows=rows), backward_peer="flash-attn-4").values()
     assert any_order == (pytest.approx(0.49), 0.5)
 
 
 def test_a_case_at_the_goal_reaches_it():
-    said = hopper_records.reach_the_goal([(0.98, 0.9799), (1.0, 0.5)])
+    said = tables.reach_the_goal([(0.98, 0.9799), (1.0, 0.5)])
     assert said == "2 of 2 by the caller's clock, 0 by the GPU's"
 
 
 def test_a_later_record_replaces_a_speed():
     first, second = (dict(rows=[row("hopper", tflops, 0.0)]) for tflops in (1.0, 2.0))
-    assert list(hopper_records.rates([first, second]).values()) == [2.0]
+    assert list(tables.rates([first, second]).values()) == [2.0]
 
 
 def test_pairs_are_this_chapters_kernel_and_its_peer_in_one_case():
-    pairs = hopper_records.pairs(records.load("phase5_tuning", "h200_counters"))
+    pairs = tables.pairs(records.load("phase5_tuning", "h200_counters"))
     assert len(pairs) == 9
     for ours, theirs in pairs:
         assert ours["provider"].startswith("hopper")
@@ -48,11 +48,11 @@ def test_pairs_are_this_chapters_kernel_and_its_peer_in_one_case():
 
 def test_what_misses_the_goal_is_listed_with_its_counters():
     load = {name: records.load("phase5_tuning", f"h200_{name}") for name in ("hopper_backward", "counters")}
-    shares = hopper_records.beside_the_faster(load["hopper_backward"])
+    shares = tables.beside_the_faster(load["hopper_backward"])
     of_any = dict(ours="hopper in any order", backward_peer="flash-attn-4")
-    any_order = hopper_records.beside_the_faster(load["hopper_backward"], **of_any)
-    lines = hopper_records.below_the_goal(shares, any_order, load["counters"]).splitlines()[2:]
-    missed = [case for case, (_, gpu) in shares.items() if gpu < hopper_records.GOAL]
+    any_order = tables.beside_the_faster(load["hopper_backward"], **of_any)
+    lines = tables.below_the_goal(shares, any_order, load["counters"]).splitlines()[2:]
+    missed = [case for case, (_, gpu) in shares.items() if gpu < tables.GOAL]
     assert len([line for line in lines if "fixed order" in line]) == len(missed) > 0
     assert all("%" in line or "not counted" in line for line in lines)
 
@@ -61,7 +61,7 @@ def test_both_passes_are_sorted_by_the_time_of_both():
     rows = [(of, mode) for of in ("sdpa-cudnn", "hopper") for mode in ("fwd", "bwd", "both")]
     ms = 1.0, 3.0, 4.5, 1.25, 2.0, 3.0
     record = dict(rows=[dict(provider=of, mode=mode, ms=t) for (of, mode), t in zip(rows, ms, strict=True)])
-    _, first, second = map(str.split, hopper_records.both_passes(record).splitlines())
+    _, first, second = map(str.split, tables.both_passes(record).splitlines())
     assert first == ["this", "chapter", "1.25", "2.00", "3.00"]
     assert second == ["cuDNN", "1.00", "3.00", "4.50"]
 
@@ -70,12 +70,12 @@ def test_the_table_of_two_runs_counts_what_it_leaves_out():
     cases = [("fp16", "fwd", 64, False, seq) for seq in (1024, 4096, 16384)]
     first = dict(zip(cases, [(0.97, 1.0), (1.0, 0.99), (1.0, 1.0)], strict=True))
     again = dict(zip(cases, [(1.0, 1.0), (0.99, 0.9), (1.0, 1.0)], strict=True))
-    lines = hopper_records.table_of_runs(first, again).splitlines()
+    lines = tables.table_of_runs(first, again).splitlines()
     assert [line.split(",")[4].split()[0] for line in lines if line.startswith("fwd")] == ["1024"]
     assert "left out: 2 of 3 cases; 1 of these are below 0.98" in "\n".join(lines)
 
 
 def test_instructions_before_and_after_are_of_one_case():
     before, counters = (records.load("phase5_tuning", f"h200_{name}") for name in ("hopper_counters", "counters"))
-    _, *rows = hopper_records.table_of_instructions(before, counters).splitlines()
+    _, *rows = tables.table_of_instructions(before, counters).splitlines()
     assert [int(row.split()[-2]) for row in rows] == [693, 122, 1433]

@@ -1,8 +1,6 @@
 """What is read from a listing, on a listing that is small enough to be read here."""
 
-from phase5_tuning.ladder import listing
-
-import pytest
+from common.measure import sass
 
 SETS = """
         /*0000*/                   UTMALDG.4D [UR8], [UR4] ;             /* 0x0000 */
@@ -30,28 +28,28 @@ SASS = SETS + PRODUCTS + "\n" + REST
 
 
 def test_a_turn_ends_with_the_branch_back():
-    body = listing.turn(SASS)
+    body = sass.turn(SASS)
     assert body[0].what == "ask for a tile"
     assert body[-1].opcode == "BRA"
     assert len(body) == 2 + 8 + 23
 
 
 def test_products_are_under_way_until_they_are_waited_for():
-    body = listing.turn(SASS)
-    assert listing.under_way(body) == [("copy", 0, 1), ("S", 2, 10), ("PV", 6, 21)]
-    assert listing.hidden(body) == (10, 20)
+    body = sass.turn(SASS)
+    assert sass.under_way(body) == [("copy", 0, 1), ("S", 2, 10), ("PV", 6, 21)]
+    assert sass.hidden(body) == (10, 20)
 
 
 def test_a_mask_is_what_a_branch_skips():
     texts = ["@!P0 BRA 0x240", "ISETP.GE.AND P1, PT, R2, R3, PT", *["FSEL R5, R5, -INF, P1"] * 34, "MUFU.EX2 R5, R5"]
-    code = [listing.Instruction(16 * n, text) for n, text in enumerate(texts)]
-    assert listing.mask(code) == (1, 35)
-    with pytest.raises(ValueError, match="no mask"):
-        listing.mask(code[1:])
+    code = [sass.Instruction(16 * n, text) for n, text in enumerate(texts)]
+    assert sass.masks(code) == [(1, 35)]
+    assert sass.masks(code[1:]) == []
+    assert sass.counted(code) == {"BRA": 1, "MUFU": 1}
 
 
 def test_the_outline_names_what_is_waited_for():
-    text = listing.outline(listing.turn(SASS))
+    text = sass.outline(sass.turn(SASS))
     assert "    3    4  product, left factor from shared memory" in text
     assert "    7    4  product, left factor from registers" in text
     assert "wait until 1 group of products is under way" in text

@@ -1,12 +1,24 @@
-"""A turn of a kernel's loop in Hopper's machine code, read from top to bottom.
+"""Turns of a kernel's loops in Hopper's machine code: read from top to bottom, and counted.
 
-The listing has no times. It has an order, and from it follows what can be under way at once: a product is under way
-from its HGMMA to the DEPBAR that waits for it, a copy from its UTMALDG to the PHASECHK that waits for its bytes.
+A turn is one pass through a kernel's loop over keys, or over queries. The listing has no times. It has an order, and
+from it follows what can be under way at once: a product is under way from its HGMMA to the DEPBAR that waits for it, a
+copy from its UTMALDG to the PHASECHK that waits for its bytes. From counts of instructions follow clocks, if nothing
+overlaps; none is fitted to a measured time.
 """
 
+import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
+
+TENSOR, MUFU = 4096, 16  # 16-bit operations and exponentials of a multiprocessor in a clock
+KINDS = {
+    "multiply, add, max": ("FMUL", "FADD", "FFMA", "FMNMX"),
+    "compare, select": ("FSEL", "FSETP", "ISETP", "SEL", "PLOP3"),
+    "loads and stores": ("LDGSTS", "UTMALDG", "LDSM", "STSM", "LDS", "STS", "LDG"),
+    "spills": ("STL", "LDL"),
+}
 
 # What an instruction does, by the beginning of its name. Others are arithmetic.
 WHAT = {
@@ -35,6 +47,17 @@ class Instruction:
         return re.sub(r"^@!?\w+\s+", "", self.text).split()[0]
 
     @property
+    def name(self) -> str:
+        """Its opcode without what follows a dot."""
+        return self.opcode.split(".")[0]
+
+    @property
+    def target(self) -> int | None:
+        """Where a branch goes."""
+        to = re.search(r"0x[0-9a-f]+", self.text) if self.name == "BRA" else None
+        return int(to[0], 16) if to else None
+
+    @property
     def what(self) -> str:
         for beginning, what in WHAT.items():
             if self.opcode.startswith(beginning):
@@ -58,22 +81,65 @@ def instructions(sass: str) -> list[Instruction]:
     return [Instruction(int(at, 16), re.sub(r"\s+", " ", text)) for at, text in found]
 
 
-def turn(sass: str) -> list[Instruction]:
-    """The shortest loop with products and exponentials: a turn of the walk over keys, or over queries.
+def loops(sass: str) -> list[list[Instruction]]:
+    """The loops over keys, or over queries, in the order of the listing: inner ones with products and exponentials.
 
     In machine code a loop ends with a branch to an earlier address. A branch inside the loop that skips a mask is not
-    followed: the mask counts.
+    followed: the mask is there.
     """
-    code = instructions(sass)
-    loops = []
-    for line in code:
-        to = re.search(r"^(?:@!?\w+ )?BRA\b.*?(0x[0-9a-f]+)", line.text)
-        if to and int(to[1], 16) < line.address:
-            body = [x for x in code if int(to[1], 16) <= x.address <= line.address]
-            kinds = [x.what for x in body]
-            if kinds.count("product") >= 8 and kinds.count("exponential") >= 16:
-                loops.append(body)
-    return min(loops, key=len)
+    code, found = instructions(sass), []
+    ends = [x for x in code if x.target is not None and x.target < x.address]
+    for end in sorted(ends, key=lambda x: x.address - x.target):  # inner loops first
+        body = [x for x in code if end.target <= x.address <= end.address]
+        count = counted(body)
+        apart = all(end.address < other[0].address or other[-1].address < body[0].address for other in found)
+        if apart and count["HGMMA"] + count["HMMA"] >= 4 and count["MUFU"] >= 16:
+            found.append(body)
+    return sorted(found, key=lambda body: body[0].address)
+
+
+def turn(sass: str) -> list[Instruction]:
+    """The shortest of the loops. Raises ValueError if there is none."""
+    return min(loops(sass), key=len)
+
+
+def masks(body: list[Instruction]) -> list[tuple[int, int]]:
+    """(first, last) position of each mask: what a branch skips if it holds a mask's selects and no exponential."""
+    position, found = {x.address: n for n, x in enumerate(body)}, []
+    for n, x in enumerate(body):
+        end = position.get(x.target, 0)
+        skipped = [y.name for y in body[n + 1 : end]]
+        if skipped.count("FSEL") >= 32 and "MUFU" not in skipped:
+            found.append((n + 1, end - 1))
+    return found
+
+
+def counted(body: list[Instruction]) -> Counter:
+    """How often a warp runs each instruction in a turn that skips its masks."""
+    count = Counter(x.name for x in body)
+    for first, last in masks(body):
+        count -= Counter(x.name for x in body[first : last + 1])
+    return count
+
+
+def turn_clocks(
+    count: Counter, products: int, block_m: int, block_n: int, num_warps: int, head_dim: int
+) -> dict[str, float]:
+    """Clocks of a multiprocessor for a logit if nothing overlaps, by what takes them.
+
+    count: as `counted`. products: how many a kernel makes in each of its tiles, which are block_m x block_n.
+    """
+    each = num_warps / 4 / (block_m * block_n)  # the warps of a program share four schedulers
+    kinds = {"products": 2 * products * head_dim / TENSOR, "exponentials": 32 / (MUFU / 4) * count["MUFU"] * each}
+    kinds |= {kind: sum(count[op] for op in ops) * each for kind, ops in KINDS.items()}
+    issued = (sum(count.values()) - count["MUFU"]) * each
+    return kinds | {"other": issued - sum(kinds[kind] for kind in KINDS)}
+
+
+def programs_per_sm(registers: int, shared: int, num_warps: int) -> tuple[int, int]:
+    """How many programs fit on a multiprocessor of Hopper: by registers, and by shared memory."""
+    a_thread = math.ceil(registers / 8) * 8
+    return 65536 // (a_thread * 32 * num_warps), 228 * 1024 // (shared + 1024)
 
 
 def outline(body: list[Instruction]) -> str:
@@ -132,18 +198,6 @@ def under_way(body: list[Instruction]) -> list[tuple[str, int, int]]:
         elif x.what == "wait at an mbarrier" and copies:
             spans.append(("copy", copies.pop(0), n))
     return spans
-
-
-def mask(body: list[Instruction]) -> tuple[int, int]:
-    """(first, last) position of the mask: what a branch skips if it holds a mask's selects and no exponential."""
-    position = {x.address: n for n, x in enumerate(body)}
-    for n, x in enumerate(body):
-        to = re.search(r"^(?:@!?\w+ )?BRA\b.*?(0x[0-9a-f]+)", x.text)
-        end = position.get(int(to[1], 16), 0) if to else 0
-        skipped = [y.opcode.split(".")[0] for y in body[n + 1 : end]]
-        if skipped.count("FSEL") >= 32 and "MUFU" not in skipped:
-            return n + 1, end - 1
-    raise ValueError("this turn skips no mask")
 
 
 def hidden(body: list[Instruction]) -> tuple[int, int]:

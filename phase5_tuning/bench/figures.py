@@ -1,0 +1,243 @@
+"""Pictures of the records: how fast the kernels are beside their peers, with where the numbers come from."""
+
+import math
+import textwrap
+from collections.abc import Mapping
+
+from common import style
+from common.measure.records import describe
+from common.style import COLORS
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+CASES = [(d, c) for d in (64, 128) for c in (False, True)]  # head_dim, is_causal
+PASSES = {"fwd": "forward", "bwd": "backward"}
+LINES = {  # a provider looks the same in every picture
+    "naive": dict(color=COLORS["unfused"], marker="s"),
+    "sdpa-efficient": dict(color=COLORS["o"], marker="<", linestyle=":"),
+    "phase 4": dict(color=COLORS["ink"], marker="x", linestyle=":"),
+    "sdpa-flash": dict(color=COLORS["peer"], marker="v", linestyle="--"),
+    "flex": dict(color=COLORS["v"], marker="^", linestyle="-."),
+    "sdpa-cudnn": dict(color=COLORS["s"], marker="D", linestyle="--"),
+    "flash-attn-4": dict(color=COLORS["state"], marker="P", linestyle="--"),
+    "flash-attn-4-det": dict(color=COLORS["state"], marker="X", linestyle=":"),
+    "ours": dict(color=COLORS["tiled"], marker="o"),
+}
+BARS = {
+    "sdpa-flash": dict(facecolor=COLORS["faint"]),
+    "flex": dict(facecolor=COLORS["s"]),
+    "sdpa-cudnn": dict(facecolor=COLORS["k"], hatch="xx", edgecolor="white"),
+    "flash-attn-4": dict(facecolor=COLORS["o"]),
+    "flash-attn-4-det": dict(facecolor=COLORS["o"], hatch="\\\\", edgecolor="white"),
+    "ours": dict(facecolor=COLORS["s"], hatch="..", edgecolor="white"),
+    "hopper": dict(facecolor=COLORS["tiled"]),
+    "hopper in any order": dict(facecolor=COLORS["q"], hatch="//", edgecolor="white"),
+}
+
+
+def mask(is_causal: bool) -> str:
+    return "causal" if is_causal else "full"
+
+
+def standing(forward: dict, backward: dict) -> None:
+    """Phases 3 and 4 beside SDPA's backends, both passes in one picture."""
+    fig, axes = style.new(9, 3.6, columns=2, sharey=True)
+    said, seq = [], 4096
+    for ax, record, ours, title in zip(axes, (forward, backward), ("phase 3", "phase 4"), PASSES.values(), strict=True):
+        colors = {ours: LINES["ours"], "SDPA flash": LINES["sdpa-flash"], "SDPA cuDNN": LINES["sdpa-cudnn"]}
+        of = {(r["provider"], r["head_dim"], r["is_causal"], r["seq"]): r.get("tflops", 0) for r in record["rows"]}
+        for n, (provider, look) in enumerate(colors.items()):
+            heights = [of.get((provider, *case, seq), 0) for case in CASES]
+            bars = ax.bar(np.arange(4) + (n - 1) * 0.27, heights, 0.25, label=provider, color=look["color"],
+                          hatch=("", "//", "..")[n], edgecolor="white")  # fmt: skip
+            ax.bar_label(bars, fmt="%.0f", fontsize=7, padding=1)
+            said.append(f"{title}, {provider}: {', '.join(f'{height:.0f}' for height in heights)}")
+        ax.set_xticks(range(4), [f"D {d}\n{mask(c)}" for d, c in CASES])
+        ax.set_title(f"{title}, seq {seq}")
+        ax.legend(fontsize=8, loc="upper left", ncols=3, columnspacing=1)
+    axes[0].set_ylabel("TFLOP/s")
+    axes[0].set_ylim(0, 1.2 * axes[0].get_ylim()[1])
+    alt = f"TFLOP/s at D 64 full, D 64 causal, D 128 full, D 128 causal. {'; '.join(said)}."
+    _signed(fig, forward, backward, alt=alt)
+
+
+def waterfall(
+    record: dict, names: dict[str, str], cases: list[tuple], predicted: dict[tuple, dict], signed: bool
+) -> None:
+    """The ladder. Each rung's TFLOP/s, the step from the rung before, and what was predicted. A step of less than 2
+    percent is grey: it may be noise.
+
+    names: provider -> label; cases: (head_dim, is_causal, seq, mode); predicted: case -> provider -> gain (1.1: +10 %).
+    signed=False leaves the provenance to the next picture of the same record.
+    """
+    fig, axes = style.new(9, 4.6, columns=len(cases), squeeze=False)
+    said = []
+    for ax, case in zip(axes[0], cases, strict=True):
+        tflops = {r["provider"]: r["tflops"] for r in record["rows"] if _case(r) == case and "tflops" in r}
+        shown = [provider for provider in names if provider in tflops]
+        _steps(ax, [tflops[p] for p in shown], [predicted.get(case, {}).get(p) for p in shown])
+        peer = tflops.get("sdpa-flash")
+        if peer:
+            ax.axhline(peer, color=COLORS["peer"], linestyle="--", linewidth=1.2)
+            ax.text(len(shown) - 0.4, peer - 8, "SDPA flash", ha="right", va="top", fontsize=8)
+        ax.set_xticks(range(len(shown)), [names[p] for p in shown], rotation=40, ha="right", fontsize=9)
+        ax.set_ylim(0, 1.12 * ax.get_ylim()[1])
+        head_dim, is_causal, seq, mode = case
+        title = f"{PASSES[mode]}, D {head_dim} {mask(is_causal)}, seq {seq}"
+        ax.set_title(title, fontsize=10)
+        steps = (f"{names[p]} {tflops[p]:.0f}" for p in shown)
+        said.append(f"{title}: {', '.join(steps)}; SDPA flash {peer or 0:.0f}")
+    axes[0, 0].set_ylabel("TFLOP/s (diamond: predicted)" if predicted else "TFLOP/s")
+    _signed(fig, *[record] * signed, alt=f"TFLOP/s after each rung. {'. '.join(said)}.")
+
+
+def _steps(ax, values, gains):
+    """The bars of `waterfall`: the first rung's speed, then what each later one adds, and the predicted gains."""
+    ax.bar(0, values[0], 0.7, color=COLORS["s"])
+    for x, (before, value, gain) in enumerate(zip(values, values[1:], gains[1:], strict=False), start=1):
+        good, noise = value >= before, abs(value / before - 1) < 0.02
+        ax.bar(x, value - before, 0.7, bottom=before, color=COLORS["s" if noise else "good" if good else "bad"],
+               hatch="" if good or noise else "//", edgecolor="white")  # fmt: skip
+        ax.plot([x - 1.35, x + 0.35], [before, before], color=COLORS["ink"], linewidth=0.8)
+        if gain:
+            ax.plot(x, before * gain, "D", color="white", markeredgecolor=COLORS["ink"], markersize=6)
+    for x, value in enumerate(values):
+        ink = COLORS["ink"] if x else "white"
+        ax.annotate(f"{value:.0f}", (x, 0), (0, 5), textcoords="offset points", ha="center", fontsize=9, color=ink)
+
+
+def peers(record: dict, mode: str, signed: bool = True) -> None:
+    """TFLOP/s against sequence length beside all peers, a panel for each head_dim and mask."""
+    style.use()
+    fig, axes = plt.subplots(2, 2, figsize=(9, 6.2), layout="constrained", sharex=True, sharey=True)
+    of, said, drawn = {}, [], {}
+    for r in record["rows"]:
+        if r["mode"] == mode and "tflops" in r:
+            of.setdefault((r["provider"], r["head_dim"], r["is_causal"]), []).append((r["seq"], r["tflops"]))
+    ceiling = record["ceilings"]["gemm_flops_per_s"] / 1e12
+    for ax, case in zip(axes.flat, CASES, strict=True):
+        there = {p: list(zip(*of[p, *case], strict=True)) for p in LINES if (p, *case) in of}
+        for p, line in there.items():
+            look = LINES[p] | dict(markersize=5, linewidth=2.5 if p == "ours" else 1.3)
+            (drawn[p],) = ax.plot(*line, **look)
+        title = f"{PASSES[mode]}, head_dim {case[0]}, {mask(case[1])}"
+        ax.set_title(title, fontsize=10)
+        ax.set_xscale("log", base=2)
+        ax.axhline(ceiling, color=COLORS["limit"], linewidth=0.8, linestyle=":")
+        said.append(f"{title}: " + ", ".join(f"{p} {tflops[-1]:.0f}" for p, (_, tflops) in there.items()))
+    axes[0, 0].text(512, ceiling, "a large product", fontsize=8, va="bottom")
+    axes[0, 0].set_ylim(0)  # shared, so only once everything is drawn
+    for ax in axes[:, 0]:
+        ax.set_ylabel("TFLOP/s")
+    for ax in axes[1]:
+        ax.set_xlabel("sequence length")
+    names = [provider for provider in LINES if provider in drawn]
+    columns = len(names) if len(names) <= 8 else -(-len(names) // 2)
+    fig.legend([drawn[p] for p in names], names, loc="outside upper center", ncols=columns or 1, fontsize=9)
+    alt = f"TFLOP/s against the sequence length. At the longest, {'; '.join(said)}; a large product {ceiling:.0f}."
+    _signed(fig, *[record] * signed, alt=alt)
+
+
+def long_sweep(record: dict) -> None:
+    """Milliseconds of one head in bf16 against sequence length, both passes, a panel for each."""
+    fig, axes = style.new(9, 3.8, columns=2, sharey=True)
+    said, of = [], {}
+    for r in record["rows"]:
+        if "ms" in r and r["dtype"] == "bf16":
+            of.setdefault((r["mode"], r["provider"], r["head_dim"]), []).append((r["seq"], r["ms"]))
+    for ax, (mode, title) in zip(axes, PASSES.items(), strict=True):
+        for provider in ("naive", "ours"):
+            for head_dim, linestyle in ((64, "-"), (128, "--")):
+                seqs, ms = zip(*of[mode, provider, head_dim], strict=True)
+                look = LINES[provider] | dict(linestyle=linestyle, linewidth=1.4, markersize=4)
+                ax.plot(seqs, ms, label=f"{provider}, D {head_dim}", **look)
+                ends = " to ".join(f"{ms[i]:.3g} ms at {seqs[i]}" for i in (0, -1))
+                said.append(f"{title}, {provider}, D {head_dim}: {ends}")
+        ax.set_title(f"{title}, bf16", fontsize=10)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_xlabel("sequence length (one head, causal)")
+    axes[0].set_ylabel("milliseconds of the GPU")
+    axes[0].legend(fontsize=8)
+    _signed(fig, record, alt=f"Milliseconds against the sequence length. {'; '.join(said)}.")
+
+
+def power(record: dict, case: tuple) -> None:
+    """What the limit of power does to a kernel that runs for longer: power, clock, time of a call.
+
+    case: (head_dim, is_causal, seq, mode).
+    """
+    style.use()
+    fig, axes = plt.subplots(3, 1, figsize=(8, 5.4), layout="constrained", sharex=True)
+    watts, mhz, ms = axes
+    said = []
+    for row in (r for r in record["rows"] if _case(r) == case):
+        look = LINES[row["provider"]] | dict(marker="", linewidth=2 if row["provider"] == "ours" else 1.3)
+        watts.plot(row["at_ms"], row["watts"], label=row["provider"], **look)
+        mhz.plot(row["at_ms"], row["mhz"], **look)
+        at = [(n + 0.5) * row["window_ms"] for n in range(len(row["call_ms"]))]
+        ms.plot(at, [call or math.nan for call in row["call_ms"]], **look)
+        if row["watts_allowed"]:
+            watts.axhline(row["watts_allowed"], color=COLORS["limit"], linewidth=1, linestyle=":")
+        said.append(f"{row['provider']}: {row['rested_ms']:.1f} ms a call at first, {row['ms']:.1f} ms settled")
+    watts.set_ylabel("power, W")
+    mhz.set_ylabel("clock, MHz")
+    ms.set_ylabel("a call, ms")
+    ms.set_xlabel("milliseconds since the first call, on a GPU that had rested")
+    watts.set_ylim(0)
+    ms.set_ylim(0)
+    watts.set_title("A kernel at the limit of power is slowed down (dotted: the limit)")
+    watts.legend(ncols=3, loc="lower right")
+    _signed(fig, record, alt=f"Power, clock and milliseconds of a call over 1.5 s. {'; '.join(said)}.")
+
+
+def _case(row: dict) -> tuple:
+    return row["head_dim"], row["is_causal"], row["seq"], row["mode"]
+
+
+def _signed(fig, *records: dict, alt: str) -> None:
+    """Show a picture, with the provenance of its records underneath."""
+    lines = [line for r in records for line in textwrap.wrap(describe(r).replace("`", ""), 115)]
+    fig.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])
+    style.show(fig, alt)
+
+
+def reached(rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapping[str, str], seq: int) -> None:
+    """Show TFLOP/s of both passes at one length, a bar a provider.
+
+    rates: (provider, head_dim, is_causal, seq, mode) -> TFLOP/s. providers: in the record -> in the picture.
+    """
+    said = "; ".join(
+        f"{name}, {mode}, head_dim {d}, {mask(c)}: {rates[p, d, c, seq, mode]:.0f}"
+        for p, name in providers.items()
+        for mode in PASSES
+        for d, c in CASES
+        if (p, d, c, seq, mode) in rates
+    )
+    style.show(bars(rates, providers, seq), alt=f"TFLOP/s at seq {seq}. {said}.")
+
+
+def bars(rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapping[str, str], seq: int) -> Figure:
+    """The figure of `reached`."""
+    style.use()
+    fig, axes = plt.subplots(2, 1, figsize=(8.8, 5.6), layout="constrained", sharex=True)
+    for ax, (mode, title) in zip(axes, PASSES.items(), strict=True):
+        there = [p for p in providers if any((p, *case, seq, mode) in rates for case in CASES)]
+        width = 0.84 / max(1, len(there))
+        for n, provider in enumerate(there):
+            x = np.arange(len(CASES)) + (n - (len(there) - 1) / 2) * width
+            heights = [rates.get((provider, *case, seq, mode), 0) for case in CASES]
+            ax.bar(x, heights, 0.92 * width, **BARS[provider])
+            for at, height in zip(x, heights, strict=True):
+                if height:
+                    ax.text(at, height + 6, f"{height:.0f}", ha="center", fontsize=7)
+        ax.set_title(f"{title}, seq {seq}", fontsize=10)
+        ax.set_ylabel("TFLOP/s")
+        ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
+    handles = [Patch(label=name, **BARS[provider]) for provider, name in providers.items()]
+    fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
+    axes[1].set_xticks(range(len(CASES)), [f"head_dim {d}, {mask(c)}" for d, c in CASES])
+    return fig
