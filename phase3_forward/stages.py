@@ -9,7 +9,7 @@ import math
 from unittest import mock
 
 from common import make_qkv, runtime, verify_results
-from common.learn.stages import Stage
+from common.edited import Stage
 from common.measure import traffic
 from phase3_forward import forward
 
