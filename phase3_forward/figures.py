@@ -373,14 +373,14 @@ def two_numbers(z: Mapping[str, Sequence[tuple[float, float]]], limit: float) ->
 def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> None:
     """Wrong kernels that at least one acceptance rule lets through, and which rules those are.
 
-    rows, counts  as returned by common.verify.mutants.rule_table
+    rows, counts  as returned by common.verify.rules.rule_table
     """
     names = list(counts)
     slipping = [row for row in rows if any(row[name] for name in names)]
     slipping.sort(key=lambda row: -sum(row[name] for name in names))
     table = np.array([[row[name] for name in names] for row in slipping], dtype=float)
     totals = {
-        "wrong kernels accepted": ("let_through", "mutants"),
+        "wrong kernels accepted": ("let_through", "mistakes"),
         "right results rejected": ("correct_rejected", "correct"),
     }
     fig, ax = style.new(8.6, 0.29 * (len(slipping) + 3) + 0.7)
@@ -406,7 +406,7 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
     for side in ax.spines.values():
         side.set_visible(False)
     said = [
-        f"{rule} accepts {c['let_through']} of {c['mutants']} and rejects {c['correct_rejected']} of {c['correct']}"
+        f"{rule} accepts {c['let_through']} of {c['mistakes']} and rejects {c['correct_rejected']} of {c['correct']}"
         for rule, c in counts.items()
     ]
     style.show(fig, f"Wrong kernels and the rules that accept them. Right results rejected as well: {'; '.join(said)}.")

@@ -30,7 +30,7 @@ from common import runtime
 from common.measure import records
 from common.phases import ROOT
 from common.verify import emulator
-from common.verify.mutants import MUTANTS
+from common.verify.mistakes import MISTAKES
 from phase3_forward.forward import _attn_fwd_kernel
 from phase4_backward.backward import _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel, _delta_kernel, flash_attention
 
@@ -210,7 +210,7 @@ def record(steps: int = 2000) -> list[dict]:
     return rows
 
 
-# Mistakes of a backward pass, by their names in common.verify.mutants: of logic, and of precision.
+# Mistakes of a backward pass, by their names in common.verify.mistakes: of logic, and of precision.
 LOGIC = (
     "delta_zero", "delta_unnormalized", "delta_shifted", "delta_outside", "p_without_lse", "p_shifted",
     "causal_forgotten", "dq_unscaled", "dk_unscaled", "dk_scaled_twice", "dq_last_tile", "dv_from_ds",
@@ -221,7 +221,7 @@ REPEATED = ("delta_zero", "dk_scaled_twice", "p_without_lse", "dq_unscaled")
 
 def emulated(mutant: str = "") -> Callable:
     """The kernels' emulation in PyTorch, right or with the mistake of that name."""
-    steps = MUTANTS[mutant].steps if mutant else emulator.Steps()
+    steps = MISTAKES[mutant].steps if mutant else emulator.Steps()
 
     def attention(q, k, v, is_causal=False):
         return emulator.emulate(q, k, v, is_causal=is_causal, steps=steps)[0]
