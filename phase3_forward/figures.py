@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from common import style
+from common.measure import records
 from common.style import COLORS
 
 import matplotlib.pyplot as plt
@@ -435,3 +436,40 @@ def causal_bytes(
         f"Bytes against the length. Both lines grow like a parabola, with a step wherever a tile of queries is "
         f"added; at {seqs[-1]}: {ends}. The counted dots lie on the lines.",
     )
+
+
+def forward_tflops(record: dict, seq: int, alt: str) -> None:
+    """TFLOP/s of the forward pass beside SDPA's backends, one group of bars a case."""
+    tflops(record, seq, "phase 3", f"The forward pass at seq {seq}, fp16, before any tuning", alt)
+
+
+def tflops(record: dict, seq: int, ours: str, title: str, alt: str, ceiling: tuple[str, float] | None = None) -> None:
+    """TFLOP/s of a pass beside SDPA's backends; ceiling: (label, TFLOP/s) of a line over each bar of ours."""
+    fig, ax = style.new(8, 3.8)
+    looks = {
+        ours: dict(color=COLORS["tiled"]),
+        "SDPA flash": dict(color=COLORS["peer"], hatch="//", edgecolor="white"),
+        "SDPA cuDNN": dict(color=COLORS["s"], hatch="..", edgecolor="white"),
+    }
+    cases = [(d, c) for d in (64, 128) for c in (False, True)]
+    width = 0.27
+    for offset, (provider, look) in enumerate(looks.items()):
+        rows = {
+            (r["head_dim"], r["is_causal"]): r for r in record["rows"] if r["provider"] == provider and r["seq"] == seq
+        }
+        heights = [rows[case].get("tflops", 0) for case in cases]
+        x = np.arange(len(cases)) + (offset - 1) * width
+        for bar, height in zip(ax.bar(x, heights, width * 0.92, label=provider, **look), heights, strict=True):
+            ax.text(bar.get_x() + bar.get_width() / 2, height + 6, f"{height:.0f}", ha="center", fontsize=8)
+    if ceiling:
+        label, tflops = ceiling
+        over = np.arange(len(cases)) - width  # our bars alone
+        look = dict(color="black", linestyle="--", linewidth=1.2, label=label)
+        ax.hlines([tflops] * len(cases), over - width / 2, over + width / 2, **look)
+    ax.set_xticks(range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases])
+    ax.set_ylabel("TFLOP/s")
+    ax.set_title(title)
+    ax.legend(loc="upper left", ncols=4, fontsize=8)
+    ax.set_ylim(0, 1.2 * ax.get_ylim()[1])
+    style.sign(fig, records.describe(record))
+    style.show(fig, alt)
