@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from common import style
 from common.measure import records
+from common.verify.harness import Z_MAX
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -337,8 +338,9 @@ def _node(ax, x, y, part, *, color):
 # --- 4. proof, 5. measurement -------------------------------------------------------------------------------------
 
 
-def z_histogram(z: np.ndarray, limit: float = 6.0) -> None:
+def z_histogram(z: np.ndarray) -> None:
     """(actual - truth) / sigma of many elements, signed, and the limit."""
+    limit = Z_MAX
     _, ax = style.new(7.6, 2.8)
     ax.hist(z, bins=np.arange(-7, 7.01, 0.1), density=True, color=style.COLORS["peer"])
     for side in (-limit, limit):

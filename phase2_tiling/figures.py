@@ -142,14 +142,15 @@ def matmul_orders() -> None:
     )
 
 
-def _numbers(ax, x, y, rows, tint, *, width=1.35, edge=INK, size=9):
+WIDTH = 1.35  # of a number
+
+
+def _numbers(ax, x, y, rows, tint, *, edge=INK):
     """A grid of numbers, its lower left corner at (x, y)."""
     for i, row in enumerate(rows):
         for j, number in enumerate(row):
             text = number if isinstance(number, str) else f"{number:.4g}" if abs(number) >= 1e-3 else "0"
-            _box(
-                ax, x + j * width, y + len(rows) - 1 - i, text, width=width, color=tint, line=0.6, edge=edge, size=size
-            )
+            _box(ax, x + j * WIDTH, y + len(rows) - 1 - i, text, width=WIDTH, color=tint, line=0.6, edge=edge)
 
 
 def worked_steps(q, k, v, turns) -> None:
@@ -163,7 +164,7 @@ def worked_steps(q, k, v, turns) -> None:
 
     q, k, v = map(listed, (q, k, v))
     turns = [{n: x if n == "start" else listed(x) for n, x in turn.items()} for turn in turns]
-    keys, width, gap = len(k), 1.35, 1.9
+    keys, width, gap = len(k), WIDTH, 1.9
     k_t, v_t = ([list(column) for column in zip(*x, strict=True)] for x in (k, v))
     fig, axes = _drawing(11.5, 4.6, len(turns))
     for n, (ax, turn) in enumerate(zip(axes, turns, strict=True)):
@@ -204,8 +205,9 @@ def worked_steps(q, k, v, turns) -> None:
     )
 
 
-def loop_orders(tiles: int = 4) -> None:
+def loop_orders() -> None:
     """Who computes the tiles of S in which order, and what happens to o."""
+    tiles = 4
     fig, (left, right) = _drawing(9.6, 3.7, 2)
     for ax, tint in ((left, TINT["q"]), (right, TINT["k"])):
         ax.set(xlim=(-3.4, tiles + 4.6), ylim=(-1.2, tiles + 1.0))

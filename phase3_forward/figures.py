@@ -77,8 +77,9 @@ def programs(batch: int, heads: int, tiles_m: int, chosen: int) -> None:
     )
 
 
-def layouts(heads: int = 2, seq: int = 3, head_dim: int = 2) -> None:
+def layouts() -> None:
     """Memory as a strip of elements, in three layouts of the same (1, heads, seq, head_dim) tensor."""
+    heads, seq, head_dim = 2, 3, 2
     h_i_d = [(h, i, d) for h in range(heads) for i in range(seq) for d in range(head_dim)]
     i_h_d = [(h, i, d) for i in range(seq) for h in range(heads) for d in range(head_dim)]
     strips = (
@@ -275,8 +276,9 @@ def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
     style.show(fig, f"Weights of six queries and four keys as numbers. Hidden cells that have weight: {cells}.")
 
 
-def split_keys(heads: int, parts: int, multiprocessors: int, tiles_n: int = 16) -> None:
+def split_keys(heads: int, parts: int, multiprocessors: int) -> None:
     """One query tile: its keys in one program, and cut over several; beside each, the GPU it fills."""
+    tiles_n = 16
     style.use()
     fig, axes = plt.subplots(2, 2, figsize=(8.6, 4.1), layout="constrained", width_ratios=(5, 2), height_ratios=(2, 3))
     for (ax, gpu), cut in zip(axes, (1, parts), strict=True):

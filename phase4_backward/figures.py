@@ -134,10 +134,9 @@ def jacobian(p: np.ndarray, matrix: np.ndarray) -> None:
 # --- 3. the kernel ------------------------------------------------------------------------------------------------
 
 
-def walks(tiles: int = 5) -> None:
-    """Who walks what: a dQ program along a row of tiles of P, a dK/dV program down a column;
-    full and causal.
-    """
+def walks() -> None:
+    """Who walks what: a dQ program along a row of tiles of P, a dK/dV program down a column; full and causal."""
+    tiles = 5
     style.use()
     fig, axes = plt.subplots(1, 4, figsize=(10, 3.1), layout="constrained", width_ratios=(7.5, 5.9, 7.5, 5.9))
     fig.get_layout_engine().set(w_pad=0.15)
@@ -285,10 +284,9 @@ def live(curves: Mapping[str, Sequence[float]]) -> None:
     )
 
 
-def mutants(record: Mapping, names: Mapping[str, str], hidden: Sequence[str] = (), window: int = 20) -> None:
-    """Training with wrong gradients: the named ones in color, others in grey, without `hidden`; means of `window`
-    steps.
-    """
+def mutants(record: Mapping, names: Mapping[str, str], hidden: Sequence[str]) -> None:
+    """Training with wrong gradients: the named ones in color, others in grey, without `hidden`; means of steps."""
+    window = 20
     fig, ax = style.new(8.2, 4.2)
     looks = (
         dict(color=COLORS["ink"], linewidth=2.2),

@@ -159,12 +159,10 @@ def train(
 
 
 @torch.no_grad()
-def complete(model: GPT, prompts: list[str], *, length: int = 48) -> list[str]:
-    """Each prompt, all of one length, with the model's likeliest continuation up to the end of
-    the line.
-    """
+def complete(model: GPT, prompts: list[str]) -> list[str]:
+    """Each prompt, all of one length, with the model's likeliest continuation up to the end of the line."""
     tokens = torch.stack([encode(p) for p in prompts]).to(runtime.DEVICE)
-    for _ in range(length):
+    for _ in range(48):
         best = model(tokens[:, -model.context :])[:, -1].argmax(dim=-1)
         tokens = torch.cat([tokens, best[:, None]], dim=1)
     return [decode(row).split("\n")[0] for row in tokens]
@@ -229,13 +227,13 @@ def emulated(mutant: str = "") -> Callable:
     return attention
 
 
-def wrong_gradients(steps: int = 400) -> list[dict]:
+def wrong_gradients() -> list[dict]:
     """Training with each mistake beside the right gradient: one row a run, as in `record`.
 
     Three seeds for the right gradient and for four mistakes; one for the others, and for SDPA. losses ends early where
     the next one is no number.
     """
-    sizes = dict(heads=1, context=64, batch=16)
+    steps, sizes = 400, dict(heads=1, context=64, batch=16)
     runs = [("SDPA", sdpa(), 0)]
     for name in ("", *LOGIC, *PRECISION):
         seeds = range(3) if name in ("", *REPEATED) else [0]

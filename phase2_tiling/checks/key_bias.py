@@ -46,8 +46,9 @@ def _attention(q, k, v, bias, scale=SCALE):
     return torch.softmax(s, dim=1) @ v.double()
 
 
-def _bias(n, like, *, step=3):
-    """n numbers, `step` elements apart; others lie between them."""
+def _bias(n, like):
+    """n numbers, three elements apart; others lie between them."""
+    step = 3
     memory = torch.linspace(-4, 4, step * n + step, device=like.device)
     memory = memory[torch.randperm(len(memory), generator=torch.Generator().manual_seed(n))]
     return memory[: step * n : step]
