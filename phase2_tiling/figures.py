@@ -37,28 +37,41 @@ def data_flow() -> None:
             ax.text(0.2, at, words, size=9, weight="bold", va="center", color=INK)
         ax.set(xlim=(-0.1, 16.5), ylim=(-1, 10))
         ax.set_title(title)
+    _three_kernels(left)
+    _one_kernel(right)
+    style.show(
+        fig,
+        "Left, three kernels: QK^T reads Q and K from HBM and writes S there, the softmax reads S and writes P, and PV "
+        "reads P and V and writes O. Right, one kernel, for one tile of Q: all tiles of K and V come in one after "
+        "another, once for each tile of queries. Tiles of S and P and the state m, l, acc stay on chip, beside the "
+        "tile of Q and the tiles of K and V that have just come in, and one tile of O is written at the end.",
+    )
 
-    def matrix(ax, x, name, width=0.8):
+
+def _three_kernels(ax) -> None:
+    def matrix(x, name, width=0.8):
         tint = TINT["s" if name in "SP" else name.lower()]
         _box(ax, x, 5.4, name, width=width, height=3.4, color=tint, size=11, bold=True)
         return x + width / 2
 
     places = dict(Q=(0.5, 0.8), K=(1.6, 0.8), S=(4.0, 3.4), P=(8.8, 3.4), V=(13.4, 0.8), O=(14.8, 0.8))
-    center = {name: matrix(left, x, name, width) for name, (x, width) in places.items()}
+    center = {name: matrix(x, name, width) for name, (x, width) in places.items()}
     for x, text in ((2.0, "$QK^T$"), (6.9, "softmax"), (11.9, "$PV$")):
-        _box(left, x, 1.6, text, width=2.5, height=1.4, size=10)
+        _box(ax, x, 1.6, text, width=2.5, height=1.4, size=10)
     for name, end in (("Q", 2.4), ("K", 2.8), ("S", 7.6), ("P", 12.4), ("V", 13.4)):
-        style.arrow(left, (center[name] if name not in "SP" else center[name] + 0.8, 5.3), (end, 3.1))
+        style.arrow(ax, (center[name] if name not in "SP" else center[name] + 0.8, 5.3), (end, 3.1))
     for start, name in ((4.1, "S"), (8.8, "P"), (14.2, "O")):
-        style.arrow(left, (start, 3.1), (center[name] - (0.6 if name in "SP" else 0), 5.3), COLORS["bad"])
+        style.arrow(ax, (start, 3.1), (center[name] - (0.6 if name in "SP" else 0), 5.3), COLORS["bad"])
 
+
+def _one_kernel(ax) -> None:
     def tiled(x, name, chosen):
         """A matrix cut into four tiles; the center of tile number `chosen` is returned."""
         tint = TINT[name.lower()]
         for i in range(4):
             on = chosen in (i, None)
-            _box(right, x, 7.95 - 0.85 * i, width=1.2, height=0.85, color=tint if on else "white", line=0.6)
-        right.text(x + 0.6, 9.2, name, ha="center", va="center", size=11, weight="bold", color=INK)
+            _box(ax, x, 7.95 - 0.85 * i, width=1.2, height=0.85, color=tint if on else "white", line=0.6)
+        ax.text(x + 0.6, 9.2, name, ha="center", va="center", size=11, weight="bold", color=INK)
         return x + 0.6
 
     center = {n: tiled(x, n, chosen) for n, x, chosen in (("Q", 2.2, 1), ("O", 14.2, 1))}
@@ -71,25 +84,18 @@ def data_flow() -> None:
         (11.25, 2.5, 1.3, "V", "v"),
         (10.5, 0.3, 2.8, "m, l, acc", "state"),
     ):
-        _box(right, x, y, name, width=width, height=1.1, color=TINT[tint], size=10, bold=True)
+        _box(ax, x, y, name, width=width, height=1.1, color=TINT[tint], size=10, bold=True)
     for start, end in ((3.5, 5.2), (6.65, 7.7), (9.15, 10.4)):
-        style.arrow(right, (start, 0.85), (end, 0.85))
-    style.arrow(right, (center["Q"], 7.1), (center["Q"], 1.5))
+        style.arrow(ax, (start, 0.85), (end, 0.85))
+    style.arrow(ax, (center["Q"], 7.1), (center["Q"], 1.5))
     for name, beside in (("K", 1.0), ("V", -1.0)):
-        style.arrow(right, (center[name], 5.3), (center[name], 3.7))
-        style.arrow(right, (center[name], 2.4), (center[name], 1.5))
-        style.arrow(right, (center[name] + beside, 8.7), (center[name] + beside, 5.5))  # tile after tile
+        style.arrow(ax, (center[name], 5.3), (center[name], 3.7))
+        style.arrow(ax, (center[name], 2.4), (center[name], 1.5))
+        style.arrow(ax, (center[name] + beside, 8.7), (center[name] + beside, 5.5))  # tile after tile
     text = "all tiles of\nK and V, once\nfor each tile\nof queries"
-    right.text((center["K"] + center["V"]) / 2, 7.1, text, ha="center", va="center", size=8, color=INK)
-    style.arrow(right, (center["O"], 0.85), (center["O"], 7.1), COLORS["bad"])
-    right.plot([13.3, center["O"]], [0.85, 0.85], color=COLORS["bad"], lw=1.3)
-    style.show(
-        fig,
-        "Left, three kernels: QK^T reads Q and K from HBM and writes S there, the softmax reads S and writes P, and PV "
-        "reads P and V and writes O. Right, one kernel, for one tile of Q: all tiles of K and V come in one after "
-        "another, once for each tile of queries. Tiles of S and P and the state m, l, acc stay on chip, beside the "
-        "tile of Q and the tiles of K and V that have just come in, and one tile of O is written at the end.",
-    )
+    ax.text((center["K"] + center["V"]) / 2, 7.1, text, ha="center", va="center", size=8, color=INK)
+    style.arrow(ax, (center["O"], 0.85), (center["O"], 7.1), COLORS["bad"])
+    ax.plot([13.3, center["O"]], [0.85, 0.85], color=COLORS["bad"], lw=1.3)
 
 
 # --- 2. the mathematics -------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def _called(function) -> list:
 
 
 def kernel_name(kernel) -> str:
-    """A kernel's phase and name, which stay when it moves to another file: "phase3_forward._attn_fwd_kernel"."""
+    """A kernel's phase and name, which stay when it moves to another file: "phaseN_x._attn_fwd_kernel"."""
     module = kernel.fn.__module__
     if module == "__main__":  # the one that was started with -m
         module = sys.modules[module].__spec__.name

@@ -255,46 +255,60 @@ def _rounded(name, actual, finite, c: Context) -> str | None:
 
 def _place(name, error, wrong, rows) -> str | None:
     """Where the wrong elements are, if the errors elsewhere are much smaller: elements, heads, rows, columns."""
-
-    def stands_out(inside):
-        inside = inside.expand_as(error)
-        outside = error[~inside]
-        return outside.numel() > 0 and outside.square().mean() < 0.01 * error[inside].square().mean()
-
     if wrong.dim() == 3:
         error, wrong = error[..., None], wrong[..., None]
-    seq, head_dim = wrong.shape[2:]
     total = int(wrong.sum())
-    if total <= max(3, wrong.numel() // 1000) and stands_out(wrong):
+    if total <= max(3, wrong.numel() // 1000) and _stands_out(error, wrong):
         return f"{total} of {wrong.numel()} elements wrong, the rest right: a store that overlaps, an index off by one?"
-
-    bad_heads = wrong.flatten(2).any(dim=-1)
     bad_rows = wrong.any(dim=-1).any(dim=0).any(dim=0).nonzero().flatten().tolist()
     first, last = bad_rows[0], bad_rows[-1]
-    if stands_out(bad_heads[..., None, None]):
-        place = tuple(bad_heads.nonzero()[0].tolist())
-        spilled = last < seq - 1 and any(seq % tile and last < tile - seq % tile for tile in TILE_SIZES)
-        if spilled and rows is None and not bad_heads.flatten()[0]:
-            return (
-                f"rows 0 to {last} of (batch, head) {place} are wrong, the first head is right: does the partial tile "
-                "of the head before it store past its end?"
-            )
+    return (
+        _some_heads(error, wrong, last, rows)
+        or (_rows_from(first, error, wrong) if rows is None else None)
+        or _some_columns(error, wrong)
+    )
+
+
+def _stands_out(error, inside) -> bool:
+    inside = inside.expand_as(error)
+    outside = error[~inside]
+    return bool(outside.numel() > 0 and outside.square().mean() < 0.01 * error[inside].square().mean())
+
+
+def _some_heads(error, wrong, last, rows) -> str | None:
+    seq, bad_heads = wrong.shape[2], wrong.flatten(2).any(dim=-1)
+    if not _stands_out(error, bad_heads[..., None, None]):
+        return None
+    place = tuple(bad_heads.nonzero()[0].tolist())
+    spilled = last < seq - 1 and any(seq % tile and last < tile - seq % tile for tile in TILE_SIZES)
+    if spilled and rows is None and not bad_heads.flatten()[0]:
         return (
-            f"only some (batch, head) are wrong, first {place}: are base pointers, each tensor's own strides and the "
-            "head mapping right?"
+            f"rows 0 to {last} of (batch, head) {place} are wrong, the first head is right: does the partial tile "
+            "of the head before it store past its end?"
         )
-    if rows is None:
-        after = torch.arange(seq, device=wrong.device)[:, None] >= first
-        tail = next((t for t in TILE_SIZES if t < seq and seq % t and first >= seq // t * t), None)
-        if tail and stands_out(after):
-            return f"only rows of the last, partial tile are wrong (from {first} on): look at the bounds mask"
-        if first > 0 and first % TILE_SIZES[0] == 0 and stands_out(after):
-            return f"rows 0 to {first - 1} are right, errors begin at row {first}: what changes at that tile?"
-    columns = wrong.flatten(0, 2).any(dim=0)
-    if head_dim > 1 and stands_out(columns):
-        bad = columns.nonzero().flatten().tolist()
-        return f"only columns {bad[0]}..{bad[-1]} of head_dim are wrong: look at the head_dim mask and offsets"
+    return (
+        f"only some (batch, head) are wrong, first {place}: are base pointers, each tensor's own strides and the "
+        "head mapping right?"
+    )
+
+
+def _rows_from(first, error, wrong) -> str | None:
+    seq = wrong.shape[2]
+    if not _stands_out(error, torch.arange(seq, device=wrong.device)[:, None] >= first):
+        return None
+    if any(t < seq and seq % t and first >= seq // t * t for t in TILE_SIZES):
+        return f"only rows of the last, partial tile are wrong (from {first} on): look at the bounds mask"
+    if first > 0 and first % TILE_SIZES[0] == 0:
+        return f"rows 0 to {first - 1} are right, errors begin at row {first}: what changes at that tile?"
     return None
+
+
+def _some_columns(error, wrong) -> str | None:
+    columns = wrong.flatten(0, 2).any(dim=0)
+    if len(columns) == 1 or not _stands_out(error, columns):
+        return None
+    bad = columns.nonzero().flatten().tolist()
+    return f"only columns {bad[0]}..{bad[-1]} of head_dim are wrong: look at the head_dim mask and offsets"
 
 
 def _size(name, error, truth, wrong, finite) -> str:

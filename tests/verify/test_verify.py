@@ -7,6 +7,7 @@ of `reference`, and SDPA.
 import functools
 import math
 import random
+import re
 from fractions import Fraction
 
 from common.verify import VerificationError, diagnose, harness, verify_results, verify_softmax
@@ -894,6 +895,24 @@ def test_a_hint_names_the_tile_at_which_errors_begin(first, says):
         return o.to(q.dtype)
 
     assert says in verify_results(wrong_from_there_on, q, k, v).hint
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (0, r"only some \(batch, head\) are wrong, first \(0, 0\)"),
+        (1, r"rows 0 to 5 of \(batch, head\) \(0, 1\) are wrong, the first head is right: does the partial tile"),
+    ],
+)
+def test_a_hint_says_that_the_first_head_is_right_where_it_is(head, says):
+    q, k, v = make_qkv(1, 2, 40, 16)
+
+    def wrong_in_front(q, k, v, **_):
+        o = sdpa_reference(q, k, v)
+        o[:, head, :6] += torch.randn(6, 16, generator=torch.Generator().manual_seed(0), dtype=o.dtype).to(o.device)
+        return o.to(q.dtype)
+
+    assert re.match(says, verify_results(wrong_in_front, q, k, v).hint)
 
 
 @pytest.mark.parametrize(

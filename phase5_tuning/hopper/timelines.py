@@ -1,24 +1,23 @@
-"""The timelines in pipeline.html: what phase 5's model of a multiprocessor computes for every choice of the reader.
+"""The timelines in the site's pipeline.html: what the model of a multiprocessor computes for each choice of the reader.
 
-python -m common.site.pictures.pipeline_data     # computes them and writes them into the page
+python -m phase5_tuning.hopper.timelines     # computes them and writes them into the page
 """
 
-import importlib
 import json
 import re
 from itertools import product
-from pathlib import Path
 
 from common.arguments import arguments
+from common.phases import ROOT
+from phase5_tuning.hopper import model
 
-PAGE = Path(__file__).with_name("pipeline.html")
+PAGE = ROOT / "common" / "site" / "pictures" / "pipeline.html"
 PLACE = re.compile(r'(?<=<script type="application/json" id="data">\n).*?(?=\n</script>)', re.S)
-MODEL = "phase5_tuning.hopper.model"  # imported by name: common knows no phase
 TILES_N = 16  # of 128 keys
 PER_MICROSECOND = 100  # times are whole numbers
 
 
-def compute(model) -> dict:
+def compute() -> dict:
     """All timelines, by the reader's choices: "forward D consumers stages overlap" and "plain D programs".
 
     A row is a flat list of numbers, three for each interval: which text it has, the time since the interval before
@@ -68,6 +67,6 @@ def read() -> dict:
 
 if __name__ == "__main__":
     arguments()
-    data = write(compute(importlib.import_module(MODEL)))
+    data = write(compute())
     PAGE.write_text(PLACE.sub(lambda _: data, PAGE.read_text(), count=1))
     print(f"{PAGE.name}: {len(data) / 1024:.0f} KiB of timelines")
