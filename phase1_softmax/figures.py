@@ -290,8 +290,9 @@ def _running_sum(ax, row, m) -> list[float]:
     # The 5 comes third. A bracket holds what the sum of the first two has become.
     old = sums[1] * math.exp(m[1] - m[2])
     ax.plot([2.67, 2.62, 2.62, 2.67], [0.01, 0.01, old, old], color=INK, lw=1)
-    ax.annotate("a new maximum: the old sum\nis multiplied by $e^{-2}$", (2.61, old / 2), (2.47, 1.58), size=8,
-                ha="center", arrowprops=dict(arrowstyle="->", lw=0.8))  # fmt: skip
+    words = "a new maximum: the old sum\nis multiplied by $e^{-2}$"
+    look = dict(size=8, ha="center", arrowprops=dict(arrowstyle="->", lw=0.8))
+    ax.annotate(words, (2.61, old / 2), (2.47, 1.58), **look)
     ax.set(ylabel="l, the sum of $e^{s-m}$", ylim=(0, 1.85))
     ax.set_title("The sum l, and the term of each logit")
     return sums

@@ -308,12 +308,12 @@ def memory_wall(shared: Mapping[int, int], limits: Mapping[str, int]) -> None:
         ax.text(seq[0] * 0.86, limit / 1024 * 1.03, f"{name}: {limit // 1024} KiB", size=8, va="bottom", color=INK)
     ax.plot(seq, size, color=COLORS["unfused"], zorder=2)
     room = np.array([sum(s * 1024 <= limit for limit in limits.values()) for s in size])
+    good, some = COLORS["good"], (room > 0) & (room < len(limits))
     looks = {
-        "fits all of them": (room == len(limits), dict(marker="o", color=COLORS["good"], ms=8)),
-        "fits some": ((room > 0) & (room < len(limits)),
-                      dict(marker="s", color=COLORS["good"], mfc="white", mew=2, ms=8)),
+        "fits all of them": (room == len(limits), dict(marker="o", color=good, ms=8)),
+        "fits some": (some, dict(marker="s", color=good, mfc="white", mew=2, ms=8)),
         "fits none": (room == 0, dict(marker="X", color=COLORS["bad"], ms=10)),
-    }  # fmt: skip
+    }
     for label, (which, look) in looks.items():
         ax.plot(seq[which], size[which], ls="", label=label, **look)
     for x, y in zip(seq, size, strict=True):
@@ -422,8 +422,8 @@ def intensities(points: Mapping[str, tuple[float, float]], flops: float, bandwid
             where, side = ((12, -11), "left") if how == "asked for" else ((-11, 6), "right")
             if intensity > ridge:
                 where, side = (0, -21), "center"
-            ax.annotate(text, (intensity, roof), where, textcoords="offset points", ha=side, size=9, color=INK,
-                        bbox=TEXT_BOX, zorder=1)  # fmt: skip
+            look = dict(textcoords="offset points", ha=side, size=9, color=INK, bbox=TEXT_BOX, zorder=1)
+            ax.annotate(text, (intensity, roof), where, **look)
     ax.set(xlabel="FLOP per byte", ylabel="TFLOP/s at most", xlim=(1.3, 7000), ylim=(22, 1300))
     ax.set_title(f"What memory allows (H200: {flops / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s, measured)")
     style.show(

@@ -156,8 +156,8 @@ def padding() -> None:
             look = dict(fc="white", ec=COLORS["s"], hatch="///", lw=0)
             ax.add_patch(Rectangle((x, y), width, height, **look))
             ax.add_patch(Rectangle((x, y), width, height, fill=False, ec=COLORS["ink"], lw=1.2))
-            ax.text(x + width / 2, y + height / 2, what, ha="center", va="center", fontsize=9,
-                    bbox=dict(fc="white", ec="none", pad=1.5))  # fmt: skip
+            middle = dict(ha="center", va="center", fontsize=9, bbox=dict(fc="white", ec="none", pad=1.5))
+            ax.text(x + width / 2, y + height / 2, what, **middle)
         for x, words in ((2.5, "HEAD_DIM"), (6.5, "padded")):
             ax.text(x, -0.15, words, ha="center", va="bottom", fontsize=8)
         for y, words in ((1.2, "exist"), (3.2, "padded")):
@@ -355,8 +355,7 @@ def two_numbers(z: Mapping[str, Sequence[tuple[float, float]]], limit: float) ->
     colors = (COLORS["tiled"], COLORS["peer"], COLORS["k"], COLORS["bad"])
     for (name, points), color, marker in zip(z.items(), colors, "os^X", strict=True):
         largest, rms = zip(*points, strict=True)
-        ax.plot(largest, rms, marker, color=color, label=name, markersize=6, markeredgecolor=COLORS["ink"],
-                markeredgewidth=0.4)  # fmt: skip
+        ax.plot(largest, rms, marker, color=color, label=name, markersize=6, mec=COLORS["ink"], mew=0.4)
     ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1)
     ax.text(limit, 0.05, "  limit of z", va="bottom")
     ax.set_xlabel("largest z of 8192 elements")

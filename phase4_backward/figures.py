@@ -18,8 +18,8 @@ def kept(seqs: Sequence[int], needs: Mapping[str, Sequence[float]]) -> None:
     fig, ax = style.new(7.2, 3.4)
     for (name, values), color in zip(needs.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True):
         ax.plot(seqs, np.array(values) / 2**30, "o-", color=color, label=name)
-        ax.annotate(f"{values[-1] / 2**30:,.0f} GiB", (seqs[-1], values[-1] / 2**30), (-6, 6), ha="right",
-                    textcoords="offset points", fontsize=9)  # fmt: skip
+        gib, above = values[-1] / 2**30, dict(ha="right", textcoords="offset points", fontsize=9)
+        ax.annotate(f"{gib:,.0f} GiB", (seqs[-1], gib), (-6, 6), **above)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xlabel("sequence length, tokens (one layer, one sequence, 32 heads of 128)")
@@ -117,8 +117,8 @@ def jacobian(p: np.ndarray, matrix: np.ndarray) -> None:
     right.imshow(matrix, cmap="RdBu", vmin=-largest, vmax=largest)
     for i, j in np.ndindex(n, n):
         dark = abs(matrix[i, j]) > 0.6 * largest
-        right.text(j, i, f"{matrix[i, j]:+.3f}", ha="center", va="center", fontsize=9,
-                   color="white" if dark else COLORS["ink"])  # fmt: skip
+        color = "white" if dark else COLORS["ink"]
+        right.text(j, i, f"{matrix[i, j]:+.3f}", ha="center", va="center", fontsize=9, color=color)
     right.set_xticks(range(n))
     right.set_yticks(range(n))
     right.set_xlabel("logit $s_k$")

@@ -42,10 +42,9 @@ class Case:
 
     def inputs(self):
         """q, k, v, and do (None unless gradients are checked)."""
-        qkv = make_qkv(
-            self.batch, self.heads_q, self.seq_q, self.head_dim, heads_kv=self.heads_kv, seq_k=self.seq_k,
-            dtype=self.dtype, kind=self.kind, seed=self.seed,
-        )  # fmt: skip
+        of_k = dict(heads_kv=self.heads_kv, seq_k=self.seq_k)
+        numbers = dict(dtype=self.dtype, kind=self.kind, seed=self.seed)
+        qkv = make_qkv(self.batch, self.heads_q, self.seq_q, self.head_dim, **of_k, **numbers)
         if not self.grad:
             return *qkv, None
         generator = torch.Generator().manual_seed(self.seed + 1)

@@ -159,8 +159,8 @@ def _check_hidden_keys(fn):
         right = _attention(q, k, v, bias).nan_to_num()
         o = fn(q, k, v, bias, SCALE)
         nan = "it is NaN: a row that has seen only -inf has no maximum to subtract, and in the end l = 0"
-        require(f"o, the first {hidden} of 150 keys have the bias -inf", o, right, mistakes={nan: right * NAN},
-                signs={nan: bool(o.isnan().any())})  # fmt: skip
+        known = dict(mistakes={nan: right * NAN}, signs={nan: bool(o.isnan().any())})
+        require(f"o, the first {hidden} of 150 keys have the bias -inf", o, right, **known)
 
 
 def _check_traffic(fn):
