@@ -70,9 +70,7 @@ def _outputs(ax, tokens, v, o):
 
 
 def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int = 2) -> None:
-    """Memory of S, and of Q, K, V, O together, against the sequence length; beside what GPUs
-    have.
-    """
+    """Memory of S, and of Q, K, V, O together, against the sequence length; beside what GPUs have."""
     seq = 2.0 ** np.arange(9, 17)
     s = batch * heads * seq**2 * size / 1e9
     qkvo = 4 * batch * heads * seq * head_dim * size / 1e9
@@ -195,9 +193,7 @@ def programs_and_mask(n: int = 10, block: int = 4) -> None:
 
 
 def memory_order() -> None:
-    """A (3, 4) matrix, its transpose as a view, and the transpose made contiguous, each beside
-    its memory.
-    """
+    """A (3, 4) matrix, its transpose as a view, and the transpose made contiguous, each beside its memory."""
     x = np.arange(12).reshape(3, 4)
     straight, jumping = list(range(12)), [int(value) for value in x.T.ravel()]
     straight_on = "its elements in order: straight through memory"

@@ -298,9 +298,7 @@ def masked_tile(memory, x, tile) -> None:
 
 
 def memory_wall(shared: Mapping[int, int], limits: Mapping[str, int]) -> None:
-    """Shared memory that the compiler asks for against seq (bytes), with the limit of each kind
-    of GPU as a line.
-    """
+    """Shared memory that the compiler asks for against seq (bytes), with the limit of each kind of GPU as a line."""
     fig, ax = style.new(7.6, 3.7)
     seq, size = np.array(list(shared)), np.array(list(shared.values())) / 1024
     for name, limit in limits.items():

@@ -213,9 +213,7 @@ def finite_differences(
 
 
 def mistakes(z: Mapping[str, Mapping[str, float]], limit: float) -> None:
-    """Wrong kernels and the tensors that betray them: z of each tensor, in color where it is
-    above the limit.
-    """
+    """Wrong kernels and the tensors that betray them: z of each tensor, in color where it is above the limit."""
     names = list(next(iter(z.values())))
     fig, ax = style.new(7.6, 0.29 * len(z) + 0.7)
     style.blank(ax)

@@ -179,7 +179,7 @@ def score(model: GPT, numbers: int = 500) -> tuple[float, list[str]]:
 
 
 def sdpa(backend: SDPBackend | None = None) -> Callable:
-    """PyTorch's attention, by one of its backends; by the one it likes best without."""
+    """PyTorch's attention, by one of its backends, or by the one that it chooses."""
 
     def attention(q, k, v, is_causal=False):
         with sdpa_kernel(backend) if backend is not None else contextlib.nullcontext():

@@ -35,8 +35,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-# Shared memory that one program may use, in bytes (CUDA C++ Programming Guide, compute
-# capabilities; CDNA 3 ISA: LDS).
+# Shared memory that one program may use, in bytes (CUDA C++ Programming Guide, compute capabilities; CDNA 3 ISA: LDS).
 SHARED_LIMIT = {
     "sm_75": 64 * 1024,
     "sm_80": 163 * 1024,
@@ -90,7 +89,7 @@ class Compiled:
     instructions: dict[str, int] = field(default_factory=dict)
     assembly: str = ""  # PTX, or AMD assembly
     sass: str = ""  # NVIDIA machine code, on request
-    # Ptxas lets each wgmma wait for the one before, as it does not trust their accumulators.
+    # ptxas lets each wgmma wait for the one before, as it does not trust their accumulators.
     serialized: bool = False
     error: str | None = None
 

@@ -21,10 +21,10 @@ instead of fp16's 11 passes for most seeds (39 of 40 with 40 queries and 100 key
 the root mean square of z over the tensor: 0.3 to 1 for a correct kernel in 16 bits (0.1 in fp32, where rho is
 cautious), and half as much again where P has lost a bit.
 
-Roundings count as independent, but for the errors of O in dk. Rows of q that are equal, or nearly, round
-alike, and their errors add up in dk and dv: 46 equal queries with P near 1e-24 gave a right kernel in
-fp32 a z of 6.6. So do equal rows of do: in fp32, 128 equal terms gave dv a z of 7.5; in bf16, with
-weights that were equal too, equal dS gave dk a z of 7.
+Roundings count as independent, but for the errors of O in dk. Rows of q that are equal, or nearly, round alike, and
+their errors add up in dk and dv: 46 equal queries with P near 1e-24 gave a right kernel in fp32 a z of 6.6. So do equal
+rows of do: in fp32, 128 equal terms gave dv a z of 7.5; in bf16, with weights that were equal too, equal dS gave dk a z
+of 7.
 
 rho grows with the logits, as their fp32 sums do. At logits of 1e4 and more the harness excuses errors ten times those
 of a careful kernel. In the millions a logit's rounding exceeds 1, and any gradient is excused: zeros pass.
@@ -61,9 +61,7 @@ class VerificationError(AssertionError):
 
 @dataclass(frozen=True)
 class TensorResult:
-    """The verdict on one tensor: the worst element, in units of the rounding error that a
-    correct kernel makes.
-    """
+    """The verdict on one tensor: the worst element, in units of the rounding error that a correct kernel makes."""
 
     name: str
     dtype: torch.dtype
@@ -314,9 +312,7 @@ def sum_error(terms: int) -> float:
 
 
 def _variances(q, k, v, do, mask, scale, truth, dtype) -> dict[str, torch.Tensor]:
-    """The squared rounding error of a correct kernel: every line names the rounding that it
-    stands for.
-    """
+    """The squared rounding error of a correct kernel: every line names the rounding that it stands for."""
     u, h = UNIT_ROUNDOFF[dtype], HALF_SUBNORMAL[dtype]
     s, lse = truth["s"], truth["lse"]
     head_dim, seq_k = k.shape[1], k.shape[0]
@@ -453,9 +449,7 @@ def _sample_rows(seq_q: int, device) -> torch.Tensor:
 
 
 def run_attention(fn, q, k, v, do, kwargs) -> dict[str, torch.Tensor]:
-    """Call fn and name what it returns; with do, run its backward pass on fresh leaves of the
-    same layout.
-    """
+    """Call fn and name what it returns; with do, run its backward pass on fresh leaves of the same layout."""
     if do is None:
         with torch.no_grad():
             out = fn(q, k, v, **kwargs)

@@ -27,9 +27,8 @@ def roomy(t):
 class Stages:
     """An answer with several kernels, which is checked although the later ones are not written yet.
 
-    stages: kernel, by name, and the tensors that are right as soon as it is; in the order of
-    writing. `names` are the tensors to check, and inside `with stages:` what is not written is
-    not launched.
+    stages: kernel, by name, and the tensors that are right as soon as it is; in the order of writing. `names` are the
+    tensors to check, and inside `with stages:` what is not written is not launched.
     """
 
     def __init__(self, answer, stages, *, first):
