@@ -2,7 +2,7 @@
 
 import json
 
-from phase5_tuning.hopper import timelines
+from phase5_tuning.hopper import figures
 
 import pytest
 
@@ -10,5 +10,5 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_stored_timelines_are_what_the_model_computes():
-    stored = json.loads(timelines.write(timelines.compute()))
-    assert stored == timelines.read(), "run python -m phase5_tuning.hopper.timelines"
+    computed = json.loads(figures.as_json(figures.page_data()))
+    assert computed == figures.stored(), "run python -m phase5_tuning.hopper.figures"
