@@ -68,9 +68,8 @@ recording = False  # True while common.measure.offline notes launches down inste
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# The interpreter does bf16 arithmetic on the raw 16-bit integers and returns garbage without a
-# word. There, bf16 tensors enter the kernels as fp32 and results are rounded to bf16 once, at the
-# end.
+# The interpreter does bf16 arithmetic on the raw 16-bit integers and returns garbage without a word. There, bf16
+# tensors enter the kernels as fp32 and results are rounded to bf16 once, at the end.
 KERNEL_DTYPE = {torch.bfloat16: torch.float32} if INTERPRETED else {}
 
 
@@ -150,6 +149,11 @@ def on_device_of(tensor: torch.Tensor):
     if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return _NO_SWITCH
+
+
+def padded_dim(head_dim: int) -> int:
+    """The columns of a tile whose rows have head_dim elements: a power of two, and at least 16, which tl.dot needs."""
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def tile_sizes(head_dim: int, dtype: torch.dtype, *, backward: bool = False) -> dict[str, int]:

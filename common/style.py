@@ -1,11 +1,13 @@
 """One look for every picture: a color means the same thing in all of them, and differs in lightness as well as in hue,
 so that it also reads in grey."""
 
+import textwrap
+
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from IPython import get_ipython
 from IPython.display import display
-from matplotlib.patches import Rectangle
+from matplotlib.patches import FancyArrowPatch, Rectangle
 
 # Okabe-Ito colors, ordered so that neighbors in a picture differ in lightness.
 COLORS = {
@@ -83,8 +85,23 @@ def blank(ax) -> None:
         side.set_visible(False)
 
 
-def box(ax, x, y, text="", *, width=1.0, height=1.0, color="white", ink=None, size=9, edge="white", line=1.2) -> None:
+def box(
+    ax, x, y, text="", *, width=1, height=1, color="white", edge="white", line=1.2, ls="-", ink=None, size=9, bold=False
+) -> None:
     """A rectangle with a text in its middle."""
-    ax.add_patch(Rectangle((x, y), width, height, facecolor=color, edgecolor=edge, linewidth=line))
-    middle = x + width / 2, y + height / 2
-    ax.text(*middle, text, ha="center", va="center", fontsize=size, color=ink or COLORS["ink"])
+    look = dict(facecolor=color, edgecolor=edge, linewidth=line, linestyle=ls)
+    ax.add_patch(Rectangle((x, y), width, height, **look))
+    middle = dict(ha="center", va="center", fontsize=size, color=ink or COLORS["ink"])
+    ax.text(x + width / 2, y + height / 2, text, weight="bold" if bold else "normal", **middle)
+
+
+def arrow(ax, start, end, color=COLORS["ink"], *, both=False) -> None:
+    """An arrow from point to point; both: with a head at each end."""
+    look = dict(arrowstyle="<|-|>" if both else "-|>", mutation_scale=11, shrinkA=0, shrinkB=0)
+    ax.add_patch(FancyArrowPatch(start, end, color=color, lw=1.3, **look))
+
+
+def sign(figure, *provenances: str) -> None:
+    """Write under a figure where its numbers come from: `records.describe` of each record."""
+    lines = [line for words in provenances for line in textwrap.wrap(words.replace("`", ""), 115)]
+    figure.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])

@@ -64,9 +64,7 @@ def check_out_dtype(dtype) -> None:
 
 
 def check_scale(scale, head_dim: int) -> float:
-    """`scale` as a float; None becomes 1/sqrt(head_dim), with the true head_dim and not the
-    padded one.
-    """
+    """`scale` as a float; None becomes 1/sqrt(head_dim), with the true head_dim and not the padded one."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
@@ -196,9 +194,7 @@ def _tracked_by_func(t: torch.Tensor) -> bool:
 
 
 def check_heads(q, k, enable_gqa: bool, names=("q", "k", "v")) -> None:
-    """Every query head has a key head: one each, or with enable_gqa a whole number of query
-    heads per key head.
-    """
+    """Every query head has a key head: one each, or with enable_gqa a whole number of query heads per key head."""
     heads_q, heads_kv = q.shape[1], k.shape[1]
     name_q, name_k, _ = names
     if heads_q == heads_kv:

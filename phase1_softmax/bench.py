@@ -12,9 +12,7 @@ USEFUL = {"logsumexp": 1, "torch.logsumexp": 1}
 
 
 def case(cols: int) -> list[dict]:
-    """fp16, 2^28 values in rows of `cols`; gb_per_s counts one read, and for a softmax one
-    write: what has to move.
-    """
+    """fp16, 2^28 values in rows of `cols`; gb_per_s counts one read, and for a softmax one write: what has to move."""
     x = torch.randn(2**28 // cols, cols, device=runtime.DEVICE, dtype=torch.float16)
     providers = {
         "softmax_fused": lambda: ours.softmax_fused(x),

@@ -1,7 +1,7 @@
 """What phase 1 must get right, small enough for the interpreter; and a mistake to find."""
 
 from common import runtime
-from common.learn.stages import Stage
+from common.edited import Stage
 from common.verify import verify_softmax
 from common.verify.suite import Case
 from phase1_softmax import online_softmax

@@ -1,29 +1,22 @@
 """The pictures of phase 1. Each function draws one, from the numbers it is given or computes on the spot."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
 from common import style
+from common.measure import records
+from common.verify.harness import Z_MAX
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.patches import FancyArrowPatch, Rectangle
 
 INK, FAINT, STATE, GREY = (style.COLORS[n] for n in ("ink", "faint", "state", "s"))
 # Four tints that stay apart in grey: one a row, element or program.
 TINTS = ("#E69F00", "#56B4E9", "#CFE8DC", "#CC79A7")
 
 
-def _box(ax, x, y, width, height, text="", *, color="white", edge=INK, size=9, weight="normal", dashed=False):
-    ax.add_patch(Rectangle((x, y), width, height, fc=color, ec=edge, lw=1, ls="--" if dashed else "-"))
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=size, weight=weight, color=INK)
-
-
-def _arrow(ax, start, end, *, both=False, color=INK):
-    look = "<|-|>" if both else "-|>"
-    ax.add_patch(
-        FancyArrowPatch(start, end, arrowstyle=look, mutation_scale=11, lw=1.2, color=color, shrinkA=0, shrinkB=0)
-    )
+_box = functools.partial(style.box, edge=INK, line=1)
 
 
 def _canvas(width, height, xlim, ylim):
@@ -77,9 +70,7 @@ def _outputs(ax, tokens, v, o):
 
 
 def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int = 2) -> None:
-    """Memory of S, and of Q, K, V, O together, against the sequence length; beside what GPUs
-    have.
-    """
+    """Memory of S, and of Q, K, V, O together, against the sequence length; beside what GPUs have."""
     seq = 2.0 ** np.arange(9, 17)
     s = batch * heads * seq**2 * size / 1e9
     qkvo = 4 * batch * heads * seq * head_dim * size / 1e9
@@ -152,15 +143,15 @@ def memory_hierarchy() -> None:
     """Registers, shared memory, L2 and HBM of an H200: the nearer, the smaller and the faster."""
     _, ax = _canvas(8.2, 3.1, (0, 100), (0, 40))
     for shift in (4, 2, 0):
-        _box(ax, 2 + shift, 4 + shift, 31, 29, color="white")
+        _box(ax, 2 + shift, 4 + shift, width=31, height=29)
     ax.text(17.5, 30.5, "SM: where kernels run", ha="center", size=9, weight="bold")
-    _box(ax, 5, 20, 25, 9, "registers\n256 KiB", color="#F6D7C8")
-    _box(ax, 5, 6, 25, 12, "shared memory\nup to 227 KiB\n30 TB/s, all SMs", color="#FBE7BF")
+    _box(ax, 5, 20, "registers\n256 KiB", width=25, height=9, color="#F6D7C8")
+    _box(ax, 5, 6, "shared memory\nup to 227 KiB\n30 TB/s, all SMs", width=25, height=12, color="#FBE7BF")
     ax.text(17.5, 1, "132 of them", ha="center", size=9)
-    _box(ax, 48, 10, 15, 22, "L2 cache\n\n60 MB\n\nof all SMs", color="#DCEBF5")
-    _box(ax, 76, 4, 22, 33, "HBM\n\n141 GB\n\nevery tensor\nlives here", color="#E8E8E8")
-    _arrow(ax, (37.5, 21), (47.5, 21), both=True)
-    _arrow(ax, (63.5, 21), (75.5, 21), both=True)
+    _box(ax, 48, 10, "L2 cache\n\n60 MB\n\nof all SMs", width=15, height=22, color="#DCEBF5")
+    _box(ax, 76, 4, "HBM\n\n141 GB\n\nevery tensor\nlives here", width=22, height=33, color="#E8E8E8")
+    style.arrow(ax, (37.5, 21), (47.5, 21), both=True)
+    style.arrow(ax, (63.5, 21), (75.5, 21), both=True)
     ax.text(69.5, 23.5, "4.25 TB/s", ha="center", size=9, weight="bold")
     ax.text(69.5, 17, "measured", ha="center", size=8)
     ends = "near, small, fast   $\\longleftrightarrow$   far, large, slow"
@@ -182,7 +173,7 @@ def programs_and_mask(n: int = 10, block: int = 4) -> None:
     for i in range(programs * block):
         inside = i < n
         color = TINTS[i // block] if inside else "white"
-        _box(ax, i, 0, 1, 1, str(i), color=color, dashed=not inside, edge=INK if inside else GREY)
+        _box(ax, i, 0, str(i), color=color, **dict(edge=INK) if inside else dict(edge=GREY, ls="--"))
         ax.text(i + 0.5, -0.5, str(inside), size=8, color=INK, **middle)
     for p in range(programs):
         left, right = p * block + 0.08, (p + 1) * block - 0.08
@@ -202,9 +193,7 @@ def programs_and_mask(n: int = 10, block: int = 4) -> None:
 
 
 def memory_order() -> None:
-    """A (3, 4) matrix, its transpose as a view, and the transpose made contiguous, each beside
-    its memory.
-    """
+    """A (3, 4) matrix, its transpose as a view, and the transpose made contiguous, each beside its memory."""
     x = np.arange(12).reshape(3, 4)
     straight, jumping = list(range(12)), [int(value) for value in x.T.ravel()]
     straight_on = "its elements in order: straight through memory"
@@ -234,7 +223,7 @@ def _matrix(ax, matrix):
     rows, cols = matrix.shape
     for i, j in np.ndindex(rows, cols):
         value, y = matrix[i, j], rows - 1 - i - 0.6 * (rows == 4)
-        _box(ax, j, y, 1, 1, str(value), color=TINTS[value // 4])
+        _box(ax, j, y, str(value), color=TINTS[value // 4])
 
 
 def _memory(ax, matrix, memory):
@@ -242,7 +231,7 @@ def _memory(ax, matrix, memory):
     order = {int(v): k for k, v in enumerate(matrix.ravel())}
     below = dict(ha="center", va="center", size=8, color=INK)
     for address, value in enumerate(memory):
-        _box(ax, 8 + address * 1.1, 1.2, 1.1, 1, str(value), color=TINTS[value // 4])
+        _box(ax, 8 + address * 1.1, 1.2, str(value), width=1.1, color=TINTS[value // 4])
         ax.text(8.55 + address * 1.1, 0.75, f"{order[value]}", **below)
     ax.text(7.8, 1.7, "memory", ha="right", va="center", size=8)
     ax.text(7.8, 0.75, "visit number", ha="right", va="center", size=8)
@@ -297,8 +286,9 @@ def _running_sum(ax, row, m) -> list[float]:
     # The 5 comes third. A bracket holds what the sum of the first two has become.
     old = sums[1] * math.exp(m[1] - m[2])
     ax.plot([2.67, 2.62, 2.62, 2.67], [0.01, 0.01, old, old], color=INK, lw=1)
-    ax.annotate("a new maximum: the old sum\nis multiplied by $e^{-2}$", (2.61, old / 2), (2.47, 1.58), size=8,
-                ha="center", arrowprops=dict(arrowstyle="->", lw=0.8))  # fmt: skip
+    words = "a new maximum: the old sum\nis multiplied by $e^{-2}$"
+    look = dict(size=8, ha="center", arrowprops=dict(arrowstyle="->", lw=0.8))
+    ax.annotate(words, (2.61, old / 2), (2.47, 1.58), **look)
     ax.set(ylabel="l, the sum of $e^{s-m}$", ylim=(0, 1.85))
     ax.set_title("The sum l, and the term of each logit")
     return sums
@@ -339,14 +329,15 @@ def _tree(ax, title, merges):
 
 
 def _node(ax, x, y, part, *, color):
-    _box(ax, x - 0.62, y - 0.19, 1.24, 0.38, _state(part), color=color, size=9)
+    _box(ax, x - 0.62, y - 0.19, _state(part), width=1.24, height=0.38, color=color, size=9)
 
 
 # --- 4. proof, 5. measurement -------------------------------------------------------------------------------------
 
 
-def z_histogram(z: np.ndarray, limit: float = 6.0) -> None:
+def z_histogram(z: np.ndarray) -> None:
     """(actual - truth) / sigma of many elements, signed, and the limit."""
+    limit = Z_MAX
     _, ax = style.new(7.6, 2.8)
     ax.hist(z, bins=np.arange(-7, 7.01, 0.1), density=True, color=style.COLORS["peer"])
     for side in (-limit, limit):
@@ -358,3 +349,39 @@ def z_histogram(z: np.ndarray, limit: float = 6.0) -> None:
         ax.figure,
         f"A histogram of (actual - truth) / sigma: the largest is {abs(z).max():.1f}, the limit is {limit:g}.",
     )
+
+
+def softmax_times(record: dict) -> None:
+    """Time against row length, beside what one to three matrices take at a copy's rate."""
+    fig, ax = style.new(8, 4.6)
+    looks = {
+        # Rings, since its times are nearly those of logsumexp and of a copy.
+        "softmax_fused": dict(color=style.COLORS["tiled"], marker="o", ms=13, mew=2, mfc="none"),
+        "softmax_online": dict(color=style.COLORS["state"], marker="s"),
+        "torch.softmax": dict(color=style.COLORS["s"], marker="^", linestyle="--"),
+        "logsumexp": dict(color=style.COLORS["v"], marker="D"),
+        "torch.logsumexp": dict(color=style.COLORS["s"], marker="v", linestyle="--"),
+    }
+    said = []
+    for provider, look in looks.items():
+        rows = [r for r in record["rows"] if r["provider"] == provider and "ms" in r]
+        lengths, taken = [r["cols"] for r in rows], [r["ms"] for r in rows]
+        ax.plot(lengths, taken, **look)
+        place = dict(textcoords="offset points", va="center", fontsize=9, weight="bold")
+        beside = (9, 0) if len(lengths) > 2 else (-66, -18)
+        ax.annotate(provider, (lengths[-1], taken[-1]), beside, **place)
+        times = ", ".join(f"{ms:.2f} at {n}" for n, ms in zip(lengths, taken, strict=True))
+        said.append(f"{provider}: {times}")
+    for matrices, words in ((1, "one matrix"), (2, "a copy"), (3, "three matrices")):
+        ms = matrices * 2**29 / record["ceilings"]["copy_bytes_per_s"] * 1e3
+        ax.axhline(ms, color=style.COLORS["limit"], linewidth=1, linestyle=":", zorder=1)
+        ax.text(2**19.9, ms + 0.01, words, fontsize=8, va="bottom", ha="right")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    ax.set_xlim(760, 2**20)
+    ax.set_ylim(0, 1.4)
+    ax.set_xlabel("values in a row (2^28 in all, fp16)")
+    ax.set_ylabel("time in ms")
+    ax.set_title("Time; dotted: moving one, two or three matrices at the rate of a copy")
+    style.sign(fig, records.describe(record))
+    style.show(fig, f"Time in ms against the values in a row. {'; '.join(said)}.")

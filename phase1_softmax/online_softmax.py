@@ -29,8 +29,7 @@ def online_softmax_step(m_i, l_i, s):
     p (rows, cols) = exp(s - m_i).
     """
     m_new = tl.maximum(m_i, tl.max(s, axis=1))
-    # A row that has seen only -inf has no maximum to subtract: exp(-inf - 0) = 0 is right, exp(-inf
-    # + inf) is NaN.
+    # A row that has seen only -inf has no maximum to subtract: exp(-inf - 0) = 0 is right, exp(-inf + inf) is NaN.
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = tl.exp(m_i - shift)
     p = tl.exp(s - shift[:, None])
@@ -105,9 +104,8 @@ def _logsumexp_kernel(x_ptr, lse_ptr, stride_x, rows, cols, BLOCK_M: tl.constexp
     """log(sum_j exp(x_j)) of every row, natural logarithm, fp32.
 
     Grid: (cdiv(rows, BLOCK_M),).
-    New here: each of the BLOCK_N columns of the tile keeps a state of its own, and they are merged
-    only at the end. The merge is associative and commutative, so any grouping gives the same sum,
-    and the loop needs no reduction.
+    New here: each of the BLOCK_N columns of the tile keeps a state of its own, and they are merged only at the end. The
+    merge is associative and commutative, so any grouping gives the same sum, and the loop needs no reduction.
     Reads x once: rows cols elements. Writes rows.
     """
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -153,9 +151,7 @@ def softmax_fused(x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> t
 
 
 def softmax_online(x: torch.Tensor, block_n: int = 1024, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`softmax` for rows of any length, `block_n` columns at a time: a sweep for maximum and
-    sum, one to normalize.
-    """
+    """`softmax` for rows of any length, `block_n` columns at a time: a sweep for maximum and sum, one to normalize."""
     _check(x, out_dtype)
     largest = triton.language.TRITON_MAX_TENSOR_NUMEL
     if not isinstance(block_n, int) or not 1 <= block_n <= largest or block_n & (block_n - 1):

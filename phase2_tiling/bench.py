@@ -11,9 +11,7 @@ KERNELS = (ours._attention_tiled_kernel, ours._matmul_kernel)
 
 
 def case(seq: int) -> list[dict]:
-    """One head, fp16, head_dim 64: our tiled kernel, our three kernels, the same steps in
-    PyTorch, and SDPA.
-    """
+    """One head, fp16, head_dim 64: our tiled kernel, our three kernels, the same steps in PyTorch, and SDPA."""
     q4, k4, v4 = make_qkv(1, 1, seq, 64, device=runtime.DEVICE)
     q, k, v = q4[0, 0], k4[0, 0], v4[0, 0]
     providers = {

@@ -1,25 +1,20 @@
 """The pictures of phase 2. Each function draws one, from the numbers it is given."""
 
+import functools
 from collections.abc import Mapping
 
 from common import style
+from common.measure import records
 
 import numpy as np
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import Rectangle
 
 COLORS, TINT = style.COLORS, style.TINT
 INK, FAINT = COLORS["ink"], COLORS["faint"]
 TEXT_BOX = dict(fc="white", ec="none", pad=1.5)
 
 
-def _box(ax, x, y, width, height, text="", color="white", *, edge=INK, size=9, lw=1.0, ls="-", weight="normal"):
-    ax.add_patch(Rectangle((x, y), width, height, fc=color, ec=edge, lw=lw, ls=ls))
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", size=size, weight=weight, color=INK)
-
-
-def _arrow(ax, start, end, color=INK, *, lw=1.3):
-    look = dict(arrowstyle="-|>", mutation_scale=11, shrinkA=0, shrinkB=0)
-    ax.add_patch(FancyArrowPatch(start, end, color=color, lw=lw, **look))
+_box = functools.partial(style.box, edge=INK, line=1)
 
 
 def _drawing(width, height, columns=1):
@@ -42,28 +37,41 @@ def data_flow() -> None:
             ax.text(0.2, at, words, size=9, weight="bold", va="center", color=INK)
         ax.set(xlim=(-0.1, 16.5), ylim=(-1, 10))
         ax.set_title(title)
+    _three_kernels(left)
+    _one_kernel(right)
+    style.show(
+        fig,
+        "Left, three kernels: QK^T reads Q and K from HBM and writes S there, the softmax reads S and writes P, and PV "
+        "reads P and V and writes O. Right, one kernel, for one tile of Q: all tiles of K and V come in one after "
+        "another, once for each tile of queries. Tiles of S and P and the state m, l, acc stay on chip, beside the "
+        "tile of Q and the tiles of K and V that have just come in, and one tile of O is written at the end.",
+    )
 
-    def matrix(ax, x, name, width=0.8):
+
+def _three_kernels(ax) -> None:
+    def matrix(x, name, width=0.8):
         tint = TINT["s" if name in "SP" else name.lower()]
-        _box(ax, x, 5.4, width, 3.4, name, tint, size=11, weight="bold")
+        _box(ax, x, 5.4, name, width=width, height=3.4, color=tint, size=11, bold=True)
         return x + width / 2
 
     places = dict(Q=(0.5, 0.8), K=(1.6, 0.8), S=(4.0, 3.4), P=(8.8, 3.4), V=(13.4, 0.8), O=(14.8, 0.8))
-    center = {name: matrix(left, x, name, width) for name, (x, width) in places.items()}
+    center = {name: matrix(x, name, width) for name, (x, width) in places.items()}
     for x, text in ((2.0, "$QK^T$"), (6.9, "softmax"), (11.9, "$PV$")):
-        _box(left, x, 1.6, 2.5, 1.4, text, size=10)
+        _box(ax, x, 1.6, text, width=2.5, height=1.4, size=10)
     for name, end in (("Q", 2.4), ("K", 2.8), ("S", 7.6), ("P", 12.4), ("V", 13.4)):
-        _arrow(left, (center[name] if name not in "SP" else center[name] + 0.8, 5.3), (end, 3.1))
+        style.arrow(ax, (center[name] if name not in "SP" else center[name] + 0.8, 5.3), (end, 3.1))
     for start, name in ((4.1, "S"), (8.8, "P"), (14.2, "O")):
-        _arrow(left, (start, 3.1), (center[name] - (0.6 if name in "SP" else 0), 5.3), COLORS["bad"])
+        style.arrow(ax, (start, 3.1), (center[name] - (0.6 if name in "SP" else 0), 5.3), COLORS["bad"])
 
+
+def _one_kernel(ax) -> None:
     def tiled(x, name, chosen):
         """A matrix cut into four tiles; the center of tile number `chosen` is returned."""
         tint = TINT[name.lower()]
         for i in range(4):
             on = chosen in (i, None)
-            _box(right, x, 7.95 - 0.85 * i, 1.2, 0.85, "", tint if on else "white", lw=0.6)
-        right.text(x + 0.6, 9.2, name, ha="center", va="center", size=11, weight="bold", color=INK)
+            _box(ax, x, 7.95 - 0.85 * i, width=1.2, height=0.85, color=tint if on else "white", line=0.6)
+        ax.text(x + 0.6, 9.2, name, ha="center", va="center", size=11, weight="bold", color=INK)
         return x + 0.6
 
     center = {n: tiled(x, n, chosen) for n, x, chosen in (("Q", 2.2, 1), ("O", 14.2, 1))}
@@ -76,25 +84,18 @@ def data_flow() -> None:
         (11.25, 2.5, 1.3, "V", "v"),
         (10.5, 0.3, 2.8, "m, l, acc", "state"),
     ):
-        _box(right, x, y, width, 1.1, name, TINT[tint], size=10, weight="bold")
+        _box(ax, x, y, name, width=width, height=1.1, color=TINT[tint], size=10, bold=True)
     for start, end in ((3.5, 5.2), (6.65, 7.7), (9.15, 10.4)):
-        _arrow(right, (start, 0.85), (end, 0.85))
-    _arrow(right, (center["Q"], 7.1), (center["Q"], 1.5))
+        style.arrow(ax, (start, 0.85), (end, 0.85))
+    style.arrow(ax, (center["Q"], 7.1), (center["Q"], 1.5))
     for name, beside in (("K", 1.0), ("V", -1.0)):
-        _arrow(right, (center[name], 5.3), (center[name], 3.7))
-        _arrow(right, (center[name], 2.4), (center[name], 1.5))
-        _arrow(right, (center[name] + beside, 8.7), (center[name] + beside, 5.5))  # tile after tile
+        style.arrow(ax, (center[name], 5.3), (center[name], 3.7))
+        style.arrow(ax, (center[name], 2.4), (center[name], 1.5))
+        style.arrow(ax, (center[name] + beside, 8.7), (center[name] + beside, 5.5))  # tile after tile
     text = "all tiles of\nK and V, once\nfor each tile\nof queries"
-    right.text((center["K"] + center["V"]) / 2, 7.1, text, ha="center", va="center", size=8, color=INK)
-    _arrow(right, (center["O"], 0.85), (center["O"], 7.1), COLORS["bad"])
-    right.plot([13.3, center["O"]], [0.85, 0.85], color=COLORS["bad"], lw=1.3)
-    style.show(
-        fig,
-        "Left, three kernels: QK^T reads Q and K from HBM and writes S there, the softmax reads S and writes P, and PV "
-        "reads P and V and writes O. Right, one kernel, for one tile of Q: all tiles of K and V come in one after "
-        "another, once for each tile of queries. Tiles of S and P and the state m, l, acc stay on chip, beside the "
-        "tile of Q and the tiles of K and V that have just come in, and one tile of O is written at the end.",
-    )
+    ax.text((center["K"] + center["V"]) / 2, 7.1, text, ha="center", va="center", size=8, color=INK)
+    style.arrow(ax, (center["O"], 0.85), (center["O"], 7.1), COLORS["bad"])
+    ax.plot([13.3, center["O"]], [0.85, 0.85], color=COLORS["bad"], lw=1.3)
 
 
 # --- 2. the mathematics -------------------------------------------------------------------------------------------
@@ -109,8 +110,8 @@ def matmul_orders() -> None:
         for i in range(n_rows):
             for j in range(n_cols):
                 on = chosen(i, j)
-                _box(ax, x + j, y + n_rows - 1 - i, 1, 1, "", TINT[tint] if on else "white", lw=1.0 if on else 0.5,
-                     edge=INK if on else COLORS["s"])  # fmt: skip
+                look = dict(color=TINT[tint]) if on else dict(line=0.5, edge=COLORS["s"])
+                _box(ax, x + j, y + n_rows - 1 - i, **look)
         at = (x - 0.5, y + n_rows / 2) if not label_below else (x + n_cols / 2, y + n_rows + 0.5)
         ax.text(*at, name, ha="center", va="center", size=12, weight="bold", color=INK)
 
@@ -121,8 +122,8 @@ def matmul_orders() -> None:
     grid(left, x, y, inner, cols, "k", lambda _, j: j == 3, "Y", label_below=True)
     grid(left, x, 0, rows, cols, "state", lambda i, j: (i, j) == (1, 3), "")
     left.text(x + 3.5, 2.5, "C", size=12, weight="bold", ha="center", va="center", color=INK)
-    _arrow(left, (0.2, 2.5), (2.8, 2.5))
-    _arrow(left, (x + 3.5, y + 2.8), (x + 3.5, y + 0.2))
+    style.arrow(left, (0.2, 2.5), (2.8, 2.5))
+    style.arrow(left, (x + 3.5, y + 2.8), (x + 3.5, y + 0.2))
     left.set_title("Sum inside:\none tile of C at a time")
     left.text((x + cols) / 2, -0.8, "C is written once", ha="center", size=9, color=INK)
 
@@ -147,12 +148,15 @@ def matmul_orders() -> None:
     )
 
 
-def _numbers(ax, x, y, rows, tint, *, width=1.35, edge=INK, size=9):
+WIDTH = 1.35  # of a number
+
+
+def _numbers(ax, x, y, rows, tint, *, edge=INK):
     """A grid of numbers, its lower left corner at (x, y)."""
     for i, row in enumerate(rows):
         for j, number in enumerate(row):
             text = number if isinstance(number, str) else f"{number:.4g}" if abs(number) >= 1e-3 else "0"
-            _box(ax, x + j * width, y + len(rows) - 1 - i, width, 1, text, tint, lw=0.6, edge=edge, size=size)
+            _box(ax, x + j * WIDTH, y + len(rows) - 1 - i, text, width=WIDTH, color=tint, line=0.6, edge=edge)
 
 
 def worked_steps(q, k, v, turns) -> None:
@@ -166,7 +170,7 @@ def worked_steps(q, k, v, turns) -> None:
 
     q, k, v = map(listed, (q, k, v))
     turns = [{n: x if n == "start" else listed(x) for n, x in turn.items()} for turn in turns]
-    keys, width, gap = len(k), 1.35, 1.9
+    keys, width, gap = len(k), WIDTH, 1.9
     k_t, v_t = ([list(column) for column in zip(*x, strict=True)] for x in (k, v))
     fig, axes = _drawing(11.5, 4.6, len(turns))
     for n, (ax, turn) in enumerate(zip(axes, turns, strict=True)):
@@ -193,7 +197,7 @@ def worked_steps(q, k, v, turns) -> None:
             tint = "white" if name == "alpha" else TINT["state"]
             _numbers(ax, x + c * width, 2.5, [[value] for value in values], tint)
             ax.text(x + (c + 0.5) * width, 4.75, name, ha="center", size=9, color=INK)
-        _arrow(ax, (keys * width + 0.2, 3.5), (x - 0.2, 3.5))
+        style.arrow(ax, (keys * width + 0.2, 3.5), (x - 0.2, 3.5))
         ax.set(xlim=(-3.8, x + 5 * width + 0.2), ylim=(-0.2, 9.6))
         ax.set_title(f"Turn {n + 1}: keys {now[0]} and {now[-1]}")
     style.show(
@@ -207,8 +211,9 @@ def worked_steps(q, k, v, turns) -> None:
     )
 
 
-def loop_orders(tiles: int = 4) -> None:
+def loop_orders() -> None:
     """Who computes the tiles of S in which order, and what happens to o."""
+    tiles = 4
     fig, (left, right) = _drawing(9.6, 3.7, 2)
     for ax, tint in ((left, TINT["q"]), (right, TINT["k"])):
         ax.set(xlim=(-3.4, tiles + 4.6), ylim=(-1.2, tiles + 1.0))
@@ -219,8 +224,8 @@ def loop_orders(tiles: int = 4) -> None:
             ax.text(-0.3, y + 0.5, f"$Q_{i + 1}$", ha="right", va="center", size=9, color=INK)
             for j in range(tiles):
                 step = j + 1 if ax is left else j * tiles + i + 1
-                _box(ax, j, y, 1, 1, str(step), tint, lw=0.5, edge="white", size=8)
-            _box(ax, tiles + 0.5, y + 0.15, 0.7, 0.7, f"$O_{i + 1}$", TINT["o"], size=9)
+                _box(ax, j, y, str(step), color=tint, line=0.5, edge="white", size=8)
+            _box(ax, tiles + 0.5, y + 0.15, f"$O_{i + 1}$", width=0.7, height=0.7, color=TINT["o"], size=9)
     for i in range(tiles):
         y = tiles - 0.5 - i
         left.add_patch(Rectangle((0, y - 0.5), tiles, 1, fill=False, ec=INK, lw=1.6))
@@ -266,7 +271,7 @@ def masked_tile(memory, x, tile) -> None:
             tint = "white"
             if address in inside:
                 tint = TINT["q"] if address in exists else COLORS["limit"] + "33"
-            _box(ax, j, rows - 1 - i, 1, 1, str(address), tint, lw=0.4, edge=COLORS["s"], size=8)
+            _box(ax, j, rows - 1 - i, str(address), color=tint, line=0.4, edge=COLORS["s"], size=8)
 
     def framed(row, col, height, width, **look):
         ax.add_patch(Rectangle((col, rows - row - height), width, height, fill=False, **look))
@@ -276,10 +281,10 @@ def masked_tile(memory, x, tile) -> None:
     for i, row in enumerate(tile):
         good = int(row[0]) in exists
         y = rows - 1 - corner[0] - i
-        _box(ax, cols + 0.6, y, 1.2, 1, "1" if good else "0", size=9, lw=0.6)
+        _box(ax, cols + 0.6, y, "1" if good else "0", width=1.2, size=9, line=0.6)
     for j, address in enumerate(tile[0]):
         good = int(address) in exists
-        _box(ax, corner[1] + j, -1.7, 1, 1, "1" if good else "0", size=9, lw=0.6)
+        _box(ax, corner[1] + j, -1.7, "1" if good else "0", size=9, line=0.6)
     ax.text(cols + 2.1, rows - corner[0] - 2, "rows\nthat exist", va="center", size=9, color=INK)
     ax.text(corner[1] - 0.3, -1.2, "columns that exist", ha="right", va="center", size=9, color=INK)
     ax.set(xlim=(-3.2, cols + 5), ylim=(-2.0, rows + 0.9))
@@ -293,9 +298,7 @@ def masked_tile(memory, x, tile) -> None:
 
 
 def memory_wall(shared: Mapping[int, int], limits: Mapping[str, int]) -> None:
-    """Shared memory that the compiler asks for against seq (bytes), with the limit of each kind
-    of GPU as a line.
-    """
+    """Shared memory that the compiler asks for against seq (bytes), with the limit of each kind of GPU as a line."""
     fig, ax = style.new(7.6, 3.7)
     seq, size = np.array(list(shared)), np.array(list(shared.values())) / 1024
     for name, limit in limits.items():
@@ -303,12 +306,12 @@ def memory_wall(shared: Mapping[int, int], limits: Mapping[str, int]) -> None:
         ax.text(seq[0] * 0.86, limit / 1024 * 1.03, f"{name}: {limit // 1024} KiB", size=8, va="bottom", color=INK)
     ax.plot(seq, size, color=COLORS["unfused"], zorder=2)
     room = np.array([sum(s * 1024 <= limit for limit in limits.values()) for s in size])
+    good, some = COLORS["good"], (room > 0) & (room < len(limits))
     looks = {
-        "fits all of them": (room == len(limits), dict(marker="o", color=COLORS["good"], ms=8)),
-        "fits some": ((room > 0) & (room < len(limits)),
-                      dict(marker="s", color=COLORS["good"], mfc="white", mew=2, ms=8)),
+        "fits all of them": (room == len(limits), dict(marker="o", color=good, ms=8)),
+        "fits some": (some, dict(marker="s", color=good, mfc="white", mew=2, ms=8)),
         "fits none": (room == 0, dict(marker="X", color=COLORS["bad"], ms=10)),
-    }  # fmt: skip
+    }
     for label, (which, look) in looks.items():
         ax.plot(seq[which], size[which], ls="", label=label, **look)
     for x, y in zip(seq, size, strict=True):
@@ -339,9 +342,8 @@ def stages_and_tests(passed: Mapping[str, Mapping[str, bool]]) -> None:
         y = len(passed) - 1 - row
         ax.text(-0.1, y + 0.5, stage, ha="right", va="center", size=9, color=INK)
         for column, test in enumerate(tests):
-            good = verdicts[test]
-            _box(ax, column, y, 1, 1, "pass" if good else "FAIL", "white" if good else TINT["state"],
-                 weight="normal" if good else "bold", lw=0.6)  # fmt: skip
+            text, color = ("pass", "white") if verdicts[test] else ("FAIL", TINT["state"])
+            _box(ax, column, y, text, color=color, bold=not verdicts[test], line=0.6)
     for column, test in enumerate(tests):
         ax.text(column + 0.5, len(passed) + 0.15, test, ha="center", va="bottom", size=9, color=INK)
     ax.set(xlim=(-2.6, len(tests) + 0.03), ylim=(-0.03, len(passed) + 0.6))
@@ -418,8 +420,8 @@ def intensities(points: Mapping[str, tuple[float, float]], flops: float, bandwid
             where, side = ((12, -11), "left") if how == "asked for" else ((-11, 6), "right")
             if intensity > ridge:
                 where, side = (0, -21), "center"
-            ax.annotate(text, (intensity, roof), where, textcoords="offset points", ha=side, size=9, color=INK,
-                        bbox=TEXT_BOX, zorder=1)  # fmt: skip
+            look = dict(textcoords="offset points", ha=side, size=9, color=INK, bbox=TEXT_BOX, zorder=1)
+            ax.annotate(text, (intensity, roof), where, **look)
     ax.set(xlabel="FLOP per byte", ylabel="TFLOP/s at most", xlim=(1.3, 7000), ylim=(22, 1300))
     ax.set_title(f"What memory allows (H200: {flops / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s, measured)")
     style.show(
@@ -430,3 +432,28 @@ def intensities(points: Mapping[str, tuple[float, float]], flops: float, bandwid
             for version, (asked, best) in points.items()
         ),
     )
+
+
+def one_head_times(record: dict) -> None:
+    """Milliseconds for one head against sequence length."""
+    fig, ax = style.new(8, 3.8)
+    looks = {
+        "attention_unfused": dict(color=COLORS["unfused"], marker="s"),
+        "PyTorch, three steps": dict(color=COLORS["s"], marker="^", linestyle="--"),
+        "attention (tiled)": dict(color=COLORS["tiled"], marker="o"),
+        "SDPA": dict(color=COLORS["peer"], marker="v", linestyle="--"),
+    }
+    for provider, look in looks.items():
+        rows = [r for r in record["rows"] if r["provider"] == provider and "ms" in r]
+        ax.plot([r["seq"] for r in rows], [r["ms"] for r in rows], label=provider, **look)
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xlabel("sequence length (one head, head_dim 64, fp16)")
+    ax.set_ylabel("milliseconds")
+    ax.set_title("Time of one head")
+    ax.legend(loc="upper left")
+    longest = max(r["seq"] for r in record["rows"])
+    at_end = ", ".join(f"{r['provider']} {r['ms']:.2f}" for r in record["rows"] if r["seq"] == longest and "ms" in r)
+    alt = f"Milliseconds for one head against sequence length, both logarithmic. At {longest}: {at_end}."
+    style.sign(fig, records.describe(record))
+    style.show(fig, alt)

@@ -8,8 +8,7 @@ and at the end O = acc / l. Dao et al., arXiv 2205.14135 (FlashAttention); with 
 arXiv 2307.08691 (FlashAttention-2), Algorithm 1.
 
 Builds on: phase 1's `online_softmax_step`.
-Exports to later phases: `load_tile`, `store_tile`, `head_base`, `attention_tile_step`; to exercises
-`tile_pointers`.
+Exports to later phases: `load_tile`, `store_tile`, `head_base`, `attention_tile_step`; to exercises `tile_pointers`.
 """
 
 from common import runtime, validate
@@ -43,9 +42,7 @@ def load_tile(base_ptr, stride, offs_row, offs_col, rows, cols):
 
 @triton.jit
 def store_tile(base_ptr, stride, offs_row, offs_col, rows, cols, tile):
-    """Write a tile to a strided (rows, cols) matrix in the matrix's dtype; nothing outside of
-    it.
-    """
+    """Write a tile to a strided (rows, cols) matrix in the matrix's dtype; nothing outside of it."""
     ptrs = base_ptr + offs_row.to(tl.int64)[:, None] * stride[-2]
     ptrs += offs_col.to(tl.int64)[None, :] * stride[-1]
     inside = (offs_row < rows)[:, None] & (offs_col < cols)[None, :]
@@ -138,8 +135,8 @@ def _attention_tiled_kernel(
 
     Grid: (cdiv(seq_q, BLOCK_M),).
     New here: the loop over key tiles; BLOCK_N no longer depends on seq_k.
-    Reads q once, k and v once a program; writes o once. In elements: 2 seq_q HEAD_DIM + 2 seq_k
-    HEAD_DIM cdiv(seq_q, BLOCK_M).
+    Reads q once, k and v once a program; writes o once. In elements: 2 seq_q HEAD_DIM + 2 seq_k HEAD_DIM cdiv(seq_q,
+    BLOCK_M).
     """
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
@@ -204,9 +201,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, *, scale: float = 1.0, out_dtype: t
 
 
 def attention_unfused(q, k, v, scale: float | None = None) -> torch.Tensor:
-    """`attention` by three kernels, through memory: S = scale q k^T in fp32, P = softmax(S) in
-    q's dtype, o = P v.
-    """
+    """`attention` by three kernels through memory: S = scale q k^T in fp32, P = softmax(S) in q's dtype, o = P v."""
     scale = _check(q, k, v, scale)
     # fp16 would hold a logit of 30 to within 0.008 only.
     s = matmul(q, k.T, scale=scale, out_dtype=torch.float32)

@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from common import style
+from common.measure import records
 from common.style import COLORS
 
 import matplotlib.pyplot as plt
@@ -76,8 +77,9 @@ def programs(batch: int, heads: int, tiles_m: int, chosen: int) -> None:
     )
 
 
-def layouts(heads: int = 2, seq: int = 3, head_dim: int = 2) -> None:
+def layouts() -> None:
     """Memory as a strip of elements, in three layouts of the same (1, heads, seq, head_dim) tensor."""
+    heads, seq, head_dim = 2, 3, 2
     h_i_d = [(h, i, d) for h in range(heads) for i in range(seq) for d in range(head_dim)]
     i_h_d = [(h, i, d) for i in range(seq) for h in range(heads) for d in range(head_dim)]
     strips = (
@@ -154,8 +156,8 @@ def padding() -> None:
             look = dict(fc="white", ec=COLORS["s"], hatch="///", lw=0)
             ax.add_patch(Rectangle((x, y), width, height, **look))
             ax.add_patch(Rectangle((x, y), width, height, fill=False, ec=COLORS["ink"], lw=1.2))
-            ax.text(x + width / 2, y + height / 2, what, ha="center", va="center", fontsize=9,
-                    bbox=dict(fc="white", ec="none", pad=1.5))  # fmt: skip
+            middle = dict(ha="center", va="center", fontsize=9, bbox=dict(fc="white", ec="none", pad=1.5))
+            ax.text(x + width / 2, y + height / 2, what, **middle)
         for x, words in ((2.5, "HEAD_DIM"), (6.5, "padded")):
             ax.text(x, -0.15, words, ha="center", va="bottom", fontsize=8)
         for y, words in ((1.2, "exist"), (3.2, "padded")):
@@ -274,8 +276,9 @@ def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
     style.show(fig, f"Weights of six queries and four keys as numbers. Hidden cells that have weight: {cells}.")
 
 
-def split_keys(heads: int, parts: int, multiprocessors: int, tiles_n: int = 16) -> None:
+def split_keys(heads: int, parts: int, multiprocessors: int) -> None:
     """One query tile: its keys in one program, and cut over several; beside each, the GPU it fills."""
+    tiles_n = 16
     style.use()
     fig, axes = plt.subplots(2, 2, figsize=(8.6, 4.1), layout="constrained", width_ratios=(5, 2), height_ratios=(2, 3))
     for (ax, gpu), cut in zip(axes, (1, parts), strict=True):
@@ -352,8 +355,7 @@ def two_numbers(z: Mapping[str, Sequence[tuple[float, float]]], limit: float) ->
     colors = (COLORS["tiled"], COLORS["peer"], COLORS["k"], COLORS["bad"])
     for (name, points), color, marker in zip(z.items(), colors, "os^X", strict=True):
         largest, rms = zip(*points, strict=True)
-        ax.plot(largest, rms, marker, color=color, label=name, markersize=6, markeredgecolor=COLORS["ink"],
-                markeredgewidth=0.4)  # fmt: skip
+        ax.plot(largest, rms, marker, color=color, label=name, markersize=6, mec=COLORS["ink"], mew=0.4)
     ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1)
     ax.text(limit, 0.05, "  limit of z", va="bottom")
     ax.set_xlabel("largest z of 8192 elements")
@@ -373,14 +375,14 @@ def two_numbers(z: Mapping[str, Sequence[tuple[float, float]]], limit: float) ->
 def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> None:
     """Wrong kernels that at least one acceptance rule lets through, and which rules those are.
 
-    rows, counts  as returned by common.verify.mutants.rule_table
+    rows, counts  as returned by common.verify.rules.rule_table
     """
     names = list(counts)
     slipping = [row for row in rows if any(row[name] for name in names)]
     slipping.sort(key=lambda row: -sum(row[name] for name in names))
     table = np.array([[row[name] for name in names] for row in slipping], dtype=float)
     totals = {
-        "wrong kernels accepted": ("let_through", "mutants"),
+        "wrong kernels accepted": ("let_through", "mistakes"),
         "right results rejected": ("correct_rejected", "correct"),
     }
     fig, ax = style.new(8.6, 0.29 * (len(slipping) + 3) + 0.7)
@@ -406,7 +408,7 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
     for side in ax.spines.values():
         side.set_visible(False)
     said = [
-        f"{rule} accepts {c['let_through']} of {c['mutants']} and rejects {c['correct_rejected']} of {c['correct']}"
+        f"{rule} accepts {c['let_through']} of {c['mistakes']} and rejects {c['correct_rejected']} of {c['correct']}"
         for rule, c in counts.items()
     ]
     style.show(fig, f"Wrong kernels and the rules that accept them. Right results rejected as well: {'; '.join(said)}.")
@@ -435,3 +437,40 @@ def causal_bytes(
         f"Bytes against the length. Both lines grow like a parabola, with a step wherever a tile of queries is "
         f"added; at {seqs[-1]}: {ends}. The counted dots lie on the lines.",
     )
+
+
+def forward_tflops(record: dict, seq: int, alt: str) -> None:
+    """TFLOP/s of the forward pass beside SDPA's backends, one group of bars a case."""
+    tflops(record, seq, "phase 3", f"The forward pass at seq {seq}, fp16, before any tuning", alt)
+
+
+def tflops(record: dict, seq: int, ours: str, title: str, alt: str, ceiling: tuple[str, float] | None = None) -> None:
+    """TFLOP/s of a pass beside SDPA's backends; ceiling: (label, TFLOP/s) of a line over each bar of ours."""
+    fig, ax = style.new(8, 3.8)
+    looks = {
+        ours: dict(color=COLORS["tiled"]),
+        "SDPA flash": dict(color=COLORS["peer"], hatch="//", edgecolor="white"),
+        "SDPA cuDNN": dict(color=COLORS["s"], hatch="..", edgecolor="white"),
+    }
+    cases = [(d, c) for d in (64, 128) for c in (False, True)]
+    width = 0.27
+    for offset, (provider, look) in enumerate(looks.items()):
+        rows = {
+            (r["head_dim"], r["is_causal"]): r for r in record["rows"] if r["provider"] == provider and r["seq"] == seq
+        }
+        heights = [rows[case].get("tflops", 0) for case in cases]
+        x = np.arange(len(cases)) + (offset - 1) * width
+        for bar, height in zip(ax.bar(x, heights, width * 0.92, label=provider, **look), heights, strict=True):
+            ax.text(bar.get_x() + bar.get_width() / 2, height + 6, f"{height:.0f}", ha="center", fontsize=8)
+    if ceiling:
+        label, tflops = ceiling
+        over = np.arange(len(cases)) - width  # our bars alone
+        look = dict(color="black", linestyle="--", linewidth=1.2, label=label)
+        ax.hlines([tflops] * len(cases), over - width / 2, over + width / 2, **look)
+    ax.set_xticks(range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases])
+    ax.set_ylabel("TFLOP/s")
+    ax.set_title(title)
+    ax.legend(loc="upper left", ncols=4, fontsize=8)
+    ax.set_ylim(0, 1.2 * ax.get_ylim()[1])
+    style.sign(fig, records.describe(record))
+    style.show(fig, alt)

@@ -27,10 +27,8 @@ def _attn_fwd_kernel(
     """One tile of query rows of one head against all keys it may see.
 
     Grid: (cdiv(seq_q, BLOCK_M) * batch * heads_q,), all on axis 0: the other axes end at 65535.
-    New here: base pointers per head, head_dim padded to BLOCK_D, the causal mask and loop bound,
-    the LSE.
-    Reads q once, and for each program the keys and values it sees; writes o once and lse (seq_q
-    fp32 a head).
+    New here: base pointers per head, head_dim padded to BLOCK_D, the causal mask and loop bound, the LSE.
+    Reads q once, and for each program the keys and values it sees; writes o once and lse (seq_q fp32 a head).
     Requires: BLOCK_D a power of two >= max(16, HEAD_DIM); group = heads_q / heads_kv.
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
@@ -104,6 +102,6 @@ def attention_forward(
         _attn_fwd_kernel[grid](
             q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(),
             heads_q, heads_q // k.shape[1], seq_q, k.shape[2], scale,
-            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), IS_CAUSAL=is_causal, **tiles,
+            HEAD_DIM=head_dim, BLOCK_D=runtime.padded_dim(head_dim), IS_CAUSAL=is_causal, **tiles,
         )  # fmt: skip
     return out.to(o.dtype), lse

@@ -9,7 +9,7 @@ import math
 from unittest import mock
 
 from common import make_qkv, runtime, verify_results
-from common.learn.stages import Stage
+from common.edited import Stage
 from common.measure import traffic
 from phase3_forward import forward
 
@@ -139,7 +139,7 @@ def try_mask(loop_ends: str, pair_visible: str) -> None:
     except SyntaxError as error:
         print(f"this is not Python: {error.text or ''}".rstrip())
         return
-    except Exception as error:  # a name that the kernel has not, say
+    except Exception as error:  # such as a name that the kernel does not have
         while error.__cause__ or error.__context__:
             error = error.__cause__ or error.__context__
         print(f"the kernel does not run: {error}")

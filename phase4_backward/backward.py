@@ -53,7 +53,7 @@ def recompute_tile(q, k, v, do, lse, delta, scale, visible):
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     s = tl.where(visible, s, float("-inf"))
-    # Lse = -inf: a row that saw no key.
+    # A row that saw no key has lse = -inf.
     p = tl.exp(s - tl.where(lse == float("-inf"), 0.0, lse)[:, None])
     dp = tl.dot(do, tl.trans(v), input_precision="ieee")
     return p, p * (dp - delta[:, None])
@@ -70,10 +70,8 @@ def _attn_bwd_dkdv_kernel(
     """dK and dV of one tile of keys: walk over all queries that see it, in every query head of the group.
 
     Grid: (cdiv(seq_k, BLOCK_N) * batch * heads_kv,).
-    New here: the roles of queries and keys are exchanged; a causal walk starts at the diagonal
-    instead of ending there.
-    Reads k and v once, and for each program the q, do, lse and delta that see it; writes dk and dv
-    once.
+    New here: the roles of queries and keys are exchanged; a causal walk starts at the diagonal instead of ending there.
+    Reads k and v once, and for each program the q, do, lse and delta that see it; writes dk and dv once.
     """
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     pid_n = tl.program_id(0) % tiles_n
@@ -184,7 +182,7 @@ def attention_backward(q, k, v, o, lse, do, dlse=None, is_causal=False, scale=No
     delta = torch.empty_like(lse)
     q, k, v, o, lse, do, dq_out, dk_out, dv_out = runtime.to_kernel_dtype(q, k, v, o, lse, do, dq, dk, dv)
     tiles = runtime.tile_sizes(head_dim, dq.dtype, backward=True)
-    padded = dict(HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)))
+    padded = dict(HEAD_DIM=head_dim, BLOCK_D=runtime.padded_dim(head_dim))
     grid_m = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads_q,)
     grid_n = (triton.cdiv(seq_k, tiles["BLOCK_N"]) * batch * heads_kv,)
     sizes = heads_q // heads_kv, seq_q, seq_k, scale

@@ -1,6 +1,4 @@
-"""`python -m phase4_backward.bench`: the backward pass alone beside PyTorch's SDPA backends,
-fp16.
-"""
+"""`python -m phase4_backward.bench`: the backward pass alone beside PyTorch's SDPA backends, fp16."""
 
 import itertools
 

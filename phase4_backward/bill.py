@@ -9,7 +9,7 @@ both_ways(seq)    our two backward kernels, and the same with P loaded instead o
 import contextlib
 
 from common import make_qkv, make_tensor, runtime
-from common.learn.stages import Stage
+from common.edited import Stage
 from common.measure import traffic
 from common.verify.reference import naive_attention, naive_attention_backward
 from phase1_softmax.online_softmax import softmax

@@ -3,17 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from common import style
+from common.measure import records
 from common.style import COLORS, TINT
+from phase3_forward.figures import tflops
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.patches import FancyArrowPatch
-
-
-def _arrow(ax, start, end, color=COLORS["ink"], *, line=1.4):
-    look = dict(arrowstyle="-|>", mutation_scale=11, shrinkA=0, shrinkB=0)
-    ax.add_patch(FancyArrowPatch(start, end, color=color, lw=line, **look))
-
 
 # --- 1. the question ----------------------------------------------------------------------------------------------
 
@@ -23,8 +18,8 @@ def kept(seqs: Sequence[int], needs: Mapping[str, Sequence[float]]) -> None:
     fig, ax = style.new(7.2, 3.4)
     for (name, values), color in zip(needs.items(), (COLORS["unfused"], COLORS["tiled"]), strict=True):
         ax.plot(seqs, np.array(values) / 2**30, "o-", color=color, label=name)
-        ax.annotate(f"{values[-1] / 2**30:,.0f} GiB", (seqs[-1], values[-1] / 2**30), (-6, 6), ha="right",
-                    textcoords="offset points", fontsize=9)  # fmt: skip
+        gib, above = values[-1] / 2**30, dict(ha="right", textcoords="offset points", fontsize=9)
+        ax.annotate(f"{gib:,.0f} GiB", (seqs[-1], gib), (-6, 6), **above)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xlabel("sequence length, tokens (one layer, one sequence, 32 heads of 128)")
@@ -78,8 +73,8 @@ def graph() -> None:
 
     def step(start, end, formula="", gradient="", *, above=0.0, left=0.0):
         (x0, y0), (x1, y1) = places[start], places[end]
-        _arrow(ax, (x0 + 0.95, y0 + 1.3), (x1 - 0.05, y1 + 1.3))
-        _arrow(ax, (x1 - 0.05, y1 + 0.4), (x0 + 0.95, y0 + 0.4), COLORS["state"])
+        style.arrow(ax, (x0 + 0.95, y0 + 1.3), (x1 - 0.05, y1 + 1.3))
+        style.arrow(ax, (x1 - 0.05, y1 + 0.4), (x0 + 0.95, y0 + 0.4), COLORS["state"])
         x, y = (x0 + x1 + 0.9) / 2, (y0 + y1) / 2
         ax.text(x, y + 1.48 + above, formula, ha="center", va="bottom", fontsize=9)
         ax.text(x - left, y + 0.22, gradient, ha="center", va="top", fontsize=9, color=COLORS["state"])
@@ -94,9 +89,9 @@ def graph() -> None:
     ax.text(0.0, -0.45, r"$dK = \mathrm{scale}\; dS^\top Q$", **red)
     ax.text(6.4, -1.75, r"$dV = P^\top dO$", **red)
     ax.text(10.8, 1.15, r"$\delta = \mathrm{rowsum}(dO \ast O)$", **red)
-    _arrow(ax, (11.75, 2.8), (12.3, 2.8))
+    style.arrow(ax, (11.75, 2.8), (12.3, 2.8))
     ax.text(12.4, 2.8, "the loss", va="center", fontsize=9)
-    _arrow(ax, (12.3, 2.0), (11.75, 2.0), COLORS["state"])
+    style.arrow(ax, (12.3, 2.0), (11.75, 2.0), COLORS["state"])
     ax.text(12.4, 2.0, "its gradient", va="center", **red)
     ax.set_xlim(-0.2, 13.8)
     ax.set_ylim(-2.1, 5.2)
@@ -122,8 +117,8 @@ def jacobian(p: np.ndarray, matrix: np.ndarray) -> None:
     right.imshow(matrix, cmap="RdBu", vmin=-largest, vmax=largest)
     for i, j in np.ndindex(n, n):
         dark = abs(matrix[i, j]) > 0.6 * largest
-        right.text(j, i, f"{matrix[i, j]:+.3f}", ha="center", va="center", fontsize=9,
-                   color="white" if dark else COLORS["ink"])  # fmt: skip
+        color = "white" if dark else COLORS["ink"]
+        right.text(j, i, f"{matrix[i, j]:+.3f}", ha="center", va="center", fontsize=9, color=color)
     right.set_xticks(range(n))
     right.set_yticks(range(n))
     right.set_xlabel("logit $s_k$")
@@ -139,10 +134,9 @@ def jacobian(p: np.ndarray, matrix: np.ndarray) -> None:
 # --- 3. the kernel ------------------------------------------------------------------------------------------------
 
 
-def walks(tiles: int = 5) -> None:
-    """Who walks what: a dQ program along a row of tiles of P, a dK/dV program down a column;
-    full and causal.
-    """
+def walks() -> None:
+    """Who walks what: a dQ program along a row of tiles of P, a dK/dV program down a column; full and causal."""
+    tiles = 5
     style.use()
     fig, axes = plt.subplots(1, 4, figsize=(10, 3.1), layout="constrained", width_ratios=(7.5, 5.9, 7.5, 5.9))
     fig.get_layout_engine().set(w_pad=0.15)
@@ -165,10 +159,10 @@ def walks(tiles: int = 5) -> None:
         if by_rows:
             end = own + 1 if causal else tiles
             style.box(ax, end + 0.35, own, "dQ", width=1.2, color=COLORS["q"], **look)
-            _arrow(ax, (0.1, own + 0.85), (end - 0.1, own + 0.85), line=1.2)
+            style.arrow(ax, (0.1, own + 0.85), (end - 0.1, own + 0.85))
         else:
             style.box(ax, own - 0.35, tiles + 0.25, "dK, dV", width=1.7, color=COLORS["k"], edge=COLORS["ink"])
-            _arrow(ax, (own + 0.87, own + 0.1 if causal else 0.1), (own + 0.87, tiles - 0.1), line=1.2)
+            style.arrow(ax, (own + 0.87, own + 0.1 if causal else 0.1), (own + 0.87, tiles - 0.1))
         kernel = "dQ kernel" if by_rows else "dK/dV kernel"
         ax.set_title(f"{kernel}, {'causal' if causal else 'full'}", fontsize=10)
         middle = dict(fontsize=9, ha="center", va="center")
@@ -219,9 +213,7 @@ def finite_differences(
 
 
 def mistakes(z: Mapping[str, Mapping[str, float]], limit: float) -> None:
-    """Wrong kernels and the tensors that betray them: z of each tensor, in color where it is
-    above the limit.
-    """
+    """Wrong kernels and the tensors that betray them: z of each tensor, in color where it is above the limit."""
     names = list(next(iter(z.values())))
     fig, ax = style.new(7.6, 0.29 * len(z) + 0.7)
     style.blank(ax)
@@ -244,6 +236,16 @@ def mistakes(z: Mapping[str, Mapping[str, float]], limit: float) -> None:
         alt=f"A table of {len(z)} mistakes against o, lse, dq, dk and dv. A cell holds the largest z of that tensor "
         "and is dark where it is above the limit. o and lse never are; dq or dk nearly always, dv in a few rows.",
     )
+
+
+# --- 5. measurement -----------------------------------------------------------------------------------------------
+
+
+def backward_tflops(record: dict, seq: int, alt: str) -> None:
+    """TFLOP/s of the backward pass beside SDPA's backends, one group of bars a case."""
+    title = f"The backward pass at seq {seq}, fp16, before any tuning"
+    most = 5 / 7 * record["ceilings"]["gemm_flops_per_s"] / 1e12
+    tflops(record, seq, "phase 4", title, alt, (f"ours at a large product's rate: {most:.0f}", most))
 
 
 # --- 6. training with a wrong gradient ----------------------------------------------------------------------------
@@ -280,10 +282,9 @@ def live(curves: Mapping[str, Sequence[float]]) -> None:
     )
 
 
-def mutants(record: Mapping, names: Mapping[str, str], hidden: Sequence[str] = (), window: int = 20) -> None:
-    """Training with wrong gradients: the named ones in color, others in grey, without `hidden`; means of `window`
-    steps.
-    """
+def mutants(record: Mapping, names: Mapping[str, str], hidden: Sequence[str]) -> None:
+    """Training with wrong gradients: the named ones in color, others in grey, without `hidden`; means of steps."""
+    window = 20
     fig, ax = style.new(8.2, 4.2)
     looks = (
         dict(color=COLORS["ink"], linewidth=2.2),
@@ -320,3 +321,42 @@ def mutants(record: Mapping, names: Mapping[str, str], hidden: Sequence[str] = (
         "one or three for each other mistake. All fall together at first. The right gradient ends near 0.5 and dK "
         "scaled twice just above it. delta = 0 leaves after about 100 steps, rises, and ends between 1.9 and 3.3.",
     )
+
+
+def training_record(record: dict, alt: str) -> None:
+    """Long training runs, a column for each dtype: the losses, and how far two right kernels drift apart."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in record["rows"]))
+    style.use()
+    options = dict(layout="constrained", sharex=True, sharey="row", squeeze=False)
+    fig, axes = plt.subplots(2, len(dtypes), figsize=(9, 5), **options)
+    looks = {
+        "SDPA math": dict(color=COLORS["s"], linewidth=6),
+        "SDPA fused": dict(color=COLORS["peer"], linewidth=3),
+        "ours": dict(color=COLORS["ink"], linewidth=0.8),
+    }
+    for (top, below), dtype in zip(axes.T, dtypes, strict=True):
+        runs = {row["attention"]: row for row in record["rows"] if row["dtype"] == dtype}
+        losses = {name: np.array(runs[name]["losses"]) for name in looks}
+        for name, look in looks.items():
+            top.plot(losses[name], label=name, **look)
+        for name, color in (("SDPA math", COLORS["s"]), ("ours", COLORS["ink"])):
+            apart = np.abs(losses[name] - losses["SDPA fused"])
+            window = 20
+            mean = np.convolve(apart, np.full(window, 1 / window), mode="valid")
+            steps = np.arange(len(mean)) + window // 2
+            below.plot(
+                steps, np.where(mean > 0, mean, np.nan), color=color, linewidth=1.2, label=f"{name} against SDPA fused"
+            )
+        fused = runs["SDPA fused"]["fused"].lower().replace("_", " ")
+        top.set_title(f"{dtype} (SDPA fused: {fused})", fontsize=10)
+        top.set_yscale("log")
+        top.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+        top.minorticks_off()
+        below.set_yscale("log")
+        below.set_xlabel("step")
+    axes[0, 0].set_ylabel("loss, nats a character")
+    axes[1, 0].set_ylabel("|difference of losses|,\nmean of 20 steps")
+    axes[0, 0].legend(fontsize=9)
+    axes[1, 0].legend(fontsize=9, loc="lower right")
+    style.sign(fig, records.describe(record))
+    style.show(fig, alt)

@@ -30,7 +30,7 @@ from common import runtime
 from common.measure import records
 from common.phases import ROOT
 from common.verify import emulator
-from common.verify.mutants import MUTANTS
+from common.verify.mistakes import MISTAKES
 from phase3_forward.forward import _attn_fwd_kernel
 from phase4_backward.backward import _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel, _delta_kernel, flash_attention
 
@@ -159,12 +159,10 @@ def train(
 
 
 @torch.no_grad()
-def complete(model: GPT, prompts: list[str], *, length: int = 48) -> list[str]:
-    """Each prompt, all of one length, with the model's likeliest continuation up to the end of
-    the line.
-    """
+def complete(model: GPT, prompts: list[str]) -> list[str]:
+    """Each prompt, all of one length, with the model's likeliest continuation up to the end of the line."""
     tokens = torch.stack([encode(p) for p in prompts]).to(runtime.DEVICE)
-    for _ in range(length):
+    for _ in range(48):
         best = model(tokens[:, -model.context :])[:, -1].argmax(dim=-1)
         tokens = torch.cat([tokens, best[:, None]], dim=1)
     return [decode(row).split("\n")[0] for row in tokens]
@@ -181,7 +179,7 @@ def score(model: GPT, numbers: int = 500) -> tuple[float, list[str]]:
 
 
 def sdpa(backend: SDPBackend | None = None) -> Callable:
-    """PyTorch's attention, by one of its backends; by the one it likes best without."""
+    """PyTorch's attention, by one of its backends, or by the one that it chooses."""
 
     def attention(q, k, v, is_causal=False):
         with sdpa_kernel(backend) if backend is not None else contextlib.nullcontext():
@@ -210,7 +208,7 @@ def record(steps: int = 2000) -> list[dict]:
     return rows
 
 
-# Mistakes of a backward pass, by their names in common.verify.mutants: of logic, and of precision.
+# Mistakes of a backward pass, by their names in common.verify.mistakes: of logic, and of precision.
 LOGIC = (
     "delta_zero", "delta_unnormalized", "delta_shifted", "delta_outside", "p_without_lse", "p_shifted",
     "causal_forgotten", "dq_unscaled", "dk_unscaled", "dk_scaled_twice", "dq_last_tile", "dv_from_ds",
@@ -221,7 +219,7 @@ REPEATED = ("delta_zero", "dk_scaled_twice", "p_without_lse", "dq_unscaled")
 
 def emulated(mutant: str = "") -> Callable:
     """The kernels' emulation in PyTorch, right or with the mistake of that name."""
-    steps = MUTANTS[mutant].steps if mutant else emulator.Steps()
+    steps = MISTAKES[mutant].steps if mutant else emulator.Steps()
 
     def attention(q, k, v, is_causal=False):
         return emulator.emulate(q, k, v, is_causal=is_causal, steps=steps)[0]
@@ -229,13 +227,13 @@ def emulated(mutant: str = "") -> Callable:
     return attention
 
 
-def wrong_gradients(steps: int = 400) -> list[dict]:
+def wrong_gradients() -> list[dict]:
     """Training with each mistake beside the right gradient: one row a run, as in `record`.
 
     Three seeds for the right gradient and for four mistakes; one for the others, and for SDPA. losses ends early where
     the next one is no number.
     """
-    sizes = dict(heads=1, context=64, batch=16)
+    steps, sizes = 400, dict(heads=1, context=64, batch=16)
     runs = [("SDPA", sdpa(), 0)]
     for name in ("", *LOGIC, *PRECISION):
         seeds = range(3) if name in ("", *REPEATED) else [0]

@@ -1,3 +1,1 @@
-"""How fast, how many bytes, which instructions: timing, records with provenance, traffic,
-offline compilation.
-"""
+"""How fast, how many bytes, which instructions: timing, records with provenance, traffic, offline compilation."""

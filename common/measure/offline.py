@@ -35,8 +35,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-# Shared memory that one program may use, in bytes (CUDA C++ Programming Guide, compute
-# capabilities; CDNA 3 ISA: LDS).
+# Shared memory that one program may use, in bytes (CUDA C++ Programming Guide, compute capabilities; CDNA 3 ISA: LDS).
 SHARED_LIMIT = {
     "sm_75": 64 * 1024,
     "sm_80": 163 * 1024,
@@ -90,7 +89,7 @@ class Compiled:
     instructions: dict[str, int] = field(default_factory=dict)
     assembly: str = ""  # PTX, or AMD assembly
     sass: str = ""  # NVIDIA machine code, on request
-    # Ptxas lets each wgmma wait for the one before, as it does not trust their accumulators.
+    # ptxas lets each wgmma wait for the one before, as it does not trust their accumulators.
     serialized: bool = False
     error: str | None = None
 
@@ -236,39 +235,11 @@ def _is_edited(kernel) -> bool:
 def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
     """Compile a RecordedLaunch, as a dict, in this process, which must not interpret."""
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    name = launch["name"]
+    nvidia = target.startswith("sm_")
+    gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
     with contextlib.ExitStack() as stack:
-        if launch["source"] is None:
-            kernel = _imported(launch["module"], name)
-        else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            path = Path(folder, "cell.py")
-            path.write_text(launch["source"])
-            spec = importlib.util.spec_from_file_location("cell", path)
-            cell = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(cell)
-            kernel = getattr(cell, name)
-
-        def as_tuples(x):
-            return tuple(as_tuples(i) for i in x) if isinstance(x, list) else x
-
-        def loaded(value):
-            return _imported(**value) if isinstance(value, dict) else value
-
-        kind = ASTSource
-        if kernel.is_gluon():
-            from triton.experimental.gluon._runtime import GluonASTSource as kind
-
-        source = kind(
-            fn=kernel,
-            signature={n: as_tuples(t) for n, t in launch["signature"].items()},
-            constexprs={tuple(path): loaded(value) for path, value in launch["constexprs"]},
-            attrs={tuple(path): [["tt.divisibility", 16]] for path in launch["divisible"]},
-        )
-        nvidia = target.startswith("sm_")
-        gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
+        source = _program(launch, stack)
         try:
             made = triton.compile(source, target=gpu, options=launch["options"])
         except OSError as error:  # the compiler was not asked
@@ -276,22 +247,66 @@ def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
                 f"{error}. Is Triton's cache yours to write in? TRITON_CACHE_DIR names another folder"
             ) from error
         except Exception as error:  # the compiler raises many types; its message is the result
-            reason = error
-            # An error inside a jitted function is wrapped in that of its caller.
-            while reason.__cause__:
-                reason = reason.__cause__
-            text = f"{type(error).__name__}: {error}"
-            return Compiled(name, target, error=text if str(reason) in text else f"{text}\n{reason}")
-    assembly = made.asm["ptx" if nvidia else "amdgcn"]
-    counts = {what: len(re.findall(pattern, assembly)) for what, pattern in INSTRUCTIONS.items()}
-    shared = made.metadata.shared
-    if not nvidia:
-        registers = int(re.search(r"\.vgpr_count:\s*(\d+)", assembly)[1])
-        spills = int(re.search(r"\.private_segment_fixed_size:\s*(\d+)", assembly)[1])
-        return Compiled(name, target, shared, registers, spills, counts, assembly)
-    usage = _cuobjdump(made.asm["cubin"], "-res-usage")
-    registers = int(re.search(r"REG:(\d+)", usage)[1])
-    stack_bytes = int(re.search(r"STACK:(\d+)", usage)[1])
+            return Compiled(launch["name"], target, error=_message(error))
+    return (_of_nvidia if nvidia else _of_amd)(launch["name"], target, made, sass)
+
+
+def _program(launch: dict, stack: contextlib.ExitStack):
+    """What the compiler is given for a launch. It reads the kernel's file, which stays until `stack` is closed."""
+    from triton.compiler import ASTSource
+
+    if launch["source"] is None:
+        kernel = _imported(launch["module"], launch["name"])
+    else:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory()), "cell.py")
+        path.write_text(launch["source"])
+        spec = importlib.util.spec_from_file_location("cell", path)
+        cell = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(cell)
+        kernel = getattr(cell, launch["name"])
+
+    def as_tuples(x):
+        return tuple(as_tuples(i) for i in x) if isinstance(x, list) else x
+
+    def loaded(value):
+        return _imported(**value) if isinstance(value, dict) else value
+
+    kind = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as kind
+
+    return kind(
+        fn=kernel,
+        signature={n: as_tuples(t) for n, t in launch["signature"].items()},
+        constexprs={tuple(path): loaded(value) for path, value in launch["constexprs"]},
+        attrs={tuple(path): [["tt.divisibility", 16]] for path in launch["divisible"]},
+    )
+
+
+def _message(error: Exception) -> str:
+    """What the compiler says. An error inside a jitted function is wrapped in that of its caller."""
+    reason = error
+    while reason.__cause__:
+        reason = reason.__cause__
+    text = f"{type(error).__name__}: {error}"
+    return text if str(reason) in text else f"{text}\n{reason}"
+
+
+def _counts(assembly: str) -> dict[str, int]:
+    return {what: len(re.findall(pattern, assembly)) for what, pattern in INSTRUCTIONS.items()}
+
+
+def _of_amd(name, target, made, sass) -> Compiled:
+    assembly = made.asm["amdgcn"]
+    registers = int(re.search(r"\.vgpr_count:\s*(\d+)", assembly)[1])
+    spills = int(re.search(r"\.private_segment_fixed_size:\s*(\d+)", assembly)[1])
+    return Compiled(name, target, made.metadata.shared, registers, spills, _counts(assembly), assembly)
+
+
+def _of_nvidia(name, target, made, sass) -> Compiled:
+    assembly, usage = made.asm["ptx"], _cuobjdump(made.asm["cubin"], "-res-usage")
+    counts, shared = _counts(assembly), made.metadata.shared
+    registers, stack_bytes = (int(re.search(rf"{of}:(\d+)", usage)[1]) for of in ("REG", "STACK"))
     text = _cuobjdump(made.asm["cubin"], "-sass") if sass or counts["wgmma"] else ""
     # One group of products that run on their own is opened in PTX by wgmma.fence, in machine code by ARRIVE.
     serialized = text.count("WARPGROUP.ARRIVE") > assembly.count("wgmma.fence")

@@ -80,7 +80,7 @@ def settings_fingerprint(settings: Sequence[object]) -> str:
 def provenance(
     kernels: Iterable, commit: str | None = None, packages: Sequence[str] = (), settings: Sequence[object] = ()
 ) -> dict:
-    """On what, with what, of what, when: GPU, driver, clocks, versions, commit, command, hashes, date (UTC).
+    """What was measured, with what and when: GPU, driver, clocks, versions, commit, command, hashes, date (UTC).
 
     packages: peers that come as packages of their own, whose versions are wanted too. settings: what a record depends
     on beside the kernels and the clock, as for settings_fingerprint; if there are none, no hash is recorded. Raises

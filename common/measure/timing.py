@@ -28,7 +28,7 @@ def products_done(seq: int, block_m: int, block_n: int, is_causal: bool) -> int:
 class Timing(NamedTuple):
     """Milliseconds of a call: median, fastest and slowest on the GPU, and the least that the host took to queue it.
 
-    late: the host never was in time, so that the GPU's times include waiting for it.
+    late: the host was never in time, so that the GPU's times include waiting for it.
     """
 
     median: float
@@ -155,7 +155,7 @@ def measure(providers: dict[str, Callable[[], object]], *, rounds: int = 1, **ca
                     callers[provider] = caller_ms(providers[provider])
             except torch.cuda.OutOfMemoryError:
                 notes[provider] = "out of memory"
-            except Exception as error:  # whatever a peer says no with, the others are measured
+            except Exception as error:  # whatever error a peer refuses with, the others are measured
                 notes[provider] = (str(error).splitlines() or [type(error).__name__])[0][:120]
     rows = []
     for provider in providers:

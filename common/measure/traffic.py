@@ -96,9 +96,7 @@ def softmax_bytes(rows: int, cols: int, sweeps: int, size: int) -> int:
 
 
 def matmul_bytes(m: int, n: int, k: int, block_m: int, block_n: int, size: int, out_size: int) -> int:
-    """(m, k) x (k, n) in tiles: a is read once for every column of tiles, b once for every row
-    of tiles.
-    """
+    """(m, k) x (k, n) in tiles: a is read once for every column of tiles, b once for every row of tiles."""
     reads = m * k * triton.cdiv(n, block_n) + k * n * triton.cdiv(m, block_m)
     return reads * size + m * n * out_size
 
@@ -114,9 +112,7 @@ def unfused_attention_bytes(seq_q: int, seq_k: int, head_dim: int, block: int, s
 
 
 def least_unfused_attention_bytes(seq_q: int, seq_k: int, head_dim: int, size: int) -> int:
-    """The same three steps if every matrix were read just once a step: what no unfused version
-    can go below.
-    """
+    """The same three steps if every matrix were read just once a step: what no unfused version can go below."""
     inputs_and_output = (2 * seq_q + 2 * seq_k) * head_dim * size
     return inputs_and_output + 2 * seq_q * seq_k * (4 + size)
 

@@ -34,10 +34,8 @@ def main() -> int:
     shutil.copy(HERE / "conf.py", SOURCE)
     for name in ("course.css", "course.js", "favicon.svg"):
         shutil.copy(HERE / name, SOURCE / "_static")
-    pages = dict(
-        index=index(), exercises=exercise_page(), code=code_page(), api=api_page(),
-        records=records_page(), pictures=pictures_page(),
-    )  # fmt: skip
+    pages = dict(index=index(), exercises=exercise_page(), code=code_page(), api=api_page())
+    pages |= dict(records=records_page(), pictures=pictures_page())
     pages |= {name.lower(): linked((ROOT / f"{name}.md").read_text()) for name in BESIDE}
     for name, text in pages.items():
         (SOURCE / f"{name}.md").write_text(text)
@@ -45,7 +43,7 @@ def main() -> int:
         target = SOURCE / path.relative_to(ROOT)
         target.parent.mkdir(exist_ok=True)
         target.write_text(with_pictures(path.read_text()))
-    for path in ("common/learn/overview.png", "phase5_tuning/speeds.png"):
+    for path in re.findall(r"\]\((\S+\.png)\)", (ROOT / "README.md").read_text()):
         (SOURCE / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, SOURCE / path)
     shutil.copy(ROOT / "LICENSE", SOURCE)

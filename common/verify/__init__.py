@@ -1,6 +1,4 @@
-"""Is this what a correct kernel may return? The harness, its truth, its inputs, and wrong
-kernels to prove it.
-"""
+"""Is this what a correct kernel may return? The harness, its truth, its inputs, and wrong kernels to prove it."""
 
 from common.verify.harness import Report, TensorResult, VerificationError, verify_results, verify_softmax
 

@@ -10,16 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.verify.emulator import (
-    Steps,
-    backward,
-    forward,
-    inverse_rescale,
-    last_of_group,
-    not_rescaled,
-    not_rescaled_last,
-    summed_modulo,
-)
+from common.verify.emulator import Steps, backward, forward
+from common.verify.mistakes import MISTAKES, summed_modulo, tiles_skipped, tiles_unmasked, whole_tiles
 from common.verify.reference import NEG_INF
 
 import torch
@@ -95,7 +87,8 @@ def _hypotheses(name, c: Context) -> Iterator[tuple[str, dict]]:
         return
     if name in ("o", "lse"):
         yield from _forward_mistakes(c)
-        yield from _LSE_MISTAKES.items() if name == "lse" else ()
+        if name == "lse":
+            yield from map(_known, ("lse_base_2", "lse_mixed_base", "lse_without_max", "lse_without_sum"))
     else:
         yield from _backward_mistakes(name, c)
 
@@ -105,133 +98,100 @@ def _flushed_exp(x):
     return torch.where(x < -87, 0.0, torch.exp(x))
 
 
-_MASK_MISTAKES = {
-    "this is attention without the causal mask": lambda i, j, m, n: j >= 0,
-    "the causal mask hides the diagonal: query i sees keys j <= i, not j < i": lambda i, j, m, n: j < i,
-    "the causal mask shows one key too many: query i sees keys j <= i, not j <= i + 1": (lambda i, j, m, n: j <= i + 1),
-    "the causal mask is the wrong way round: query i sees keys j <= i, not j >= i": lambda i, j, m, n: j >= i,
-}
-_SCALE_MISTAKES = {
-    "the scale is missing: S = scale * Q K^T": lambda scale, d: 1.0,
-    "the scale is applied twice": lambda scale, d: scale**2,
-    "exp2 was used where exp is meant: exp(x) = exp2(x * log2(e))": lambda scale, d: scale * LN2,
-    "log2(e) is folded into the scale but exp (not exp2) is used": lambda scale, d: scale / LN2,
-}
-_RESCALE_MISTAKES = {
-    "neither the accumulator nor l is rescaled by alpha when the maximum grows": dict(
-        rescale_acc=not_rescaled, rescale_sum=not_rescaled
-    ),
-    "the accumulator is not rescaled by alpha when the maximum grows (l is)": dict(rescale_acc=not_rescaled),
-    "l is not rescaled by alpha when the maximum grows (the accumulator is)": dict(rescale_sum=not_rescaled),
-    "the accumulator is not rescaled by alpha in the last tile": dict(rescale_acc=not_rescaled_last),
-    "l is not rescaled by alpha in the last tile": dict(rescale_sum=not_rescaled_last),
-    "the accumulator is divided by alpha = exp(m_old - m_new): multiply": dict(rescale_acc=inverse_rescale),
-    "l is divided by alpha = exp(m_old - m_new): multiply": dict(rescale_sum=inverse_rescale),
-}
-_LSE_MISTAKES = {
-    "the LSE is in base 2: multiply by ln 2, the saved LSE is a natural logarithm": dict(
-        lse=lambda m, l: (m + torch.log(l)) / LN2
-    ),
-    "the LSE mixes m with log2(l): both in natural units, LSE = m + log(l)": dict(lse=lambda m, l: m + torch.log2(l)),
-    "the LSE is log(l) without the maximum: LSE = m + log(l)": dict(lse=lambda m, l: torch.log(l)),
-    "the LSE is the maximum alone: LSE = m + log(l)": dict(lse=lambda m, l: m),
-}
+def _known(*names, tensor="", tile=0, **changes) -> tuple[str, dict]:
+    """The hint of the first of these mistakes, and what all of them change; `changes` come on top."""
+    change = {field: wrong for name in names for field, wrong in MISTAKES[name].change.items()}
+    return MISTAKES[names[0]].hint.format(tensor=tensor, tile=tile), change | changes
 
 
 def _forward_mistakes(c: Context) -> Iterator[tuple[str, dict]]:
-    batch, heads, seq_q, head_dim = c.q.shape
-    heads_kv, seq_k = c.k.shape[1:3]
-    ragged = [tile for tile in TILE_SIZES if seq_k % tile]
-    padded_keys = {tile: -(-seq_k // tile) * tile for tile in ragged}
-
-    sentence = (
-        "o is 0 where all logits are far below zero: does the running maximum start at a finite value instead of -inf, "
-        "or do keys past the end count as logit 0?"
-    )
-    yield sentence, dict(first_max=0.0, exp=_flushed_exp)
+    yield _known("max_starts_at_0", exp=_flushed_exp)
     if c.is_causal:
-        for sentence, visible in _MASK_MISTAKES.items():
-            yield sentence, dict(visible=visible)
-        if seq_q != seq_k:
-            sentence = "the causal mask is aligned bottom-right; SDPA's is_causal counts from the top left"
-            yield sentence, dict(visible=lambda i, j, m, n: j <= i + n - m)
-        for tile in (t for t in TILE_SIZES if t < min(seq_q, seq_k)):
-            sentence = f"the tile on the diagonal is not masked inside (tiles of {tile})"
-            yield sentence, dict(visible=lambda i, j, m, n, t=tile: j // t <= i // t)
-            sentence = f"the tile on the diagonal is skipped (tiles of {tile}): it is partly visible"
-            yield sentence, dict(visible=lambda i, j, m, n, t=tile: j // t < i // t)
-        sentence = "hidden keys keep some weight: the mask must write -inf, not 0 or a large negative number"
-        for hidden, keys in itertools.product((0.0, -1e6), sorted({seq_k, *padded_keys.values()})):
-            yield sentence, dict(hidden=hidden, block_n=keys)
-    for sentence, scale in _SCALE_MISTAKES.items():
-        yield sentence, dict(scale=scale)
+        yield from _mask_mistakes(c)
+    yield from _scale_mistakes(c)
+    yield from _address_mistakes(c)
+    yield from _tail_mistakes(c)
+    yield _known("not_normalized")
+    rescaled = ("acc_not_rescaled", "sum_not_rescaled", "acc_not_rescaled_last", "sum_not_rescaled_last")
+    for tile in (t for t in TILE_SIZES if t < c.k.shape[2]):
+        for name in ("nothing_rescaled", *rescaled, "acc_inverse_rescale", "sum_inverse_rescale"):
+            yield _known(name, block_m=tile, block_n=tile)
+
+
+def _mask_mistakes(c: Context) -> Iterator[tuple[str, dict]]:
+    seq_q, seq_k = c.q.shape[2], c.k.shape[2]
+    for name in ("causal_ignored", "causal_strict", "causal_loose", "causal_flipped"):
+        yield _known(name)
+    if seq_q != seq_k:
+        yield _known("causal_bottom_right")
+    for tile in (t for t in TILE_SIZES if t < min(seq_q, seq_k)):
+        yield _known("causal_tiles_only", tile=tile, visible=tiles_unmasked(tile))
+        yield _known("diagonal_skipped", tile=tile, visible=tiles_skipped(tile))
+    padded = {_up_to(tile, seq_k) for tile in TILE_SIZES}
+    for hidden, keys in itertools.product((0.0, -1e6), sorted({seq_k, *padded})):
+        yield _known("hidden_is_0", hidden=hidden, block_n=keys)
+
+
+def _up_to(tile, seq_k):
+    return -(-seq_k // tile) * tile
+
+
+def _scale_mistakes(c: Context) -> Iterator[tuple[str, dict]]:
+    yield _known("scale_missing")
+    yield _known("scale_twice")
+    # exp2 in place of exp, but for the LSE.
+    yield "exp2 was used where exp is meant: exp(x) = exp2(x * log2(e))", dict(scale=lambda scale, d: scale * LN2)
+    yield _known("exp_for_exp2")
+    head_dim = c.q.shape[3]
     padded = 1 / math.sqrt(2 ** math.ceil(math.log2(head_dim)))
     if padded != c.scale == 1 / math.sqrt(head_dim):
-        sentence = "the scale is that of the padded head_dim: use the true head_dim"
-        yield sentence, dict(scale=lambda scale, d: padded)
+        yield _known("scale_padded", scale=lambda scale, d: padded)
+
+
+def _address_mistakes(c: Context) -> Iterator[tuple[str, dict]]:
+    (batch, heads), heads_kv = c.q.shape[:2], c.k.shape[1]
     if heads != heads_kv:
-        sentence = "query head h reads key head h % heads_kv; it should read h // (heads_q / heads_kv)"
-        yield sentence, dict(key_head=lambda h, heads_q, heads_kv: h % heads_kv)
+        yield _known("heads_modulo")
     if heads_kv > 1:
-        sentence = "every head reads key head 0: is the head's stride added to the base pointer?"
-        yield sentence, dict(key_head=lambda h, heads_q, heads_kv: 0 * h)
+        yield _known("heads_first")
     if batch > 1:
-        sentence = "every batch reads the keys of batch 0: is the batch stride added?"
-        yield sentence, dict(key_batch=lambda b: 0 * b)
-    for tile in ragged:
-        if whole := seq_k // tile * tile:
-            sentence = f"the last, partial tile of keys is dropped (tiles of {tile}): use a ceiling division"
-            yield sentence, dict(loop_end=lambda seq_k, whole=whole: whole, block_n=whole)
-        sentence = f"keys past the end count as logit 0 (tiles of {tile}): the tail must be masked with -inf"
-        yield sentence, dict(in_bounds=lambda j, seq_k: j >= 0, block_n=padded_keys[tile])
+        yield _known("batch_first")
+
+
+def _tail_mistakes(c: Context) -> Iterator[tuple[str, dict]]:
+    seq_k = c.k.shape[2]
+    for tile in (tile for tile in TILE_SIZES if seq_k % tile):
+        if whole := whole_tiles(tile)(seq_k):
+            yield _known("tail_dropped", tile=tile, loop_end=whole_tiles(tile), block_n=whole)
+        yield _known("tail_unmasked", tile=tile, block_n=_up_to(tile, seq_k))
     if seq_k > 1:
-        sentence = "the last key is not seen: keys 0..seq_k - 1 are in bounds"
-        yield sentence, dict(in_bounds=lambda j, seq_k: j < seq_k - 1)
-    yield "the result is not divided by the row sum l", dict(normalize=lambda acc, l: acc)
-    for tile in (t for t in TILE_SIZES if t < seq_k):
-        for sentence, wrong_rescale in _RESCALE_MISTAKES.items():
-            yield sentence, dict(block_m=tile, block_n=tile, **wrong_rescale)
+        yield _known("tail_one_short")
 
 
-_DS_MISTAKES = {  # of dQ and dK
-    "{} is not multiplied by the scale": dict(scale_dq=lambda scale: 1.0, scale_dk=lambda scale: 1.0),
-    "{} is multiplied by the scale twice": dict(scale_dq=lambda scale: scale**2, scale_dk=lambda scale: scale**2),
-    "delta is missing: dS = P * (dP - delta)": dict(delta=lambda delta, l, dtype: 0 * delta),
-    "delta uses an O that is not divided by l": dict(delta=lambda delta, l, dtype: delta * l),
-    "delta belongs to the neighboring row": dict(delta=lambda delta, l, dtype: delta.roll(1, dims=-1)),
-    "delta is outside the product: dS = P * (dP - delta), not P * dP - delta": dict(
-        ds=lambda p, dp, delta: p * dp - delta
-    ),
-    "delta is outside the product: dS = P * (dP - delta), not P * dP - delta (where visible)": dict(
-        # Hidden elements are left out.
-        ds=lambda p, dp, delta: torch.where(p == 0, 0.0, p * dp - delta)
-    ),
-}
-_DV_MISTAKES = {"dV is dS^T dO: it takes P, dV = P^T dO": dict(dv_weights=lambda p, ds: ds)}
-_P_MISTAKES = {
-    "P is recomputed without the row sum: P = exp(S - LSE), not exp(S - m)": dict(saved_lse=lambda lse, m: m),
-    "P is recomputed with the LSE of the neighboring row": dict(saved_lse=lambda lse, m: lse.roll(1, dims=-1)),
-}
-_GROUP_MISTAKES = {
-    "only the last query head of each group reaches {}: sum over the group": dict(
-        share_dk=last_of_group, share_dv=last_of_group
-    ),
-    "{} is summed over the heads h % heads_kv: a group is heads_q / heads_kv neighbors": dict(
-        share_dk=summed_modulo, share_dv=summed_modulo
-    ),
-}
+def _ds_mistakes(name) -> Iterator[tuple[str, dict]]:
+    """Of dQ and dK."""
+    yield _known("dq_unscaled", "dk_unscaled", tensor=name)
+    yield _known("dk_scaled_twice", tensor=name, scale_dq=lambda scale: scale**2)
+    for mistake in ("delta_zero", "delta_unnormalized", "delta_shifted"):
+        yield _known(mistake)
+    sentence, change = _known("delta_outside")
+    yield sentence, change
+    # Hidden elements are left out.
+    yield f"{sentence} (where visible)", dict(ds=lambda *given: torch.where(given[0] == 0, 0.0, change["ds"](*given)))
 
 
 def _backward_mistakes(name, c: Context) -> Iterator[tuple[str, dict]]:
-    mistakes = dict(_DV_MISTAKES if name == "dv" else _DS_MISTAKES)
+    yield from [_known("dv_from_ds")] if name == "dv" else _ds_mistakes(name)
     if c.is_causal:
-        mistakes["the backward pass forgets the causal mask"] = dict(visible_backward=lambda i, j, m, n: j >= 0)
-    mistakes |= _P_MISTAKES | (_GROUP_MISTAKES if c.q.shape[1] != c.k.shape[1] else {})
-    for sentence, changes in mistakes.items():
-        yield sentence.format(name), changes
+        yield _known("causal_forgotten")
+    yield _known("p_without_lse")
+    yield _known("p_shifted")
+    if c.q.shape[1] != c.k.shape[1]:
+        yield _known("dk_last_of_group", "dv_last_of_group", tensor=name)
+        yield _known("dk_shared_modulo", tensor=name, share_dv=summed_modulo)
+    loop = "block_n" if name == "dq" else "block_m"
     for tile in TILE_SIZES:
-        sentence = f"{name} holds the last tile of its loop alone (tiles of {tile}): add to it, do not overwrite"
-        loop = "block_n" if name == "dq" else "block_m"
+        sentence, _ = _known("dq_last_tile", tensor=name, tile=tile)
         yield sentence, {loop: tile, "tiles_backward": lambda tiles: tiles[-1:]}
 
 
@@ -295,46 +255,60 @@ def _rounded(name, actual, finite, c: Context) -> str | None:
 
 def _place(name, error, wrong, rows) -> str | None:
     """Where the wrong elements are, if the errors elsewhere are much smaller: elements, heads, rows, columns."""
-
-    def stands_out(inside):
-        inside = inside.expand_as(error)
-        outside = error[~inside]
-        return outside.numel() > 0 and outside.square().mean() < 0.01 * error[inside].square().mean()
-
     if wrong.dim() == 3:
         error, wrong = error[..., None], wrong[..., None]
-    seq, head_dim = wrong.shape[2:]
     total = int(wrong.sum())
-    if total <= max(3, wrong.numel() // 1000) and stands_out(wrong):
+    if total <= max(3, wrong.numel() // 1000) and _stands_out(error, wrong):
         return f"{total} of {wrong.numel()} elements wrong, the rest right: a store that overlaps, an index off by one?"
-
-    bad_heads = wrong.flatten(2).any(dim=-1)
     bad_rows = wrong.any(dim=-1).any(dim=0).any(dim=0).nonzero().flatten().tolist()
     first, last = bad_rows[0], bad_rows[-1]
-    if stands_out(bad_heads[..., None, None]):
-        place = tuple(bad_heads.nonzero()[0].tolist())
-        spilled = last < seq - 1 and any(seq % tile and last < tile - seq % tile for tile in TILE_SIZES)
-        if spilled and rows is None and not bad_heads.flatten()[0]:
-            return (
-                f"rows 0 to {last} of (batch, head) {place} are wrong, the first head is right: does the partial tile "
-                "of the head before it store past its end?"
-            )
+    return (
+        _some_heads(error, wrong, last, rows)
+        or (_rows_from(first, error, wrong) if rows is None else None)
+        or _some_columns(error, wrong)
+    )
+
+
+def _stands_out(error, inside) -> bool:
+    inside = inside.expand_as(error)
+    outside = error[~inside]
+    return bool(outside.numel() > 0 and outside.square().mean() < 0.01 * error[inside].square().mean())
+
+
+def _some_heads(error, wrong, last, rows) -> str | None:
+    seq, bad_heads = wrong.shape[2], wrong.flatten(2).any(dim=-1)
+    if not _stands_out(error, bad_heads[..., None, None]):
+        return None
+    place = tuple(bad_heads.nonzero()[0].tolist())
+    spilled = last < seq - 1 and any(seq % tile and last < tile - seq % tile for tile in TILE_SIZES)
+    if spilled and rows is None and not bad_heads.flatten()[0]:
         return (
-            f"only some (batch, head) are wrong, first {place}: are base pointers, each tensor's own strides and the "
-            "head mapping right?"
+            f"rows 0 to {last} of (batch, head) {place} are wrong, the first head is right: does the partial tile "
+            "of the head before it store past its end?"
         )
-    if rows is None:
-        after = torch.arange(seq, device=wrong.device)[:, None] >= first
-        tail = next((t for t in TILE_SIZES if t < seq and seq % t and first >= seq // t * t), None)
-        if tail and stands_out(after):
-            return f"only rows of the last, partial tile are wrong (from {first} on): look at the bounds mask"
-        if first > 0 and first % TILE_SIZES[0] == 0 and stands_out(after):
-            return f"rows 0 to {first - 1} are right, errors begin at row {first}: what changes at that tile?"
-    columns = wrong.flatten(0, 2).any(dim=0)
-    if head_dim > 1 and stands_out(columns):
-        bad = columns.nonzero().flatten().tolist()
-        return f"only columns {bad[0]}..{bad[-1]} of head_dim are wrong: look at the head_dim mask and offsets"
+    return (
+        f"only some (batch, head) are wrong, first {place}: are base pointers, each tensor's own strides and the "
+        "head mapping right?"
+    )
+
+
+def _rows_from(first, error, wrong) -> str | None:
+    seq = wrong.shape[2]
+    if not _stands_out(error, torch.arange(seq, device=wrong.device)[:, None] >= first):
+        return None
+    if any(t < seq and seq % t and first >= seq // t * t for t in TILE_SIZES):
+        return f"only rows of the last, partial tile are wrong (from {first} on): look at the bounds mask"
+    if first > 0 and first % TILE_SIZES[0] == 0:
+        return f"rows 0 to {first - 1} are right, errors begin at row {first}: what changes at that tile?"
     return None
+
+
+def _some_columns(error, wrong) -> str | None:
+    columns = wrong.flatten(0, 2).any(dim=0)
+    if len(columns) == 1 or not _stands_out(error, columns):
+        return None
+    bad = columns.nonzero().flatten().tolist()
+    return f"only columns {bad[0]}..{bad[-1]} of head_dim are wrong: look at the head_dim mask and offsets"
 
 
 def _size(name, error, truth, wrong, finite) -> str:

@@ -1,7 +1,7 @@
 """FlashAttention, forward and backward, in plain PyTorch, with every decision of a kernel as data.
 
-Each decision is one field of `Steps`; the defaults are right. `mutants` replaces one field to make a wrong kernel that
-the harness must reject. `diagnose` does the same in fp64 to recognize the mistake in a result.
+Each decision is one field of `Steps`; the defaults are right. Each of `mistakes` replaces one, which makes a wrong
+kernel that the harness must reject. `diagnose` does the same in fp64 to recognize the mistake in a result.
 
 The textbook version, to read and to debug against, is `reference.tiled_attention`. Beside it this one pads the last
 tiles as kernels do (a mask can be forgotten only where there is padding) and visits the tiles that a causal mask hides
@@ -172,26 +172,3 @@ def _shown(q, k, seq_q, seq_k, in_bounds, visible):
 
 def _finite(x):
     return torch.where(x == NEG_INF, 0.0, x)
-
-
-# --- wrong steps that mutants and diagnoses share ---------------------------------------------------
-
-
-def not_rescaled(alpha, last):
-    return torch.ones_like(alpha)
-
-
-def not_rescaled_last(alpha, last):
-    return torch.where(last, 1.0, alpha)
-
-
-def inverse_rescale(alpha, last):
-    return torch.where(alpha > 0, 1 / alpha, 0.0)
-
-
-def last_of_group(t, heads_kv):
-    return t.unflatten(1, (heads_kv, -1))[:, :, -1]
-
-
-def summed_modulo(t, heads_kv):
-    return t.unflatten(1, (-1, heads_kv)).sum(dim=1)

@@ -21,10 +21,10 @@ instead of fp16's 11 passes for most seeds (39 of 40 with 40 queries and 100 key
 the root mean square of z over the tensor: 0.3 to 1 for a correct kernel in 16 bits (0.1 in fp32, where rho is
 cautious), and half as much again where P has lost a bit.
 
-Roundings count as independent, but for the errors of O in dk. Rows of q that are equal, or nearly, round
-alike, and their errors add up in dk and dv: 46 equal queries with P near 1e-24 gave a right kernel in
-fp32 a z of 6.6. So do equal rows of do: in fp32, 128 equal terms gave dv a z of 7.5; in bf16, with
-weights that were equal too, equal dS gave dk a z of 7.
+Roundings count as independent, but for the errors of O in dk. Rows of q that are equal, or nearly, round alike, and
+their errors add up in dk and dv: 46 equal queries with P near 1e-24 gave a right kernel in fp32 a z of 6.6. So do equal
+rows of do: in fp32, 128 equal terms gave dv a z of 7.5; in bf16, with weights that were equal too, equal dS gave dk a z
+of 7.
 
 rho grows with the logits, as their fp32 sums do. At logits of 1e4 and more the harness excuses errors ten times those
 of a careful kernel. In the millions a logit's rounding exceeds 1, and any gradient is excused: zeros pass.
@@ -61,9 +61,7 @@ class VerificationError(AssertionError):
 
 @dataclass(frozen=True)
 class TensorResult:
-    """The verdict on one tensor: the worst element, in units of the rounding error that a
-    correct kernel makes.
-    """
+    """The verdict on one tensor: the worst element, in units of the rounding error that a correct kernel makes."""
 
     name: str
     dtype: torch.dtype
@@ -148,10 +146,7 @@ def verify_results(fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_
     lse are compared on 256 query rows (the first, the last, and random ones between), gradients always on all. An input
     that fn wrote into is a failure of its own, and the truth is that of the inputs as they were.
     """
-    _check_arguments(fn, q, k, v, do)
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+    _check_arguments(fn, q, k, v, do, is_causal, enable_gqa)
     true_scale = check_scale(scale, q.shape[-1])
     _check_gradients(q, k, v, do)
     kwargs = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -317,9 +312,7 @@ def sum_error(terms: int) -> float:
 
 
 def _variances(q, k, v, do, mask, scale, truth, dtype) -> dict[str, torch.Tensor]:
-    """The squared rounding error of a correct kernel: every line names the rounding that it
-    stands for.
-    """
+    """The squared rounding error of a correct kernel: every line names the rounding that it stands for."""
     u, h = UNIT_ROUNDOFF[dtype], HALF_SUBNORMAL[dtype]
     s, lse = truth["s"], truth["lse"]
     head_dim, seq_k = k.shape[1], k.shape[0]
@@ -383,34 +376,40 @@ def _softmax_by_sdpa(s):
         return F.scaled_dot_product_attention(s[None], eye[None], eye[None], scale=1.0)[0]
 
 
-def _check_arguments(fn, q, k, v, do) -> None:
+def _check_arguments(fn, q, k, v, do, is_causal, enable_gqa) -> None:
     if not callable(fn):
         raise TypeError(f"fn: expected a function of q, k, v, is_causal, scale, enable_gqa, got {type(fn).__name__}")
-    for name, t in dict(q=q, k=k, v=v, do=q if do is None else do).items():
+    tensors = dict(q=q, k=k, v=v) | ({} if do is None else dict(do=do))
+    for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
         if t.layout != torch.strided or t.is_nested or t.is_meta:
             raise TypeError(f"{name}: expected a dense tensor with memory, got {_described(t)}")
+    _check_shapes(q, k, v)
+    if do is not None and (do.shape != q.shape or do.dtype != q.dtype):
+        raise ValueError(f"do: expected {tuple(q.shape)}, {q.dtype} like q, got {tuple(do.shape)}, {do.dtype}")
+    for name, t in tensors.items():
+        if t.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} like q, got {t.device}")
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+
+
+def _check_shapes(q, k, v) -> None:
     if q.dtype not in UNIT_ROUNDOFF or not 2 <= q.dim() <= 4:
         raise ValueError(f"q: expected 2 to 4 dimensions in fp16, bf16 or fp32, got {tuple(q.shape)}, {q.dtype}")
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype or t.dim() != q.dim():
-            raise ValueError(
-                f"{name}: expected {q.dim()} dimensions in {q.dtype} like q, got {tuple(t.shape)}, {t.dtype}"
-            )
+            wanted = f"{q.dim()} dimensions in {q.dtype} like q"
+            raise ValueError(f"{name}: expected {wanted}, got {tuple(t.shape)}, {t.dtype}")
     if q.shape[-1] == 0:
         raise ValueError(f"q: expected head_dim from 1 upwards, got {_described(q)}")
     if k.shape[:-3] != q.shape[:-3] or k.shape[-1] != q.shape[-1] or not _shared_heads(q, k):
-        raise ValueError(
-            f"k: expected batch and head_dim as q's {tuple(q.shape)}, and heads that divide q's, got {_described(k)}"
-        )
+        wanted = f"batch and head_dim as q's {tuple(q.shape)}, and heads that divide q's"
+        raise ValueError(f"k: expected {wanted}, got {_described(k)}")
     if v.shape != k.shape:
         raise ValueError(f"v: expected {tuple(k.shape)} like k, got {_described(v)}")
-    if do is not None and (do.shape != q.shape or do.dtype != q.dtype):
-        raise ValueError(f"do: expected {tuple(q.shape)}, {q.dtype} like q, got {tuple(do.shape)}, {do.dtype}")
-    for name, t in dict(k=k, v=v, do=q if do is None else do).items():
-        if t.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device} like q, got {t.device}")
 
 
 def _check_gradients(q, k, v, do) -> None:
@@ -450,9 +449,7 @@ def _sample_rows(seq_q: int, device) -> torch.Tensor:
 
 
 def run_attention(fn, q, k, v, do, kwargs) -> dict[str, torch.Tensor]:
-    """Call fn and name what it returns; with do, run its backward pass on fresh leaves of the
-    same layout.
-    """
+    """Call fn and name what it returns; with do, run its backward pass on fresh leaves of the same layout."""
     if do is None:
         with torch.no_grad():
             out = fn(q, k, v, **kwargs)

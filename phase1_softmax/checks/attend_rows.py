@@ -119,7 +119,7 @@ def _check_case(answer, what, s, v, question):
     with guard.watched() as results, masked_loads_undefined(), counted(s=s, v=v) as moved:
         o_got, lse_got = pair(f"attend_rows, {what}", attend(s, v))
     o, lse = _attend(s.double(), v.double())
-    # Where bf16 is not computed in, the kernel sees copies.
+    # Where kernels do not compute in bf16, this one sees copies.
     watched = moved and s.dtype not in runtime.KERNEL_DTYPE
     if watched:
         _require_masked(what, s, v, moved)

@@ -55,8 +55,8 @@ def _candidates(o1, m1, m2, p2, v2):
     return {"A": o1 / alpha + new, "B": alpha * o1 + new, "C": alpha * (o1 + new), "D": o1 + alpha * new}
 
 
-def _errors(name, tiles):
-    """How far each wrong candidate is off on an input, relative to the largest element of the output."""
+def _require_tiles(name, tiles):
+    """s1, v1, s2, v2 in fp64, if they are tiles that fit together."""
     if not isinstance(tiles, tuple | list) or len(tiles) != 4 or not all(isinstance(t, torch.Tensor) for t in tiles):
         reject(f"{name}: expected four tensors, s1, v1, s2, v2")
     shapes = [tuple(t.shape) for t in tiles]
@@ -68,6 +68,12 @@ def _errors(name, tiles):
         reject(f"{name}: v1 and v2 have different head_dim: {shapes}")
     if not all(t.isfinite().all() for t in (s1, v1, s2, v2)):
         reject(f"{name}: all elements must be finite")
+    return s1, v1, s2, v2
+
+
+def _errors(name, tiles):
+    """How far each wrong candidate is off on an input, relative to the largest element of the output."""
+    s1, v1, s2, v2 = _require_tiles(name, tiles)
     m1 = s1.amax(1, keepdim=True)
     m2 = torch.maximum(m1, s2.amax(1, keepdim=True))
     o1, p2 = torch.exp(s1 - m1) @ v1, torch.exp(s2 - m2)

@@ -1,6 +1,4 @@
-"""Checks the step on states of every kind, in PyTorch and in Triton, and the logsumexp that
-takes it along a row.
-"""
+"""Checks the step on states of every kind, in PyTorch and in Triton, and the logsumexp that takes it along a row."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""Checks the softmax on logits up to 1000, masked logits and whole rows of them, in three
-dtypes, and its rounding.
-"""
+"""Checks the softmax on logits up to 1000, masked logits and whole rows of them, in three dtypes, and its rounding."""
 
 import math
 

@@ -75,9 +75,7 @@ def with_own_strides(*matrices):
 
 
 def nan_around(x):
-    """Whether the memory around a tensor that `surrounded` made (and that holds no NaN itself)
-    is untouched.
-    """
+    """Whether the memory around a tensor that `surrounded` made (and that holds no NaN itself) is untouched."""
     return int((~x._base.isnan()).sum()) == x.numel()
 
 

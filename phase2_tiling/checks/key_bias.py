@@ -46,8 +46,9 @@ def _attention(q, k, v, bias, scale=SCALE):
     return torch.softmax(s, dim=1) @ v.double()
 
 
-def _bias(n, like, *, step=3):
-    """n numbers, `step` elements apart; others lie between them."""
+def _bias(n, like):
+    """n numbers, three elements apart; others lie between them."""
+    step = 3
     memory = torch.linspace(-4, 4, step * n + step, device=like.device)
     memory = memory[torch.randperm(len(memory), generator=torch.Generator().manual_seed(n))]
     return memory[: step * n : step]
@@ -158,8 +159,8 @@ def _check_hidden_keys(fn):
         right = _attention(q, k, v, bias).nan_to_num()
         o = fn(q, k, v, bias, SCALE)
         nan = "it is NaN: a row that has seen only -inf has no maximum to subtract, and in the end l = 0"
-        require(f"o, the first {hidden} of 150 keys have the bias -inf", o, right, mistakes={nan: right * NAN},
-                signs={nan: bool(o.isnan().any())})  # fmt: skip
+        known = dict(mistakes={nan: right * NAN}, signs={nan: bool(o.isnan().any())})
+        require(f"o, the first {hidden} of 150 keys have the bias -inf", o, right, **known)
 
 
 def _check_traffic(fn):

@@ -58,7 +58,7 @@ def _bytes_of_attention(seq_q, seq_k, head_dim, dtype):
             tiling.attention(q, k, v)
         return dict(q=moved.loaded_from["q"], k=moved.loaded_from["k"], v=moved.loaded_from["v"], o=moved.stored)
     block_m, row = runtime.tile_sizes(head_dim, dtype)["BLOCK_M"], head_dim * dtype.itemsize
-    kv = triton.cdiv(seq_q, block_m) * seq_k * row  # compiled: nobody counts
+    kv = triton.cdiv(seq_q, block_m) * seq_k * row  # compiled kernels are not counted
     return dict(q=seq_q * row, k=kv, v=kv, o=seq_q * row)
 
 

@@ -1,6 +1,4 @@
-"""Checks which head of q, k and v each program reads, for several groups, layouts and far
-offsets.
-"""
+"""Checks which head of q, k and v each program reads, for several groups, layouts and far offsets."""
 
 import itertools
 import math

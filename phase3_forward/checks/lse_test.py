@@ -51,52 +51,55 @@ def _check_sigma(answer):
         got = answer.sigma_of_lse(s, rho)
         if not (torch.equal(s, before[0]) and torch.equal(rho, before[1])):
             reject("sigma_of_lse writes into its arguments: leave s and rho as they are")
-        exponentials, of_sum, stored, p = _terms(s, rho)
-        everything = torch.full((len(s),), s.shape[1])
-        right = (exponentials + of_sum + stored).sqrt()
+        right, mistakes = _sigmas(s, rho)
         seen = s.isfinite().any(dim=-1)  # what a row without a key gets is not asked about
         if isinstance(got, torch.Tensor) and got.shape == right.shape:
             got = torch.where(seen, got, right.to(got.dtype))
-        of_larger = torch.exp(s - s.amax(dim=-1, keepdim=True).nan_to_num(neginf=0.0))
-        n = s.isfinite().sum(dim=-1).double()
-        rounded_p = ((2.0**-11 * p) ** 2).sum(dim=-1)
-        mistakes = {
-            "this is the variance: sigma is its square root": right**2,
-            "the exponentials are left out: each has the relative error rho": (of_sum + stored).sqrt(),
-            "the sum over keys is left out: fp32 rounds it too": (exponentials + stored).sqrt(),
-            "the store is left out: lse is rounded to fp32 once more": (exponentials + of_sum).sqrt(),
-            "an exponential counts with its weight p squared: (p rho)^2, not p rho^2": (
-                (p * rho**2).sum(dim=-1) + of_sum + stored
-            ).sqrt(),
-            "p is not divided by l, the sum of its row": (
-                ((of_larger * rho) ** 2).sum(dim=-1) + of_sum + stored
-            ).sqrt(),
-            "the error of a sum is never below 2 U32: max(2, ...)": (
-                exponentials + (U32 * n.sqrt() / 2) ** 2 + stored
-            ).sqrt(),
-            "the error of a sum grows with sqrt(n) / 2": (
-                exponentials + (U32 * n.sqrt().clamp(min=2.0)) ** 2 + stored
-            ).sqrt(),
-            "storing x costs U32 |x|": (exponentials + of_sum + U32**2).sqrt(),
-            "every exponential counts as much as the others: its share of l is p": (
-                (rho**2).masked_fill(s == -INF, 0.0).sum(dim=-1) + of_sum + stored
-            ).sqrt(),
-            "the errors are added up: they are independent, so their squares add up": (
-                exponentials.sqrt() + of_sum.sqrt() + stored.sqrt()
-            ),
-            "the errors of exponentials are added up: they are independent, so their squares add up": (
-                (p * rho).sum(dim=-1) ** 2 + of_sum + stored
-            ).sqrt(),
-            "hidden keys are counted: n is the number of keys that the row sees": (
-                exponentials + _terms(s, rho, everything)[1] + stored
-            ).sqrt(),
-            "P is rounded to 16 bits for the product with V only: l adds up what was not rounded": (
-                exponentials + of_sum + stored + rounded_p
-            ).sqrt(),
-        }
         # A term that is small in one case is large in another, so each must be right everywhere.
         mistakes = {why: torch.where(seen, wrong, right) for why, wrong in mistakes.items()}
         require(f"sigma, {what}", got, right, mistakes=mistakes, rtol=1e-6, atol=0.0)
+
+
+def _sigmas(s, rho):
+    """The right sigma of each row, and those of well-known mistakes."""
+    exponentials, of_sum, stored, p = _terms(s, rho)
+    everything = torch.full((len(s),), s.shape[1])
+    right = (exponentials + of_sum + stored).sqrt()
+    of_larger = torch.exp(s - s.amax(dim=-1, keepdim=True).nan_to_num(neginf=0.0))
+    n = s.isfinite().sum(dim=-1).double()
+    rounded_p = ((2.0**-11 * p) ** 2).sum(dim=-1)
+    return right, {
+        "this is the variance: sigma is its square root": right**2,
+        "the exponentials are left out: each has the relative error rho": (of_sum + stored).sqrt(),
+        "the sum over keys is left out: fp32 rounds it too": (exponentials + stored).sqrt(),
+        "the store is left out: lse is rounded to fp32 once more": (exponentials + of_sum).sqrt(),
+        "an exponential counts with its weight p squared: (p rho)^2, not p rho^2": (
+            (p * rho**2).sum(dim=-1) + of_sum + stored
+        ).sqrt(),
+        "p is not divided by l, the sum of its row": (((of_larger * rho) ** 2).sum(dim=-1) + of_sum + stored).sqrt(),
+        "the error of a sum is never below 2 U32: max(2, ...)": (
+            exponentials + (U32 * n.sqrt() / 2) ** 2 + stored
+        ).sqrt(),
+        "the error of a sum grows with sqrt(n) / 2": (
+            exponentials + (U32 * n.sqrt().clamp(min=2.0)) ** 2 + stored
+        ).sqrt(),
+        "storing x costs U32 |x|": (exponentials + of_sum + U32**2).sqrt(),
+        "every exponential counts as much as the others: its share of l is p": (
+            (rho**2).masked_fill(s == -INF, 0.0).sum(dim=-1) + of_sum + stored
+        ).sqrt(),
+        "the errors are added up: they are independent, so their squares add up": (
+            exponentials.sqrt() + of_sum.sqrt() + stored.sqrt()
+        ),
+        "the errors of exponentials are added up: they are independent, so their squares add up": (
+            (p * rho).sum(dim=-1) ** 2 + of_sum + stored
+        ).sqrt(),
+        "hidden keys are counted: n is the number of keys that the row sees": (
+            exponentials + _terms(s, rho, everything)[1] + stored
+        ).sqrt(),
+        "P is rounded to 16 bits for the product with V only: l adds up what was not rounded": (
+            exponentials + of_sum + stored + rounded_p
+        ).sqrt(),
+    }
 
 
 def _check_verdict(answer):

@@ -20,8 +20,7 @@ WINDOWS = [  # seq_q, seq_k, window
     (40, 45, LONGEST),
 ]
 TILES = 32, 16  # queries, keys
-# Dtype, seq_k, heads_kv, window, head_dim; at 136 tiles of keys are half as long as those of
-# queries.
+# dtype, seq_k, heads_kv, window, head_dim; at 136 tiles of keys are half as long as those of queries.
 INPUTS = [(FP16, 130, 1, 50, 40), (BF16, 60, 2, 20, 40), (FP16, 80, 1, 40, 136)]
 
 

@@ -27,9 +27,8 @@ def roomy(t):
 class Stages:
     """An answer with several kernels, which is checked although the later ones are not written yet.
 
-    stages: kernel, by name, and the tensors that are right as soon as it is; in the order of
-    writing. `names` are the tensors to check, and inside `with stages:` what is not written is
-    not launched.
+    stages: kernel, by name, and the tensors that are right as soon as it is; in the order of writing. `names` are the
+    tensors to check, and inside `with stages:` what is not written is not launched.
     """
 
     def __init__(self, answer, stages, *, first):
@@ -219,10 +218,11 @@ def visible_pairs(walk, seq_q, seq_k, block_m, block_n, device):
     return j <= i, wrong
 
 
-def require_full(walk, run: Callable, names, block_m=32, block_n=16) -> None:
+def require_full(walk, run: Callable, names) -> None:
     """Reject an answer whose walk or mask is the causal one where IS_CAUSAL is false. run(q, k, v, do, lse, delta,
     block_m=, block_n=) returns the gradients that `names` names.
     """
+    block_m, block_n = 32, 16
     inputs = q, k, v, do, o, lse = plain_inputs(1, 1, 40, 40, is_causal=False)
     i, j = (torch.arange(40, device=q.device).view(shape) for shape in ((40, 1), (1, 40)))
     row, col = i // block_m * block_m, j // block_n * block_n

@@ -1,6 +1,4 @@
-"""Checks dk and dv of grouped heads for tiles of three shapes, full and causal, and that no
-query is read in vain.
-"""
+"""Checks dk and dv of grouped heads for tiles of three shapes, full and causal, and that no query is read in vain."""
 
 from common import runtime
 from common.learn.judge import require

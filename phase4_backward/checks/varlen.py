@@ -1,6 +1,4 @@
-"""Checks o and the gradients of each packed sequence taken alone, and that neighbors do not
-meet.
-"""
+"""Checks o and the gradients of each packed sequence taken alone, and that neighbors do not meet."""
 
 import itertools
 import warnings

@@ -1,10 +1,19 @@
-"""Pictures of the chapter on Hopper: what the models did when, who holds what, and in which order."""
+"""Pictures of the chapter on Hopper: what the models did when, who holds what, and in which order.
 
+python -m phase5_tuning.hopper.figures     # computes the timelines of the site's pipeline.html, and writes them into it
+"""
+
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from common import style
+from common.arguments import arguments
+from common.phases import ROOT
 from common.style import COLORS, TINT
+from phase5_tuning.hopper import model
 from phase5_tuning.hopper.model import Timeline
 from phase5_tuning.hopper.order import DqSchedule
 
@@ -56,6 +65,62 @@ def timeline(runs: Timeline | Mapping[str, Timeline], start: float = 0.0, end: f
     fig.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8)
     said = "; ".join(_busy(*item, start, end) for item in runs.items())
     style.show(fig, alt=f"Timelines of the model from {start:.3g} to {end:.3g} us. {said}.")
+
+
+# The timelines of the site's page.
+PAGE = ROOT / "common" / "site" / "pictures" / "pipeline.html"
+PLACE = re.compile(r'(?<=<script type="application/json" id="data">\n).*?(?=\n</script>)', re.S)
+TILES_N = 16  # of 128 keys
+PER_MICROSECOND = 100  # times are whole numbers
+
+
+def page_data() -> dict:
+    """All timelines of the site's pipeline.html, by the reader's choices: "forward D consumers stages overlap" and
+    "plain D programs".
+
+    A row is a flat list of numbers, three for each interval: which text it has, the time since the interval before
+    started, and how long it took. The tensor cores have a row for each actor.
+    """
+    texts, runs = {}, {}
+    for d, consumers, stages, overlap in product((64, 128), (1, 2, 3), (1, 2, 4), (False, True)):
+        run = model.simulate(model.forward(d, consumers, stages, overlap, TILES_N))
+        tflops = model.predicted_tflops(d, consumers, stages, overlap)
+        runs[f"forward {d} {consumers} {stages} {overlap:d}"] = _rows(run, tflops, texts)
+    for d, programs in product((64, 128), (1, 2, 3, 4)):
+        run = model.simulate(model.plain(d, programs, stages=1, tiles_n=TILES_N))
+        tflops = model.predicted_plain_tflops(d, programs, stages=1)
+        runs[f"plain {d} {programs}"] = _rows(run, tflops, texts)
+    limit = round(model.TENSOR * model.MULTIPROCESSORS / 1e6)
+    return dict(perMicrosecond=PER_MICROSECOND, limit=limit, texts=list(texts), runs=runs)
+
+
+def _rows(run, tflops, texts):
+    rows, before = {}, {}
+    for interval in sorted(run.intervals, key=lambda i: (i.start, i.end)):
+        shared = interval.row == "tensor cores"
+        row = f"tensor cores: {interval.actor}" if shared else interval.row
+        start, end = (round(time * PER_MICROSECOND) for time in (interval.start, interval.end))
+        text = f"waits for {interval.text}" if interval.kind == "wait" else interval.text
+        number = texts.setdefault(text, len(texts))
+        rows.setdefault(row, []).extend((number, start - before.get(row, 0), end - start))
+        before[row] = start
+    return dict(tflops=round(tflops), total=round(run.total * PER_MICROSECOND), rows=rows)
+
+
+def as_json(data: dict) -> str:
+    """The page's data, a line for each timeline."""
+
+    def dense(value):
+        return json.dumps(value, separators=(",", ":"))
+
+    head = ",\n".join(f'"{name}":{dense(value)}' for name, value in data.items() if name != "runs")
+    runs = ",\n".join(f'"{name}":{dense(run)}' for name, run in data["runs"].items())
+    return f'{{{head},\n"runs":{{\n{runs}}}}}'
+
+
+def stored() -> dict:
+    """The data that the page has now."""
+    return json.loads(PLACE.search(PAGE.read_text())[0])
 
 
 def _busy(title, run, start, end):
@@ -370,3 +435,10 @@ def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None
         alt="Largest relative error of P in fp16 against P, both axes logarithmic. Below 2^-14 it grows as P "
         f"shrinks. Largest in the picture, {said}.",
     )
+
+
+if __name__ == "__main__":
+    arguments()
+    data = as_json(page_data())
+    PAGE.write_text(PLACE.sub(lambda _: data, PAGE.read_text(), count=1))
+    print(f"{PAGE.name}: {len(data) / 1024:.0f} KiB of timelines")

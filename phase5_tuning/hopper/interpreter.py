@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
+from common.edited import replaced
 from common.validate import check_qkv
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
@@ -402,9 +403,7 @@ def changed(module: types.ModuleType, changes: dict[str, str]) -> types.ModuleTy
     """
     source = Path(module.__file__).read_text()
     for old, new in changes.items():
-        if source.count(old) != 1:
-            raise ValueError(f"{module.__name__} has {source.count(old)} times {old!r}: expected once")
-        source = source.replace(old, new)
+        source = replaced(source, old, new, of=module.__name__)
     # Triton and inspect read the file later.
     folder = tempfile.TemporaryDirectory(prefix="changed_")
     path = Path(folder.name) / f"{module.__name__.split('.')[-1]}.py"

@@ -7,6 +7,7 @@ from types import ModuleType
 from unittest import mock
 
 from common import runtime
+from common.edited import replaced
 from common.measure import offline
 from phase5_tuning.hopper import backward, forward
 from phase5_tuning.ladder import forward as forward_ladder
@@ -61,13 +62,11 @@ def backward_launch(head_dim: int, is_causal: bool = False) -> offline.RecordedL
 
 
 def with_line(
-    launch: offline.RecordedLaunch, module: ModuleType, after: str, old: str, new: str
+    launch: offline.RecordedLaunch, module: ModuleType, inside: str, old: str, new: str
 ) -> offline.RecordedLaunch:
-    """The same launch of a kernel whose module has `new` where, behind `after`, `old` stood."""
-    before, found, rest = Path(module.__file__).read_text().partition(after)
-    if old not in rest:
-        raise ValueError(f"{module.__name__} has no {old!r} behind {after!r}")
-    return replace(launch, source=before + found + rest.replace(old, new, 1))
+    """The same launch of a kernel whose module has `new` where, in the function `inside`, `old` stood."""
+    text = Path(module.__file__).read_text()
+    return replace(launch, source=replaced(text, old, new, inside=inside, of=module.__name__))
 
 
 def compiled(launches: Mapping[object, offline.RecordedLaunch]) -> dict[object, offline.Compiled]:

@@ -149,6 +149,27 @@ def test_peers_that_are_packages_are_signed_with_their_versions():
     )
 
 
+def test_a_record_is_of_its_kernels_and_settings(monkeypatch, tmp_path):
+    smi = mock.Mock(stdout="NVIDIA H200, 580.1, 1980 MHz, 2619 MHz\n", stderr="", returncode=0)
+    monkeypatch.setitem(sys.modules, "__main__", records)
+    monkeypatch.setattr(records.runtime, "DEVICE", "cuda")
+    monkeypatch.setattr(records, "gpu_id", lambda: "GPU-1234-5678")
+    monkeypatch.setattr(records.subprocess, "run", lambda *args, **options: smi)
+    monkeypatch.setattr(records, "ceilings", lambda: dict(gemm_flops_per_s=1e15))
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    (tmp_path / "phase").mkdir()
+    settings = 64, timing.time_ms
+    options = ["--name=new", f"--commit={'f' * 40}"]
+    assert records.main("phase", [_double_kernel], lambda: [dict(ms=1.0)], options, ("pytest",), settings) == 0
+    made = records.load("phase", "new")
+    assert made["rows"] == [dict(ms=1.0)]
+    assert made["ceilings"] == dict(gemm_flops_per_s=1e15)
+    assert made["provenance"]["commit"] == "f" * 40
+    assert made["provenance"]["settings"] == records.settings_fingerprint(settings)
+    assert made["provenance"]["packages"] == {"pytest": pytest.__version__}
+    assert list(made["provenance"]["kernels"].values()) == [records.fingerprint(_double_kernel)]
+
+
 def test_a_kernel_has_one_name_however_its_module_was_started(monkeypatch):
     module = importlib.import_module("phase3_forward.forward")
     name = "phase3_forward._attn_fwd_kernel"

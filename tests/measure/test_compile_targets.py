@@ -258,3 +258,12 @@ def test_a_cache_that_cannot_be_written_is_named_and_no_fault_of_the_kernel(monk
         compile_launches(launches, ["sm_90"])
     assert "TRITON_CACHE_DIR names another folder" in str(raised.value)
     assert "Traceback" not in str(raised.value)
+
+
+def test_a_kernel_of_this_course_is_compiled_and_of_no_other_copy(monkeypatch, tmp_path):
+    (tmp_path / "common.py").write_text("raise ImportError('another copy')")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (made,) = compile_launches(record_launches(lambda: rows(softmax_fused, FP16)))
+    assert made.error is None

@@ -12,12 +12,12 @@
 `python -m tests.mutants` makes each of them and runs its tests; KILLED.md says which test noticed which.
 """
 
-import ast
-import functools
 import shlex
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+
+from common.edited import replaced
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -36,28 +36,12 @@ class Mutant:
 
     def applied_to(self, text: str) -> str:
         """`text`, the file's, with the mistake. Raises ValueError where it does not stand in exactly one place."""
-        start, end = _span(text, self.inside) if self.inside else (0, len(text))
-        found = text.count(self.old, start, end)
-        if found != 1:
-            place = f"{self.inside} of {self.file}" if self.inside else self.file
-            raise ValueError(f"{self.name}: {self.old!r} occurs {found} times in {place}")
-        at = text.index(self.old, start, end)
-        return text[:at] + self.new + text[at + len(self.old) :]
+        return replaced(text, self.old, self.new, inside=self.inside, of=f"{self.file} (for {self.name})")
 
     @property
     def covered_by(self) -> list[str]:
         """The tests as pytest's arguments."""
         return shlex.split(self.tests)
-
-
-@functools.cache
-def _span(text: str, name: str) -> tuple[int, int]:
-    """Where a function or a Class.method begins and ends in a module's text."""
-    node = ast.parse(text)
-    for part in name.split("."):
-        node = next(n for n in node.body if getattr(n, "name", None) == part)
-    lines = text.splitlines(keepends=True)
-    return len("".join(lines[: node.lineno - 1])), len("".join(lines[: node.end_lineno]))
 
 
 def load() -> list[Mutant]:

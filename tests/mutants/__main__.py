@@ -129,8 +129,8 @@ def _pytest(tree: Path, tests: Sequence[str], gpu: bool) -> NoReturn:
         os.environ |= dict(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1", TRITON_INTERPRET=str(int(not gpu)))
         sys.dont_write_bytecode = True
         sys.path = [str(tree), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
-        for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
-            del sys.modules[name]
+        for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "common")]:
+            del sys.modules[name]  # this tree's are meant
         marks = "not slow" if gpu else "not slow and not gpu"
         sys.argv = [
             "pytest",

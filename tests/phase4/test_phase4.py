@@ -6,7 +6,7 @@ import linecache
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.learn.stages import Stage
+from common.edited import Stage
 from common.measure import offline
 from common.source import source
 from common.verify.reference import naive_attention

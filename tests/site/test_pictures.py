@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from common.measure.traffic import tiled_attention_bytes
 from common.phases import ROOT
-from common.site.pictures import pipeline_data
+from phase5_tuning.hopper import figures
 from phase5_tuning.hopper import model as hopper_model
 
 import numpy as np
@@ -344,8 +344,8 @@ def test_pipeline_shows_how_busy_the_units_are_and_the_speed(visit):
             page.locator(f"#{name}").select_option(str(value))
         page.locator("#overlap").set_checked(overlap)
         assert shown(page, "tflops") == [round(hopper_model.predicted_tflops(d, consumers, stages, overlap))]
-        run = hopper_model.simulate(hopper_model.forward(d, consumers, stages, overlap, pipeline_data.TILES_N))
-        exponentials = consumers * pipeline_data.TILES_N * hopper_model.ROWS * hopper_model.BLOCK_N / hopper_model.MUFU
+        run = hopper_model.simulate(hopper_model.forward(d, consumers, stages, overlap, figures.TILES_N))
+        exponentials = consumers * figures.TILES_N * hopper_model.ROWS * hopper_model.BLOCK_N / hopper_model.MUFU
         expected = {"copy engine (TMA)": run.busy("TMA"), "tensor cores": run.busy("tensor cores")}
         expected |= {"exponential unit": exponentials, "producer": run.busy("producer", "wait")}
         for row, busy in expected.items():
@@ -353,13 +353,13 @@ def test_pipeline_shows_how_busy_the_units_are_and_the_speed(visit):
     page.locator("#kernel").select_option("plain")
     page.locator("#programs").select_option("3")
     assert shown(page, "tflops") == [round(hopper_model.predicted_plain_tflops(128, 3, stages=1))]
-    run = hopper_model.simulate(hopper_model.plain(128, 3, 1, pipeline_data.TILES_N))
+    run = hopper_model.simulate(hopper_model.plain(128, 3, 1, figures.TILES_N))
     assert share(page, "tensor cores") == pytest.approx(run.busy("tensor cores") / run.total, abs=0.012)
 
 
 def test_pipeline_time_moves_by_click_key_and_pointer(visit):
     page = visit("pipeline")
-    run = hopper_model.simulate(hopper_model.forward(128, 2, 2, False, pipeline_data.TILES_N))
+    run = hopper_model.simulate(hopper_model.forward(128, 2, 2, False, figures.TILES_N))
     events = sorted({round(time * 100) for i in run.intervals for time in (i.start, i.end)})
     for event in events[1:4]:
         page.get_by_role("button", name="Next event").click()

@@ -1,18 +1,19 @@
 """The harness on trial: it must reject every wrong kernel and accept every correct one.
 
-The wrong kernels are those of `mutants`. The correct ones are the same emulator with nothing replaced, the tiled twin
+The wrong kernels are those of `mistakes`. The correct ones are the same emulator with nothing replaced, the tiled twin
 of `reference`, and SDPA.
 """
 
 import functools
 import math
 import random
+import re
 from fractions import Fraction
 
 from common.verify import VerificationError, diagnose, harness, verify_results, verify_softmax
 from common.verify.emulator import Steps, emulate
 from common.verify.inputs import KINDS, LAYOUTS, make_qkv, make_tensor
-from common.verify.mutants import BF16, CUSTOMARY_RULES, DEFAULTS, FP16, FP32, MUTANTS, OURS, Case, rule_table
+from common.verify.mistakes import BF16, FP16, FP32, MISTAKES, Case
 from common.verify.reference import (
     NEG_INF,
     causal_mask,
@@ -22,41 +23,42 @@ from common.verify.reference import (
     tiled_attention,
     tiled_attention_backward,
 )
+from common.verify.rules import CUSTOMARY_RULES, DEFAULTS, OURS, rule_table, verify
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
 
-MISTAKES = {name: m for name, m in MUTANTS.items() if not m.benign}
-BENIGN = {name: m for name, m in MUTANTS.items() if m.benign}
+WRONG = {name: m for name, m in MISTAKES.items() if not m.benign}
+BENIGN = {name: m for name, m in MISTAKES.items() if m.benign}
 
 
 @functools.cache
 def mutant_report(name):
-    return MUTANTS[name].case.verify(MUTANTS[name].attention)
+    return verify(MISTAKES[name].case, MISTAKES[name].attention)
 
 
 @functools.cache
 def correct_report(case):
-    return case.verify(emulate)
+    return verify(case, emulate)
 
 
 # --- wrong kernels ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", WRONG)
 def test_mutant_is_rejected(name):
     report = mutant_report(name)
-    assert not report.passed, f"{MUTANTS[name].what}: accepted\n{report}"
-    if MUTANTS[name].case.grad:  # a mistake of the backward pass leaves the forward pass alone
+    assert not report.passed, f"{MISTAKES[name].what}: accepted\n{report}"
+    if MISTAKES[name].case.grad:  # a mistake of the backward pass leaves the forward pass alone
         assert report["o"].passed, report
         assert report["lse"].passed, report
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", MISTAKES)
 def test_correct_kernel_is_accepted_where_the_mutant_is_not(name):
-    report = correct_report(MUTANTS[name].case)
+    report = correct_report(MISTAKES[name].case)
     assert report.passed, report
     assert report.z < 3, report
 
@@ -142,8 +144,8 @@ def test_rms_z_shows_a_lost_bit_that_the_largest_z_lets_through(dtype, bits, see
     """P with one significant bit fewer than its dtype has: 11 in fp16, 8 in bf16."""
     case = Case(seq_q=128, seq_k=128, head_dim=64, dtype=dtype, seed=seed)
     steps = Steps(round_p=lambda p, dtype: to_bits(p, bits))
-    correct = case.verify(emulate)["o"]
-    coarse = case.verify(functools.partial(emulate, steps=steps))["o"]
+    correct = verify(case, emulate)["o"]
+    coarse = verify(case, functools.partial(emulate, steps=steps))["o"]
     assert 0.3 < correct.rms_z < 1
     assert coarse.passed
     assert coarse.rms_z > 1.3 * correct.rms_z
@@ -155,18 +157,14 @@ def test_rms_z_shows_a_lost_bit_that_the_largest_z_lets_through(dtype, bits, see
 
 def test_customary_rules_let_mutants_through_or_reject_correct_kernels():
     rows, counts = rule_table()
-    assert [row["mutant"] for row in rows] == list(MISTAKES)
+    assert [row["mistake"] for row in rows] == list(WRONG)
     assert counts[OURS] == dict(
-        let_through=0,
-        mutants=len(MISTAKES),
-        correct_rejected=0,
-        correct=counts[OURS]["correct"],
-        correct_rejected_bf16=0,
+        let_through=0, mistakes=len(WRONG), correct_rejected=0, correct=counts[OURS]["correct"], correct_rejected_bf16=0
     )
     # torch.testing.assert_close accepts none of them, and not even every other right result.
     assert counts[DEFAULTS]["let_through"] == 0
     assert counts[DEFAULTS]["correct_rejected"] > counts[DEFAULTS]["correct"] / 2
-    let_through = {rule: {row["mutant"] for row in rows if row[rule]} for rule in CUSTOMARY_RULES}
+    let_through = {rule: {row["mistake"] for row in rows if row[rule]} for rule in CUSTOMARY_RULES}
     # Every customary rule lets P in the wrong 16 bits and an accumulator in 16 bits pass.
     for rule, names in let_through.items():
         assert {"p_through_bf16", "acc_fp16", "q_rounded", "sum_of_rounded"} <= names, rule
@@ -355,7 +353,7 @@ def test_truth_in_chunks_is_sdpa_and_the_textbook(monkeypatch, is_causal, scale)
 def test_subnormal_gradients_are_not_held_against_a_kernel():
     """Found by the random cases: a column of P around 1e-44 has one or two bits, and dK inherits them."""
     case = Case(1, 3, 6, 32, seq_k=56, dtype=FP32, kind="peaked", scale=1.0, grad=True, seed=222)
-    assert case.verify(emulate).check()
+    assert verify(case, emulate).check()
     q, k, v, do = case.inputs()
     q, k, v = (t.requires_grad_() for t in (q, k, v))
     smallest = torch.autograd.grad(emulate(q, k, v, scale=1.0)[0], k, do)[0].abs()
@@ -652,7 +650,7 @@ def test_a_single_head_in_two_dimensions():
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_empty_inputs(sizes, is_causal):
     case = Case(**sizes, is_causal=is_causal, grad=True)
-    report = case.verify(emulate)
+    report = verify(case, emulate)
     assert report.verdict == "o PASS, lse PASS, dq PASS, dk PASS, dv PASS"
     assert report.z == 0
     if sizes == dict(seq_k=0):  # o = 0 and lse = -inf are asked for
@@ -820,7 +818,7 @@ HINTS = dict(
 )
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", WRONG)
 def test_hint_names_the_mistake(name):
     assert HINTS[name] in mutant_report(name).hint
 
@@ -900,6 +898,24 @@ def test_a_hint_names_the_tile_at_which_errors_begin(first, says):
 
 
 @pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (0, r"only some \(batch, head\) are wrong, first \(0, 0\)"),
+        (1, r"rows 0 to 5 of \(batch, head\) \(0, 1\) are wrong, the first head is right: does the partial tile"),
+    ],
+)
+def test_a_hint_says_that_the_first_head_is_right_where_it_is(head, says):
+    q, k, v = make_qkv(1, 2, 40, 16)
+
+    def wrong_in_front(q, k, v, **_):
+        o = sdpa_reference(q, k, v)
+        o[:, head, :6] += torch.randn(6, 16, generator=torch.Generator().manual_seed(0), dtype=o.dtype).to(o.device)
+        return o.to(q.dtype)
+
+    assert re.match(says, verify_results(wrong_in_front, q, k, v).hint)
+
+
+@pytest.mark.parametrize(
     ("factor", "says"),
     [(0.125, "the scale is applied once too often"), (8, "the scale is missing"), (-1, "the sign is wrong")],
 )
@@ -912,7 +928,7 @@ def test_a_hint_says_what_a_factor_may_be(factor, says):
 
 def test_hypotheses_are_skipped_where_they_would_cost_too_much(monkeypatch):
     monkeypatch.setattr(diagnose, "MAX_ELEMENTS", 10)
-    report = MUTANTS["causal_ignored"].case.verify(MUTANTS["causal_ignored"].attention)
+    report = verify(MISTAKES["causal_ignored"].case, MISTAKES["causal_ignored"].attention)
     assert report.hint
     assert "causal" not in report.hint
 

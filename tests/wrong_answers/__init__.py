@@ -4,6 +4,7 @@ import importlib
 from dataclasses import dataclass
 
 from common import phases
+from common.edited import replaced
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,7 @@ class Wrong:
 
     def applied_to(self, solution: str) -> str:
         for old, new in self.edits.items():
-            assert solution.count(old) == 1, f"{old!r} occurs {solution.count(old)} times"
-            solution = solution.replace(old, new)
+            solution = replaced(solution, old, new, of="the solution")
         return solution
 
 

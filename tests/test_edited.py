@@ -1,7 +1,7 @@
-"""Stages of a kernel: its live source with lines replaced."""
+"""Source text with lines replaced, and stages of a kernel made of it."""
 
 from common import make_qkv, source, verify_results
-from common.learn.stages import Stage
+from common.edited import Stage, replaced
 from common.measure.offline import compile_launches, record_launches
 from common.verify import verify_softmax
 from phase1_softmax import cases, online_softmax
@@ -34,6 +34,15 @@ def test_the_source_of_a_stage_is_its_own():
     assert source.diff(stage[KERNEL], forward._attn_fwd_kernel).count("tl.program_id") == 3  # one line of context
 
 
+def test_two_stages_show_each_their_own_source():
+    lines = ("tl.program_id(0) % tiles_m", "tl.program_id(0) // tiles_m")
+    stages = [Stage(forward, (KERNEL, line, "tl.program_id(1)")) for line in lines]
+    for stage, line, other in zip(stages, lines, reversed(lines), strict=True):
+        shown = source.source(stage[KERNEL])
+        assert line not in shown
+        assert other in shown
+
+
 def test_a_stage_is_compiled_as_it_is_edited():
     x = torch.ones(4, 1024)
     launches = record_launches(lambda: online_softmax.softmax_online(x))
@@ -62,3 +71,24 @@ def test_phase_1s_stage_by_step_is_right():
 def test_an_edit_must_say_where(edit, said):
     with pytest.raises(ValueError, match=said):
         Stage(forward, edit)
+
+
+TEXT = "def first():\n    return 1\n\n\nclass Second:\n    def third(self):\n        return 1\n"
+
+
+def test_an_edit_inside_of_a_function_leaves_the_others():
+    edited = replaced(TEXT, "return 1", "return 3", inside="Second.third", of="the text")
+    assert edited == TEXT.removesuffix("1\n") + "3\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "inside", "said"),
+    [
+        ("return 1", "", "'return 1' stands 2 times in the text, not once"),
+        ("return 2", "first", "'return 2' stands 0 times in first of the text, not once"),
+        ("return 1", "Second.first", "the text has no Second.first"),
+    ],
+)
+def test_what_cannot_be_replaced_is_said(old, inside, said):
+    with pytest.raises(ValueError, match=said):
+        replaced(TEXT, old, "", inside=inside, of="the text")

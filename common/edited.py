@@ -1,4 +1,4 @@
-"""A module's kernels before a feature was added, or with a mistake: its live source with lines replaced.
+"""Source text with lines replaced, and a module's kernels made of it: before a feature was added, or with a mistake.
 
 no_mask = Stage(forward, ("_attn_fwd_kernel", "the module's line", "what stands there instead"))
 show_diff(no_mask["_attn_fwd_kernel"], forward._attn_fwd_kernel)
@@ -6,13 +6,42 @@ with no_mask:
     verify_results(attention_forward, q, k, v)
 """
 
+import ast
 import contextlib
+import functools
 import linecache
 import warnings
 from types import ModuleType
 from unittest import mock
 
 from common.source import source
+
+
+def replaced(text: str, old: str, new: str, *, of: str, inside: str = "") -> str:
+    """`text` with `new` for `old`, which must stand in it exactly once; `of` names the text in messages.
+
+    inside: a function, or Class.method, in which `old` stands once, however often it stands elsewhere. Raises
+    ValueError.
+    """
+    start, end = _span(text, inside, of) if inside else (0, len(text))
+    found = text.count(old, start, end)
+    if found != 1:
+        place = f"{inside} of {of}" if inside else of
+        raise ValueError(f"{old!r} stands {found} times in {place}, not once")
+    at = text.index(old, start, end)
+    return text[:at] + new + text[at + len(old) :]
+
+
+@functools.cache
+def _span(text: str, name: str, of: str) -> tuple[int, int]:
+    """Where a function or a Class.method begins and ends in a module's text."""
+    node = ast.parse(text)
+    for part in name.split("."):
+        node = next((n for n in node.body if getattr(n, "name", None) == part), None)
+        if node is None:
+            raise ValueError(f"{of} has no {name}")
+    lines = text.splitlines(keepends=True)
+    return len("".join(lines[: node.lineno - 1])), len("".join(lines[: node.end_lineno]))
 
 
 class Stage:
@@ -29,9 +58,7 @@ class Stage:
         for name, old, new in edits:
             if name not in texts:
                 raise ValueError(f"{name!r} is none of {module.__name__}'s kernels: {list(texts)}")
-            if texts[name].count(old) != 1:
-                raise ValueError(f"{old!r} stands {texts[name].count(old)} times in {name}, not once")
-            texts[name] = texts[name].replace(old, new)
+            texts[name] = replaced(texts[name], old, new, of=name)
         text, file = "\n\n".join(texts.values()), f"<{module.__name__}, edited: {edits}>"
         # Triton asks Python for a kernel's source; this is where Python looks.
         linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file

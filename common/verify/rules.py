@@ -1,0 +1,103 @@
+"""Which acceptance rules let wrong kernels through, and which reject right ones? The customary ones, and ours."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from common.verify.emulator import emulate
+from common.verify.harness import Report, run_attention, verify_results
+from common.verify.mistakes import BF16, FP16, FP32, MISTAKES, Case, Mistake
+from common.verify.reference import naive_attention, naive_attention_backward
+
+import torch
+import torch.nn.functional as F
+
+
+def verify(case: Case, fn: Callable) -> Report:
+    """What `verify_results` says of `fn` on the inputs of a case."""
+    q, k, v, do = case.inputs()
+    return verify_results(fn, q, k, v, do=do, **case.options, compare_sdpa=False)
+
+
+def _close(tolerance):
+    return lambda actual, truth, naive: torch.allclose(actual, truth, rtol=tolerance, atol=tolerance)
+
+
+def _small_and_parallel(actual, truth, naive):
+    cosine = F.cosine_similarity(actual.flatten(), truth.flatten(), dim=0)
+    return bool((actual - truth).abs().max() <= 1e-3 and cosine > 0.999)
+
+
+def _twice_naive(actual, truth, naive):
+    if naive is None:
+        return _close(1e-3)(actual, truth, naive)
+    return bool((actual - truth).abs().max() <= 2 * (naive - truth).abs().max())
+
+
+# Each takes a tensor, the truth, and what unfused attention in the same dtype returns (None for lse: its dtype is fp32
+# whatever the inputs are).
+CUSTOMARY_RULES: dict[str, Callable] = {
+    "rtol=atol=1e-2": _close(1e-2),
+    "rtol=atol=1e-3": _close(1e-3),
+    "max error 1e-3, cosine > 0.999": _small_and_parallel,
+    "twice the naive error": _twice_naive,  # after the flash-attention repository's tests
+}
+DEFAULTS = "assert_close, its defaults"  # torch.testing.assert_close, which chooses by dtype
+OURS = "verify_results"
+
+
+def rule_table(of: Mapping[str, Mistake] = MISTAKES) -> tuple[list[dict], dict[str, dict[str, int]]]:
+    """Which acceptance rule lets which mistake through, and how often each rejects the correct emulator.
+
+    Returns the rows, dict(mistake=, what=, <rule>: True if the rule lets it through) for each mistake that is not
+    benign, and for each rule the counts dict(let_through=, mistakes=, correct_rejected=, correct=,
+    correct_rejected_bf16=). The correct emulator runs on the mistakes' cases in fp16, bf16 and fp32. Customary rules
+    see the fp64 truth and every tensor of the case, which is more than most tests give them.
+    """
+    wrong = {name: m for name, m in of.items() if not m.benign}
+    rows = [dict(mistake=name, what=m.what) | _accepted_by(m.case, m.attention) for name, m in wrong.items()]
+    cases = dict.fromkeys(replace(m.case, dtype=dtype) for m in wrong.values() for dtype in (FP16, BF16, FP32))
+    correct = [_accepted_by(case, emulate) for case in cases]
+    counts = {
+        rule: dict(
+            let_through=sum(row[rule] for row in rows),
+            mistakes=len(rows),
+            correct_rejected=sum(not row[rule] for row in correct),
+            correct=len(correct),
+            correct_rejected_bf16=sum(
+                case.dtype == BF16 and not row[rule] for case, row in zip(cases, correct, strict=True)
+            ),
+        )
+        for rule in (*CUSTOMARY_RULES, DEFAULTS, OURS)
+    }
+    return rows, counts
+
+
+def _accepted_by(case: Case, fn) -> dict[str, bool]:
+    q, k, v, do = case.inputs()
+    actual = run_attention(fn, q, k, v, do, case.options)
+    truth, naive = (_naive(*inputs, case) for inputs in (_double(q, k, v, do), (q, k, v, do)))
+    naive["lse"] = None
+    triples = [_double(tensor, truth[name], naive[name]) for name, tensor in actual.items()]
+    verdicts = {name: all(rule(*t) for t in triples) for name, rule in CUSTOMARY_RULES.items()}
+    verdicts[DEFAULTS] = all(_assert_close(actual[name], truth[name]) for name in actual)
+    return verdicts | {OURS: verify(case, fn).passed}
+
+
+def _assert_close(actual, truth) -> bool:
+    try:
+        torch.testing.assert_close(actual, truth.to(actual.dtype), equal_nan=True)
+    except AssertionError:
+        return False
+    return True
+
+
+def _double(*tensors):
+    return tuple(None if t is None else t.double() for t in tensors)
+
+
+def _naive(q, k, v, do, case: Case) -> dict[str, torch.Tensor]:
+    o, lse, _ = naive_attention(q, k, v, is_causal=case.is_causal, scale=case.scale)
+    if do is None:
+        return dict(o=o, lse=lse)
+    grads = naive_attention_backward(q, k, v, do, is_causal=case.is_causal, scale=case.scale)
+    return dict(zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True))
