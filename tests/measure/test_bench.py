@@ -159,7 +159,7 @@ def test_a_record_is_of_its_kernels_and_settings(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "ROOT", tmp_path)
     (tmp_path / "phase").mkdir()
     settings = 64, timing.time_ms
-    options = ["--name=new", f"--commit={'f' * 40}"]
+    options = argparse.Namespace(name="new", commit="f" * 40)
     assert records.main("phase", [_double_kernel], lambda: [dict(ms=1.0)], options, ("pytest",), settings) == 0
     made = records.load("phase", "new")
     assert made["rows"] == [dict(ms=1.0)]
