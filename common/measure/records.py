@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 
 from common import runtime
+from common.arguments import arguments
 from common.measure.timing import caller_ms, ceilings, measure, time_ms
 from common.phases import ROOT
 from common.source import program, source
@@ -127,6 +128,10 @@ def record_name(text: str) -> str:
     return text
 
 
+NAME = dict(type=record_name, default="gpu", help="file name of the record, without .json")
+COMMIT = dict(help="commit that is measured, if this is not a git checkout")
+
+
 def main(
     folder: str,
     kernels: Iterable,
@@ -136,22 +141,18 @@ def main(
     settings: Sequence[object] = (),
 ) -> int:
     """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json."""
-    what = (sys.modules["__main__"].__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(description=what or "Measure this phase on the GPU and store the record.")
-    parser.add_argument("--name", type=record_name, default="gpu", help="file name of the record, without .json")
-    parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
-    args = parser.parse_args(argv)
+    typed = arguments(argv=argv, name=NAME, commit=COMMIT)
     if runtime.DEVICE != "cuda":
         print("There is no GPU here (or kernels are interpreted): nothing to measure.", file=sys.stderr)
         return 1
     start = time.perf_counter()
-    head = dict(provenance=provenance(kernels, args.commit, packages, settings), ceilings=ceilings())
+    head = dict(provenance=provenance(kernels, typed.commit, packages, settings), ceilings=ceilings())
     rows = ",\n  ".join(json.dumps(row) for row in run())
-    path = ROOT / folder / "results" / f"{args.name}.json"
+    path = ROOT / folder / "results" / f"{typed.name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n')
     print(f"wrote {path.relative_to(ROOT)} in {time.perf_counter() - start:.0f} s")
-    print(f'to see it in a notebook instead of the recorded run: records.load("{folder}", "{args.name}")')
+    print(f'to see it in a notebook instead of the recorded run: records.load("{folder}", "{typed.name}")')
     return 0
 
 

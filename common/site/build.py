@@ -45,7 +45,7 @@ def main() -> int:
         target = SOURCE / path.relative_to(ROOT)
         target.parent.mkdir(exist_ok=True)
         target.write_text(with_pictures(path.read_text()))
-    for path in ("common/learn/overview.png", "phase5_tuning/speeds.png"):
+    for path in ("common/site/overview.png", "phase5_tuning/speeds.png"):
         (SOURCE / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, SOURCE / path)
     shutil.copy(ROOT / "LICENSE", SOURCE)

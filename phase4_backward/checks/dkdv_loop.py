@@ -3,7 +3,7 @@ query is read in vain.
 """
 
 from common import runtime
-from common.learn.judge import require
+from common.learn.check.require import require
 from phase4_backward.checks import (
     BLOCKS,
     causal_case,
