@@ -1,5 +1,6 @@
 """The commands, typed as the README says."""
 
+import ast
 import json
 import os
 import re
@@ -222,6 +223,20 @@ def test_a_module_explains_itself_and_refuses_nonsense(module):
     assert refused.returncode == 2
     assert "nonsense" in refused.stdout + refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_a_module_hands_its_exit_code_to_the_shell():
+    """Where `main` returns a number, the process ends with it."""
+    for module in entry_points():
+        path = ROOT.joinpath(*module.split("."))
+        path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        tree = ast.parse(path.read_text())
+        returns = {f.name: ast.unparse(f.returns) for f in tree.body if isinstance(f, ast.FunctionDef) and f.returns}
+        calls = [node for node in ast.walk(tree.body[-1]) if isinstance(node, ast.Call)]
+        ends = [node for node in calls if ast.unparse(node.func) in ("SystemExit", "sys.exit")]
+        ending = {ast.unparse(node.func) for end in ends for node in ast.walk(end) if isinstance(node, ast.Call)}
+        called = {name for node in calls if returns.get(name := ast.unparse(node.func)) == "int"}
+        assert called <= ending, f"{module} ends with 0 whatever {called - ending} returns"
 
 
 def test_the_readme_names_only_commands_that_exist():

@@ -551,8 +551,9 @@ import time
 held = open({alive!r}, "w")
 held.write("begun ")
 held.flush()
-time.sleep(60)
+time.sleep(10)
 held.write("and left behind")
+held.flush()
 """
 
 

@@ -362,9 +362,13 @@ def test_where_an_answer_never_ends_is_said(before, line, function, learner):
     assert not Progress.load().passed
 
 
-def test_a_process_that_does_not_come_to_its_answer_is_ended(learner, monkeypatch):
+def test_a_process_that_does_not_come_to_its_answer_is_ended(learner, monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 5\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(runner, "STARTING", 0)
-    verdict = learner("masked_add")(ADD, limit=0.01)
+    verdict = learner("masked_add")(ADD, limit=0.1)
     assert (verdict.kind, verdict.message) == ("timeout", "no result after 0 s: is there a loop that never ends?")
 
 
