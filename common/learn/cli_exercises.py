@@ -149,7 +149,7 @@ def diff(
     kernels = [made[kind] if kind else next(iter(made.values())) for _, made in chosen]
     texts = [function_in(phase.path(module), name) for phase, (module, name) in zip(owners, kernels, strict=True)]
     for sign, phase, (module, name) in zip("-+", owners, kernels, strict=True):
-        console.print(f"[bold]{sign} {phase.folder}/{module}.py: {name}[/]")
+        console.print(f"[bold]{sign} {phase.path(module).relative_to(phases.ROOT)}: {name}[/]")
     _print_diff(*texts)
 
 
