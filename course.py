@@ -1,14 +1,11 @@
 """The command `course`. It is not in `common`, since another package of that name may come first on Python's path."""
 
-import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 
 def main() -> None:
-    if os.environ.get("COLUMNS") == "0":  # a terminal without a size: nothing would be printed
-        del os.environ["COLUMNS"]
     found = find_spec("common")
     if found is None:
         sys.exit("Python does not look into the course's folder: unset PYTHONSAFEPATH")

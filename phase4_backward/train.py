@@ -15,7 +15,6 @@ weights, the batches, the optimizer.
                                              phase4_backward/results/cpu/NAME.json
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -27,6 +26,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from common import runtime
+from common.arguments import arguments, refuse
 from common.measure import records
 from common.phases import ROOT
 from common.verify import emulator
@@ -277,24 +277,22 @@ def record_on_cpu(name: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train a small GPT with SDPA and with our attention.")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--record", metavar="NAME", help="record the long curves on this GPU")
-    parser.add_argument(
-        "--mutants", type=records.record_name, metavar="NAME", help="record wrong gradients, on the CPU"
+    typed = arguments(
+        steps=dict(type=int, default=40),
+        record=dict(metavar="NAME", help="record the long curves on this GPU"),
+        mutants=dict(metavar="NAME", type=records.record_name, help="record wrong gradients, on the CPU"),
+        commit=records.COMMIT,
     )
-    parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
-    args = parser.parse_args()
-    if args.steps < 1:
-        parser.error(f"argument --steps: expected a positive number of steps, got {args.steps}")
-    if args.mutants:
+    if typed.steps < 1:
+        refuse(f"argument --steps: expected a positive number of steps, got {typed.steps}")
+    if typed.mutants:
         torch.set_num_threads(1)
-        return record_on_cpu(args.mutants)
-    if args.record:
-        args.name = args.record
-        return records.main("phase4_backward", KERNELS, record, args)
-    curves = [train(attention, args.steps)[0] for attention in (sdpa(), flash_attention)]
-    for step in range(0, args.steps, max(1, args.steps // 10)):
+        return record_on_cpu(typed.mutants)
+    if typed.record:
+        typed.name = typed.record
+        return records.main("phase4_backward", KERNELS, record, typed)
+    curves = [train(attention, typed.steps)[0] for attention in (sdpa(), flash_attention)]
+    for step in range(0, typed.steps, max(1, typed.steps // 10)):
         print(f"step {step:4d}   SDPA {curves[0][step]:.6f}   ours {curves[1][step]:.6f}")
     print(f"largest difference of the losses: {max(abs(a - b) for a, b in zip(*curves, strict=True)):.1e}")
     return 0

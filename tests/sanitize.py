@@ -16,13 +16,14 @@ consumers meet at an mbarrier.
 Each tool prints what it found. The exit code is 1 if one found something or could not run.
 """
 
-import argparse
 import importlib
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from common.arguments import arguments, refuse
 
 TOOLS = "memcheck", "racecheck", "initcheck", "synccheck", "consan"
 LIMIT = 300  # seconds for a tool
@@ -195,11 +196,9 @@ if __name__ == "__main__":
     else:
         import torch
 
-        parser = argparse.ArgumentParser(description="Run every kernel under sanitizers, on a GPU.")
-        parser.add_argument("tools", nargs="*", metavar="tool", help=f"of {', '.join(TOOLS)}; default: all")
-        tools = parser.parse_args().tools
+        (tools,) = arguments(tools=dict(nargs="*", metavar="tool", help=f"of {', '.join(TOOLS)}; default: all"))
         if unknown := set(tools) - set(TOOLS):
-            parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(TOOLS)}")
+            refuse(f"{', '.join(sorted(unknown))}: expected some of {', '.join(TOOLS)}")
         if not torch.cuda.is_available():
             sys.exit("There is no GPU here: nothing to run under sanitizers.")
         found = [consan() if tool == "consan" else verdict(tool) for tool in tools or TOOLS]

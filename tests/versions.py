@@ -13,6 +13,8 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from common.arguments import arguments
+
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "VERSIONS.md"
 FOLDERS = "phase1", "phase2", "phase3", "phase4", "phase5", "verify", "measure", "test_runtime.py"
@@ -62,10 +64,9 @@ def named(version: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run the tests of the kernels with other versions of PyTorch.")
-    parser.add_argument("versions", nargs="+", metavar="version", type=named, help="such as 2.15.0, or here")
+    (versions,) = arguments(versions=dict(nargs="+", metavar="version", type=named, help="such as 2.15.0, or here"))
     good = True
-    for version in parser.parse_args().versions:
+    for version in versions:
         line, passed = row(version)
         good &= passed
         same = line.split("|")[1:4]  # torch, Triton, Python

@@ -1,6 +1,4 @@
-"""`course`: the learner's command. Phases run as child processes; this imports neither torch nor
-a phase.
-"""
+"""`course`: the learner's command. Phases run as child processes; this imports neither torch nor a phase."""
 
 import json
 import os
@@ -18,6 +16,7 @@ from typing import Annotated
 
 from common import phases
 from common.learn import cli_exercises, exercises
+from common.learn.progress import notices
 
 import typer
 from rich.console import Console
@@ -39,8 +38,8 @@ VERDICT = {True: "[green]PASS[/]", False: "[bold red]FAIL[/]"}
 def overview(context: typer.Context) -> None:
     """Without a command: how far you are, and what to type next."""
     if context.invoked_subcommand in (None, *cli_exercises.COMMANDS):
-        for sentence in exercises.take_over():
-            console.print(sentence, markup=False)
+        for sentence in notices():
+            console.print(sentence, markup=False, soft_wrap=True)
     if context.invoked_subcommand is None:
         cli_exercises.overview()
 
@@ -108,9 +107,7 @@ def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or
 
 @app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True, help_option_names=[]))
 def bench(context: typer.Context) -> None:
-    """Time phase 5's kernels beside their peers on this GPU; `course bench --help` lists what
-    can be chosen.
-    """
+    """Time phase 5's kernels beside their peers on this GPU; `course bench --help` lists what can be chosen."""
     raise typer.Exit(_module("phase5_tuning.bench.peers", *context.args))
 
 
@@ -277,29 +274,16 @@ class _Child:
         return "\n".join(self._errors.read().strip().splitlines()[-12:])
 
 
-def _stand_in_for_closed_streams() -> None:
-    """Where stdin, stdout or stderr is closed, as some services start a program, /dev/null takes its place, here and in
-    child processes."""
-    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(free, True)
-    os.close(free)
-    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115 - open until the process ends
-    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
-
-
 def main() -> None:
-    _stand_in_for_closed_streams()
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        sys.exit(f"The folder that you are in is no longer there: cd {phases.ROOT}")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # where a terminal cannot show what an answer says
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left running
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # the second: its terminal is closed
+        if signal.getsignal(ending) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(ending, signal.default_int_handler)  # as Ctrl-C: nothing is left running
     try:
         app()
-    except exercises.Unusable as unusable:
-        sys.exit(str(unusable))
+    except exercises.Damaged as damaged:
+        sys.exit(str(damaged))
     except OSError as error:
         sys.exit(f"{error}. Is there room on the disk, and may you read and write there?")
 

@@ -5,8 +5,11 @@ from contextlib import nullcontext
 from typing import Annotated
 
 from common import phases
-from common.learn import exercises
-from common.learn.exercises import TIME_LIMIT, Exercise, Progress, Verdict
+from common.learn import exercises, progress
+from common.learn.check import runner
+from common.learn.check.runner import TIME_LIMIT, Verdict
+from common.learn.exercises import Exercise
+from common.learn.progress import Progress
 from common.source import diff_texts, function_in
 
 import typer
@@ -32,11 +35,11 @@ Limit = Annotated[int, typer.Option(help="seconds that an answer may take", min=
 
 def overview() -> None:
     """Where one stands, phase by phase, and what is next."""
-    progress = Progress.load()
+    so_far = Progress.load()
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for phase in phases.PHASES:
         of_phase = [e for e in exercises.load() if e.phase == phase]
-        solved = sum(map(progress.solved, of_phase))
+        solved = sum(map(so_far.solved, of_phase))
         bar = ProgressBar(total=max(1, len(of_phase)), completed=solved, width=20)
         chapters = "".join(
             f"\n   [dim]{phase.folder}/{name}, about {hours:g} h[/]"
@@ -46,13 +49,11 @@ def overview() -> None:
         table.add_row(title, bar, f"{solved} of {len(of_phase)}")
     console.print(table)
     console.line()
-    _say_next(progress)
+    _say_next(so_far)
 
 
 def next_task(name: Name = "") -> None:
-    """Show the next exercise, or another one: its task, its file, and where the notebook
-    explains it.
-    """
+    """Show the next exercise, or another one: its task, its file, and where the notebook explains it."""
     exercise = _chosen(name)
     console.print(f"[bold]{exercise.number}  {exercise.title}[/]")
     console.print(f"[dim]about {exercise.minutes} minutes, by estimate[/]\n")
@@ -69,7 +70,7 @@ def check(name: NameOrAll = "", limit: Limit = TIME_LIMIT) -> None:
     failed = 0
     for exercise in chosen:
         with console.status(f"checking {exercise.name}") if console.is_terminal else nullcontext():
-            verdict = exercises.check(exercise, limit=limit)
+            verdict = runner.check(exercise, limit=limit)
         _print_verdict(exercise, verdict, short=not one)
         if one:
             _print_objections(exercise, verdict)
@@ -84,18 +85,16 @@ def check(name: NameOrAll = "", limit: Limit = TIME_LIMIT) -> None:
 
 
 def hint(name: Name = "") -> None:
-    """Show the next hint for an exercise; called again, the one after it. Each says more than
-    the one before.
-    """
-    exercise, progress = _chosen(name), Progress.load()
+    """Show the next hint for an exercise; called again, the one after it. Each says more than the one before."""
+    exercise, so_far = _chosen(name), Progress.load()
     console.print(f"[bold]{exercise.number}  {exercise.title}[/]\nYour file: {exercise.file}\n")
-    shown = min(progress.hints.get(exercise.name, 0) + 1, len(exercise.hints))
+    shown = min(so_far.hints.get(exercise.name, 0) + 1, len(exercise.hints))
     for number, text in enumerate(exercise.hints[:shown], start=1):
         console.print(f"[bold]Hint {number} of {len(exercise.hints)}[/]  {escape(text)}")
     if shown == len(exercise.hints):
         console.print(f"[dim]These are all hints. The solution: course solution {exercise.number} --give-up[/]")
-    with Progress.changed() as progress:
-        progress.hints[exercise.name] = shown
+    with Progress.changed() as so_far:
+        so_far.hints[exercise.name] = shown
 
 
 def solution(
@@ -106,8 +105,8 @@ def solution(
     whole: Annotated[bool, typer.Option("--whole", help="show the solution itself")] = False,
 ) -> None:
     """Show how the solution of a solved exercise differs from your answer; of any other exercise with --give-up."""
-    progress = Progress.load()
-    solved = [e for e in exercises.load() if progress.solved(e)]
+    so_far = Progress.load()
+    solved = [e for e in exercises.load() if so_far.solved(e)]
     exercise = solved[-1] if solved and not name and not give_up else _chosen(name)
     if exercise not in solved and not give_up:
         console.print(f"{exercise.number} is not solved yet: [bold]course hint {exercise.number}[/] helps.")
@@ -150,7 +149,7 @@ def diff(
     kernels = [made[kind] if kind else next(iter(made.values())) for _, made in chosen]
     texts = [function_in(phase.path(module), name) for phase, (module, name) in zip(owners, kernels, strict=True)]
     for sign, phase, (module, name) in zip("-+", owners, kernels, strict=True):
-        console.print(f"[bold]{sign} {phase.folder}/{module}.py: {name}[/]")
+        console.print(f"[bold]{sign} {phase.path(module).relative_to(phases.ROOT)}: {name}[/]")
     _print_diff(*texts)
 
 
@@ -170,7 +169,7 @@ def _refuse(message: str) -> None:
 def reset(name: Annotated[str, typer.Argument(help="its name, number or file")]) -> None:
     """Bring an exercise back as it was shipped. What you had is kept beside it."""
     exercise = _chosen(name)
-    kept = exercises.reset(exercise)
+    kept = progress.reset(exercise)
     console.print(f"{exercise.file} is as shipped.")
     if kept:
         console.print(f"What you had: {kept.relative_to(phases.ROOT)}")
@@ -185,7 +184,7 @@ def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
             now = exercise.path.stat().st_mtime_ns if exercise.path.exists() else None
             if now not in (None, seen):  # some editors take the file away for a moment
                 seen = now
-                verdict = exercises.check(exercise, limit=limit)
+                verdict = runner.check(exercise, limit=limit)
                 _print_verdict(exercise, verdict)
                 _print_objections(exercise, verdict)
                 following = Progress.load().next(after=exercise)
@@ -194,7 +193,7 @@ def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
                     return
                 if verdict.passed:
                     exercise, seen = following, None
-                    exercises.begin(exercise)
+                    progress.begin(exercise)
                     console.print(f"\nNext: [bold]{exercise.number} {exercise.title}[/], {exercise.file}")
             time.sleep(0.3)
     except KeyboardInterrupt:
@@ -206,7 +205,7 @@ def _chosen(name: str) -> Exercise:
     none.
     """
     exercise = _found(name)
-    exercises.begin(exercise)
+    progress.begin(exercise)
     return exercise
 
 
@@ -240,7 +239,7 @@ def _print_verdict(exercise: Exercise, verdict: Verdict, *, short: bool = False)
 def _print_objections(exercise: Exercise, verdict: Verdict) -> None:
     """What the compiler has against an answer that passed, asked after the verdict is shown."""
     with console.status("compiling") if console.is_terminal else nullcontext():
-        found = exercises.objections(exercise, verdict)
+        found = runner.objections(exercise, verdict)
     for objection in found:
         console.print(f"Warning: {objection}", markup=False, style="yellow")
 
@@ -259,17 +258,17 @@ def _print_task(text: str) -> None:
         console.line()
 
 
-def _say_next(progress: Progress, after: Exercise | None = None) -> None:
-    exercise = progress.next(after)
+def _say_next(so_far: Progress, after: Exercise | None = None) -> None:
+    exercise = so_far.next(after)
     if exercise is None:
         console.print("All exercises are solved.")
         return
     console.print(f"Next: [bold]{exercise.number}  {exercise.title}[/]\n      {exercise.file}")
     try:
-        exercises.begin(exercise)
-    except (OSError, exercises.Unusable) as error:  # the verdict said before stays as it is
+        progress.begin(exercise)
+    except (OSError, exercises.Damaged) as error:  # the verdict said before stays as it is
         console.print(f"      {error}", markup=False, style="yellow", soft_wrap=True)
-    if not progress.passed:
+    if not so_far.passed:
         console.print("      [bold]make lab[/] opens the notebooks, [bold]course next[/] shows the task")
     else:
         console.print("      [bold]course next[/] shows the task")

@@ -176,6 +176,19 @@ def check_folders() -> Finding:
     return Finding("folders", OK, "answers, progress and compiled kernels can be stored")
 
 
+def check_line_ends() -> Finding:
+    """Files of the course with the line ends of Windows: scripts and make fail at them."""
+    from common.phases import ROOT
+
+    kinds = "Makefile", "*.py", "*.md", "common/**/*.py", "phase*/**/*.py", "phase*/**/*.toml"
+    files = [path for kind in kinds for path in sorted(ROOT.glob(kind)) if b"\r\n" in path.read_bytes()]
+    if not files:
+        return Finding("line ends", OK, "those of Linux in all files")
+    names = ", ".join(str(path.relative_to(ROOT)) for path in files[:3]) + ", ..." * (len(files) > 3)
+    todo = r"to take them out: git grep -lI $'\r' | xargs sed -i 's/\r$//'"
+    return Finding("line ends", NOTE, f"those of Windows (CRLF) in {len(files)} files: {names}", todo)
+
+
 def check_cpp() -> Finding:
     compiler = next((c for c in ("g++", "clang++") if shutil.which(c)), None)
     if compiler:
@@ -195,8 +208,8 @@ def check_jupyter() -> Finding:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
-    check_python, check_versions, check_device, check_driver, check_canary, check_bf16, check_folders, check_compiler,
-    check_cpp, check_jupyter,
+    check_python, check_versions, check_device, check_driver, check_canary, check_bf16, check_folders, check_line_ends,
+    check_compiler, check_cpp, check_jupyter,
 )  # fmt: skip
 
 

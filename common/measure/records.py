@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 
 from common import runtime
+from common.arguments import Typed, arguments
 from common.measure.timing import caller_ms, ceilings, measure, time_ms
 from common.phases import ROOT
 from common.source import program, source
@@ -127,16 +128,8 @@ def record_name(text: str) -> str:
     return text
 
 
-def command_line(name: str | None = None, **options) -> argparse.ArgumentParser:
-    """What a module that measures takes: --name and --commit. Its help begins with the module's first paragraph.
-
-    name: of the record if none is typed; None: nothing is stored then. options: as ArgumentParser's.
-    """
-    what = (sys.modules["__main__"].__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(description=what or "Measure this phase on the GPU.", **options)
-    parser.add_argument("--name", type=record_name, default=name, help="store the rows as results/NAME.json")
-    parser.add_argument("--commit", help="commit that is measured, if this is not a git checkout")
-    return parser
+NAME = dict(type=record_name, help="store the rows as results/NAME.json")
+COMMIT = dict(help="commit that is measured, if this is not a git checkout")
 
 
 def without_gpu() -> bool:
@@ -150,28 +143,28 @@ def main(
     folder: str,
     kernels: Iterable,
     run: Callable[[], list[dict]],
-    args: argparse.Namespace | None = None,
+    typed: Typed | None = None,
     packages: Sequence[str] = (),
     settings: Sequence[object] = (),
 ) -> int:
     """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json.
 
-    args: of a `command_line`; None: what was typed, and "gpu" for a name.
+    typed: what was typed for NAME and COMMIT, where a module takes more; without a name nothing is stored then.
     """
-    args = args or command_line("gpu").parse_args()
+    typed = typed or arguments(name=NAME | dict(default="gpu"), commit=COMMIT)
     if without_gpu():
         return 1
-    if not args.name:
+    if not typed.name:
         run()
         return 0
     start = time.perf_counter()
-    head = dict(provenance=provenance(kernels, args.commit, packages, settings), ceilings=ceilings())
+    head = dict(provenance=provenance(kernels, typed.commit, packages, settings), ceilings=ceilings())
     rows = ",\n  ".join(json.dumps(row) for row in run())
-    path = ROOT / folder / "results" / f"{args.name}.json"
+    path = ROOT / folder / "results" / f"{typed.name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n')
     print(f"wrote {path.relative_to(ROOT)} in {time.perf_counter() - start:.0f} s")
-    print(f'to see it in a notebook instead of the recorded run: records.load("{folder}", "{args.name}")')
+    print(f'to see it in a notebook instead of the recorded run: records.load("{folder}", "{typed.name}")')
     return 0
 
 

@@ -3,7 +3,6 @@
 With --json every case becomes one line of JSON instead, for the `course` command to read.
 """
 
-import argparse
 import json
 import math
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from common import runtime
+from common.arguments import arguments, refuse
 from common.verify import Report
 
 
@@ -24,15 +24,12 @@ class Case:
 
 def main(title: str, cases: Iterable[Case], argv=None) -> int:
     """Verify every case, print the table, and return the exit code: 0 only if everything passed."""
-    parser = argparse.ArgumentParser(description=f"{title}: verify this phase against SDPA on this machine.")
-    parser.add_argument("--json", action="store_true", help="one line of JSON a case instead of the table")
-    args = parser.parse_args(argv)
+    what = f"{title}: verify this phase against SDPA on this machine."
+    typed = arguments(argv=argv, what=what, json="one line of JSON a case instead of the table")
     if runtime.CANNOT_RUN:
-        parser.error(runtime.CANNOT_RUN)
+        refuse(runtime.CANNOT_RUN)
     cases = list(cases)
-    if args.json:
-        return _as_json(cases)
-    return _as_table(title, cases)
+    return _as_json(cases) if typed.json else _as_table(title, cases)
 
 
 def _timed(case: Case) -> tuple[Report, float]:

@@ -1,9 +1,9 @@
-"""What several checks of phase 1's exercises need; each check is a module beside this one (see common.learn.judge)."""
+"""What several checks of phase 1's exercises need; each check is a module beside this one (see common.learn.check)."""
 
 import math
 
 from common import runtime
-from common.learn.judge import reject
+from common.learn.check.require import reject
 
 import torch
 

@@ -5,7 +5,7 @@ everything, and that each logit is read once.
 import math
 
 from common import runtime
-from common.learn.judge import NoHelp, Rejected, counted, masked_loads_undefined, reject, require
+from common.learn.check.require import NoHelp, Rejected, counted, masked_loads_undefined, reject, require
 from common.measure import offline
 from common.verify import guard
 from phase1_softmax.checks import INF, called, pair, randn, require_sane

@@ -1,7 +1,7 @@
 """Checks the update over three tiles, and that the wrong ones fail on one of the inputs and hide on the other."""
 
 from common import runtime
-from common.learn.judge import after, reject, require
+from common.learn.check.require import after, reject, require
 from phase1_softmax.checks import EXACT, INF, called, randn
 
 import torch

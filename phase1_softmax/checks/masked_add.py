@@ -1,7 +1,7 @@
 """Checks the sum for lengths of every kind, and that nothing beside the vectors is read or written."""
 
 from common import runtime
-from common.learn.judge import counted, reject, require
+from common.learn.check.require import counted, reject, require
 
 import torch
 from torch.overrides import TorchFunctionMode

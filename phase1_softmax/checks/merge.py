@@ -3,7 +3,7 @@
 import itertools
 import math
 
-from common.learn.judge import reject, require
+from common.learn.check.require import reject, require
 from phase1_softmax.checks import EXACT, INF, called, pair, randn, require_sane
 
 import torch

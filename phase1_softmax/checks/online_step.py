@@ -3,7 +3,7 @@
 import math
 
 from common import runtime
-from common.learn.judge import after, reject, require
+from common.learn.check.require import after, reject, require
 from phase1_softmax.checks import EXACT, INF, called, pair, randn, require_sane
 
 import torch

@@ -3,7 +3,7 @@
 import math
 
 from common import runtime
-from common.learn.judge import reject
+from common.learn.check.require import reject
 from common.verify import verify_softmax
 from phase1_softmax.checks import INF, called, randn
 

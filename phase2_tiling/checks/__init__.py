@@ -1,11 +1,11 @@
-"""What several checks of phase 2's exercises need; each check is a module beside this one (see common.learn.judge)."""
+"""What several checks of phase 2's exercises need; each check is a module beside this one (see common.learn.check)."""
 
 import ast
 import inspect
 from collections.abc import Callable
 
 from common import make_qkv, verify_results
-from common.learn.judge import reject, require, require_ieee, require_narrow_products
+from common.learn.check.require import reject, require, require_ieee, require_narrow_products
 
 import torch
 

@@ -6,7 +6,7 @@ import itertools
 import math
 
 from common import make_qkv, runtime
-from common.learn.judge import counted, reject, require, tiles_of
+from common.learn.check.require import counted, reject, require, tiles_of
 from phase2_tiling.checks import (
     BF16,
     FP32,

@@ -7,7 +7,7 @@ import inspect
 import itertools
 
 from common import runtime
-from common.learn.judge import counted, reject, require, tiles_of
+from common.learn.check.require import counted, reject, require, tiles_of
 from common.measure import offline
 from phase2_tiling.checks import (
     FP16,

@@ -4,7 +4,7 @@ import ast
 import inspect
 import itertools
 
-from common.learn.judge import counted, reject, require, tiles_of
+from common.learn.check.require import counted, reject, require, tiles_of
 from phase2_tiling.checks import (
     FP32,
     attention_cases,

@@ -5,7 +5,7 @@ import random
 from unittest import mock
 
 from common import runtime
-from common.learn.judge import counted, reject
+from common.learn.check.require import counted, reject
 from common.measure import traffic
 from phase2_tiling import tiling
 from phase2_tiling.checks import FP16, FP32, one_head

@@ -1,6 +1,6 @@
 """Checks the largest logits for ragged lengths, with NaN around the inputs, and counts the bytes that are read."""
 
-from common.learn.judge import counted, reject, require
+from common.learn.check.require import counted, reject, require
 from phase2_tiling.checks import FP16, FP32, NAN, nan_around, one_head, surrounded
 
 import torch

@@ -1,10 +1,10 @@
-"""What several checks of phase 3's exercises need; each check is a module beside this one (see common.learn.judge)."""
+"""What several checks of phase 3's exercises need; each check is a module beside this one (see common.learn.check)."""
 
 import traceback
 
 from common import make_qkv, verify_results
-from common.learn.errors import is_stub, root_of
-from common.learn.judge import reject
+from common.learn.check.errors import is_stub, root_of
+from common.learn.check.require import reject
 
 import torch
 

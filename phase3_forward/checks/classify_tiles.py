@@ -3,7 +3,7 @@
 import itertools
 import math
 
-from common.learn.judge import reject
+from common.learn.check.require import reject
 from phase3_forward.checks import bottom_right, in_pieces
 
 import torch

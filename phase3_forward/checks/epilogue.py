@@ -3,7 +3,7 @@
 import math
 
 from common import make_qkv
-from common.learn.judge import guarded, reject
+from common.learn.check.require import guarded, reject
 from common.verify import guard
 from phase3_forward.checks import BF16, FP32, INF, bottom_right, indices, require_nothing_added, verify_masked
 

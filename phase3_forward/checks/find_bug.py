@@ -1,7 +1,7 @@
 """Checks the mended kernel; while it is wrong, says what its errors look like, and not which line makes them."""
 
 from common import make_qkv
-from common.learn.judge import guarded, reject, require_verified, tiles_of
+from common.learn.check.require import guarded, reject, require_verified, tiles_of
 from common.verify.reference import naive_attention
 from phase3_forward.checks import BF16, FP32
 

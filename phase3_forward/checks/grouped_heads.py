@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from common import make_qkv, runtime
-from common.learn.judge import guarded, misread, reject, require_verified, tiles_of
+from common.learn.check.require import guarded, misread, reject, require_verified, tiles_of
 from phase3_forward.checks import BF16, FP16, FP32
 
 import torch

@@ -3,7 +3,7 @@
 import math
 
 from common import make_qkv
-from common.learn.judge import reject, require
+from common.learn.check.require import reject, require
 from phase3_forward.checks import FP32, INF, in_pieces
 from phase3_forward.forward import attention_forward
 

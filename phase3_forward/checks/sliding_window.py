@@ -3,7 +3,7 @@
 import math
 
 from common import make_qkv, runtime
-from common.learn.judge import guarded, masked_loads_undefined, misread, reject, require, tiles_of
+from common.learn.check.require import guarded, masked_loads_undefined, misread, reject, require, tiles_of
 from common.measure import traffic
 from phase3_forward.checks import BF16, FP16, FP32, indices, verify_masked
 

@@ -3,7 +3,7 @@
 import math
 
 from common import make_qkv, runtime
-from common.learn.judge import guarded, misread, reject, require, require_verified
+from common.learn.check.require import guarded, misread, reject, require, require_verified
 from phase3_forward.checks import BF16, FP16, FP32, INF, in_pieces, require_nothing_added
 
 import torch

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 
 from common import make_qkv, runtime
-from common.learn.judge import (
+from common.learn.check.require import (
     NoHelp,
     Rejected,
     guarded,

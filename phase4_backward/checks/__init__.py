@@ -1,11 +1,11 @@
-"""What several checks of phase 4's exercises need; each check is a module beside this one (see common.learn.judge)."""
+"""What several checks of phase 4's exercises need; each check is a module beside this one (see common.learn.check)."""
 
 import contextlib
 from collections.abc import Callable
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.learn.judge import misread, reject, require, require_ieee, require_narrow_products
+from common.learn.check.require import misread, reject, require, require_ieee, require_narrow_products
 from common.measure import traffic
 from common.source import source
 from common.verify import Report, VerificationError

@@ -5,7 +5,7 @@ from collections import defaultdict
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime
-from common.learn.judge import reject, require, require_verified
+from common.learn.check.require import reject, require, require_verified
 from common.verify import guard
 from common.verify.reference import naive_attention, naive_attention_backward
 

@@ -1,6 +1,6 @@
 """Runs the line that each diagnosis names, and compares what comes out with the patient's gradients."""
 
-from common.learn.judge import reject
+from common.learn.check.require import reject
 
 import torch
 

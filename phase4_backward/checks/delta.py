@@ -4,7 +4,7 @@ import functools
 import itertools
 
 from common import make_qkv, make_tensor, runtime
-from common.learn.judge import counted, reject, require
+from common.learn.check.require import counted, reject, require
 from common.verify.harness import E
 from phase4_backward.checks import UNWRITTEN, roomy
 

@@ -1,7 +1,7 @@
 """Checks dk and dv of grouped heads for tiles of three shapes, full and causal, and that no query is read in vain."""
 
 from common import runtime
-from common.learn.judge import require
+from common.learn.check.require import require
 from phase4_backward.checks import (
     BLOCKS,
     causal_case,

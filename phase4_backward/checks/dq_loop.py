@@ -1,7 +1,7 @@
 """Checks dq for tiles of three shapes, full and causal, and that no key is read in vain."""
 
 from common import make_qkv, runtime
-from common.learn.judge import reject, require
+from common.learn.check.require import reject, require
 from common.verify.reference import naive_attention
 from phase4_backward.checks import (
     BLOCKS,

@@ -3,7 +3,7 @@
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.learn.judge import reject, require
+from common.learn.check.require import reject, require
 from common.verify.harness import UNIT_ROUNDOFF, E
 from phase4_backward.checks import Stages, only_head_0, reject_report, small_tiles
 

@@ -1,7 +1,7 @@
 """Checks dv in fp64, and as part of the whole backward pass for dtypes, lengths, strides and low logits."""
 
 from common import make_tensor, runtime
-from common.learn.judge import counted, require
+from common.learn.check.require import counted, require
 from phase4_backward.checks import only_head_0, plain_inputs, require_products, verify
 
 import torch

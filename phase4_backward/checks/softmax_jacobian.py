@@ -4,7 +4,7 @@ wrong.
 
 import warnings
 
-from common.learn.judge import reject, require
+from common.learn.check.require import reject, require
 
 import torch
 from torch.autograd.gradcheck import GradcheckError

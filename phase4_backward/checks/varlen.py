@@ -5,7 +5,7 @@ import warnings
 from unittest import mock
 
 from common import make_tensor, runtime, verify_results
-from common.learn.judge import reject
+from common.learn.check.require import reject
 from common.verify import Report, guard
 from phase4_backward.checks import Stages, reject_report, small_tiles
 

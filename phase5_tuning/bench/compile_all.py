@@ -8,12 +8,12 @@ serialized: among its candidates, the choice by measurement finds that one. Judg
 with exact products always spills; it is listed, not judged.
 """
 
-import argparse
 import itertools
 from collections.abc import Iterator
 from functools import partial
 
 from common import runtime
+from common.arguments import arguments, refuse
 from common.measure import offline
 from phase5_tuning.launch import configs
 from phase5_tuning.passes.backward import attention_backward
@@ -47,15 +47,13 @@ def launches(rung, dtype, head_dim) -> Iterator[tuple[str, offline.RecordedLaunc
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     known = list(offline.SHARED_LIMIT)
-    what = f"of {', '.join(known)}; default: {' '.join(TARGETS)}"
-    parser.add_argument("targets", nargs="*", metavar="target", help=what)
-    targets = parser.parse_args(argv).targets
+    said = f"of {', '.join(known)}; default: {' '.join(TARGETS)}"
+    (targets,) = arguments(argv=argv, targets=dict(nargs="*", metavar="target", help=said))
     if unknown := set(targets) - set(known):
-        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+        refuse(f"{', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
     if not runtime.INTERPRETED:
-        parser.error("set TRITON_INTERPRET=1: which rungs use descriptors would depend on the GPU at hand")
+        refuse("set TRITON_INTERPRET=1: which rungs use descriptors would depend on the GPU at hand")
     bad = 0
     for target in targets or TARGETS:
         for dtype, head_dim, rung in itertools.product((torch.float16, torch.float32), (64, 128, 256), LADDER[1:]):

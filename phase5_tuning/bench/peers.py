@@ -16,11 +16,11 @@ batch heads seq_q seq_k head_dim forward, 2.5 times that backward, half under a 
 recomputes.
 """
 
-import argparse
 import functools
 import itertools
 import math
 
+from common import arguments as command_line
 from common import runtime
 from common.arguments import listed, size
 from common.measure import records, timing
@@ -283,7 +283,7 @@ def table(rows: list[dict], clock: str = "gpu"):
     return made
 
 
-def arguments(argv=None) -> argparse.Namespace:
+def arguments(argv=None) -> command_line.Typed:
     def providers(text):
         values = listed(choices=[*PROVIDERS, "ladder"])(text)
         return list(dict.fromkeys(p for v in values for p in (LADDER_PROVIDERS if v == "ladder" else [v])))
@@ -291,26 +291,28 @@ def arguments(argv=None) -> argparse.Namespace:
     def some_of(choices):
         return f"one or more of {', '.join(choices)}, with commas between them"
 
-    parser = records.command_line(prog="course bench", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--head-dim", type=listed(size), default="64,128", help="one or more sizes")
-    parser.add_argument("--seq-len", type=listed(size), default="1024,4096", help="one or more lengths")
-    for name, choices, default in (
-        ("--mode", FLOPS, "fwd,bwd"), ("--causal", ("no", "yes"), "no,yes"), ("--dtype", DTYPES, "fp16"),
-    ):  # fmt: skip
-        parser.add_argument(name, type=listed(choices=choices), default=default, help=some_of(choices))
-    parser.add_argument(
-        "--provider",
-        type=providers,
-        default="sdpa-flash,sdpa-cudnn,flex,ours",
-        help=some_of(PROVIDERS) + "; or ladder: phase 4, every rung, and ours",
+    return command_line.arguments(
+        argv=argv,
+        prog="course bench",
+        name=records.NAME,
+        commit=records.COMMIT,
+        head_dim=dict(type=listed(size), default="64,128", help="one or more sizes"),
+        seq_len=dict(type=listed(size), default="1024,4096", help="one or more lengths"),
+        mode=dict(type=listed(choices=FLOPS), default="fwd,bwd", help=some_of(FLOPS)),
+        causal=dict(type=listed(choices=("no", "yes")), default="no,yes", help=some_of(("no", "yes"))),
+        dtype=dict(type=listed(choices=DTYPES), default="fp16", help=some_of(DTYPES)),
+        provider=dict(
+            type=providers,
+            default="sdpa-flash,sdpa-cudnn,flex,ours",
+            help=some_of(PROVIDERS) + "; or ladder: phase 4, every rung, and ours",
+        ),
+        tokens=dict(type=size, default=16384, help="batch * seq, without --batch"),
+        width=dict(type=size, default=2048, help="heads * head_dim, without --heads"),
+        batch=dict(type=size, help="instead of tokens / seq"),
+        heads=dict(type=size, help="instead of width / head_dim"),
+        clock=dict(choices=TITLES, default="gpu", help="the GPU's, or the caller's with host time"),
+        check="verify one head of ours at each shape first",
     )
-    parser.add_argument("--tokens", type=size, default=16384, help="batch * seq, without --batch")
-    parser.add_argument("--width", type=size, default=2048, help="heads * head_dim, without --heads")
-    parser.add_argument("--batch", type=size, help="instead of tokens / seq")
-    parser.add_argument("--heads", type=size, help="instead of width / head_dim")
-    parser.add_argument("--clock", choices=TITLES, default="gpu", help="the GPU's, or the caller's with host time")
-    parser.add_argument("--check", action="store_true", help="verify one head of ours at each shape first")
-    return parser.parse_args(argv)
 
 
 def recorded(providers) -> tuple:

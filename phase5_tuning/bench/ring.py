@@ -9,11 +9,11 @@ parts of the ring, each alone: "attention" the kernels of a rank's steps, "link"
 keys and values to the next one.
 """
 
-import argparse
 import functools
 import sys
 from unittest import mock
 
+from common import arguments as command_line
 from common.arguments import listed, size
 from common.measure import records
 from phase5_tuning.attention import flash_attention
@@ -224,16 +224,19 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def arguments(argv=None) -> argparse.Namespace:
-    parser = records.command_line()
-    parser.add_argument("--seq-len", type=listed(size), default="16384,65536,131072")
-    parser.add_argument("--heads", type=size, default=16)
-    parser.add_argument("--heads-kv", type=size, help="fewer heads of K and V; not with torch")
-    parser.add_argument("--head-dim", type=size, default=128)
-    parser.add_argument("--provider", type=listed(choices=PROVIDERS), default=",".join(PROVIDERS))
-    args = parser.parse_args(argv)
+def arguments(argv=None) -> command_line.Typed:
+    args = command_line.arguments(
+        argv=argv,
+        name=records.NAME,
+        commit=records.COMMIT,
+        seq_len=dict(type=listed(size), default="16384,65536,131072"),
+        heads=dict(type=size, default=16),
+        heads_kv=dict(type=size, help="fewer heads of K and V; not with torch"),
+        head_dim=dict(type=size, default=128),
+        provider=dict(type=listed(choices=PROVIDERS), default=",".join(PROVIDERS)),
+    )
     if args.heads_kv not in (None, args.heads) and "torch" in args.provider:
-        parser.error("--heads-kv: torch is measured with equal heads only; name other providers")
+        command_line.refuse("--heads-kv: torch is measured with equal heads only; name other providers")
     return args
 
 

@@ -1,4 +1,4 @@
-"""What several checks of phase 5's exercises need; each check is a module beside this one (see common.learn.judge)."""
+"""What several checks of phase 5's exercises need; each check is a module beside this one (see common.learn.check)."""
 
 import inspect
 import math
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from common.learn.judge import reject
+from common.learn.check.require import reject
 from common.measure import offline
 
 import torch

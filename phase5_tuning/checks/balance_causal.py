@@ -1,6 +1,6 @@
 """Checks that chunks are shared out once, in order, and that the work is equal, for 1 to 9 ranks."""
 
-from common.learn.judge import reject
+from common.learn.check.require import reject
 
 
 def check(answer):

@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from common.learn.judge import reject
+from common.learn.check.require import reject
 from phase5_tuning.checks import require_ints
 from phase5_tuning.hopper.model import Deadlock, Race, Ring
 

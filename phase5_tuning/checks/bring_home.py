@@ -1,6 +1,6 @@
 """Runs an answer on rings of 1 to 5 ranks: gradients, deadlocks, races, and what travels meanwhile."""
 
-from common.learn.judge import reject, require
+from common.learn.check.require import reject, require
 from phase5_tuning.checks import pass_keys
 from phase5_tuning.checks.pass_keys import played, require_meanwhile
 from phase5_tuning.ring import model as ring_model

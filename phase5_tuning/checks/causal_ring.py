@@ -1,6 +1,6 @@
 """Runs an answer on causal rings of 1 to 5 ranks: results, work of each step, and what travels meanwhile."""
 
-from common.learn.judge import reject, require
+from common.learn.check.require import reject, require
 from phase5_tuning.checks.pass_keys import check_sends, played, require_meanwhile
 
 import torch

@@ -5,7 +5,7 @@ import math
 import warnings
 
 from common import make_qkv, runtime
-from common.learn.judge import guarded, reject, require, require_verified
+from common.learn.check.require import guarded, reject, require, require_verified
 from common.measure import traffic
 from common.verify.reference import naive_attention
 from phase5_tuning.checks import FP32, INF

@@ -4,7 +4,7 @@ import itertools
 from unittest import mock
 
 from common import runtime
-from common.learn.judge import reject
+from common.learn.check.require import reject
 from common.measure import offline, sass
 from phase5_tuning.checks import FP16, require_ints
 from phase5_tuning.hopper import forward as hopper_forward

@@ -7,7 +7,7 @@ import math
 from unittest import mock
 
 from common import make_qkv, runtime
-from common.learn.judge import guarded, reject, require, require_verified
+from common.learn.check.require import guarded, reject, require, require_verified
 from phase5_tuning.checks import BF16, FP16, FP32, INF
 
 import torch

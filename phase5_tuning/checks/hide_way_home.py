@@ -1,6 +1,6 @@
 """Runs an answer on rings of 2 to 5 ranks: gradients, how often each rank sends, and what it computes meanwhile."""
 
-from common.learn.judge import reject
+from common.learn.check.require import reject
 from phase5_tuning.checks.bring_home import check_result, made, watched
 from phase5_tuning.checks.pass_keys import played
 

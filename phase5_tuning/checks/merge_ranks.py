@@ -1,6 +1,6 @@
 """Checks the merge in place: several dtypes, queries that see nothing, views, logits near 1000, a ring of 64 ranks."""
 
-from common.learn.judge import reject, require
+from common.learn.check.require import reject, require
 
 import torch
 

@@ -3,7 +3,7 @@
 import re
 from types import GeneratorType
 
-from common.learn.judge import reject
+from common.learn.check.require import reject
 from phase5_tuning.hopper.model import Consumer, Deadlock, Operation, Race, Ring, own_rings, simulate
 
 LONGEST = 4000  # operations: an answer with more of them does not end

@@ -1,6 +1,6 @@
 """Runs an answer on rings of 1 to 5 ranks: results, deadlocks, races, and what travels meanwhile."""
 
-from common.learn.judge import reject, require
+from common.learn.check.require import reject, require
 from phase5_tuning.ring import model as ring_model
 from phase5_tuning.ring.attention import merge_
 from phase5_tuning.ring.model import Deadlock, Race

@@ -5,7 +5,7 @@ import random
 from unittest import mock
 
 from common import runtime
-from common.learn.judge import reject
+from common.learn.check.require import reject
 from common.measure import offline
 from phase5_tuning.checks import padded_dim, require_ints
 from phase5_tuning.ladder import forward

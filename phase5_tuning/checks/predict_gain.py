@@ -7,7 +7,7 @@ import math
 import random
 from collections import Counter
 
-from common.learn.judge import reject
+from common.learn.check.require import reject
 from common.measure import records
 
 # The forward pass's turns, counted in what Triton 3.7.1 makes of each rung for sm_90, under the

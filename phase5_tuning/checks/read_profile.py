@@ -4,7 +4,7 @@ import dataclasses
 import math
 import random
 
-from common.learn.judge import reject
+from common.learn.check.require import reject
 
 RATES = {"tensor cores": 4096, "exponentials": 16, "shared memory": 1}
 CHANGES = {  # what the chapter did to the kernel

@@ -19,8 +19,8 @@ from pathlib import Path
 from unittest import mock
 
 from common.arguments import arguments
-from common.learn import judge
-from common.learn.judge import Rejected, reject, require
+from common.learn.check import judge
+from common.learn.check.require import Rejected, reject, require
 from common.phases import ROOT
 from phase5_tuning.passes import forward
 
@@ -410,15 +410,13 @@ _TAGGED = "A receive takes a send of its own tag alone: does every receive have 
 
 
 def _main(path: str, folder: str) -> None:
-    judge.end_with_parent()
     torch.set_num_threads(1)
-    sys.stdout, sys.stderr = judge._Capped(sys.stdout), judge._Capped(sys.stderr)
+    sys.stdout, sys.stderr = judge.Capped(sys.stdout), judge.Capped(sys.stderr)
     ranks = []
     for number in range(RANKS):
         ranks.append(os.fork())
         if not ranks[-1]:
             try:
-                judge.end_with_parent()
                 _live(number, path, folder)
             finally:
                 sys.stdout.flush()

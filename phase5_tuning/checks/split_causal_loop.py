@@ -7,7 +7,7 @@ import math
 from unittest import mock
 
 from common import make_qkv, runtime
-from common.learn.judge import Rejected, guarded, reject, require_verified
+from common.learn.check.require import Rejected, guarded, reject, require_verified
 from phase5_tuning.checks import BF16, FP16, FP32
 
 from triton.runtime.errors import InterpreterError

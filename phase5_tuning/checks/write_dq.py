@@ -4,7 +4,7 @@ import os
 from unittest import mock
 
 from common import make_qkv
-from common.learn.judge import reject
+from common.learn.check.require import reject
 from common.measure import offline
 from common.verify.reference import naive_attention
 from phase5_tuning.checks import FP16, require_compiled

@@ -5,7 +5,7 @@ from collections import Counter
 from unittest import mock
 
 from common import make_qkv
-from common.learn.judge import reject
+from common.learn.check.require import reject
 from common.measure import offline
 from phase5_tuning.checks import FP16, require_compiled
 from phase5_tuning.hopper import forward as hopper_forward

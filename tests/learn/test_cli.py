@@ -1,5 +1,6 @@
 """The commands, typed as the README says."""
 
+import ast
 import json
 import os
 import re
@@ -183,15 +184,18 @@ def test_a_module_reports_a_failure_with_its_exit_code(tmp_path):
         "wrong = lambda q, k, v, **_: 2 * q\n"
         "case = suite.Case('wrong on purpose', lambda: verify_results(wrong, q, k, v))\n"
         "right = suite.Case('right', lambda: verify_results(F.scaled_dot_product_attention, q, k, v))\n"
-        "sys.exit(suite.main('t', [case, right], sys.argv[1:]))\n"
+        "nan = suite.Case('no number', lambda: verify_results(lambda q, k, v, **_: q * float('nan'), q, k, v))\n"
+        "sys.exit(suite.main('t', [case, right, nan], sys.argv[1:]))\n"
     )
     table = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert table.returncode == 1
     assert "FAIL" in table.stdout
-    assert "1 of 2 cases passed" in table.stdout
+    assert "1 of 3 cases passed" in table.stdout
     lines = subprocess.run([sys.executable, "-c", code, "--json"], capture_output=True, text=True, cwd=ROOT)
     assert lines.returncode == 1
-    assert [json.loads(line)["passed"] for line in lines.stdout.splitlines()] == [False, True]
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines.stdout.splitlines()]
+    assert [row["passed"] for row in rows] == [False, True, False]
+    assert rows[2]["z"] is None
 
 
 def entry_points():
@@ -219,6 +223,20 @@ def test_a_module_explains_itself_and_refuses_nonsense(module):
     assert refused.returncode == 2
     assert "nonsense" in refused.stdout + refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_a_module_hands_its_exit_code_to_the_shell():
+    """Where `main` returns a number, the process ends with it."""
+    for module in entry_points():
+        path = ROOT.joinpath(*module.split("."))
+        path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        tree = ast.parse(path.read_text())
+        returns = {f.name: ast.unparse(f.returns) for f in tree.body if isinstance(f, ast.FunctionDef) and f.returns}
+        calls = [node for node in ast.walk(tree.body[-1]) if isinstance(node, ast.Call)]
+        ends = [node for node in calls if ast.unparse(node.func) in ("SystemExit", "sys.exit")]
+        ending = {ast.unparse(node.func) for end in ends for node in ast.walk(end) if isinstance(node, ast.Call)}
+        called = {name for node in calls if returns.get(name := ast.unparse(node.func)) == "int"}
+        assert called <= ending, f"{module} ends with 0 whatever {called - ending} returns"
 
 
 def test_the_readme_names_only_commands_that_exist():
@@ -277,6 +295,38 @@ def test_a_module_may_print_what_it_likes(broken_course):
     assert done.exit_code == 0, done.output
     assert "1/1" in done.output
     assert done.output.index("empty.ipynb") < done.output.index("second.ipynb")
+
+
+def test_of_all_cases_the_worst_z_is_shown(broken_course):
+    rows = [json.loads(ROW) | dict(z=z, done=n, of=3) for n, z in enumerate((1.25, 3.5, 2.75), start=1)]
+    done = broken_course("".join(f"print({json.dumps(row)!r})\n" for row in rows))
+    assert re.search(r"kernels +│ +3/3 │ 3\.50 ", done.output), done.output
+
+
+@pytest.mark.parametrize(("interpreted", "at_once"), [(True, 2), (False, 1)])
+def test_two_steps_run_at_once_where_nothing_is_timed(interpreted, at_once, monkeypatch):
+    monkeypatch.setattr(runtime, "INTERPRETED", interpreted)
+    with cli._at_once() as pool:
+        assert pool._max_workers == at_once
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), ("NameError", 1)])
+def test_running_notebooks_fails_where_one_does_and_stores_what_is_interpreted(error, code, monkeypatch):
+    asked = []
+
+    def execute(path, store):
+        asked.append((store, os.environ.get("TRITON_INTERPRET")))
+        return error if len(asked) == 1 else None
+
+    monkeypatch.setattr(notebooks, "execute", execute)
+    monkeypatch.setattr(notebooks.exercises, "load", list)  # there may be answers here
+    monkeypatch.setattr(sys, "argv", ["notebooks", "--store", "softmax", "tiling"])
+    monkeypatch.setenv("TRITON_INTERPRET", "")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    ending = signal.getsignal(signal.SIGTERM)
+    assert notebooks.main() == code
+    signal.signal(signal.SIGTERM, ending)
+    assert asked == [(True, "1")] * 2
 
 
 def test_a_module_that_ends_before_its_last_case_has_failed(broken_course):

@@ -15,7 +15,8 @@ from unittest import mock
 
 import wrong_answers
 from common import phases
-from common.learn import cli, cli_exercises, exercises
+from common.learn import cli, cli_exercises, doctor, exercises, progress
+from common.learn.check import runner
 
 import pexpect
 import pytest
@@ -253,10 +254,9 @@ def typed(tmp_path, monkeypatch):
     for phase in phases.PHASES:
         (tmp_path / phase.folder).symlink_to(phases.ROOT / phase.folder)
     monkeypatch.setattr(phases, "ROOT", tmp_path)
-    monkeypatch.setattr(exercises, "take_over", list)
 
     def run(*arguments, outcomes=None):
-        checks = mock.patch.object(exercises, "check", side_effect=outcomes)
+        checks = mock.patch.object(runner, "check", side_effect=outcomes)
         with checks if outcomes else nullcontext():
             done = CliRunner().invoke(cli.app, arguments)
         return " ".join(done.output.split()), done.exit_code
@@ -264,7 +264,7 @@ def typed(tmp_path, monkeypatch):
     return run
 
 
-PASSED, WRONG, ERROR = (exercises.Verdict(kind, "some words") for kind in ("passed", "wrong", "error"))
+PASSED, WRONG, ERROR = (runner.Verdict(kind, "some words") for kind in ("passed", "wrong", "error"))
 
 
 def test_after_an_exercise_that_passed_comes_the_one_behind_it(typed):
@@ -287,7 +287,7 @@ def test_a_mistake_is_explained_and_an_error_is_not(typed):
 def test_hints_end(typed):
     shown = [typed("hint", "1.1")[0] for _ in range(4)]
     assert ["These are all hints" in one for one in shown] == [False, False, True, True]
-    assert exercises.Progress.load().hints == {PHASE_1[0].name: 3}
+    assert progress.Progress.load().hints == {PHASE_1[0].name: 3}
 
 
 def test_a_solution_is_for_who_has_solved_it_or_gives_up(typed):
@@ -295,8 +295,8 @@ def test_a_solution_is_for_who_has_solved_it_or_gives_up(typed):
     assert code == 1
     assert "add --give-up" in shown
     for exercise in PHASE_1[:2]:
-        exercises.begin(exercise)
-    exercises.Progress({e.name: hash_of(e.stub) for e in PHASE_1[:2]}).save()
+        progress.begin(exercise)
+    progress.Progress({e.name: hash_of(e.stub) for e in PHASE_1[:2]}).save()
     shown, code = typed("solution")  # of the last one solved
     assert code == 0
     assert f"- {PHASE_1[1].file} +" in shown
@@ -335,10 +335,10 @@ def hash_of(answer):
 def attempt(copy):
     """A function that runs a command in the copy; it returns what was printed, all of it, and the exit code."""
 
-    def run(*arguments, before="", after="", **environment):
+    def run(*arguments, before="", **environment):
         command = shlex.join([sys.executable, "-m", "common.learn.cli", *arguments])
         done = subprocess.run(
-            f"{before} {command} {after}", shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            f"{before} {command}", shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             cwd=copy, env=os.environ | dict(COLUMNS="300", PYTHONPATH=str(copy)) | environment,
         )  # fmt: skip
         assert "Traceback" not in done.stdout, done.stdout
@@ -459,8 +459,8 @@ def test_where_no_file_can_be_created_each_answer_that_is_there_has_its_verdict(
     def no_room(path, content):
         raise OSError(30, "Read-only file system", str(path))
 
-    monkeypatch.setattr(exercises, "_write", no_room)
-    monkeypatch.setattr(exercises, "_in_child", lambda *_, **__: dict(kind="passed", message="all right"))
+    monkeypatch.setattr(exercises, "write", no_room)
+    monkeypatch.setattr(runner, "_in_child", lambda *_, **__: dict(kind="passed", message="all right"))
     shown, code = typed("check", "1")
     assert code == 1
     assert shown.count("PASS") == 2
@@ -491,10 +491,10 @@ def test_a_reset_that_cannot_keep_the_answer_beside_it_leaves_it(copy, monkeypat
     def no_room(self, content):
         raise OSError(28, "No space left on device")
 
-    exercises.Progress().save()
+    progress.Progress().save()
     monkeypatch.setattr(Path, "write_bytes", no_room)
     with pytest.raises(OSError, match="No space left on device"):
-        exercises.reset(PHASE_1[0])
+        progress.reset(PHASE_1[0])
     assert (copy / PHASE_1[0].file).read_text() == "# mine\n"
 
 
@@ -520,11 +520,11 @@ def test_damaged_progress_is_set_aside_and_said(text, copy, monkeypatch):
     store(copy)
     for n in (1, 2):
         (copy / ".course" / "progress.json").write_bytes(text)
-        (said,) = exercises.take_over()
+        (said,) = progress.notices()
         assert f"is now .course/progress.json.bad{n}." in said
         assert "course check notes anew" in said
         assert (copy / ".course" / f"progress.json.bad{n}").read_bytes() == text
-    assert exercises.take_over() == []
+    assert progress.notices() == []
 
 
 def test_hint_counts_anew_after_damaged_progress(copy, attempt):
@@ -551,33 +551,90 @@ import time
 held = open({alive!r}, "w")
 held.write("begun ")
 held.flush()
-time.sleep(60)
+time.sleep(10)
 held.write("and left behind")
+held.flush()
 """
 
 
-def test_an_answer_ends_with_a_check_that_is_killed(copy):
+@pytest.mark.parametrize("ending", [signal.SIGHUP, signal.SIGTERM], ids=["its terminal is closed", "it is ended"])
+def test_an_answer_ends_with_its_check(ending, copy):
     alive = copy / "alive"
     os.mkfifo(alive)
     write(copy, PHASE_1[2], HELD.format(alive=str(alive)))
-    check = subprocess.Popen([sys.executable, "-m", "common.learn.cli", "check", "1.3"], cwd=copy)
+    check = subprocess.Popen(
+        [sys.executable, "-m", "common.learn.cli", "check", "1.3"], cwd=copy,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # ignored under nohup
+    )  # fmt: skip
     with alive.open() as said:
         begun = said.read(6)
-        check.kill()
+        check.send_signal(ending)
         check.wait()
         assert begun + said.read() == "begun "  # returns once the answer's process has ended
 
 
-def test_a_folder_that_is_gone_is_said(copy, attempt):
-    printed, code = attempt("next", before='gone=$(mktemp -d) && cd "$gone" && rmdir "$gone" &&')
-    assert code == 1
-    assert printed == f"The folder that you are in is no longer there: cd {copy}\n"
+def git(*command, cwd):
+    identity = "-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"
+    done = subprocess.run(["git", *identity, *command], cwd=cwd, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
-@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "<&- 1>&- 2>&-"])
-def test_closed_streams_change_no_verdict(closed, copy, attempt):
-    write(copy, PHASE_1[2], PHASE_1[2].solution.read_text() + "print('a line')\n")
-    assert attempt("check", PHASE_1[2].name, after=closed)[1] == 0
+@pytest.fixture
+def repository(copy):
+    """The copy, committed."""
+    git("init", "-q", cwd=copy)
+    git("add", "--all", cwd=copy)
+    git("commit", "-qm", "as shipped", cwd=copy)
+    return copy
+
+
+def test_an_answer_in_a_shipped_file_stays_and_the_way_to_work_is_said(repository, attempt):
+    first, second = PHASE_1[2:4]
+    for n, expected in enumerate((first.file, f"{first.file}.old1")):  # the second time another answer is there
+        shipped(repository, first).write_text(f"# mine {n}\n")
+        shipped(repository, second).write_text("# mine too\n")
+        said = attempt()[0].splitlines()[0]
+        assert said.startswith(
+            f"phase1_softmax/exercises/{first.name}.py is not as shipped, and an answer belongs in work/"
+        )
+        assert said.endswith(f"; likewise phase1_softmax/exercises/{second.name}.py")
+        assert shipped(repository, first).read_text() == f"# mine {n}\n"
+        commands = said.partition("To bring it there: ")[2].partition("; likewise")[0]
+        subprocess.run(commands, shell=True, cwd=repository, check=True)
+        assert (repository / expected).read_text() == f"# mine {n}\n"
+        assert shipped(repository, first).read_text() == first.stub
+    git("checkout", "HEAD", "--", ".", cwd=repository)
+    assert "as shipped" not in attempt()[0]
+
+
+def test_a_checkout_that_git_would_give_crlf_has_none(repository, tmp_path_factory):
+    clone = tmp_path_factory.mktemp("clone") / "course"
+    git("clone", "-q", "-c", "core.autocrlf=true", str(repository), str(clone), cwd=repository)
+    command = [sys.executable, "-m", "common.learn.cli"]
+    said = subprocess.run(
+        command, cwd=clone, env=os.environ | dict(PYTHONPATH=str(clone)), capture_output=True, text=True
+    )
+    assert said.stdout.lstrip().startswith("1  ")  # the table of phases, and no message before it
+    assert not git("status", "--porcelain", cwd=clone)
+    assert b"\r" not in (clone / "Makefile").read_bytes()
+    assert (clone / "common/site/overview.png").read_bytes() == (repository / "common/site/overview.png").read_bytes()
+
+
+def test_line_ends_of_windows_are_no_answer_and_are_named(repository, attempt, monkeypatch):
+    for exercise in PHASE_1[:2]:
+        path = shipped(repository, exercise)
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    said = attempt("next")[0].splitlines()[0]
+    file = f"phase1_softmax/exercises/{PHASE_1[0].name}.py"
+    assert said == f"{file} and 1 more: line ends of Windows (CRLF); course doctor says what to do"
+    monkeypatch.setattr(phases, "ROOT", repository)
+    finding = doctor.check_line_ends()
+    assert finding.level == "note"
+    assert file in finding.found
+    assert " 2 files: " in finding.found
+    subprocess.run(["bash", "-c", finding.todo.partition(": ")[2]], cwd=repository, check=True)
+    assert doctor.check_line_ends().level == "ok"
+    assert "CRLF" not in attempt("next")[0]
 
 
 def test_an_unwritable_work_folder_is_named_in_a_line(copy, attempt):
@@ -588,35 +645,6 @@ def test_an_unwritable_work_folder_is_named_in_a_line(copy, attempt):
     assert str(copy / "work") in printed
     printed, code = attempt()
     assert "0 of" in printed  # how far one is
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (os.mkfifo, "a pipe or a device"),
-        (Path.mkdir, "a folder"),
-        (lambda path: path.symlink_to(path.name), "a link that leads to no file"),
-        (lambda path: path.symlink_to("nowhere.py"), "a link that leads to no file"),
-        (lambda path: path.symlink_to("/dev/zero"), "a link that leads to no file"),
-    ],
-    ids=["a pipe", "a folder", "a link to itself", "a link to nothing", "a link to a device"],
-)
-def test_what_is_no_file_is_named_in_a_line_and_left(make, kind, copy, attempt):
-    spoiled = PHASE_1[0]
-    write(copy, spoiled, "")
-    (copy / spoiled.file).unlink()
-    make(copy / spoiled.file)
-    said = f"{spoiled.file} is {kind}, where a file with your answer belongs: move it away"
-    before = os.lstat(copy / spoiled.file).st_ino
-    for command in ("next", "check", "hint", "reset", "watch", "solution"):
-        assert attempt(command, "1.1", before="timeout 30") == (f"{said}\n", 1)
-    printed, code = attempt("check", "1", before="timeout 60")
-    assert f"raises an error\n{said}\n" in printed
-    assert f"0 of {len(PHASE_1)} exercises passed" in printed
-    printed, code = attempt(before="timeout 30")  # how far one is
-    assert (code, said in printed) == (0, True)
-    assert PHASE_1[1].title in attempt("next", "1.2")[0]
-    assert os.lstat(copy / spoiled.file).st_ino == before
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "triton", "rich"])
@@ -652,80 +680,3 @@ def test_a_python_that_lacks_what_the_course_needs_says_so_in_a_line(copy):
     assert run("-S") == ("", missing, 1)  # without site-packages
     unseen = "Python does not look into the course's folder: unset PYTHONSAFEPATH\n"
     assert run("-S", PYTHONSAFEPATH="1") == ("", unseen, 1)
-    assert PHASE_1[0].file in run(COLUMNS="0")[0]  # a terminal without a size
-
-
-def test_answers_in_the_shipped_files_move_to_work(copy, course):
-    alone, begun, both, equal, untouched = PHASE_1[:5]
-    answers = {e.name: f"# mine: {e.title}\n" for e in PHASE_1}
-    for exercise in (alone, begun, both, equal):
-        shipped(copy, exercise).write_text(answers[exercise.name])
-    write(copy, begun, begun.stub)
-    write(copy, both, "# another answer\n")
-    write(copy, equal, answers[equal.name])
-    store(copy, passed={e.name: hash_of(answers[e.name]) for e in (alone, begun, both, equal)}, hints={})
-
-    said = course()
-    assert said[:3] == [
-        f"Your answer in {alone.phase.folder}/exercises/{alone.name}.py is now in {alone.file}: go on there.",
-        f"Your answer in {begun.phase.folder}/exercises/{begun.name}.py is now in {begun.file}: go on there.",
-        f"Your answer in {both.phase.folder}/exercises/{both.name}.py is now in {both.file}.old1: "
-        f"{both.file} holds another one, which stays.",
-    ]
-    assert any(f"3 of {len(PHASE_1)}" in line for line in said)
-    for exercise in (alone, begun, equal):
-        assert (copy / exercise.file).read_text() == answers[exercise.name]
-    assert (copy / both.file).read_text() == "# another answer\n"
-    assert (copy / both.file).with_suffix(".py.old1").read_text() == answers[both.name]
-    assert all(shipped(copy, e).read_text() == e.stub for e in PHASE_1)
-    assert not (copy / untouched.file).exists()
-    assert not any("exercises/" in line for line in course())
-
-
-def test_answers_and_progress_under_former_names_are_taken_over(copy, course):
-    def former(exercise):
-        return shipped(copy, exercise).with_stem(exercise.formerly)
-
-    renamed = [e for e in PHASE_1 if e.formerly]
-    moved, alone, both, untouched, passed_anew = renamed
-    answers = {e.name: e.solution.read_text() + "# mine\n" for e in PHASE_1}
-    for exercise in (moved, alone, both, passed_anew):
-        former(exercise).write_text(answers[exercise.name])
-    shipped(copy, alone).unlink()
-    shipped(copy, both).write_text("# another answer\n")
-    former(untouched).write_text(untouched.stub)
-    shipped(copy, passed_anew).write_text(answers[passed_anew.name])
-
-    hashes = {name: hash_of(text) for name, text in answers.items()}
-    passed = {e.formerly: hashes[e.name] for e in (moved, alone, both)} | {passed_anew.name: hashes[passed_anew.name]}
-    store(copy, passed=passed, hints={moved.formerly: 2, both.formerly: 1})
-
-    assert any(f"3 of {len(PHASE_1)}" in line for line in course())
-    for exercise in (moved, alone, passed_anew):
-        assert (copy / exercise.file).read_text() == answers[exercise.name]
-    assert (copy / both.file).read_text() == "# another answer\n"
-    assert (copy / both.file).with_suffix(".py.old1").read_text() == answers[both.name]
-    assert not (copy / untouched.file).exists()
-    assert not any(former(e).exists() for e in renamed)
-    now = json.loads((copy / ".course" / "progress.json").read_text())
-    assert now["passed"] == {e.name: hashes[e.name] for e in (passed_anew, moved, alone, both)}
-    assert now["hints"] == {moved.name: 2, both.name: 1}
-
-    again = course("next", moved.formerly)
-    assert any(moved.title in line for line in again)
-    assert not any("is now" in line for line in again)
-
-
-def test_no_former_name_is_lost():
-    """Every exercise of the layout with numbers is one of today's."""
-    old = {f"{e.phase.folder}/exercises/{e.formerly}.py" for e in exercises.load() if e.formerly}
-    layout = """
-        1 softmax: masked_add safe_softmax online_step merge erratum
-        2 tiling: ragged_grid inner_loop predict_traffic loop_order
-        3 forward: classify_tiles epilogue grouped_heads sliding_window split_kv
-        4 backward: delta dv dq_loop dkdv_loop dropout varlen
-        5 tuning: count_flops fold_log2e split_causal_loop pick_tiles cross_head_store fp8
-    """
-    for number, folder, names in re.findall(r"(\d) (\w+): (.*)", layout):
-        for place, name in enumerate(names.split(), start=1):
-            assert f"phase{number}_{folder}/exercises/ex{place}_{name}.py" in old

@@ -5,7 +5,7 @@ import functools
 import math
 
 from common import make_qkv, runtime, verify_results
-from common.learn.judge import Rejected
+from common.learn.check.require import Rejected
 from common.measure import offline, traffic
 from common.verify.inputs import KINDS, LAYOUTS
 from phase3_forward import attention_forward

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from unittest import mock
 
-from common.learn.judge import Rejected
+from common.learn.check.require import Rejected
 from common.phases import ROOT
 from phase5_tuning.checks import real_ring
 from phase5_tuning.checks.real_ring import Rank, Transfer

@@ -1,36 +1,21 @@
-"""The child's side of a check: `python -m common.learn.judge FOLDER EXERCISE FILE VERDICT`.
+"""What a check says of an answer: the assertions and tools that phaseN_x/checks/name.py imports.
 
-Loads an answer, gives it to FOLDER/checks/EXERCISE.py, and writes one JSON object to the file
-VERDICT: kind, message, whether there is a GPU, and launches of the answer's kernels for the compiler
-to look at; where Python crashes, or is asked by SIGUSR1, the stack goes to VERDICT.stack. A check is
-a function `check` of the answer's module; it returns a few words on what was verified, and rejects
-with `reject` or with any VerificationError.
+A check is a function `check` of the answer's module. It returns a few words on what was verified, and rejects with
+`reject` or with any VerificationError.
 """
 
 import ast
-import bdb
 import contextlib
-import ctypes
-import faulthandler
-import importlib
-import importlib.util
 import inspect
-import io
 import itertools
-import json
 import math
-import os
-import re
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 from common import runtime
-from common.arguments import arguments
-from common.learn import errors, offline_answer
+from common.learn.check import errors
 from common.measure import traffic
 from common.verify import VerificationError, guard, verify_results
 
@@ -39,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class Rejected(Exception):
-    """An answer is wrong. The message says what is wrong, in words that help to find the
-    mistake. kind: of the verdict, where another process has judged.
+    """An answer is wrong. The message says what is wrong, in words that help to find the mistake. kind: of the verdict,
+    where another process has judged.
     """
 
     def __init__(self, message: str, kind: str = "wrong"):
@@ -288,95 +273,6 @@ def guarded(
     return call
 
 
-def load(path: Path, name: str = "answer") -> ModuleType:
-    """The module in a file, executed anew each time."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
-    """Run a check on the answer in a file. Returns kind ("passed", "wrong", "error",
-    "unfinished") and message.
-    """
-    try:
-        with _no_truth_of_blocks(path), _functions_kept():
-            return dict(kind="passed", message=check(_loaded(path)) or "")
-    except (Rejected, VerificationError) as wrong:
-        return dict(kind=getattr(wrong, "kind", "wrong"), message=str(wrong))
-    # SystemExit and KeyboardInterrupt too, if the answer raises them.
-    except BaseException as error:
-        kind = "unfinished" if errors.is_stub(errors.root_of(error, path)) else "error"
-        return dict(kind=kind, message=errors.described(error, path))
-
-
-def _loaded(path: Path) -> ModuleType:
-    """The answer, with PyTorch's defaults as they were before it: a check's own tensors follow them."""
-    dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()
-    try:
-        return load(path)
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_default_device(None)
-        torch.set_grad_enabled(grad)
-
-
-@contextlib.contextmanager
-def _functions_kept() -> Iterator[None]:
-    """Rejects an answer that replaces a function of PyTorch or of the course: its check may use it."""
-    before = _functions()
-    yield
-    now = _functions()
-    for (owner, name), function in before.items():
-        kept = now.get((owner, name), print)
-        # PyTorch itself wraps some when it is first compiled.
-        if kept is not function and inspect.unwrap(kept) is not inspect.unwrap(function):
-            raise Rejected(f"the answer replaces {owner}.{name}, which its check may use: leave it")
-
-
-def _functions() -> dict[tuple[str, str], Callable]:
-    """The functions and classes of PyTorch's first level, of `common` and of the checks, by module and name."""
-    ours = [name for name in sys.modules if re.match(r"common\b|\w+\.checks\b", name)]
-    owners = {name: vars(sys.modules[name]) for name in ("torch", *ours)}
-    owners["torch.Tensor"] = vars(torch._C.TensorBase) | vars(torch.Tensor)
-    return {(owner, name): value for owner, held in owners.items() for name, value in held.items() if callable(value)}
-
-
-@contextlib.contextmanager
-def _no_truth_of_blocks(path: Path) -> Iterator[None]:
-    """Inside, an interpreted kernel in this file that takes a block for one yes or no is stopped. The interpreter calls
-    every block true. The compiler refuses such an `if`, and takes `and` for `&`.
-    """
-    if not runtime.INTERPRETED:
-        yield
-        return
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patched(tensor, *scope):
-        patch_tensor(tensor, *scope)
-        truth = tensor.__bool__
-
-        def checked(block):
-            if block.handle.data.size > 1 and Path(sys._getframe(1).f_code.co_filename) == path:
-                raise TypeError(
-                    "a block has no single truth value, and `if`, `and`, `or`, `not`, Python's max and min, or a chain "
-                    "such as 0 <= i < n asks for one. Element by element: tl.where(condition, a, b), &, |, ~, "
-                    "tl.maximum, and (0 <= i) & (i < n)"
-                )
-            return truth(block)
-
-        if scope:  # a Triton that takes back at its end what a launch has patched
-            scope[0].set_attr(tensor, "__bool__", checked)
-        else:
-            tensor.__bool__ = checked
-
-    with mock.patch.object(interpreter, "_patch_lang_tensor", patched):
-        yield
-
-
 @contextlib.contextmanager
 def after(right: str) -> Iterator[None]:
     """Inside, where a part of the answer is still to be written, the message begins with what is right already."""
@@ -386,69 +282,3 @@ def after(right: str) -> Iterator[None]:
         if errors.is_stub(errors.root_of(error)):
             errors.root_of(error).add_note(f"right so far: {right}. Next: ")
         raise
-
-
-class _Capped(io.TextIOBase):
-    """Passes on what is printed, up to a number of characters."""
-
-    def __init__(self, stream, characters: int = 20_000):
-        self.stream, self.left = stream, characters
-
-    def write(self, text: str) -> int:
-        if self.left > 0:
-            self.stream.write(text[: self.left])
-            if len(text) >= self.left:
-                self.stream.write("\n... the rest of what the answer prints is not shown\n")
-        self.left -= len(text)
-        return len(text)
-
-    def flush(self) -> None:
-        self.stream.flush()
-
-
-def _no_debugger(*_, **__):
-    raise bdb.BdbQuit
-
-
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
-
-
-def end_with_parent() -> None:
-    """This process is killed with its parent, also where that one cannot end it: its terminal is closed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def main(folder: str, name: str, path: str, verdict: str) -> int:
-    end_with_parent()
-    stack = open(f"{verdict}.stack", "w")  # noqa: SIM115 - open until the process ends
-    faulthandler.enable(stack)
-    faulthandler.register(signal.SIGUSR1, stack)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal that cannot show a letter shows "?"
-    sys.stdout, sys.stderr = _Capped(sys.stdout), _Capped(sys.stderr)
-    sys.breakpointhook = _no_debugger
-    torch.set_num_threads(1)  # tensors are small
-    try:
-        check = importlib.import_module(f"{folder}.checks.{name}").check
-    except Exception as error:
-        outcome = dict(kind="crashed", message=errors.of_the_course(error))
-        Path(verdict).write_text(json.dumps(outcome))
-        return 1
-    own, sys.argv = (os.getpid(), [""])  # an answer that writes to its last argument means another one
-    with offline_answer.launches_of(Path(path)) as launches:
-        outcome = judge(check, Path(path))
-    if os.getpid() != own:  # a process that the answer forked, which has no say
-        os._exit(1)
-    outcome |= dict(gpu=torch.cuda.is_available(), launches=list(launches.values()))
-    Path(verdict).write_text(json.dumps(outcome))
-    return int(outcome["kind"] != "passed")
-
-
-if __name__ == "__main__":
-    # The module that the checks import, not this second copy of it: there must be one Rejected.
-    given = arguments("folder", "exercise", "file", "verdict")
-    code = importlib.import_module("common.learn.judge").main(*given)
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # if the answer has closed them
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)  # not held up by threads that the answer has started
