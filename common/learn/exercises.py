@@ -84,6 +84,7 @@ class Exercise:
     hints: tuple[str, ...]
     chapter: str = ""
     formerly: str = ""
+    version: int = 1  # of the task: raised where it changes in substance, so that who passed the former one is told
 
     @property
     def number(self) -> str:
@@ -232,7 +233,7 @@ class Progress:
     checkout, ignored by git.
     """
 
-    passed: dict[str, str] = field(default_factory=dict)  # name: hash of the answer
+    passed: dict[str, str] = field(default_factory=dict)  # name: hash of the answer, and the version of the task
     hints: dict[str, int] = field(default_factory=dict)
     begun: dict[str, str] = field(default_factory=dict)  # name: hash of the file as it was created
 
@@ -289,12 +290,17 @@ class Progress:
         _write(self.path(), (json.dumps(asdict(self), indent=1) + "\n").encode())
 
     def solved(self, exercise: Exercise) -> bool:
-        """True if the file is still the answer that passed."""
+        """True if the file is still the answer that passed, and the task the one that it passed."""
+        return self.version_passed(exercise) == str(exercise.version)
+
+    def version_passed(self, exercise: Exercise) -> str:
+        """The version of the task that the file has passed as it is now; "" for none."""
         try:
             answer = exercise.answer
         except (OSError, Unusable):  # its own commands say so
-            return False
-        return answer is not None and self.passed.get(exercise.name) == _hash(answer)
+            return ""
+        noted, _, version = self.passed.get(exercise.name, "").partition(" ")
+        return version or "1" if answer is not None and noted == _hash(answer) else ""
 
     def next(self, after: Exercise | None = None) -> Exercise | None:
         """The first exercise that is not solved; the first of those after another one, if there
@@ -425,7 +431,7 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
         with Progress.changed() as progress:
             progress.passed.pop(exercise.name, None)
             if verdict.passed:  # what was there before: it may have been edited meanwhile
-                progress.passed[exercise.name] = _hash(answer)
+                progress.passed[exercise.name] = f"{_hash(answer)} {exercise.version}"
     except OSError as error:
         return replace(verdict, not_noted=f"This verdict is not noted, so check again later: {error}")
     return verdict
