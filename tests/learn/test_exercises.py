@@ -183,6 +183,28 @@ def test_an_error_is_told_with_the_advice_for_its_line_alone(line, said, unsaid,
     assert unsaid not in verdict["message"]
 
 
+@pytest.mark.parametrize(
+    ("line", "now"),
+    [
+        ("from phase5_tuning.hopper_model import (Ring,\n  arrive)", "from phase5_tuning.given import Ring, arrive"),
+        ("from phase5_tuning import hopper_tma as tma", "from phase5_tuning.given import tma"),
+        ("from phase5_tuning.launch import remember", "from phase5_tuning.launch.plans import remember"),
+        (
+            "from phase5_tuning.configs import Config, fastest",
+            "from phase5_tuning.given import Config; from phase5_tuning.launch.configs import fastest",
+        ),
+        ("from phase5_tuning.configs import nothing_of_this_name", ""),
+        ("from numpy.of_old import linspace", ""),
+        ("raise ImportError('by itself')", ""),
+    ],
+)
+def test_an_import_from_where_the_course_had_something_names_where_it_is_now(line, now, tmp_path):
+    verdict = ran(f"{line}\n", tmp_path)
+    assert verdict["kind"] == "error"
+    assert verdict["message"].startswith("answer.py, line 1, in <module>: ")
+    assert verdict["message"].partition("\nThe course has moved this: ")[2] == now
+
+
 def test_an_error_names_the_file_as_the_learner_calls_it(tmp_path):
     verdict = ran("def walk(): pass\n", tmp_path)
     assert "answer.py has no attribute 'run'" in verdict["message"]
@@ -300,7 +322,7 @@ def test_a_check_through_the_child_process(exercise, learner):
     assert exercise.name not in Progress.load().passed
     verdict = answer(exercise.solution.read_text())
     assert verdict.passed
-    assert exercise.name in Progress.load().passed
+    assert Progress.load().solved(answer.exercise)
     verdict = answer(exercise.stub)
     assert verdict.kind == "unfinished"
 
