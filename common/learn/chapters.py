@@ -29,22 +29,23 @@ def update() -> list[str]:
     """
     said, old, new = [], {}, {}
     for file in _chapters():
-        shipped, here = _committed(file), _notebook(phases.ROOT / file)
-        if here not in (None, shipped):
-            said.append(
-                f"{file} has been changed, and git pull may stop at it: git restore {file}, once work/{file} has all "
-                "that you wrote."
-            )
-        copy = _notebook(phases.ROOT / "work" / file, said) or (here if here != shipped else None)
-        new[file] = _as_shipped(shipped, file)
-        if copy and _shipped(copy) == _shipped(new[file]):
-            del new[file]
-        elif copy:
-            old[file] = copy if _shipped(copy) else _with_shipped(copy, new[file])
+        shipped, edited = _committed(file), _notebook(phases.ROOT / file)
+        if edited == shipped:
+            edited = None
+        if edited:
+            kept = f"work/{file} has all that you wrote"
+            said.append(f"{file} has been changed, and git pull may stop at it: git restore {file}, once {kept}.")
+        copy, fresh = _notebook(phases.ROOT / "work" / file, said) or edited, _as_shipped(shipped, file)
+        if not copy or _shipped(copy) != _shipped(fresh):
+            new[file] = fresh
+            if copy:
+                old[file] = copy if _shipped(copy) else _with_shipped(copy, fresh)
     gone = _copies_of_former_chapters()
-    for file, cells in _carry_over(old | gone, new).items():
+    old |= gone
+    for file, cells in _carry_over(old, new).items():
         kept = _free(file)
-        _write(kept, (old | gone)[file] | dict(metadata={}, cells=cells))
+        metadata = {name: value for name, value in old[file]["metadata"].items() if name != SHIPPED}
+        _write(kept, old[file] | dict(metadata=metadata, cells=cells))
         said.append(f"What you wrote in cells of {file} that are no longer there is in {kept}.")
     for file, notebook in new.items():
         _write(f"work/{file}", notebook)
@@ -99,10 +100,9 @@ def _free(file: str) -> str:
     return next(name for name in names if not (phases.ROOT / name).exists())
 
 
-def _write(file: str, notebook: dict) -> str:
+def _write(file: str, notebook: dict) -> None:
     text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
     exercises._write(phases.ROOT / file, text.encode())
-    return file
 
 
 def _write_pages() -> None:
@@ -136,8 +136,7 @@ def _shipped(cell: dict) -> str:
 
 
 def _as_shipped(notebook: dict, file: str) -> dict:
-    """A copy that nobody has written in."""
-    notebook = json.loads(json.dumps(notebook))
+    """A copy that nobody has written in, of the chapter as it is read."""
     digest = hashlib.sha256(json.dumps(notebook).encode()).hexdigest()[:16]
     notebook["metadata"][SHIPPED] = f"{file} {digest}"
     for cell in notebook["cells"]:
@@ -146,7 +145,9 @@ def _as_shipped(notebook: dict, file: str) -> dict:
 
 
 def _with_shipped(notebook: dict, fresh: dict) -> dict:
-    """A chapter that was filled in in its place, or brought to work/ by hand: each cell's source is the likest one."""
+    """A chapter that was filled in where it is shipped, or brought to work/ by hand: its cells are taken for those that
+    they are most alike.
+    """
     sources, shipped = list(map(_source, notebook["cells"])), list(map(_shipped, fresh["cells"]))
     others = [source for source in shipped if source not in sources]
     for cell, source in zip(notebook["cells"], sources, strict=True):
@@ -187,12 +188,20 @@ def _carry_over(old: dict[str, dict], new: dict[str, dict]) -> dict[str, list[di
 
 
 def _place(cell: dict, free: list[tuple[dict, list]], known: set[str]) -> tuple[dict, list] | None:
-    """Where a cell is now: in a cell of the same source, or else in one that is new and alike."""
+    """Where a cell is now: in a cell of the same source, or else, if anything is written in it, in one that is new and
+    alike.
+    """
     shipped = _shipped(cell)
     same = [place for place in free if shipped and _shipped(place[0]) == shipped]
-    fresh = {_shipped(c): (c, cells) for c, cells in free if c["cell_type"] == cell["cell_type"]}
-    alike = difflib.get_close_matches(shipped, fresh.keys() - known, 1, ALIKE) if shipped else []
-    return same[0] if same else fresh[alike[0]] if alike else None
+    if same or shipped in ("", _source(cell)):
+        return same[0] if same else None
+    fresh = [place for place in free if place[0]["cell_type"] == cell["cell_type"] and _shipped(place[0]) not in known]
+    by_words = {tuple(_words(_shipped(place[0]))): place for place in fresh}
+    return next((by_words[alike] for alike in difflib.get_close_matches(_words(shipped), by_words, 1, ALIKE)), None)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+|\W", text)
 
 
 def _fill(place: dict, text: str, cell: dict) -> None:
@@ -205,14 +214,14 @@ def _fill(place: dict, text: str, cell: dict) -> None:
 
 
 def _merged(shipped: str, yours: str, new: str) -> str | None:
-    """`new` with all that was changed from `shipped` to `yours`; None where they changed one place both."""
-    base, yours, new = (re.findall(r"\w+|\W", text) for text in (shipped, yours, new))
+    """`new` with all changes from `shipped` to `yours`; None where both have changed the same words."""
+    base, yours, new = map(_words, (shipped, yours, new))
     kept = difflib.SequenceMatcher(None, base, new, autojunk=False).get_matching_blocks()
     edits = difflib.SequenceMatcher(None, base, yours, autojunk=False).get_opcodes()
     for kind, first, last, a, b in reversed(edits):
         if kind == "equal":
             continue
-        # One word before and one behind is to be as it was.
+        # The word before and the word behind are to be there still.
         start, end = max(0, first - 1), min(len(base), last + 1)
         block = next((k for k in kept if k.a <= start and end <= k.a + k.size), None)
         if block is None:

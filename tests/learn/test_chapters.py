@@ -217,6 +217,7 @@ def test_every_chapter_has_a_copy_without_git_too(course, tmp_path):
         ("x = None", "x = 3", "x = 0", None),
         ("x = 1", "x = 1  # note", "x = 1", "x = 1  # note"),
         ("x = 1", "y", "x = 1", "y"),
+        ('f("Q", yours=None)', 'f("Q", yours=3)', 'f("Q", None or 7)', None),
     ],
 )
 def test_what_was_written_is_put_into_a_changed_text_or_not_at_all(shipped, yours, new, merged):

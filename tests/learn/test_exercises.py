@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from unittest import mock
 
+import common
 import wrong_answers
 from common import phases
 from common.learn import cli, errors, exercises, exercises_notebook, judge, offline_answer
@@ -132,6 +133,15 @@ def test_numbers_names_and_titles_are_unique():
     for of in ("name", "number", "title"):
         values = [getattr(e, of) for e in EXERCISES]
         assert len(values) == len(set(values))
+    # Answers lie in the folder where a chapter's copy runs: one of these names would hide the package.
+    assert not {e.name for e in EXERCISES} & {*sys.stdlib_module_names, *common._NEEDED}
+
+
+@each
+def test_an_exercise_imports_what_its_phase_gives_from_one_place(exercise):
+    if (phases.ROOT / exercise.phase.folder / "given.py").exists():
+        own = re.findall(rf"^from ({exercise.phase.folder}\S*) import", exercise.solution.read_text(), re.MULTILINE)
+        assert set(own) <= {f"{exercise.phase.folder}.given"}
 
 
 # --- the runner ----------------------------------------------------------------------------------------------------
