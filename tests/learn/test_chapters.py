@@ -21,17 +21,24 @@ def git(folder, *arguments):
     return subprocess.run(["git", *me, *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
-@pytest.fixture
-def course(tmp_path):
-    """Where the course comes from: a repository with its state of now."""
-    origin = tmp_path / "origin"
+@pytest.fixture(scope="module")
+def of_now(tmp_path_factory):
+    """A repository with the course as it is."""
+    folder = tmp_path_factory.mktemp("course")
     for name in git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
         if (ROOT / name).exists() and not name.startswith("tests/"):
-            (origin / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, origin / name)
-    git(tmp_path, "init", "-q", "-b", "main", "origin")
-    commit(origin)
-    return origin
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    git(folder, "init", "-q", "-b", "main")
+    commit(folder)
+    return folder
+
+
+@pytest.fixture
+def course(of_now, tmp_path):
+    """Where a learner's clone comes from; new versions are made there."""
+    git(tmp_path, "clone", "-q", str(of_now), "course")
+    return tmp_path / "course"
 
 
 def commit(course):
@@ -41,7 +48,7 @@ def commit(course):
 
 @pytest.fixture
 def clone(course, tmp_path):
-    git(tmp_path, "clone", "-q", "origin", "clone")
+    git(tmp_path, "clone", "-q", "course", "clone")
     return tmp_path / "clone"
 
 
