@@ -2,7 +2,7 @@
 # make test       set up if needed, run the tests that a change is tried with
 # make test-slow  the tests that take long
 # make site       build the site from the stored notebooks, into build/site/html
-# make lab        open JupyterLab at the README
+# make lab        open JupyterLab at the README, with the chapters in work/
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/ready
@@ -77,8 +77,10 @@ style: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
+# Of copies, so that what a reader runs and fills in stands in the way of no git pull.
 lab: $(READY)
-	$(PY) -m jupyter lab --LabApp.app_settings_dir=common/lab --LabApp.default_url=/lab/tree/README.md
+	$(PY) -m common.learn.cli chapters
+	$(PY) -m jupyter lab --LabApp.app_settings_dir=common/lab --LabApp.default_url=/lab/tree/work/README.md
 
 $(READY): requirements.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not here: install Python 3.11 to 3.14, or make PYTHON=..." >&2; exit 1; }

@@ -1,4 +1,4 @@
-"""`make lab` in a browser: from the README to a chapter that runs and to an exercise."""
+"""`make lab` in a browser: from the README to a chapter that runs and to an exercise, and on to the next version."""
 
 import json
 import os
@@ -20,6 +20,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="needs chromium")]
 NOTEBOOK = PHASES[0].notebook_paths[0].relative_to(ROOT)
 EXERCISE = exercises.load()[0]
+QUESTION = 'predict("Now 5 arrives. What is l afterwards?", yours={})'
 CONFIG = dict(
     ServerApp=dict(open_browser=False, allow_root=True, port=0),
     IdentityProvider=dict(token="let-me-in"),
@@ -27,16 +28,24 @@ CONFIG = dict(
 )
 
 
+def git(folder, *arguments):
+    me = ["-c", "user.name=Somebody", "-c", "user.email=somebody@example.com"]
+    return subprocess.run(["git", *me, *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
 @pytest.fixture(scope="module")
 def course(tmp_path_factory):
-    """A copy of the course, in which a notebook may be run and saved."""
-    copy = tmp_path_factory.mktemp("course")
-    tracked = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    for name in subprocess.run(tracked, capture_output=True, text=True, cwd=ROOT, check=True).stdout.splitlines():
+    """A clone of the course. What it is a clone of lies beside it, in origin."""
+    folder = tmp_path_factory.mktemp("course")
+    for name in git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines():
         if (ROOT / name).exists():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, copy / name)
-    return copy
+            (folder / "origin" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "origin" / name)
+    git(folder, "init", "-q", "-b", "main", "origin")
+    git(folder / "origin", "add", "-A")
+    git(folder / "origin", "commit", "-q", "-m", "The course")
+    git(folder, "clone", "-q", "origin", "clone")
+    return folder / "clone"
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +101,7 @@ def test_an_exercise_is_one_click_away(page, readme):
 
 def open_chapter(page, readme, phase):
     """Follow README's link to a chapter, until it is in front with its cells and its kernel is idle."""
-    path = phase.notebook_paths[0].relative_to(ROOT)
+    path = "work" / phase.notebook_paths[0].relative_to(ROOT)
     readme.get_by_role("link", name=path.stem, exact=True).click()
     # The chapter opened before says "Idle" too, until this one is in front.
     page.wait_for_function(
@@ -118,21 +127,28 @@ def shown_picture(page):
 
 
 def test_a_chapter_opens_with_its_formulas_and_runs(page, readme, course):
-    stored = nbformat.read(course / NOTEBOOK, as_version=4)
+    copy = course / "work" / NOTEBOOK
+    stored = nbformat.read(copy, as_version=4)
     for cell in stored.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-    nbformat.write(stored, course / NOTEBOOK)
+    nbformat.write(stored, copy)
     open_chapter(page, readme, PHASES[0])
     formula = page.locator(".jp-Notebook mjx-container").first
     formula.wait_for()
     assert formula.locator("mjx-math").count() == 1
     assert page.locator(".jp-Notebook mjx-merror").count() == 0
-    page.evaluate("""async () => {
+    page.evaluate(
+        """async ([none, mine]) => {
+        const cells = window.jupyterapp.shell.currentWidget.content.widgets.map(cell => cell.model.sharedModel);
+        const asked = cells.find(cell => cell.source.includes(none));
+        asked.setSource(asked.source.replace(none, mine));
         await window.jupyterapp.commands.execute('notebook:run-all-cells');
         await window.jupyterapp.commands.execute('docmanager:save');
-    }""")
-    cells = [c for c in nbformat.read(course / NOTEBOOK, as_version=4).cells if c.cell_type == "code" and c.source]
+    }""",
+        [QUESTION.format("None"), QUESTION.format("1.5")],
+    )
+    cells = [c for c in nbformat.read(copy, as_version=4).cells if c.cell_type == "code" and c.source]
     assert [c.execution_count for c in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
@@ -140,7 +156,7 @@ def test_a_chapter_opens_with_its_formulas_and_runs(page, readme, course):
     picture = shown_picture(page).frame_locator("iframe")
     picture.get_by_role("button", name="Step").click()
     picture.get_by_text("Step 1 of 4").wait_for()
-    page.screenshot(path=course / "chapter.png")
+    page.screenshot(path=course.parent / "chapter.png")
 
 
 def test_a_chapter_that_nobody_trusts_shows_a_picture_and_says_how_to_see_it_move(page, readme):
@@ -149,3 +165,29 @@ def test_a_chapter_that_nobody_trusts_shows_a_picture_and_says_how_to_see_it_mov
     cell.get_by_text(moving.INSTEAD).wait_for()
     assert cell.locator("img").count() == 1
     assert page.locator(".jp-NotebookPanel:visible iframe").count() == 0
+
+
+def test_a_version_in_which_the_chapter_was_split_finds_the_prediction(course):
+    """After the chapter has been opened, run, filled in and saved by JupyterLab."""
+    assert git(course, "status", "--porcelain") == ""
+    origin = course.parent / "origin"
+    whole = nbformat.read(origin / NOTEBOOK, as_version=4)
+    cells = whole.cells
+    halfway = next(n for n, cell in enumerate(cells) if QUESTION.format("None") in cell.source) - 2
+    for name, part in ((NOTEBOOK.name, cells[:halfway]), ("streaming.ipynb", cells[halfway:])):
+        nbformat.write(nbformat.from_dict(whole | dict(cells=part)), origin / NOTEBOOK.with_name(name))
+    text = (origin / "common" / "phases.py").read_text()
+    chapters = f'("{NOTEBOOK.name}",)'
+    assert text.count(chapters) == 1
+    (origin / "common" / "phases.py").write_text(text.replace(chapters, f'("{NOTEBOOK.name}", "streaming.ipynb")'))
+    git(origin, "add", "-A")
+    git(origin, "commit", "-q", "-m", "A chapter is split")
+
+    git(course, "pull", "-q", "--ff-only")
+    command = [sys.executable, "-m", "common.learn.cli", "chapters"]
+    subprocess.run(command, cwd=course, env=os.environ | dict(PYTHONPATH=str(course)), check=True)
+    second = nbformat.read(course / "work" / NOTEBOOK.with_name("streaming.ipynb"), as_version=4)
+    (asked,) = [cell for cell in second.cells if QUESTION.format("1.5") in cell.source]
+    assert "Your prediction: 1.5." in asked.outputs[0].text
+    assert not list((course / "work").glob("*/*_kept*"))
+    assert git(course, "status", "--porcelain") == ""

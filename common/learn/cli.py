@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 from common import phases
-from common.learn import cli_exercises, exercises
+from common.learn import chapters, cli_exercises, exercises
 from common.learn.progress import notices
 
 import typer
@@ -62,6 +62,14 @@ def doctor() -> None:
     if child.code:
         console.print(child.errors(), style="red", markup=False)
     raise typer.Exit(child.code)
+
+
+@app.command("chapters")
+def renew_chapters() -> None:
+    """Copy the chapters to work/, to run and to fill in; after an update, renew the copies and keep what you wrote."""
+    for sentence in chapters.update():
+        console.print(sentence, markup=False, soft_wrap=True)
+    console.print("The chapters are in work/, with a README.md that leads to them.")
 
 
 @app.command()

@@ -49,6 +49,10 @@ def overview() -> None:
         table.add_row(title, bar, f"{solved} of {len(of_phase)}")
     console.print(table)
     console.line()
+    for e in exercises.load():
+        if so_far.version_passed(e) not in ("", str(e.version)):
+            changed = f"{e.number} {e.name} is open again: its task has changed since you passed it"
+            console.print(f"{changed} ([bold]course next {e.number}[/])", soft_wrap=True)
     _say_next(so_far)
 
 

@@ -52,6 +52,7 @@ class Exercise:
     minutes: int  # estimated
     hints: tuple[str, ...]
     chapter: str = ""
+    version: int = 1  # of the task: raised where it changes in substance, so that who passed the former one is told
 
     @property
     def number(self) -> str:

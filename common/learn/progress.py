@@ -17,7 +17,7 @@ from common.learn.exercises import Damaged, Exercise
 class Progress:
     """What has been solved, and how many hints were shown: .course/progress.json in the checkout, ignored by git."""
 
-    passed: dict[str, str] = field(default_factory=dict)  # name: hash of the answer
+    passed: dict[str, str] = field(default_factory=dict)  # name: hash of the answer, and the version of the task
     hints: dict[str, int] = field(default_factory=dict)
     begun: dict[str, str] = field(default_factory=dict)  # name: hash of the file as it was created
 
@@ -74,12 +74,17 @@ class Progress:
         exercises.write(self.path(), (json.dumps(asdict(self), indent=1) + "\n").encode())
 
     def solved(self, exercise: Exercise) -> bool:
-        """True if the file is still the answer that passed."""
+        """True if the file is still the answer that passed, and the task the one that it passed."""
+        return self.version_passed(exercise) == str(exercise.version)
+
+    def version_passed(self, exercise: Exercise) -> str:
+        """The version of the task that the file has passed as it is now; "" for none."""
         try:
             answer = exercise.answer
         except (OSError, Damaged):  # its own commands say so
-            return False
-        return answer is not None and self.passed.get(exercise.name) == hash_of(answer)
+            return ""
+        noted, _, version = self.passed.get(exercise.name, "").partition(" ")
+        return version or "1" if answer is not None and noted == hash_of(answer) else ""
 
     def next(self, after: Exercise | None = None) -> Exercise | None:
         """The first exercise that is not solved; the first of those after another one, if there is any."""
@@ -123,13 +128,13 @@ def reset(exercise: Exercise) -> Path | None:
     with Progress.changed() as progress:
         progress.passed.pop(exercise.name, None)
     if edited(exercise):
-        kept = _free(exercise.path, "old")
+        kept = free(exercise.path, "old")
         exercises.write(kept, exercise.path.read_bytes())
     _write_stub(exercise)
     return kept
 
 
-def _free(path: Path, ending: str) -> Path:
+def free(path: Path, ending: str) -> Path:
     """A name beside a file that nothing has yet: "name.py.old1"."""
     names = (path.with_name(f"{path.name}.{ending}{n}") for n in itertools.count(1))
     return next(name for name in names if not name.exists())
@@ -147,7 +152,7 @@ def _set_bad_progress_aside() -> str:
     except OSError:  # most likely there is none; if there is more to it, writing says so
         return ""
     except ValueError:
-        kept = path.rename(_free(path, "bad"))
+        kept = path.rename(free(path, "bad"))
         return (
             f"The progress file could not be read and is now .course/{kept.name}. Your answers are "
             "as they were: course check notes anew which are right."
@@ -168,7 +173,7 @@ def _not_as_shipped() -> Iterator[str]:
     files = [str(exercise.shipped.relative_to(phases.ROOT)) for exercise in differ]
     if differ:
         own = differ[0].path
-        target = (_free(own, "old") if edited(differ[0]) else own).relative_to(phases.ROOT)
+        target = (free(own, "old") if edited(differ[0]) else own).relative_to(phases.ROOT)
         folder = "" if own.parent.exists() else f"mkdir -p {target.parent}; "
         likewise = f"; likewise {', '.join(files[1:])}" if files[1:] else ""
         yield (

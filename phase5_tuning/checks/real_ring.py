@@ -22,6 +22,7 @@ from common.arguments import arguments
 from common.learn.check import judge
 from common.learn.check.require import Rejected, reject, require
 from common.phases import ROOT
+from phase5_tuning import given
 from phase5_tuning.passes import forward
 
 import torch
@@ -299,7 +300,8 @@ class Rank:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(threading.Thread, "start", start))
-            stack.enter_context(mock.patch.object(forward, "attention_forward", self.attend))
+            for module in (forward, given):
+                stack.enter_context(mock.patch.object(module, "attention_forward", self.attend))
             for module in (dist, dist.distributed_c10d):  # P2POp compares with the latter's
                 stack.enter_context(mock.patch.multiple(module, **replaced))
             yield

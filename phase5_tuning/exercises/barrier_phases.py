@@ -26,7 +26,7 @@ What actors yield is explained in hopper/model.py: load, wait, arrive, product, 
 Notebook: phase5_tuning/hopper.ipynb, section 2, "5.9 Repair a ring that deadlocks".
 """
 
-from phase5_tuning.hopper.model import Ring, arrive, load, product, simulate, wait, wait_products, work
+from phase5_tuning.given import Ring, arrive, load, product, simulate, wait, wait_products, work
 
 SIZE, FLOP = 2**15, 2**22  # bytes of a tile, and FLOP of a product with it
 

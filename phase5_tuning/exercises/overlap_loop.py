@@ -31,7 +31,7 @@ Notebook: phase5_tuning/hopper.ipynb, section 5, "5.11 Write a consumer's loop".
 
 from collections.abc import Iterator
 
-from phase5_tuning.hopper.model import Consumer, Operation, arrive, wait, wait_products
+from phase5_tuning.given import Consumer, Operation, arrive, wait, wait_products
 
 
 def walk(me: Consumer, tiles: int) -> Iterator[Operation]:

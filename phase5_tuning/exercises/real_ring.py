@@ -25,8 +25,7 @@ and the send and recv that wait by themselves, are not used.
 Notebook: phase5_tuning/context_parallel.ipynb, section 6.1.
 """
 
-from phase5_tuning.passes.forward import attention_forward
-from phase5_tuning.ring.attention import merge_
+from phase5_tuning.given import attention_forward, merge_
 
 import torch
 import torch.distributed as dist

@@ -34,8 +34,7 @@ consumers stand still, and compiles the kernel for an H100. Gluon compiles `if`,
 Notebook: phase5_tuning/hopper.ipynb, section 2, "5.8 Write the forward kernel's producer".
 """
 
-from phase5_tuning.hopper import tma
-from phase5_tuning.hopper.forward import ROWS
+from phase5_tuning.given import ROWS, tma
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -29,7 +29,7 @@ barriers as well). It prints the registers, the spills and the programs of each.
 Notebook: phase5_tuning/tuning.ipynb, section 3.3, "Exercise 5.2: Pick a tile that fits".
 """
 
-from phase5_tuning.launch.configs import Config
+from phase5_tuning.given import Config
 
 
 def shared_bytes(config: Config, head_dim: int, itemsize: int) -> int:

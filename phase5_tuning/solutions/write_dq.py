@@ -30,9 +30,7 @@ H100.
 Notebook: phase5_tuning/hopper.ipynb, section 7, "5.12 Write the warp that adds dQ".
 """
 
-from phase5_tuning.hopper import tma
-from phase5_tuning.hopper.forward import ROWS
-from phase5_tuning.hopper.parts import await_count, release_count, tma_add
+from phase5_tuning.given import ROWS, await_count, release_count, tma, tma_add
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -288,6 +289,21 @@ def test_hints_end(typed):
     shown = [typed("hint", "1.1")[0] for _ in range(4)]
     assert ["These are all hints" in one for one in shown] == [False, False, True, True]
     assert progress.Progress.load().hints == {PHASE_1[0].name: 3}
+
+
+def test_who_passed_a_former_version_of_a_task_is_told(typed, monkeypatch):
+    first = PHASE_1[0]
+    exercises.begin(first)
+    told = f"{first.number} {first.name} is open again: its task has changed since you passed it"
+    for noted, version, open_again in (("", 1, False), ("", 2, True), (" 1", 2, True), (" 2", 2, False)):
+        changed = replace(first, version=version)
+        monkeypatch.setattr(exercises, "load", lambda changed=changed: (changed, *PHASE_1[1:]))
+        exercises.Progress({first.name: hash_of(first.stub) + noted}).save()
+        shown, _ = typed()
+        assert (told in shown) == open_again
+        assert (f"Next: {first.number}" in shown) == open_again
+    exercises.Progress({first.name: hash_of("another answer") + " 1"}).save()
+    assert told not in typed()[0]
 
 
 def test_a_solution_is_for_who_has_solved_it_or_gives_up(typed):

@@ -9,6 +9,7 @@ import sys
 from contextlib import nullcontext
 from unittest import mock
 
+import common
 import wrong_answers
 from common import phases
 from common.learn import cli, exercises, exercises_notebook, progress
@@ -138,6 +139,15 @@ def test_numbers_names_and_titles_are_unique():
     for of in ("name", "number", "title"):
         values = [getattr(e, of) for e in EXERCISES]
         assert len(values) == len(set(values))
+    # Answers lie in the folder where a chapter's copy runs: one of these names would hide the package.
+    assert not {e.name for e in EXERCISES} & {*sys.stdlib_module_names, *common._NEEDED}
+
+
+@each
+def test_an_exercise_imports_what_its_phase_gives_from_one_place(exercise):
+    if (phases.ROOT / exercise.phase.folder / "given.py").exists():
+        own = re.findall(rf"^from ({exercise.phase.folder}\S*) import", exercise.solution.read_text(), re.MULTILINE)
+        assert set(own) <= {f"{exercise.phase.folder}.given"}
 
 
 # --- the runner ----------------------------------------------------------------------------------------------------
@@ -187,6 +197,28 @@ def test_an_error_is_told_with_the_advice_for_its_line_alone(line, said, unsaid,
     assert verdict["message"].startswith(f"answer.py, line 3, in run: {line}\n")
     assert said in verdict["message"]
     assert unsaid not in verdict["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "now"),
+    [
+        ("from phase5_tuning.hopper_model import (Ring,\n  arrive)", "from phase5_tuning.given import Ring, arrive"),
+        ("from phase5_tuning import hopper_tma as tma", "from phase5_tuning.given import tma"),
+        ("from phase5_tuning.launch import remember", "from phase5_tuning.launch.plans import remember"),
+        (
+            "from phase5_tuning.configs import Config, fastest",
+            "from phase5_tuning.given import Config; from phase5_tuning.launch.configs import fastest",
+        ),
+        ("from phase5_tuning.configs import nothing_of_this_name", ""),
+        ("from numpy.of_old import linspace", ""),
+        ("raise ImportError('by itself')", ""),
+    ],
+)
+def test_an_import_from_where_the_course_had_something_names_where_it_is_now(line, now, tmp_path):
+    verdict = ran(f"{line}\n", tmp_path)
+    assert verdict["kind"] == "error"
+    assert verdict["message"].startswith("answer.py, line 1, in <module>: ")
+    assert verdict["message"].partition("\nThe course has moved this: ")[2] == now
 
 
 def test_an_error_names_the_file_as_the_learner_calls_it(tmp_path):
@@ -306,7 +338,7 @@ def test_a_check_through_the_child_process(exercise, learner):
     assert exercise.name not in Progress.load().passed
     verdict = answer(exercise.solution.read_text())
     assert verdict.passed
-    assert exercise.name in Progress.load().passed
+    assert Progress.load().solved(answer.exercise)
     verdict = answer(exercise.stub)
     assert verdict.kind == "unfinished"
 

@@ -1,5 +1,6 @@
 """What an error of an answer says to who wrote it: the line of the answer, the error, and what may help."""
 
+import ast
 import bdb
 import re
 import traceback
@@ -65,9 +66,44 @@ def described(error: BaseException, path: Path) -> str:
         if re.search(words, what) and re.search(code, line):
             what = f"{what[:500]}\n{advice}"
             break
+    if own and isinstance(root, ImportError):
+        what += _moved(path, own[-1].lineno)
     if own:
         return f"{path.name}, line {own[-1].lineno}, in {own[-1].name}: {line}\n{what}"
     return what
+
+
+def _moved(path: Path, line: int) -> str:
+    """Where the course has what an import in this line of the learner's file asks it for; "" for other imports."""
+    imports = [node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, ast.ImportFrom)]
+    import_ = next((node for node in imports if node.lineno == line and node.module), None)
+    package = import_.module.split(".")[0] if import_ else ""
+    if package not in ("common", *(phase.folder for phase in phases.PHASES)):
+        return ""
+    places = {}
+    for alias in import_.names:
+        for name in filter(None, (alias.name, alias.asname)):  # a module that was called otherwise may be given by now
+            if (place := _place(package, name)) not in ("", import_.module):
+                places.setdefault(place, []).append(name)
+                break
+    now = "; ".join(f"from {place} import {', '.join(names)}" for place, names in places.items())
+    return f"\nThe course has moved this: {now}" if now else ""
+
+
+def _place(package: str, name: str) -> str:
+    """The module of a package that defines a name; before all others the one that gives names to exercises."""
+    root = phases.ROOT / package
+    given = root / "given.py"
+    for file in [given] * given.exists() + sorted(root.rglob("*.py")):
+        names = set()
+        for node in ast.parse(file.read_bytes()).body:
+            targets = [getattr(target, "id", "") for target in getattr(node, "targets", ())]
+            names.update([getattr(node, "name", ""), *targets])
+            if file == given and isinstance(node, ast.ImportFrom):
+                names |= {alias.name for alias in node.names}
+        if name in names and file.parent.name not in ("exercises", "checks", "solutions"):
+            return ".".join(file.relative_to(phases.ROOT).with_suffix("").parts)
+    return ""
 
 
 def of_the_course(error: BaseException) -> str:

@@ -70,7 +70,7 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
         with Progress.changed() as progress:
             progress.passed.pop(exercise.name, None)
             if verdict.passed:  # what was there before: it may have been edited meanwhile
-                progress.passed[exercise.name] = hash_of(answer)
+                progress.passed[exercise.name] = f"{hash_of(answer)} {exercise.version}"
     except OSError as error:
         return replace(verdict, not_noted=f"This verdict is not noted, so check again later: {error}")
     return verdict
