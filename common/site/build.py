@@ -20,7 +20,7 @@ from pathlib import Path
 from common.arguments import arguments
 from common.learn import exercises
 from common.measure import records
-from common.phases import PHASES, ROOT
+from common.phases import PHASES, ROOT, SPEEDS
 from common.site import moving
 
 HERE = Path(__file__).parent
@@ -45,7 +45,7 @@ def main() -> int:
         target = SOURCE / path.relative_to(ROOT)
         target.parent.mkdir(exist_ok=True)
         target.write_text(with_pictures(path.read_text()))
-    for path in ("common/site/overview.png", "phase5_tuning/speeds.png"):
+    for path in ("common/site/overview.png", SPEEDS):
         (SOURCE / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, SOURCE / path)
     shutil.copy(ROOT / "LICENSE", SOURCE)

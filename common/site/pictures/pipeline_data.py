@@ -10,10 +10,10 @@ from itertools import product
 from pathlib import Path
 
 from common.arguments import arguments
+from common.phases import HOPPER_MODEL
 
 PAGE = Path(__file__).with_name("pipeline.html")
 PLACE = re.compile(r'(?<=<script type="application/json" id="data">\n).*?(?=\n</script>)', re.S)
-MODEL = "phase5_tuning.hopper.model"  # imported by name: common knows no phase
 TILES_N = 16  # of 128 keys
 PER_MICROSECOND = 100  # times are whole numbers
 
@@ -68,6 +68,6 @@ def read() -> dict:
 
 if __name__ == "__main__":
     arguments()
-    data = write(compute(importlib.import_module(MODEL)))
+    data = write(compute(importlib.import_module(HOPPER_MODEL)))
     PAGE.write_text(PLACE.sub(lambda _: data, PAGE.read_text(), count=1))
     print(f"{PAGE.name}: {len(data) / 1024:.0f} KiB of timelines")
