@@ -109,6 +109,11 @@ PHASES = (
 )
 
 
+# What the last phase offers to `course` and to the site, by name, since common imports no phase.
+BENCH, EXPORT, HOPPER_MODEL = (f"{PHASES[-1].folder}.{module}" for module in ("bench.peers", "export", "hopper.model"))
+SPEEDS = f"{PHASES[-1].folder}/speeds.png"
+
+
 def find(name: str) -> Phase | None:
     """The phase called by its number ("3"), its folder, or a beginning of it that no other phase shares."""
     matches = [p for p in PHASES if name in (str(p.number), p.folder)] or [

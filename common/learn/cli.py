@@ -116,7 +116,7 @@ def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or
 @app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True, help_option_names=[]))
 def bench(context: typer.Context) -> None:
     """Time phase 5's kernels beside their peers on this GPU; `course bench --help` lists what can be chosen."""
-    raise typer.Exit(_module("phase5_tuning.bench.peers", *context.args))
+    raise typer.Exit(_module(phases.BENCH, *context.args))
 
 
 def _module(*arguments: str) -> int:
@@ -140,7 +140,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="replace the file if it is there")] = False,
 ) -> None:
     """Write phase 5's operator as one file that can be imported without the course."""
-    raise typer.Exit(_module("phase5_tuning.export", str(file.absolute()), *["--force"] * force))
+    raise typer.Exit(_module(phases.EXPORT, str(file.absolute()), *["--force"] * force))
 
 
 def _at_once() -> ThreadPoolExecutor:

@@ -84,7 +84,7 @@ class Exercise:
 
     @property
     def explained(self) -> str:
-        """Where it stands, after what it takes: "phase1_softmax/softmax.ipynb, section 2.3"."""
+        """Where it stands, after what it takes: "phaseN_x/softmax.ipynb, section 2.3"."""
         number = self.section.split()[0].rstrip(".")
         return f"{self.phase.folder}/{self.notebook}, section {number}"
 
