@@ -224,6 +224,86 @@ def _softmax_step(s, m_i, l_i, scale, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _let_go(memory, pair, count):
+    """Let tiles go that only consumers of later queries see. Returns the pair behind them."""
+    for _ in range(count):
+        slot, parity = memory.slot(pair)
+        mbarrier.wait(memory.kv_full.index(slot), parity)
+        mbarrier.arrive(memory.kv_empty.index(slot))
+        pair += 1
+    return pair
+
+
+@gluon.jit
+def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED: gl.constexpr):
+    """(p, m, l) of the last tile of keys, where the walk begins: the one that may need a mask. p: registers for S."""
+    BLOCK_N: gl.constexpr = memory.BLOCK_N
+    S: gl.constexpr = p.type.layout
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
+    l_i = _thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S), BLOCK_N)
+    slot, parity = memory.slot(pair)
+    mbarrier.wait(memory.kv_full.index(slot), parity)
+    s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
+    tma.store_wait(0)
+    s = warpgroup_mma_wait(0, deps=(s,))
+    mbarrier.arrive(memory.kv_empty.index(slot))
+    # The turn before has left its place.
+    mbarrier.arrive(memory.q_empty.index(turn % 2 ^ 1), pred=turn > 0)
+    if MASKED:
+        start_n = (tiles_n - 1) * BLOCK_N
+        offs_m = gl.expand_dims(row + gl.arange(0, ROWS, S_ROWS), 1)
+        offs_n = gl.expand_dims(start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S)), 0)
+        visible = offs_n < work.seq_k
+        if work.IS_CAUSAL:
+            visible = visible & (offs_m >= offs_n)
+        s = gl.where(visible, s, float("-inf"))
+    p, m_i, l_i, _ = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
+    return p, m_i, l_i
+
+
+@gluon.jit
+def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.constexpr):
+    """(p, p16, acc, m, l) after S of a tile and PV of the one before, whose P is p16. p: registers for S."""
+    BLOCK_N: gl.constexpr = memory.BLOCK_N
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    slot, parity = memory.slot(pair)
+    mbarrier.wait(memory.kv_full.index(slot), parity)
+    if OVERLAP:
+        s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
+        acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        p, m_i, l_i, alpha = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(memory.kv_empty.index(slot))
+    else:
+        acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
+        s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
+        acc, s = warpgroup_mma_wait(0, deps=(acc, s))
+        mbarrier.arrive(memory.kv_empty.index(slot))
+        p, m_i, l_i, alpha = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
+    acc = acc * gl.expand_dims(gl.convert_layout(alpha, O_ROWS, assert_trivial=True), 1)
+    p16 = gl.convert_layout(p.to(p16.dtype), p16.type.layout, assert_trivial=True)
+    return p, p16, acc, m_i, l_i
+
+
+@gluon.jit
+def _last_values(memory, p16, acc, m_i, l_i, pair):
+    """(o, LSE) after the product of the last P with its values."""
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    slot, parity = memory.slot(pair)
+    mbarrier.wait(memory.kv_full.index(slot), parity)
+    acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
+    l_row = gl.convert_layout(gl.sum(l_i, axis=1), m_i.type.layout, assert_trivial=True)
+    l_row = gl.where(l_row == 0.0, 1.0, l_row)
+    lse = (m_i + gl.log2(l_row)) / LOG2E
+    inverse = 1.0 / gl.convert_layout(l_row, O_ROWS, assert_trivial=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(memory.kv_empty.index(slot))
+    return acc * gl.expand_dims(inverse, 1), lse
+
+
+@gluon.jit
 def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, ME: gl.constexpr):
     """Attend ROWS queries of each turn's tile to all keys that they see."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
@@ -232,9 +312,6 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
     DTYPE: gl.constexpr = work.q.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, O)
     pair = 0
     p = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     turn = 0
@@ -242,78 +319,29 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
     while tile < work.tiles():
         tile_row, b, h = work.place(tile)
         row = tile_row + ME * ROWS
-        side = turn % 2
-        q_place = memory.q.index(side * CONSUMERS + ME).reshape((ROWS, BLOCK_D))
+        q_slot = turn % 2 * CONSUMERS + ME
+        q_place = memory.q.index(q_slot).reshape((ROWS, BLOCK_D))
         q = q_place
         if CONSUMERS == 2:  # there are registers for it, so products fetch the keys alone
             q = q_place.load(gl.DotOperandLayout(0, S, 2))
         tiles_n = work.tiles_n(row + ROWS, BLOCK_N)
         if work.IS_CAUSAL and CONSUMERS * ROWS > BLOCK_N:
-            # Tiles that only consumers of later queries see: let them go.
-            others_n = work.tiles_n(tile_row + CONSUMERS * ROWS, BLOCK_N)
-            for _ in range(others_n - tiles_n):
-                slot, parity = memory.slot(pair)
-                mbarrier.wait(memory.kv_full.index(slot), parity)
-                mbarrier.arrive(memory.kv_empty.index(slot))
-                pair += 1
-        m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
-        l_i = _thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S), BLOCK_N)
+            pair = _let_go(memory, pair, work.tiles_n(tile_row + CONSUMERS * ROWS, BLOCK_N) - tiles_n)
+
         acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O)
-
-        slot, parity = memory.slot(pair)
-        mbarrier.wait(memory.kv_full.index(slot), parity)
-        s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
-        tma.store_wait(0)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(memory.kv_empty.index(slot))
-        # The turn before has left its place.
-        mbarrier.arrive(memory.q_empty.index(side ^ 1), pred=turn > 0)
+        p, m_i, l_i = _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED)
+        p16 = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
         pair += 1
-        if MASKED:
-            start_n = (tiles_n - 1) * BLOCK_N
-            offs_m = gl.expand_dims(row + gl.arange(0, ROWS, S_ROWS), 1)
-            offs_n = gl.expand_dims(start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S)), 0)
-            visible = offs_n < work.seq_k
-            if work.IS_CAUSAL:
-                visible = visible & (offs_m >= offs_n)
-            s = gl.where(visible, s, float("-inf"))
-        p, m_i, l_i, alpha = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
-        p16 = gl.convert_layout(p.to(DTYPE), P, assert_trivial=True)
-
         for _ in range(1, tiles_n):
-            slot, parity = memory.slot(pair)
-            mbarrier.wait(memory.kv_full.index(slot), parity)
-            if OVERLAP:
-                s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
-                acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
-                s = warpgroup_mma_wait(1, deps=(s,))
-                p, m_i, l_i, alpha = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(memory.kv_empty.index(slot))
-            else:
-                acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
-                s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
-                acc, s = warpgroup_mma_wait(0, deps=(acc, s))
-                mbarrier.arrive(memory.kv_empty.index(slot))
-                p, m_i, l_i, alpha = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, O_ROWS, assert_trivial=True), 1)
-            p16 = gl.convert_layout(p.to(DTYPE), P, assert_trivial=True)
+            p, p16, acc, m_i, l_i = _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP)
             pair += 1
-
-        slot, parity = memory.slot(pair)
-        mbarrier.wait(memory.kv_full.index(slot), parity)
-        acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
-        l_row = gl.convert_layout(gl.sum(l_i, axis=1), S_ROWS, assert_trivial=True)
-        l_row = gl.where(l_row == 0.0, 1.0, l_row)
-        lse = (m_i + gl.log2(l_row)) / LOG2E
-        inverse = 1.0 / gl.convert_layout(l_row, O_ROWS, assert_trivial=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(memory.kv_empty.index(slot))
+        o, lse = _last_values(memory, p16, acc, m_i, l_i, pair)
         pair += 1
-        q_place.store((acc * gl.expand_dims(inverse, 1)).to(DTYPE))
+
+        q_place.store(o.to(DTYPE))
         fence_async_shared()
-        tma.async_copy_shared_to_global(work.o, [b, h, row, 0], memory.q.index(side * CONSUMERS + ME))
-        offs_m = row + gl.arange(0, ROWS, S_ROWS)
+        tma.async_copy_shared_to_global(work.o, [b, h, row, 0], memory.q.index(q_slot))
+        offs_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
         gl.store(lse_row + offs_m, lse, mask=offs_m < work.seq_q)
         turn += 1

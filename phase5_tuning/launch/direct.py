@@ -1,9 +1,10 @@
 """A shorter way to launch what Triton has compiled: the one file that relies on private parts of Triton.
 
-`compiled[grid](...)` describes every launch to profilers and calls their hooks, whether anybody listens or not, and
-encodes every descriptor anew. Both take longer than the launch itself. Here a launch goes straight to the compiled
-kernel, and the descriptor of an address that was seen before is found again. Where somebody listens, on AMD, and with
-another release of Triton than those that this was run with, Triton's own way is taken.
+`compiled[grid](...)` describes every launch to profilers and calls their hooks, whether anybody listens or not. It asks
+the driver about every address, and encodes every descriptor anew. All this takes longer than the launch itself. Here a
+launch goes straight to the compiled kernel, addresses are numbers, and the descriptor of an address that was seen
+before is found again. Where a profiler listens, on AMD, and with other releases of Triton than RUN_WITH, Triton's own
+way is taken.
 """
 
 import inspect
@@ -13,7 +14,7 @@ import triton
 from triton import knobs
 from triton.runtime import driver
 
-RUN_WITH = "3.6.0"
+RUN_WITH = ("3.6.0", "3.7.1")
 LIMIT = 64  # addresses remembered for each descriptor of a launch
 
 
@@ -28,35 +29,43 @@ def runner(compiled, grid: tuple[int, int, int], described: Sequence, rest: Sequ
     def by_triton(*tensors):
         public(*(d.at(t) for d, t in zip(described, tensors, strict=False)), *tensors[len(described) :], *rest)
 
-    if triton.__version__ != RUN_WITH or driver.active.get_current_target().backend != "cuda":
+    run = compiled.run
+    known = triton.__version__ in RUN_WITH and driver.active.get_current_target().backend == "cuda"
+    if not known or run.global_scratch_size or run.profile_scratch_size:
         return by_triton
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-    if run.global_scratch_size or run.profile_scratch_size:
-        return by_triton
-    listening = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
-    stream_of, device = driver.active.get_current_stream, driver.active.get_current_device()
-    launcher = run.launch
-    encode, kinds = None, ()
+    launcher, encode, kinds = run.launch, None, ()
     if described:  # Triton wraps the launcher in a function that encodes descriptors
         from triton.backends.nvidia.driver import make_tensordesc_arg as encode
 
         inside = inspect.getclosurevars(launcher).nonlocals
         launcher, kinds = inside["launcher"], inside["tensordesc_meta"]
-    fixed = run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, None, None, None
-    seen = [{} for _ in described]
+    stream_of, device = driver.active.get_current_stream, driver.active.get_current_device()
+    metadata, flags = compiled.packed_metadata, (run.launch_cooperative_grid, run.launch_pdl)
+    in_a_list = hasattr(run, "kernel_signature")  # from 3.7 on, behind what each of the arguments is
+    if in_a_list:
+        fixed = compiled.function, *flags, metadata, *[None] * 5, run.arg_annotations, run.kernel_signature
+    else:
+        fixed = compiled.function, *flags, None, None, metadata, None, None, None
+    listening = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
+    seen, count = [{} for _ in described], len(described)
 
     def launch(*tensors):
         if listening[0] or listening[1]:
             return by_triton(*tensors)
+        addresses = [None if t is None else t.data_ptr() for t in tensors]
         arguments = []
-        for of_address, d, kind, t in zip(seen, described, kinds, tensors, strict=False):
-            address = t.data_ptr()
+        for of_address, d, kind, address, t in zip(seen, described, kinds, addresses, tensors, strict=False):
             encoded = of_address.get(address)
             if encoded is None:
                 if len(of_address) >= LIMIT:
                     of_address.clear()
                 encoded = of_address[address] = encode(d.at(t), kind)
             arguments += encoded
-        launcher(*grid, stream_of(device), function, *fixed, *arguments, *tensors[len(described) :], *rest)
+        arguments += addresses[count:]
+        arguments += rest
+        if in_a_list:
+            launcher(*grid, stream_of(device), *fixed, arguments)
+        else:
+            launcher(*grid, stream_of(device), *fixed, *arguments)
 
     return launch

@@ -121,6 +121,21 @@ def prepared(make: Callable[[configs.Config], Launch], tried: Sequence[configs.C
     return first
 
 
+def tuned(
+    case: tuple, is_causal: bool, tiles: int, make: Callable[[configs.Config], Launch], tensors: tuple,
+    config: configs.Config | None = None,
+) -> Launch:  # fmt: skip
+    """The launch of a kernel on tensors like these, with the tiles of `config`, or with those chosen for the call.
+
+    case: (kernel, head_dim, dtype, tma) as for `configs.candidates`. tiles: as for `configs.choose`. make: from a
+    config, its launch.
+    """
+    if config is not None:
+        return prepared(make, [config], *tensors)
+    chosen = configs.choose(*case, is_causal, tiles, lambda c: make(c)(*tensors))
+    return prepared(make, [chosen, *configs.candidates(*case)], *tensors)
+
+
 def precision(dtype: torch.dtype) -> str:
     """How tiles are multiplied: exactly, unless they are fp32 and PyTorch has been told that TF32 will do.
 

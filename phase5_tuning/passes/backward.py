@@ -31,10 +31,11 @@ from phase5_tuning.launch.plans import (
     facts,
     positive_scale,
     precision,
-    prepared,
     remember,
     remembered,
+    tuned,
 )
+from phase5_tuning.passes.forward import BASE_E, HOPPER, NOTHING
 
 import torch
 
@@ -103,77 +104,95 @@ class BackwardPlan:
         return dq, dk, dv
 
 
-def _plan(
-    q, k, v, o, lse, do, dlse, is_causal, scale, needs, dkdv_kernel, dq_kernel, dkdv_config, dq_config
-) -> Callable:
-    if lse.numel() == 0 or k.shape[2] == 0:
-        return partial(_nothing_depends, needs=needs)
-    if abs(scale) * LOG2E.value > validate.MAX_SCALE:
-        return partial(backward_in_base_e, is_causal=is_causal, scale=scale, needs=needs)
+def choose(given, converted, scale: float, needs, kernels, tiles):
+    """What takes a call: NOTHING, BASE_E, HOPPER, or the kernels of a rung (dK and dV's, dQ's).
 
-    on_a_rung = any((dkdv_kernel, dq_kernel, dkdv_config, dq_config))
-    if not on_a_rung and all(needs) and hopper_backward.takes(q, k, v, do) and hopper_backward.pays(q, k):
-        return hopper_backward.plan(q, k, v, o, lse, do, dlse, is_causal, *positive_scale(scale))
-    dkdv_kernel = dkdv_kernel or _attn_bwd_dkdv_descriptors_kernel
-    dq_kernel = dq_kernel or _attn_bwd_dq_descriptors_kernel
-    given, converted = (q, k, v, o, lse, do, dlse), _as_kernels_take(q, k, v, o, lse, do, dlse)
-    q, k, v, o, lse, do, dlse = converted
-    (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
-    seen_k = min(seq_k, seq_q) if is_causal else seq_k
-    if not descriptors_allowed(q, k, v, do):
-        if dkdv_kernel is _attn_bwd_dkdv_descriptors_kernel:
-            dkdv_kernel = _attn_bwd_dkdv_transposed_kernel
-        if dq_kernel is _attn_bwd_dq_descriptors_kernel:
-            dq_kernel = _attn_bwd_dq_edges_kernel
-    delta, row_lse, dq, dk, dv = (torch.empty_like(lse), torch.empty_like(lse), _empty(q), _empty(k), _empty(v))
-    head = dict(HEAD_DIM=head_dim, BLOCK_D=configs.padded(head_dim))
-    arguments = head | dict(
+    given: the saved tensors as they came. converted: as plain kernels take them. scale: its absolute value. needs,
+    kernels, tiles: of both kernels, as for `attention_backward`.
+    """
+    q, k, v, _, lse, do, _ = given
+    if lse.numel() == 0 or k.shape[2] == 0:
+        return NOTHING
+    if scale * LOG2E.value > validate.MAX_SCALE:  # in base 2 it would be infinite
+        return BASE_E
+    # From a number of tiles on the fused kernel is faster than any rung; it makes all gradients at once.
+    as_usual = all(needs) and not any((*kernels, *tiles))
+    if as_usual and hopper_backward.takes(q, k, v, do) and hopper_backward.pays(q, k):
+        return HOPPER
+    # The rungs before fetch tiles by pointers, which may have any stride and alignment.
+    q, k, v, _, _, do, _ = converted
+    last = (_attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel)
+    before = (_attn_bwd_dkdv_transposed_kernel, _attn_bwd_dq_edges_kernel)
+    best = last if descriptors_allowed(q, k, v, do) else before
+    return tuple(best[i] if kernel in (None, last[i]) else kernel for i, kernel in enumerate(kernels))
+
+
+def rows_of(o, do, head_dim: int, unit: float) -> Launch:
+    """The launch of the kernel that makes delta and the LSE, times `unit`, for the others."""
+    batch, heads_q, seq_q, _ = o.shape
+    sizes = dict(stride_o=o.stride(), stride_do=do.stride(), heads_q=heads_q, seq_q=seq_q, unit=unit)
+    sizes |= dict(HEAD_DIM=head_dim, BLOCK_D=configs.padded(head_dim), BLOCK_M=ROWS)
+    return Launch(_attn_bwd_rows_kernel, cdiv(seq_q, ROWS) * batch * heads_q, sizes, {})
+
+
+def launch_of(kind: str, kernel, q, k, v, do, gradients, is_causal: bool, scale: float, config) -> Launch:
+    """A rung's launch with given tiles: its grid, and all its arguments but the tensors. kind: "dkdv" or "dq"."""
+    (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
+    dq, dk, dv = gradients
+    seen_k = seen_keys(q, k, is_causal)
+    m, n = config.BLOCK_M, config.BLOCK_N
+    tma = kernel in (_attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel)
+    boxes = [described(t, block) for t, block in ((q, m), (k, n), (v, n), (do, m))] if tma else []
+    sizes = config.tiles | dict(
         stride_q=q.stride(), stride_k=k.stride(), stride_v=v.stride(), stride_do=do.stride(),
         stride_dq=dq.stride(), stride_dk=dk.stride(), stride_dv=dv.stride(),
         heads_q=heads_q, heads_kv=heads_kv, group=heads_q // heads_kv, seq_q=seq_q, seq_k=seen_k, scale=scale,
-        IS_CAUSAL=is_causal, PRECISION=precision(q.dtype),
+        HEAD_DIM=head_dim, BLOCK_D=configs.padded(head_dim), IS_CAUSAL=is_causal, PRECISION=precision(q.dtype),
+        MASKED=is_causal or seen_k % n != 0, RAGGED=seq_q % m != 0,
     )  # fmt: skip
-    unit = 1.0 if dkdv_kernel is _attn_bwd_dkdv_kernel else LOG2E.value
-    row_arguments = dict(stride_o=o.stride(), stride_do=do.stride(), heads_q=heads_q, seq_q=seq_q, unit=unit)
-    programs = cdiv(seq_q, ROWS) * batch * heads_q
-    rows = Launch(_attn_bwd_rows_kernel, programs, row_arguments | head | dict(BLOCK_M=ROWS), {})
+    programs = cdiv(seen_k, n) * batch * heads_kv if kind == "dkdv" else cdiv(seq_q, m) * batch * heads_q
+    return Launch(kernel, programs, sizes, config.options, boxes)
 
-    def planned(name, kernel, config, outputs, programs, tile_count):
-        """The launch of a kernel. programs: from a config, how many it takes."""
-        tma = kernel in (_attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel)
-        tensors = q, k, v, do, row_lse, delta, *outputs
 
-        def with_tiles(config):
-            m, n = config.BLOCK_M, config.BLOCK_N
-            blocks = (q, m), (k, n), (v, n), (do, m)
-            boxes = [described(t, block) for t, block in blocks] if tma else []
-            flags = dict(MASKED=is_causal or seen_k % n != 0, RAGGED=seq_q % m != 0)
-            return Launch(kernel, programs(config), arguments | flags | config.tiles, config.options, boxes)
+def seen_keys(q, k, is_causal: bool) -> int:
+    """Keys that some query sees."""
+    return min(k.shape[2], q.shape[2]) if is_causal else k.shape[2]
 
-        tried = [config]
-        if config is None:
-            case = name, head_dim, q.dtype, tma
-            chosen = configs.choose(*case, is_causal, tile_count, lambda c: with_tiles(c)(*tensors))
-            tried = [chosen, *configs.candidates(*case)]
-        return prepared(with_tiles, tried, *tensors)
 
+def _plan(
+    q, k, v, o, lse, do, dlse, is_causal, scale, needs, dkdv_kernel, dq_kernel, dkdv_config, dq_config
+) -> Callable:
+    given, converted = (q, k, v, o, lse, do, dlse), _as_kernels_take(q, k, v, o, lse, do, dlse)
+    kernels = choose(given, converted, abs(scale), needs, (dkdv_kernel, dq_kernel), (dkdv_config, dq_config))
+    if kernels == NOTHING:
+        return partial(_nothing_depends, needs=needs)
+    if kernels == BASE_E:
+        return partial(backward_in_base_e, is_causal=is_causal, scale=scale, needs=needs)
+    if kernels == HOPPER:
+        return hopper_backward.plan(*given, is_causal, *positive_scale(scale))
+    q, k, v, o, lse, do, dlse = converted
+    (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
+    delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
+    gradients = dq, dk, dv = _empty(q), _empty(k), _empty(v)
+    seen_k = seen_keys(q, k, is_causal)
+
+    def planned(kind, kernel, config, made, tiles):
+        case = kind, head_dim, q.dtype, kernel in (_attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel)
+        make = partial(launch_of, kind, kernel, q, k, v, do, gradients, is_causal, scale)
+        return tuned(case, is_causal, tiles, make, (q, k, v, do, row_lse, delta, *made), config)
+
+    rows = rows_of(o, do, head_dim, 1.0 if kernels[0] is _attn_bwd_dkdv_kernel else LOG2E.value)
     dkdv_launch = dq_launch = None
     with runtime.on_device_of(q):
         if runtime.DEVICE == "cuda" and not runtime.recording:
             rows.compile(o, do, lse, dlse, delta, row_lse)
         if needs[1]:
-            heads = batch * heads_kv
-            dkdv_launch = planned(
-                "dkdv", dkdv_kernel, dkdv_config, (dk, dv), lambda c: cdiv(seen_k, c.BLOCK_N) * heads,
-                heads * cdiv(seen_k, 64),
-            )  # fmt: skip
+            dkdv_launch = planned("dkdv", kernels[0], dkdv_config, (dk, dv), batch * heads_kv * cdiv(seen_k, 64))
         if needs[0]:
-            heads = batch * heads_q
-            dq_launch = planned(
-                "dq", dq_kernel, dq_config, (dq,), lambda c: cdiv(seq_q, c.BLOCK_M) * heads, heads * cdiv(seq_q, 64)
-            )
-    as_given = all(a is b for a, b in zip(given, converted, strict=True))
-    return BackwardPlan(rows, dkdv_launch, dq_launch, seen_k, as_given)
+            dq_launch = planned("dq", kernels[1], dq_config, (dq,), batch * heads_q * cdiv(seq_q, 64))
+    return BackwardPlan(
+        rows, dkdv_launch, dq_launch, seen_k, all(a is b for a, b in zip(given, converted, strict=True))
+    )
 
 
 def _empty(t: torch.Tensor) -> torch.Tensor:

@@ -20,12 +20,15 @@ from phase5_tuning.launch.plans import (
     facts,
     positive_scale,
     precision,
-    prepared,
     remember,
     remembered,
+    tuned,
 )
 
 import torch
+
+# What takes a call, beside the kernels of rungs.
+NOTHING, BASE_E, HOPPER = "nothing", "base e", "hopper"
 
 
 def attention_forward(
@@ -95,47 +98,59 @@ class ForwardPlan:
             return o.copy_(out), lse
 
 
-def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
-    if 0 in q.shape[:3] or k.shape[2] == 0:
-        return _nothing_to_see
-    scale, sign = positive_scale(scale)
-    if scale * LOG2E.value > validate.MAX_SCALE:
-        return partial(forward_in_base_e, is_causal=is_causal, scale=sign * scale, enable_gqa=True)
+def choose(given, converted, scale: float, kernel=None, config: configs.Config | None = None):
+    """What takes a call: NOTHING, BASE_E, HOPPER, or the kernel of a rung.
 
-    if kernel is None:
-        if config is None and hopper_forward.takes(q, k, v) and hopper_forward.pays(q, q.shape[2]):
-            return hopper_forward.plan(q, k, v, is_causal, scale, sign)
-        kernel = _attn_fwd_descriptors_kernel
-    given, (q, k, v) = (q, k, v), _as_kernels_take(q, k, v, sign)
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    given: q, k and v as they came. converted: as plain kernels take them. scale: its absolute value. kernel, config: as
+    for `attention_forward`.
+    """
+    q, k, _ = given
+    if 0 in q.shape[:3] or k.shape[2] == 0:
+        return NOTHING
+    if scale * LOG2E.value > validate.MAX_SCALE:  # in base 2 it would be infinite
+        return BASE_E
+    # From a number of tiles on the Hopper kernel is faster than any rung (FEW and NARROW in hopper/forward.py).
+    if kernel is None and config is None and hopper_forward.takes(*given) and hopper_forward.pays(q, q.shape[2]):
+        return HOPPER
+    if kernel not in (None, _attn_fwd_descriptors_kernel):
+        return kernel
+    # The rung before the last one fetches tiles by pointers, which may have any stride and alignment.
+    return _attn_fwd_descriptors_kernel if descriptors_allowed(*converted) else _attn_fwd_heavy_first_kernel
+
+
+def launch_of(kernel, q, k, v, o, is_causal: bool, scale: float, config: configs.Config) -> Launch:
+    """A rung's launch with given tiles: its grid, and all its arguments but the tensors."""
     (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
-    if kernel is _attn_fwd_descriptors_kernel and not descriptors_allowed(q, k, v):
-        kernel = _attn_fwd_heavy_first_kernel
-    tma = kernel is _attn_fwd_descriptors_kernel
-    arguments = dict(
+    blocks = (q, config.BLOCK_M), (k, config.BLOCK_N), (v, config.BLOCK_N)
+    boxes = [described(t, block) for t, block in blocks] if kernel is _attn_fwd_descriptors_kernel else []
+    sizes = config.tiles | dict(
         stride_q=q.stride(), stride_k=k.stride(), stride_v=v.stride(), stride_o=o.stride(),
         heads_q=heads_q, group=heads_q // heads_kv, seq_q=seq_q, seq_k=seq_k, scale=scale,
         HEAD_DIM=head_dim, BLOCK_D=configs.padded(head_dim), IS_CAUSAL=is_causal, PRECISION=precision(q.dtype),
+        MASKED=is_causal or seq_k % config.BLOCK_N != 0,
     )  # fmt: skip
+    return Launch(kernel, cdiv(seq_q, config.BLOCK_M) * batch * heads_q, sizes, config.options, boxes)
 
-    def with_tiles(config):
-        blocks = (q, config.BLOCK_M), (k, config.BLOCK_N), (v, config.BLOCK_N)
-        boxes = [described(t, block) for t, block in blocks] if tma else []
-        masked = dict(MASKED=is_causal or seq_k % config.BLOCK_N != 0)
-        programs = cdiv(seq_q, config.BLOCK_M) * batch * heads_q
-        return Launch(kernel, programs, arguments | masked | config.tiles, config.options, boxes)
 
-    tried = [config]
+def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
+    scale, sign = positive_scale(scale)
+    given, converted = (q, k, v), _as_kernels_take(q, k, v, sign)
+    kernel = choose(given, converted, scale, kernel, config)
+    if kernel == NOTHING:
+        return _nothing_to_see
+    if kernel == BASE_E:
+        return partial(forward_in_base_e, is_causal=is_causal, scale=sign * scale, enable_gqa=True)
+    if kernel == HOPPER:
+        return hopper_forward.plan(q, k, v, is_causal, scale, sign)
+    q, k, v = converted
+    (batch, heads_q, seq_q, head_dim), rows = q.shape, q.shape[:3]
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    case = "forward", head_dim, q.dtype, kernel is _attn_fwd_descriptors_kernel
+    make = partial(launch_of, kernel, q, k, v, o, is_causal, scale)
     with runtime.on_device_of(q):
-        if config is None:
-            case = "forward", head_dim, q.dtype, tma
-            rows = batch * heads_q * cdiv(seq_q, 64)
-            chosen = configs.choose(*case, is_causal, rows, lambda c: with_tiles(c)(q, k, v, o, lse))
-            tried = [chosen, *configs.candidates(*case)]
-        launch = prepared(with_tiles, tried, q, k, v, o, lse)
-    as_given = all(a is b for a, b in zip(given, (q, k, v), strict=True))
-    return ForwardPlan(launch, q.shape[:3], sign, as_given)
+        launch = tuned(case, is_causal, batch * heads_q * cdiv(seq_q, 64), make, (q, k, v, o, lse), config)
+    return ForwardPlan(launch, rows, sign, all(a is b for a, b in zip(given, converted, strict=True)))
 
 
 def _as_kernels_take(q, k, v, sign: int):

@@ -130,19 +130,19 @@ FORWARD = {
         {"Deadlock"},
     ),
     "the loop does not wait for keys and values": (
-        {"            mbarrier.wait(memory.kv_full.index(slot), parity)\n            if OVER": "            if OVER"},
+        {"    mbarrier.wait(memory.kv_full.index(slot), parity)\n    if OVER": "    if OVER"},
         {"Race"},
     ),
     "the first keys are not given back": (
-        {"        mbarrier.arrive(memory.kv_empty.index(slot))\n        # The turn": "        # The turn"},
+        {"    mbarrier.arrive(memory.kv_empty.index(slot))\n    # The turn": "    # The turn"},
         {"Deadlock"},
     ),
     "keys and values are given back before the product's end": (
         {
-            """                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(memory.kv_empty.index(slot))
-""": """                mbarrier.arrive(memory.kv_empty.index(slot))
-                acc = warpgroup_mma_wait(0, deps=(acc,))
+            """        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(memory.kv_empty.index(slot))
+""": """        mbarrier.arrive(memory.kv_empty.index(slot))
+        acc = warpgroup_mma_wait(0, deps=(acc,))
 """
         },
         {"Race"},
@@ -165,10 +165,7 @@ FORWARD = {
         },
         {"Race", "wrong", "Deadlock"},
     ),
-    "O's place is given back before O has left": (
-        {"        tma.store_wait(0)\n        s = warp": "        s = warp"},
-        {"Race"},
-    ),
+    "O's place is given back before O has left": ({"    tma.store_wait(0)\n    s = warp": "    s = warp"}, {"Race"}),
     "O leaves without a fence": (
         {"        fence_async_shared()\n        tma.async": "        tma.async"},
         {"Unfenced"},
@@ -177,16 +174,13 @@ FORWARD = {
         {"        tile = memory.read_tile(turn)\n    tma.store_wait(0)\n": "        tile = memory.read_tile(turn)\n"},
         {"Race"},
     ),
-    "O is rescaled before the product's end": (
-        {"                acc = warpgroup_mma_wait(0, deps=(acc,))\n": ""},
-        {"Race"},
-    ),
+    "O is rescaled before the product's end": ({"        acc = warpgroup_mma_wait(0, deps=(acc,))\n": ""}, {"Race"}),
     "queries are waited for with a wrong parity": (
         {"mbarrier.wait(self.q_full.index(side), turn // 2 & 1)": "mbarrier.wait(self.q_full.index(side), turn & 1)"},
         {"Race", "Deadlock"},
     ),
     "tiles that only others see are kept": (
-        {"            for _ in range(others_n - tiles_n):": "            for _ in range(0):"},
+        {"    for _ in range(count):": "    for _ in range(0):"},
         {"Deadlock", "Race", "wrong"},
     ),
 }

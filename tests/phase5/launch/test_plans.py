@@ -12,6 +12,7 @@ from unittest import mock
 
 from common import make_qkv, runtime, verify_results
 from common.measure import offline
+from common.phases import ROOT
 from common.verify.reference import naive_attention
 from phase4_backward import backward as phase4
 from phase5_tuning.attention import FlashAttention, flash_attention
@@ -359,7 +360,7 @@ def test_an_error_while_planning_leaves_nothing_remembered(module, fresh_plans):
         return attention_backward(q, k, v, o, lse, o)
 
     with (
-        mock.patch.object(module, "prepared", side_effect=RuntimeError("no room")),
+        mock.patch.object(launch, "prepared", side_effect=RuntimeError("no room")),
         pytest.raises(RuntimeError, match="no room"),
     ):
         call()
@@ -492,7 +493,7 @@ def test_threads_that_remember_at_once_stay_within_the_limit(fresh_plans):
 class Compiled:
     """What `kernel.warmup` returns, as far as `direct.runner` needs it; notes its launches."""
 
-    def __init__(self, descriptors=0, scratch=0, profile=0):
+    def __init__(self, version, descriptors=0, scratch=0, profile=0):
         self.calls = []
         self.function, self.packed_metadata = "function", "metadata"
 
@@ -508,6 +509,16 @@ class Compiled:
             launch=inner if descriptors else launcher, launch_cooperative_grid=False, launch_pdl=False,
             global_scratch_size=scratch, profile_scratch_size=profile,
         )  # fmt: skip
+        if version == "3.7.1":
+            self.run.arg_annotations, self.run.kernel_signature = "kinds", b"signature"
+
+    def private(self, stream, *arguments):
+        """A launch past Triton's own way, on (device, stream), as this release's launcher takes it."""
+        if hasattr(self.run, "kernel_signature"):
+            between = "metadata", *[None] * 5, "kinds", b"signature"
+            return "private", (5, 1, 1, stream, "function", False, False, *between, list(arguments))
+        between = None, None, "metadata", None, None, None
+        return "private", (5, 1, 1, stream, "function", False, False, *between, *arguments)
 
     def __getitem__(self, grid):
         return lambda *arguments: self.calls.append(("public", grid, arguments))
@@ -521,7 +532,7 @@ class At:
 
 
 @contextmanager
-def driver_and_hooks(version=direct.RUN_WITH):
+def driver_and_hooks(version):
     """A driver with the stream and device that its attributes say, and hooks that nobody uses."""
     enter, leave = SimpleNamespace(calls=[]), SimpleNamespace(calls=[])
     hooks = SimpleNamespace(launch_enter_hook=enter, launch_exit_hook=leave)
@@ -537,44 +548,48 @@ def driver_and_hooks(version=direct.RUN_WITH):
         yield active, hooks
 
 
-# Between the kernel's handle and its arguments: cooperative, dependent, scratch, metadata, hooks.
-FIXED = False, False, None, None, "metadata", None, None, None
+releases = pytest.mark.parametrize("version", direct.RUN_WITH)
 
 
-def test_a_launch_takes_the_stream_of_the_call_on_the_device_of_the_plan():
-    compiled = Compiled()
-    with driver_and_hooks() as (active, _):
+def test_the_release_that_is_installed_has_the_short_launch():
+    pinned = re.search(r"^triton==([\d.]+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[1]
+    assert pinned in direct.RUN_WITH
+
+
+@releases
+def test_a_launch_takes_the_stream_of_the_call_on_the_device_of_the_plan(version):
+    compiled, x = Compiled(version), torch.zeros(4)
+    with driver_and_hooks(version) as (active, _):
         launched = direct.runner(compiled, (5, 1, 1), (), (2, 3))
         active.stream, active.device = 8, 4
-        launched("q")
+        launched(x)
         active.stream = 9
-        launched("k")
-    assert compiled.calls == [
-        ("private", (5, 1, 1, (3, 8), "function", *FIXED, "q", 2, 3)),
-        ("private", (5, 1, 1, (3, 9), "function", *FIXED, "k", 2, 3)),
-    ]
+        launched(None)
+    assert compiled.calls == [compiled.private((3, 8), x.data_ptr(), 2, 3), compiled.private((3, 9), None, 2, 3)]
 
 
+@releases
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_launch_with_a_hook_registered_is_the_public_one(which):
-    compiled, x = Compiled(descriptors=1), torch.zeros(4)
-    with driver_and_hooks() as (_, hooks), mock.patch(f"{NVIDIA}.make_tensordesc_arg", encoded):
+def test_a_launch_with_a_hook_registered_is_the_public_one(which, version):
+    compiled, x, lse = Compiled(version, descriptors=1), torch.zeros(4), torch.zeros(2)
+    with driver_and_hooks(version) as (_, hooks), mock.patch(f"{NVIDIA}.make_tensordesc_arg", encoded):
         launched = direct.runner(compiled, (5, 1, 1), [At()], (2,))
         calls = getattr(hooks, which).calls
         calls.append(print)  # after the plan was made
-        launched(x, "lse")
+        launched(x, lse)
         calls.clear()
-        launched(x, "lse")
+        launched(x, lse)
     assert [call[0] for call in compiled.calls] == ["public", "private"]
-    assert compiled.calls[0] == ("public", (5, 1, 1), (("descriptor", x.data_ptr()), "lse", 2))
+    assert compiled.calls[0] == ("public", (5, 1, 1), (("descriptor", x.data_ptr()), lse, 2))
 
 
 @pytest.mark.parametrize(
-    "other", [dict(version="3.7.1"), dict(scratch=8), dict(profile=8), dict(backend="hip")], ids=str
+    "other", [dict(version="3.8.0"), dict(scratch=8), dict(profile=8), dict(backend="hip")], ids=str
 )
 def test_elsewhere_a_launch_is_the_public_one(other):
-    compiled = Compiled(scratch=other.get("scratch", 0), profile=other.get("profile", 0))
-    with driver_and_hooks(other.get("version", direct.RUN_WITH)) as (active, _):
+    version = other.get("version", "3.7.1")
+    compiled = Compiled(version, scratch=other.get("scratch", 0), profile=other.get("profile", 0))
+    with driver_and_hooks(version) as (active, _):
         active.backend = other.get("backend", "cuda")
         direct.runner(compiled, (5, 1, 1), (), (2,))("q")
     assert compiled.calls == [("public", (5, 1, 1), ("q", 2))]
@@ -587,19 +602,20 @@ def encoded(descriptor, kind):
     return [f"{kind} of {descriptor[1]}", "shape", "strides"]
 
 
-def test_the_descriptor_of_an_address_is_encoded_once():
-    compiled, encode = Compiled(descriptors=2), mock.Mock(side_effect=encoded)
-    tensors = [torch.zeros(4) for _ in range(3)]
-    with driver_and_hooks(), mock.patch(f"{NVIDIA}.make_tensordesc_arg", encode):
+@releases
+def test_the_descriptor_of_an_address_is_encoded_once(version):
+    compiled, encode = Compiled(version, descriptors=2), mock.Mock(side_effect=encoded)
+    tensors, lse = [torch.zeros(4) for _ in range(3)], torch.zeros(2)
+    with driver_and_hooks(version), mock.patch(f"{NVIDIA}.make_tensordesc_arg", encode):
         launched = direct.runner(compiled, (5, 1, 1), [At(), At()], (2,))
         for q, k in [tensors[:2], tensors[:2], tensors[1:]]:
-            launched(q, k, "lse")
+            launched(q, k, lse)
         assert encode.call_count == 4
         a, b, c = (t.data_ptr() for t in tensors)
         for call, (q, k) in zip(compiled.calls, [(a, b), (a, b), (b, c)], strict=True):
             first, second = (encoded((None, x), f"kind {n}") for n, x in enumerate((q, k)))
-            assert call[1][5 + len(FIXED) :] == (*first, *second, "lse", 2)
+            assert call == compiled.private((3, 7), *first, *second, lse.data_ptr(), 2)
         with mock.patch.object(direct, "LIMIT", 2):
-            launched(tensors[2], tensors[2], "lse")  # the third address of the first forgets the others
-            launched(tensors[0], tensors[2], "lse")
+            launched(tensors[2], tensors[2], lse)  # the third address of the first forgets the others
+            launched(tensors[0], tensors[2], lse)
         assert encode.call_count == 6
