@@ -109,9 +109,8 @@ PHASES = (
 )
 
 
-# What the last phase offers to `course` and to the site, by name, since common imports no phase.
-BENCH, EXPORT, HOPPER_MODEL = (f"{PHASES[-1].folder}.{module}" for module in ("bench.peers", "export", "hopper.model"))
-SPEEDS = f"{PHASES[-1].folder}/speeds.png"
+# What the last phase offers to `course`, by name, since common imports no phase.
+BENCH, EXPORT = (f"{PHASES[-1].folder}.{module}" for module in ("bench.peers", "export"))
 
 
 def find(name: str) -> Phase | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from common.arguments import arguments
 from common.learn import exercises
 from common.measure import records
-from common.phases import PHASES, ROOT, SPEEDS
+from common.phases import PHASES, ROOT
 from common.site import moving
 
 HERE = Path(__file__).parent
