@@ -41,7 +41,7 @@ def test_the_rungs_change_the_kernels_that_course_diff_shows():
     for (name, changed), (old, new) in zip(phases.RUNGS.items(), steps, strict=True):
         kernels = {kind: getattr(new, kind).fn for kind in KERNELS}
         differ = [kind for kind in KERNELS if kernels[kind] is not getattr(old, kind).fn]
-        modules = {kind: kernels[kind].__module__.split(".")[1] for kind in differ}
+        modules = {kind: kernels[kind].__module__.split(".", 1)[1] for kind in differ}
         assert {kind: (modules[kind], kernels[kind].__name__) for kind in differ} == changed, name
 
 
