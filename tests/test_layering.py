@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import re
 import subprocess
 import sys
 
@@ -84,6 +85,21 @@ def test_no_phase_reaches_forward(phase):
 
 # A subject of phase 5 imports from those before it.
 SUBJECTS = ["launch", "ladder", "hopper", "passes", "attention", "ring", "bench"]
+AT_THE_ROOT = {"__init__", "__main__", "attention", "cases", "export", "given"}
+FREE = {"exercises", "checks", "solutions", "results"}  # folders of many files of one kind
+MOST_MODULES, MOST_LINES, MOST_IN_A_FUNCTION = 9, 600, 60
+LONG_FILES = set()
+LONG_FUNCTIONS = {
+    "phase5_tuning.checks.causal_ring._check_result",  # a table of what each mistake would see
+    "phase5_tuning.hopper.backward._add_queries",  # one turn of the fused kernel: its order is what it is about
+}
+
+
+def house():
+    """Every file of Python but the tests and what learners edit."""
+    listed = subprocess.run(["git", "ls-files", "*.py"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    paths = [ROOT / name for name in listed.split() if not name.startswith("tests/")]
+    return [path for path in paths if path.exists() and path.parent.name != "exercises"]
 
 
 def name_of(path):
@@ -97,6 +113,41 @@ def test_the_subjects_of_phase_5_build_on_those_before_them():
             used = {name.split(".")[1] for name in imports(path) if name.startswith("phase5_tuning.")}
             later = used & set(SUBJECTS[SUBJECTS.index(parts[1]) + 1 :])
             assert not later, f"{name_of(path)} imports {later}"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    names = {name_of(path) for path in house()}
+    arrows = {}
+    for path in house():
+        used = {name if name in names else name.rpartition(".")[0] for name in imports(path)}
+        arrows[name_of(path)] = used & names - {name_of(path)}
+    while leaves := {name for name, used in arrows.items() if not used & arrows.keys()}:
+        arrows = {name: used for name, used in arrows.items() if name not in leaves}
+    assert not arrows
+
+
+def test_folders_files_and_functions_have_a_size_that_one_takes_in():
+    assert {path.stem for path in (ROOT / "phase5_tuning").glob("*.py")} == AT_THE_ROOT
+    folders = {path.parent for path in house() if path.parent.name not in FREE}
+    for folder in folders:
+        modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+        assert len(modules) <= MOST_MODULES, folder
+        beside = {path.name for path in folder.iterdir() if path.is_dir()}
+        assert not {stem for stem in modules if stem.split("_")[0] in beside}, f"{folder}: a prefix stands for a folder"
+    long_files = {name_of(path) for path in house() if len(path.read_text().splitlines()) > MOST_LINES}
+    assert long_files == LONG_FILES
+    functions = {
+        f"{name_of(path)}.{node.name}"
+        for path in house()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= MOST_IN_A_FUNCTION
+    }
+    assert functions == LONG_FUNCTIONS
+
+
+def test_no_phase_is_named_in_common():
+    named = {name_of(p) for p in (ROOT / "common").rglob("*.py") if re.search(r"\bphase[1-5]_\w+", p.read_text())}
+    assert named == {"common.phases"}
 
 
 # The ladders, by kind: the kernel that each of them begins with, and its rungs.

@@ -106,7 +106,7 @@ def check_driver() -> Finding:
 def check_canary() -> Finding:
     """A vector add with a ragged end: the smallest kernel that needs everything to work."""
     from common import runtime
-    from common.learn.canary import double
+    from common.canary import double
 
     import torch
 
@@ -122,7 +122,7 @@ def check_canary() -> Finding:
 def check_bf16() -> Finding:
     """The interpreter computes on the raw bits of bf16; kernels here must never see them."""
     from common import runtime
-    from common.learn.canary import double
+    from common.canary import double
 
     import torch
 
@@ -140,7 +140,7 @@ def check_bf16() -> Finding:
 
 def check_compiler() -> Finding:
     """Offline compilation for a GPU that need not be here."""
-    from common.learn.canary import double
+    from common.canary import double
     from common.measure import offline
 
     import torch

@@ -1,7 +1,7 @@
 """Run the course's notebooks.
 
     python -m common.learn.notebooks                                  execute copies of all, change nothing
-    python -m common.learn.notebooks --store phase1_softmax           execute and store the outputs (after an edit)
+    python -m common.learn.notebooks --store softmax                  execute and store the outputs (after an edit)
 
 Stored outputs come from the interpreter on a CPU, whatever machine stores them.
 """

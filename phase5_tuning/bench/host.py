@@ -13,6 +13,7 @@ from common.measure import records
 from common.measure.timing import host_us
 from common.verify.inputs import make_qkv
 from phase3_forward import forward as phase3
+from phase5_tuning.attention import flash_attention
 from phase5_tuning.bench.peers import KERNELS, PROVIDERS
 from phase5_tuning.launch import plans
 from phase5_tuning.passes import backward, forward
@@ -40,7 +41,9 @@ class _Nothing(torch.autograd.Function):
 
 def of_peer(provider: str, q, k, v, do) -> list[dict]:
     """Rows of one provider's calls; where it is not installed, one that says so."""
-    call, context = (PROVIDERS["hopper" if provider == "ours" else provider], contextlib.nullcontext())
+    call, context = PROVIDERS[provider], contextlib.nullcontext()
+    if provider == "ours":
+        call = partial(_sdpa, flash_attention)
     if provider.startswith("sdpa"):  # choosing a backend is not what is measured
         call, context = partial(_sdpa, F.scaled_dot_product_attention), sdpa_kernel(call.args[0])
     try:

@@ -500,15 +500,9 @@ STAGES = 2
 MOST_TOGETHER = 16
 
 
-def ordered() -> bool:
-    """False where FLASH_ATTENTION_ANY_ORDER=1 lets programs add to dQ as they come: the last bits then differ from run
-    to run.
-    """
+def in_order() -> bool:
+    """False where FLASH_ATTENTION_ANY_ORDER=1 lets programs add to dQ as they come: the last bits then vary."""
     return os.environ.get("FLASH_ATTENTION_ANY_ORDER") != "1"
-
-
-def _in_order(asked: bool | None) -> bool:
-    return ordered() if asked is None else asked
 
 
 @dataclass(frozen=True)
@@ -582,7 +576,7 @@ def plan(
     dq_sum = torch.empty(padded_rows, columns, dtype=torch.float32, device=q.device)
     count = torch.empty(tiles + 1, dtype=torch.int32, device=q.device)
     tile = dict(HEAD_DIM=head_dim, BLOCK_D=columns, BLOCK_M=block_m)
-    common = dict(heads_q=heads_q, seq_q=seq_q, padded_q=padded_q, ORDERED=_in_order(ordered))
+    common = dict(heads_q=heads_q, seq_q=seq_q, padded_q=padded_q, ORDERED=in_order() if ordered is None else ordered)
     rows_sizes = tile | common | dict(stride_o=o.stride(), stride_do=do.stride())
     rows = Launch(_attn_bwd_hopper_rows_kernel, tiles, rows_sizes, {})
     dq_sizes = tile | common | dict(stride_dq=dq.stride(), scale=sign * scale)

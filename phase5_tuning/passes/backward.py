@@ -53,7 +53,7 @@ def attention_backward(
     wanted, else the last rungs. dkdv_config, dq_config: tiles to use instead of the chosen ones, and then on a rung.
     """
     tensors = q, k, v, o, lse, do, *(() if dlse is None else (dlse,))
-    switches = hopper_forward.enabled(), hopper_backward.ordered()
+    switches = hopper_forward.enabled(), hopper_backward.in_order()
     try:
         choices = tuple(needs), dkdv_kernel, dq_kernel, dkdv_config, dq_config
         flags = is_causal, scale, type(is_causal), type(scale)

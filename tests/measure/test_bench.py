@@ -9,7 +9,7 @@ import sys
 from unittest import mock
 
 from common import runtime
-from common.learn.canary import _double_kernel
+from common.canary import _double_kernel
 from common.measure import records, timing
 from common.phases import PHASES, ROOT
 from phase5_tuning.bench import tables

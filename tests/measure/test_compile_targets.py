@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime
-from common.learn.canary import double
+from common.canary import double
 from common.measure import offline
 from common.measure.offline import SHARED_LIMIT, Compiled, compile_launches, record_launches
 from phase1_softmax import logsumexp, online_softmax_step, softmax_fused, softmax_online

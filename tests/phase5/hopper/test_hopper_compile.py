@@ -44,7 +44,7 @@ def record(which, head_dim, is_causal, dtype, seq=2048):
 
 def launch_of(which, head_dim, is_causal, special, dtype):
     seq = 1024 if special == "short" else 2048
-    with mock.patch.object(hopper_backward, "ordered", return_value=special != "any order"):
+    with mock.patch.object(hopper_backward, "in_order", return_value=special != "any order"):
         launches = record(which, head_dim, is_causal, dtype, seq)
     return next(launch for launch in launches if launch.name == KERNELS[which])
 
