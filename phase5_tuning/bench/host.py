@@ -1,4 +1,4 @@
-"""Where a call's microseconds go: `python -m phase5_tuning.bench.host --name h200_host`.
+"""Where a call's microseconds go: `python -m phase5_tuning.bench.host --name h100_host`.
 
 The calls are so small that the GPU is done before the host has queued the next one: batch 1, 4 heads, 128 tokens,
 head_dim 64. A row is what the host takes for one provider and mode ("no_grad", "grad", "backward"), or for one step of

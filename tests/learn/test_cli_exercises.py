@@ -293,16 +293,16 @@ def test_hints_end(typed):
 
 def test_who_passed_a_former_version_of_a_task_is_told(typed, monkeypatch):
     first = PHASE_1[0]
-    exercises.begin(first)
+    progress.begin(first)
     told = f"{first.number} {first.name} is open again: its task has changed since you passed it"
     for noted, version, open_again in (("", 1, False), ("", 2, True), (" 1", 2, True), (" 2", 2, False)):
         changed = replace(first, version=version)
         monkeypatch.setattr(exercises, "load", lambda changed=changed: (changed, *PHASE_1[1:]))
-        exercises.Progress({first.name: hash_of(first.stub) + noted}).save()
+        progress.Progress({first.name: hash_of(first.stub) + noted}).save()
         shown, _ = typed()
         assert (told in shown) == open_again
         assert (f"Next: {first.number}" in shown) == open_again
-    exercises.Progress({first.name: hash_of("another answer") + " 1"}).save()
+    progress.Progress({first.name: hash_of("another answer") + " 1"}).save()
     assert told not in typed()[0]
 
 
