@@ -130,10 +130,11 @@ def tuned(
     case: (kernel, head_dim, dtype, tma) as for `configs.candidates`. tiles: as for `configs.choose`. make: from a
     config, its launch.
     """
-    if config is not None:
-        return prepared(make, [config], *tensors)
-    chosen = configs.choose(*case, is_causal, tiles, lambda c: make(c)(*tensors))
-    return prepared(make, [chosen, *configs.candidates(*case)], *tensors)
+    tried = [config]
+    if config is None:
+        chosen = configs.choose(*case, is_causal, tiles, lambda c: make(c)(*tensors))
+        tried = [chosen, *configs.candidates(*case)]
+    return prepared(make, tried, *tensors)
 
 
 def precision(dtype: torch.dtype) -> str:
