@@ -113,6 +113,12 @@ PHASES = (
 BENCH, EXPORT = (f"{PHASES[-1].folder}.{module}" for module in ("bench.peers", "export"))
 
 
+def as_read(chapter: str) -> str:
+    """A chapter's file as a learner opens it: its copy in work/ once there is one."""
+    copy = f"work/{chapter}"
+    return copy if (ROOT / copy).exists() else chapter
+
+
 def find(name: str) -> Phase | None:
     """The phase called by its number ("3"), its folder, or a beginning of it that no other phase shares."""
     matches = [p for p in PHASES if name in (str(p.number), p.folder)] or [

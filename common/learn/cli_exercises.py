@@ -42,7 +42,7 @@ def overview() -> None:
         solved = sum(map(so_far.solved, of_phase))
         bar = ProgressBar(total=max(1, len(of_phase)), completed=solved, width=20)
         chapters = "".join(
-            f"\n   [dim]{phase.folder}/{name}, about {hours:g} h[/]"
+            f"\n   [dim]{phases.as_read(f'{phase.folder}/{name}')}, about {hours:g} h[/]"
             for name, hours in zip(phase.chapters, phase.hours, strict=True)
         )
         title = f"[bold]{phase.number}  {phase.title}[/]{chapters}"

@@ -86,7 +86,7 @@ class Exercise:
     def explained(self) -> str:
         """Where it stands, after what it takes: "phaseN_x/softmax.ipynb, section 2.3"."""
         number = self.section.split()[0].rstrip(".")
-        return f"{self.phase.folder}/{self.notebook}, section {number}"
+        return f"{phases.as_read(f'{self.phase.folder}/{self.notebook}')}, section {number}"
 
     @property
     def solution(self) -> Path:

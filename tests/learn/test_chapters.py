@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+from common import phases
 from common.learn import chapters
 from common.phases import PHASES, ROOT
 
@@ -229,3 +230,11 @@ def test_every_chapter_has_a_copy_without_git_too(course, tmp_path):
 )
 def test_what_was_written_is_put_into_a_changed_text_or_not_at_all(shipped, yours, new, merged):
     assert chapters._merged(shipped, yours, new) == merged
+
+
+def test_a_chapter_is_named_as_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(phases, "ROOT", tmp_path)
+    assert phases.as_read("phase/chapter.ipynb") == "phase/chapter.ipynb"
+    (tmp_path / "work" / "phase").mkdir(parents=True)
+    (tmp_path / "work" / "phase" / "chapter.ipynb").touch()
+    assert phases.as_read("phase/chapter.ipynb") == "work/phase/chapter.ipynb"
