@@ -55,11 +55,9 @@ def standing(forward: dict, backward: dict) -> None:
                           hatch=("", "//", "..")[n], edgecolor="white")  # fmt: skip
             ax.bar_label(bars, fmt="%.0f", fontsize=7, padding=1)
             said.append(f"{title}, {provider}: {', '.join(f'{height:.0f}' for height in heights)}")
-        ax.set_xticks(range(4), [f"D {d}\n{mask(c)}" for d, c in CASES])
-        ax.set_title(f"{title}, seq {seq}")
+        ax.set(xticks=range(4), xticklabels=[f"D {d}\n{mask(c)}" for d, c in CASES], title=f"{title}, seq {seq}")
         ax.legend(fontsize=8, loc="upper left", ncols=3, columnspacing=1)
-    axes[0].set_ylabel("TFLOP/s")
-    axes[0].set_ylim(0, 1.2 * axes[0].get_ylim()[1])
+    axes[0].set(ylabel="TFLOP/s", ylim=(0, 1.2 * axes[0].get_ylim()[1]))
     alt = f"TFLOP/s at D 64 full, D 64 causal, D 128 full, D 128 causal. {'; '.join(said)}."
     _signed(fig, forward, backward, alt=alt)
 
@@ -158,8 +156,7 @@ def long_sweep(record: dict) -> None:
                 said.append(f"{title}, {provider}, D {head_dim}: {ends}")
         ax.set_title(f"{title}, bf16", fontsize=10)
         ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.set_xlabel("sequence length (one head, causal)")
+        ax.set(yscale="log", xlabel="sequence length (one head, causal)")
     axes[0].set_ylabel("milliseconds of the GPU")
     axes[0].legend(fontsize=8)
     _signed(fig, record, alt=f"Milliseconds against the sequence length. {'; '.join(said)}.")
@@ -235,8 +232,7 @@ def bars(rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapp
                 if height:
                     ax.text(at, height + 6, f"{height:.0f}", ha="center", fontsize=7)
         ax.set_title(f"{title}, seq {seq}", fontsize=10)
-        ax.set_ylabel("TFLOP/s")
-        ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
+        ax.set(ylabel="TFLOP/s", ylim=(0, 1.1 * ax.get_ylim()[1]))
     handles = [Patch(label=name, **BARS[provider]) for provider, name in providers.items()]
     fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
     axes[1].set_xticks(range(len(CASES)), [f"head_dim {d}, {mask(c)}" for d, c in CASES])

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from common.learn.check.require import reject
+from common.learn.check.require import reject, require
 from common.measure import offline
 
 import torch
@@ -15,24 +15,46 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 INF = float("inf")
 
 
-def require_ints(calls):
+def require_numbers(calls, exact=True):
     """calls: (what, got, right, mistakes) of one function. In a single call a wrong sentence may fit by chance, so one
-    is believed if it explains most of what is wrong."""
+    is believed if it explains most of what is wrong. exact: numbers are ints."""
+    kinds, named = (int, "an int") if exact else (int | float, "a number")
+
+    def same(a, b):
+        return a == b if exact else math.isclose(a, b, rel_tol=1e-6)
+
     for what, got, _, _ in calls:
-        if isinstance(got, bool) or not isinstance(got, int):
+        if isinstance(got, bool) or not isinstance(got, kinds):
             why = ". A float is not exact past 2^53: divide with //" if isinstance(got, float) else ""
-            reject(f"{what}: expected an int, got {type(got).__name__}{why}")
-    off = [call for call in calls if call[1] != call[2]]
+            reject(f"{what}: expected {named}, got {type(got).__name__}{why}")
+    off = [call for call in calls if not same(call[1], call[2])]
     if not off:
         return
-    fits = Counter(sentence for _, got, _, wrong in off for sentence in wrong if wrong[sentence] == got)
+    fits = Counter(sentence for _, got, _, wrong in off for sentence in wrong if same(wrong[sentence], got))
     sentence, n = max(fits.items(), key=lambda fit: fit[1], default=("", 0))
     if 2 * n < len(off):
         sentence = ""
-    what, got, right, _ = next(call for call in off if not sentence or call[3].get(sentence) == call[1])
+    what, got, right, _ = next(call for call in off if not sentence or same(call[3].get(sentence, math.nan), call[1]))
     if abs(got - right) < 2.0**-40 * right:
         sentence = "floats were used on the way, which are not exact past 2^53: divide ints with //"
+    got, right = (got, right) if exact else (f"{got:.6g}", f"{right:.6g}")
     reject(f"{what} is {got}, where {right} is right{sentence and ': '}{sentence}")
+
+
+def require_function(answer, name, cases, right, mistakes, exact=True):
+    """`require_numbers` of answer.name(*case), for each case beside right(*case) and mistakes(*case)."""
+    calls = []
+    for case in cases:
+        what = f"{name}({', '.join(map(repr, case))})"
+        calls.append((what, getattr(answer, name)(*case), right(*case), mistakes(*case)))
+    require_numbers(calls, exact)
+
+
+def require_o_lse(what, got, right, mistakes, signs=lambda got: {}):
+    """`require` lse, then o; mistakes: sentence: (o, lse) with that mistake. signs(got) are those of each."""
+    for i, name in ((1, "lse"), (0, "o")):
+        wrong = {sentence: of[i] for sentence, of in mistakes.items()}
+        require(f"{what}: {name}", got[i], right[i], mistakes=wrong, signs=signs(got[i]))
 
 
 def padded_dim(head_dim):

@@ -4,7 +4,7 @@ import itertools
 import random
 
 from common.learn.check.require import reject
-from phase5_tuning.checks import require_ints
+from phase5_tuning.checks import require_numbers
 from phase5_tuning.hopper.model import Deadlock, Race, Ring
 
 # (stages, tiles of each walk, how many tiles of each walk a consumer does not see)
@@ -46,8 +46,8 @@ def _check_places(answer):
             passed = {again: tile // stages, "a lap is one filling of all places, not one walk": walk}
             places.append((f"the place in place_and_lap{given}", got[0], number % stages, slots))
             laps.append((f"the lap in place_and_lap{given}", got[1], number // stages, passed))
-    require_ints(places)
-    require_ints(laps)
+    require_numbers(places)
+    require_numbers(laps)
 
 
 def _check_parities(answer):

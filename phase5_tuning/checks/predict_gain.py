@@ -2,13 +2,13 @@
 record.
 """
 
+import functools
 import itertools
-import math
 import random
-from collections import Counter
 
 from common.learn.check.require import reject
 from common.measure import records
+from phase5_tuning.checks import require_function
 
 # The forward pass's turns, counted in what Triton 3.7.1 makes of each rung for sm_90, under the
 # mask of the case: block_m, block_n, num_warps, and the opcodes in this order.
@@ -35,17 +35,9 @@ BOUND = 0.10  # between a predicted and a recorded gain
 def check(answer):
     cases = _cases(answer.Turn)
     for name, right in (("serial_clocks", _serial), ("overlapped_clocks", _overlapped)):
-        calls = [
-            (f"{name}({turn}, {d})", getattr(answer, name)(turn, d), right(turn, d), _mistakes(name, turn, d))
-            for turn, d in cases
-        ]
-        _require(calls)
-    calls = []
-    for (before, d), (after, _) in itertools.pairwise(cases):
-        got = answer.gain(before, after, d)
-        case = before, after, d
-        calls.append((f"gain({before}, {after}, {d})", got, _gain(*case), _gain_mistakes(*case)))
-    _require(calls)
+        require_function(answer, name, cases, right, functools.partial(_mistakes, name), exact=False)
+    pairs = [(before, after, d) for (before, d), (after, _) in itertools.pairwise(cases)]
+    require_function(answer, "gain", pairs, _gain, _gain_mistakes, exact=False)
     return _beside_the_record(answer)
 
 
@@ -125,30 +117,13 @@ def _gain(before, after, head_dim, clocks=_serial):
 
 
 def _gain_mistakes(before, after, head_dim):
-    case = before, after, head_dim
+    case, whole_turns = (before, after, head_dim), _serial(before, head_dim) / _serial(after, head_dim)
     return {
         "it is upside down: clocks before, divided by clocks after": 1 / _gain(*case),
-        "the turns have different tiles: divide each by its logits, block_m * block_n": _serial(before, head_dim)
-        / _serial(after, head_dim),
+        "the turns have different tiles: divide each by its logits, block_m * block_n": whole_turns,
         "this is the gain if everything overlaps": _gain(*case, _overlapped),
         "a gain of 12 percent is 1.12, not 0.12": _gain(*case) - 1,
     }
-
-
-def _require(calls):
-    """calls: (what, got, right, mistakes). A sentence is believed if it explains most of what is wrong."""
-    for what, got, _, _ in calls:
-        if isinstance(got, bool) or not isinstance(got, (int, float)):
-            reject(f"{what}: expected a number, got {type(got).__name__}")
-    off = [call for call in calls if not math.isclose(call[1], call[2], rel_tol=1e-6)]
-    if not off:
-        return
-    fits = Counter(
-        sentence for _, got, _, wrong in off for sentence, x in wrong.items() if math.isclose(got, x, rel_tol=1e-6)
-    )
-    sentence, n = max(fits.items(), key=lambda fit: fit[1], default=("", 0))
-    what, got, right, _ = off[0]
-    reject(f"{what} is {got:.6g}, where {right:.6g} is right{': ' + sentence if 2 * n >= len(off) else ''}")
 
 
 def _beside_the_record(answer):

@@ -20,9 +20,10 @@ from unittest import mock
 
 from common.arguments import arguments
 from common.learn.check import judge
-from common.learn.check.require import Rejected, reject, require
+from common.learn.check.require import Rejected, reject
 from common.phases import ROOT
 from phase5_tuning import given
+from phase5_tuning.checks import require_o_lse
 from phase5_tuning.passes import forward
 
 import torch
@@ -330,12 +331,12 @@ def _play(answer, here: Rank) -> str:
             reject(f"expected (o, lse) from each rank, got {type(got).__name__}")
         if not all(map(torch.equal, (q, k, v), everybody[here.number])):
             reject(f"rank {here.number} has written into its inputs")
-        _check_result(here, everybody, *got)
+        _check_result(here, everybody, got)
         here.check_end()
     return "right"
 
 
-def _check_result(here: Rank, everybody: list[torch.Tensor], o, lse) -> None:
+def _check_result(here: Rank, everybody: list[torch.Tensor], got) -> None:
     number, (q, _, own_v) = here.number, everybody[here.number]
     parts = [_attention(q, k, v) for _, k, v in everybody]
     own, next_one = parts[number], (number + 1) % RANKS
@@ -354,11 +355,12 @@ def _check_result(here: Rank, everybody: list[torch.Tensor], o, lse) -> None:
                 [_attention(q, k, own_v) for _, k, _ in everybody]
             ),
         }
-    for i, name, got, right in zip((1, 0), ("lse", "o"), (lse, o), reversed(_merged(parts)), strict=True):
-        mistakes = {sentence: of[i] for sentence, of in wrong.items()}
+
+    def signs(got):
         unread = isinstance(got, torch.Tensor) and bool(got.isnan().any())
-        signs = {"it has NaN: was something used before wait() of its receive?": unread}
-        require(f"rank {number}: {name}", got, right, mistakes=mistakes, signs=signs | here.signs())
+        return {"it has NaN: was something used before wait() of its receive?": unread} | here.signs()
+
+    require_o_lse(f"rank {number}", got, _merged(parts), wrong, signs)
 
 
 def _attention(q, k, v):

@@ -169,8 +169,7 @@ def _draw(ax, run, start, end):
             height = 0.86 / count
             _bar(ax, interval, max(start, interval.start), min(end, interval.end),
                  y + 0.07 + lane * height, height, consumers)  # fmt: skip
-    ax.set_ylim(len(rows), 0)
-    ax.set_yticks([y + 0.5 for y in range(len(rows))], rows)
+    ax.set(ylim=(len(rows), 0), yticks=[y + 0.5 for y in range(len(rows))], yticklabels=rows)
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
 
@@ -215,9 +214,8 @@ def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
         ax.axvline(run.total, color=COLORS["bad"], linestyle="--", linewidth=1.2)
         ax.set_ylim(len(run.programs), 0)
         names = [f"{program.n}" for program in run.programs]
-        ax.set_yticks([y + 0.5 for y in range(len(names))], names)
+        ax.set(yticks=[y + 0.5 for y in range(len(names))], yticklabels=names, xlabel="time, in steps")
         ax.tick_params(axis="y", length=0)
-        ax.set_xlabel("time, in steps")
         ax.set_title(f"{title}{': ' * bool(title)}done at {run.total:.3g}", fontsize=10)
     axes[0, 0].set_ylabel("program: tile\nof keys" if most < 5 else "program: tile of keys")
     handles = [
@@ -272,8 +270,7 @@ def pairs(tiles: int, stages: int) -> None:
         under = f"slot {slot}\nparity {parity}"
         ax.text(pair * 1.25 + 0.55, -0.15, under, ha="center", va="top", fontsize=9)
         ax.text(pair * 1.25 + 0.55, 2.1, f"pair {pair}", ha="center", va="bottom", fontsize=9)
-    ax.set_xlim(-0.2, (tiles + 1) * 1.25)
-    ax.set_ylim(-1.1, 2.6)
+    ax.set(xlim=(-0.2, (tiles + 1) * 1.25), ylim=(-1.1, 2.6))
     ax.set_title(f"{tiles} tiles of keys, from right to left, in a ring of {stages} slots", pad=2)
     style.show(
         fig,
@@ -297,11 +294,9 @@ def quads(owner: np.ndarray, needs: np.ndarray) -> None:
         for (row, column), thread in np.ndenumerate(threads):
             shade = ("#FFFFFF", "#DDE8F0", "#A9C8DF", "#6FA6CC")[thread % 4]
             style.box(ax, column, row, f"{thread}", color=shade, size=7, edge=COLORS["s"], line=0.4)
-        ax.set_xlim(0, threads.shape[1])
-        ax.set_ylim(threads.shape[0], 0)
-        ax.set_xticks(np.arange(0, 16, 2) + 0.5, range(0, 16, 2))
-        ax.set_yticks(np.arange(0, 16, 2) + 0.5, range(0, 16, 2))
-        ax.set_xlabel("key (column)")
+        ax.set(xlim=(0, threads.shape[1]), ylim=(threads.shape[0], 0), xticks=np.arange(0, 16, 2) + 0.5)
+        ax.set(xticklabels=range(0, 16, 2), yticks=np.arange(0, 16, 2) + 0.5, yticklabels=range(0, 16, 2))
+        ax.set(xlabel="key (column)")
         ax.set_title(title, fontsize=10)
     axes[0].set_ylabel("query (row)")
     same = "the same" if np.array_equal(owner, needs) else "another"
@@ -333,11 +328,9 @@ def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) ->
             left += registers
     ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.2)
     ax.text(limit, -0.62, f"{limit}", ha="center", va="bottom", fontsize=9)
-    ax.set_yticks(range(len(parts)), parts)
-    ax.set_ylim(len(parts) - 0.5, -0.6)
+    ax.set(yticks=range(len(parts)), yticklabels=parts, ylim=(len(parts) - 0.5, -0.6))
     most = max(sum(n for _, n in groups) for groups in parts.values())
-    ax.set_xlim(0, 1.04 * max(limit, most))
-    ax.set_xlabel("registers, in units of 128 (one for each thread of four warps)")
+    ax.set(xlim=(0, 1.04 * max(limit, most)), xlabel="registers, in units of 128 (one for each thread of four warps)")
     said = "; ".join(f"{way}: " + " + ".join(str(n) for _, n in groups) for way, groups in parts.items())
     style.show(fig, alt=f"Registers in units of 128, of which there are {limit}. {said}.")
 
@@ -365,10 +358,8 @@ def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
                 ink="white" if shade < 0.55 else COLORS["ink"], size=8,
             )  # fmt: skip
         rows, columns = grid.shape
-        ax.set_xlim(0, columns)
-        ax.set_ylim(rows, 0)
-        ax.set_xticks(np.arange(columns) + 0.5, range(columns))
-        ax.set_yticks(np.arange(rows) + 0.5, range(rows))
+        ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=np.arange(columns) + 0.5, xticklabels=range(columns))
+        ax.set(yticks=np.arange(rows) + 0.5, yticklabels=range(rows))
         ax.tick_params(length=0)
         for side in ax.spines.values():
             side.set_visible(False)
@@ -405,10 +396,8 @@ def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> Non
     ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.2)
     above = ax.get_xaxis_transform()  # y in shares of the axes
     ax.text(limit, 1.02, f"limit {limit:.0f}", ha="center", va="bottom", fontsize=9, transform=above)
-    ax.set_yticks(range(len(parts)), parts)
-    ax.set_ylim(len(parts) - 0.5, -0.6)
-    ax.set_xlim(0, 1.04 * limit)
-    ax.set_xlabel("KiB of shared memory (the thin piece at the end: LSE and delta)")
+    ax.set(yticks=range(len(parts)), yticklabels=parts, ylim=(len(parts) - 0.5, -0.6), xlim=(0, 1.04 * limit))
+    ax.set(xlabel="KiB of shared memory (the thin piece at the end: LSE and delta)")
     said = "; ".join(
         f"{title}: " + ", ".join(f"{name} {kib:.3g}" for name, kib in tiles.items()) for title, tiles in parts.items()
     )
@@ -424,8 +413,7 @@ def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None
         ax.plot(p, values, label=name, **look)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
-    ax.set_xlabel("P, a probability")
-    ax.set_ylabel("largest relative error")
+    ax.set(xlabel="P, a probability", ylabel="largest relative error")
     ax.axvline(2.0**-14, color=COLORS["limit"], linewidth=1, linestyle=":")
     ax.text(2.0**-13.8, ax.get_ylim()[1] / 2, "$2^{-14}$", fontsize=9, va="top")
     ax.legend(loc="upper right")

@@ -46,9 +46,7 @@ def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float
         ax.plot(asked, y, "s", **look)
         ax.plot(least, y, "o", **look)
         ax.annotate(f"{name}: {y:.0f}", (least, y), (7, 0), textcoords="offset points", va="center", fontsize=8)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_ylim(low, 1.25 * gemm_flops / 1e12)
+    ax.set(xscale="log", yscale="log", ylim=(low, 1.25 * gemm_flops / 1e12))
     ax.yaxis.set_major_formatter("{x:.0f}")
     ax.yaxis.set_minor_formatter("{x:.0f}")
     ax.set_xlabel("FLOP for a byte (square: bytes that programs ask for; circle: bytes that must move)")
@@ -97,8 +95,7 @@ def pipeline() -> None:
         ax.set_ylim(0.45, 2.6)
         buffers = f"{stages} buffer{'s' * (stages > 1)} for K and V"
         ax.set_title(f"num_stages = {stages}: {buffers}", fontsize=10)
-    axes[-1].set_xlim(0, max(ends) * 1.02)
-    axes[-1].set_xlabel("time (drawn to explain, not measured)")
+    axes[-1].set(xlim=(0, max(ends) * 1.02), xlabel="time (drawn to explain, not measured)")
     handles = [Patch(color=color, label=what) for what, color in STEP_COLORS.items()]
     axes[0].legend(handles=handles, loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.35))
     style.show(
@@ -163,10 +160,9 @@ def between(cases: Mapping[str, tuple[float, float, float]], product: float, mhz
     ax.axvline(product, color=COLORS["limit"], linewidth=1.2, linestyle="--")
     ax.annotate(f"large product: {product:.0f}", (product, -0.6), (0, 3), textcoords="offset points", ha="center",
                 fontsize=8)  # fmt: skip
-    ax.set_yticks(range(len(cases)), list(cases))
-    ax.set_ylim(len(cases) - 0.5, -0.6)
-    ax.set_xlim(0, 1.05 * max(top for *_, top in cases.values()))
-    ax.set_xlabel(f"TFLOP/s (bars: the two models, at {mhz:.0f} MHz; dot: recorded)")
+    ax.set(yticks=range(len(cases)), yticklabels=list(cases), ylim=(len(cases) - 0.5, -0.6))
+    ax.set(xlim=(0, 1.05 * max(top for *_, top in cases.values())))
+    ax.set(xlabel=f"TFLOP/s (bars: the two models, at {mhz:.0f} MHz; dot: recorded)")
     said = (
         f"{name}: {serial:.0f} if nothing overlaps, {recorded:.0f} recorded, {top:.0f} if everything does"
         for name, (serial, recorded, top) in cases.items()
@@ -195,11 +191,8 @@ def schedules(
         finish = max(end for _, _, end, _ in bars)
         ax.axvline(finish, color=COLORS["bad"], linestyle="--", linewidth=1.2)
         ax.set_title(f"{title}: done at {finish:.0f}", fontsize=10)
-        ax.set_ylim(max(b[0] for b in bars) + 1, 0)
-        ax.set_yticks([])
-        ax.set_xlabel("time, in tiles of keys")
-    axes[0].set_xlim(0, 1.04 * longest)
-    axes[0].set_ylabel(f"{row}s for {what}s")
+        ax.set(ylim=(max(b[0] for b in bars) + 1, 0), yticks=[], xlabel="time, in tiles of keys")
+    axes[0].set(xlim=(0, 1.04 * longest), ylabel=f"{row}s for {what}s")
     ends = (f"{title}: {max(end for _, _, end, _ in bars):.0f}" for title, bars in runs.items())
     style.show(
         fig, alt=f"{what.capitalize()}s as boxes, a row for each {row}. Done, in tiles of keys: {', '.join(ends)}."
@@ -262,8 +255,7 @@ def _lanes(ax, body, masked):
         first, last = masked
         ax.axvspan(first, last + 1, color=COLORS["faint"], linewidth=0)
         ax.text((first + last + 1) / 2, 1.5, "mask, mostly skipped", ha="center", va="center")
-    ax.set_ylim(0, 3)
-    ax.set_yticks([2.5, 1.5, 0.5], LANES)
+    ax.set(ylim=(0, 3), yticks=[2.5, 1.5, 0.5], yticklabels=LANES)
     for y in (1, 2):
         ax.axhline(y, color=COLORS["faint"], linewidth=0.8)
 
@@ -275,8 +267,7 @@ def _named_lanes(ax, body, names):
     for y, (kind, first, last) in enumerate(products):
         ax.add_patch(Rectangle((first, y + 0.1), last - first, 0.8, edgecolor="white", **LEFT_FACTORS[kind]))
     _exponentials(ax, body, len(names))
-    ax.set_ylim(len(lanes), 0)
-    ax.set_yticks([y + 0.5 for y in range(len(lanes))], lanes)
+    ax.set(ylim=(len(lanes), 0), yticks=[y + 0.5 for y in range(len(lanes))], yticklabels=lanes)
     for y in range(1, len(lanes)):
         ax.axhline(y, color=COLORS["faint"], linewidth=0.8)
 
