@@ -128,7 +128,8 @@ class Module:
                     bound = alias.asname or alias.name.split(".")[0]
                     self.imports[bound] = Target(source, attribute, bound)
             elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-                self.parts.append(Part(self, node, first, list(_stored([node]))))
+                names = [name for name, inside in _bound(node) if not inside]
+                self.parts.append(Part(self, node, first, names))
 
     def defines(self, name: str) -> Part | None:
         return next((part for part in self.parts if name in part.names), None)
@@ -148,9 +149,8 @@ class Module:
 
     def uses(self, statement: ast.stmt) -> Iterator[Use]:
         """What a statement uses."""
-        names = _Names()
-        names.visit(statement)
-        for node, hidden in names.found:
+        mentions, hidden = _mentions(statement)
+        for node in mentions:
             whole = isinstance(node, ast.Attribute)
             target = self.resolve(node.value.id if whole else node.id)
             if target and target.module.split(".")[0] in HOUSE and not target.name:
@@ -172,75 +172,35 @@ def path_of(module: str) -> Path | None:
     return path if path.exists() else None
 
 
-SCOPES = ast.FunctionDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+SCOPES = ast.FunctionDef | ast.ClassDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
-def _stored(nodes):
-    """The names that statements give a meaning to, those of scopes inside them left out."""
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
-        elif not isinstance(node, SCOPES):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield node.id
-            if isinstance(node, ast.ExceptHandler) and node.name:
-                yield node.name
-            yield from _stored(ast.iter_child_nodes(node))
+def _bound(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
+    """(name, inside) of each name to which a statement gives a meaning; inside: in a scope of its own."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id, inside
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and node.name:
+        yield node.name, inside
+    elif isinstance(node, ast.arg):
+        yield node.arg, inside
+    elif isinstance(node, ast.alias):
+        yield node.asname or node.name.split(".")[0], inside
+    for child in ast.iter_child_nodes(node):
+        of_child = _bound(child, inside or isinstance(node, SCOPES))
+        if isinstance(node, ast.ClassDef) and isinstance(child, ast.FunctionDef):
+            next(of_child)  # a method's name hides no global one
+        yield from of_child
 
 
-class _Names(ast.NodeVisitor):
-    """Every mention of a module's global names: names, and attributes of names."""
-
-    def __init__(self):
-        self.found, self.scopes = [], []  # a scope: (its names, it is a class)
-
-    def mention(self, node, name):
-        hidden = frozenset().union(*(names for names, _ in self.scopes))
-        if name not in hidden:
-            self.found.append((node, hidden))
-
-    def visit_Name(self, node):
-        self.mention(node, node.id)
-
-    def visit_Attribute(self, node):
-        if isinstance(node.value, ast.Name):
-            self.mention(node, node.value.id)
-        else:
-            self.visit(node.value)
-
-    def visit_FunctionDef(self, node):
-        a, outside = node.args, self.scopes
-        arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
-        around = [*getattr(node, "decorator_list", []), *a.defaults, *a.kw_defaults]
-        around += [getattr(node, "returns", None), *(argument.annotation for argument in arguments)]
-        for part in filter(None, around):
-            self.visit(part)
-        body = node.body if isinstance(node.body, list) else [node.body]
-        inside = {argument.arg for argument in arguments} | set(_stored(body))
-        inside -= {n for s in ast.walk(node) if isinstance(s, ast.Global) for n in s.names}
-        self.scopes = [scope for scope in outside if not scope[1]] + [(inside, False)]
-        for part in body:
-            self.visit(part)
-        self.scopes = outside
-
-    visit_Lambda = visit_FunctionDef
-
-    def visit_ClassDef(self, node):
-        for part in (*node.decorator_list, *node.bases, *node.keywords):
-            self.visit(part)
-        self.scopes = [*self.scopes, (set(_stored(node.body)), True)]
-        for part in node.body:
-            self.visit(part)
-        self.scopes = self.scopes[:-1]
-
-    def visit_ListComp(self, node):
-        self.scopes = [*self.scopes, (set(_stored(generator.target for generator in node.generators)), False)]
-        self.generic_visit(node)
-        self.scopes = self.scopes[:-1]
-
-    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
+def _mentions(statement: ast.stmt) -> tuple[list[ast.AST], frozenset]:
+    """(every mention of a module's global names: names, and attributes of names; the names that mean something else
+    there)."""
+    declared = {name for node in ast.walk(statement) if isinstance(node, ast.Global) for name in node.names}
+    hidden = frozenset(name for name, inside in _bound(statement) if inside) - declared
+    whole = {node.value: node for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
+    found = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id not in hidden]
+    found.sort(key=lambda node: (node.lineno, node.col_offset))
+    return [whole.get(node, node) for node in found], hidden
 
 
 def reached() -> tuple[dict[str, list[Part]], list[Target]]:
