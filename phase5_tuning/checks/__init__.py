@@ -1,13 +1,18 @@
 """What several checks of phase 5's exercises need; each check is a module beside this one (see common.learn.check)."""
 
+import contextlib
 import inspect
 import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
+from common import make_qkv
 from common.learn.check.require import reject, require
 from common.measure import offline
+from phase5_tuning.hopper.interpreter import Deadlock, Race, Unfenced
+from phase5_tuning.launch import configs
 
 import torch
 
@@ -61,8 +66,28 @@ def padded_dim(head_dim):
     return 2 ** max(4, math.ceil(math.log2(head_dim)))
 
 
-def require_compiled(launch, module, answer, replaces: str):
-    """Compile a launch in a file of its own: the course's module, the answer, and what it replaces."""
+@contextlib.contextmanager
+def on_model(what, why=lambda: ""):
+    """Inside, a deadlock, a race or a write without a fence is rejected."""
+    try:
+        yield
+    except (Deadlock, Race, Unfenced) as error:
+        reject(f"{what}: {type(error).__name__}: {error}{why()}")
+
+
+def hopper_case(batch, heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal):
+    """(the sizes in words, q, k, v)"""
+    said = f"seq_q {seq_q}, seq_k {seq_k}, {heads_q} heads of queries, {heads_kv} of keys, head_dim {head_dim}"
+    inputs = make_qkv(batch, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=FP16)
+    return said + ", causal" * is_causal, *inputs
+
+
+def require_compiled(answer, module, kernel: str, call, replaces: str):
+    """Compile a call's launch of a kernel in a file of its own: the course's module, the answer, and what it
+    replaces.
+    """
+    with mock.patch.object(configs, "multiprocessors", return_value=132):
+        launch = next(one for one in offline.record_launches(call) if one.name == kernel)
     course, own = Path(module.__file__).read_text(), inspect.getsource(answer)
     source = f"{course}\n\n{own}\n\n{replaces}\n"
     (made,) = offline.compile_launches([replace(launch, source=source)], ["sm_90"])

@@ -4,7 +4,8 @@ import re
 from types import GeneratorType
 
 from common.learn.check.require import reject
-from phase5_tuning.hopper.model import Consumer, Deadlock, Operation, Race, Ring, own_rings, simulate
+from phase5_tuning.checks import on_model
+from phase5_tuning.hopper.model import Consumer, Operation, Ring, own_rings, simulate
 
 LONGEST = 4000  # operations: an answer with more of them does not end
 
@@ -16,10 +17,8 @@ def check(answer):
     cases = [(d, n, stages, 12) for d in (64, 128) for n in (1, 2, 3) for stages in (2, 3)]
     for head_dim, consumers, stages, tiles in cases:
         actors = own_rings(head_dim, consumers, stages, answer.walk, tiles)
-        try:
+        with on_model(f"head_dim {head_dim}, {consumers} consumers, {stages} stages"):
             simulate(actors)
-        except (Deadlock, Race) as error:
-            reject(f"head_dim {head_dim}, {consumers} consumers, {stages} stages: {type(error).__name__}: {error}")
     return (
         f"{len(cases)} runs on the model; in each, P V of the tile before is under way during the exponentials of "
         "all tiles but the first"

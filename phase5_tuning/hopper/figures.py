@@ -17,7 +17,6 @@ from phase5_tuning.hopper import model
 from phase5_tuning.hopper.model import Timeline
 from phase5_tuning.hopper.order import DqSchedule
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
@@ -47,20 +46,16 @@ def timeline(runs: Timeline | Mapping[str, Timeline], start: float = 0.0, end: f
     runs = {"": runs} if isinstance(runs, Timeline) else runs
     end = max(run.total for run in runs.values()) if end is None else end
     heights = [2 + len(_consumers(run)) for run in runs.values()]
-    style.use()
-    fig, axes = plt.subplots(
-        len(runs), 1, figsize=(9.2, 0.6 + 0.52 * sum(heights)), sharex=True, squeeze=False,
-        layout="constrained", gridspec_kw=dict(height_ratios=heights),
-    )  # fmt: skip
+    height, of_rows = 0.6 + 0.52 * sum(heights), dict(height_ratios=heights)
+    fig, axes = style.new(9.2, height, rows=len(runs), sharex=True, squeeze=False, gridspec_kw=of_rows)
     for ax, (title, run) in zip(axes[:, 0], runs.items(), strict=True):
         _draw(ax, run, start, end)
         if title:
             ax.set_title(title, fontsize=10)
     axes[-1, 0].set_xlabel("microseconds (the model's)")
     consumers = max((_consumers(run) for run in runs.values()), key=len)
-    handles = [
-        Patch(facecolor=color, label=f"product of {name}") for name, color in zip(consumers, ACTORS, strict=False)
-    ]
+    products = zip(consumers, ACTORS, strict=False)
+    handles = [Patch(facecolor=color, label=f"product of {name}") for name, color in products]
     handles += [Patch(label=NAMES[kind], **look) for kind, look in LOOKS.items()]
     fig.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8)
     said = "; ".join(_busy(*item, start, end) for item in runs.items())
@@ -198,16 +193,13 @@ def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
     """
     runs = {"": runs} if isinstance(runs, DqSchedule) else runs
     most = max(len(run.programs) for run in runs.values())
-    style.use()
-    fig, axes = plt.subplots(
-        1, len(runs), figsize=(min(9.2, 4.6 * max(1.5, len(runs))), 1.1 + 0.3 * max(3, most)),
-        sharex=True, squeeze=False, layout="constrained",
-    )  # fmt: skip
+    width, height = min(9.2, 4.6 * max(1.5, len(runs))), 1.1 + 0.3 * max(3, most)
+    fig, axes = style.new(width, height, columns=len(runs), sharex=True, squeeze=False)
     for ax, (title, run) in zip(axes[0], runs.items(), strict=True):
         tiles_m = 1 + max(m for *_, m in run.added)
         for y, program in enumerate(run.programs):
-            life = Rectangle((program.start, y + 0.06), program.finish - program.start, 0.88, facecolor=TINT["s"])
-            ax.add_patch(life)
+            start, took = program.start, program.finish - program.start
+            ax.add_patch(Rectangle((start, y + 0.06), took, 0.88, facecolor=TINT["s"]))
             for i, part in enumerate(program.parts):
                 _part(ax, part, y + 0.06 + 0.44 * (i % 2), tiles_m)
         ax.set_xlim(0, 1.02 * max(r.total for r in runs.values()))
@@ -287,8 +279,7 @@ def quads(owner: np.ndarray, needs: np.ndarray) -> None:
     """Which thread holds which element of 16 rows and 16 columns of S, and which thread must hold it in P. owner,
     needs: (rows, columns) of thread numbers in the warp.
     """
-    style.use()
-    fig, axes = plt.subplots(1, 2, figsize=(9.2, 4.4), layout="constrained", sharey=True)
+    fig, axes = style.new(9.2, 4.4, columns=2, sharey=True)
     titles = "S: what the product leaves", "P: what the next product takes"
     for ax, threads, title in zip(axes, (owner, needs), titles, strict=True):
         for (row, column), thread in np.ndenumerate(threads):
@@ -340,13 +331,9 @@ def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) ->
 
 def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
     """Grids of numbers, dark for late ones; NaN for none. grids: title -> (rows, columns)."""
-    style.use()
     widths = [grid.shape[1] for grid in grids.values()]
-    height = max(grid.shape[0] for grid in grids.values())
-    fig, axes = plt.subplots(
-        1, len(grids), figsize=(min(9, 0.5 * sum(widths) + 1.2), 0.45 * height + 1.0),
-        layout="constrained", squeeze=False, width_ratios=widths,
-    )  # fmt: skip
+    width, height = min(9, 0.5 * sum(widths) + 1.2), 0.45 * max(grid.shape[0] for grid in grids.values()) + 1.0
+    fig, axes = style.new(width, height, columns=len(grids), squeeze=False, width_ratios=widths)
     most = max(np.nanmax(grid) for grid in grids.values())
     for ax, (title, grid) in zip(axes[0], grids.items(), strict=True):
         for (row, column), number in np.ndenumerate(grid):
@@ -379,19 +366,13 @@ def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
 def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> None:
     """KiB of shared memory of a program, by tile. parts: title -> tile -> KiB."""
     fig, ax = style.new(8.6, 0.6 * len(parts) + 1.3)
-    colors = {
-        "K, V": TINT["k"],
-        "Q": TINT["q"],
-        "dO": TINT["o"],
-        "dS": TINT["s"],
-        "dQ": TINT["v"],
-        "LSE, delta": TINT["state"],
-    }
+    colors = {"K, V": "k", "Q": "q", "dO": "o", "dS": "s", "dQ": "v", "LSE, delta": "state"}
     for y, tiles in enumerate(parts.values()):
         left = 0.0
         for name, kib in tiles.items():
             text = f"{name}\n{kib:.0f}" if kib > 12 else ""
-            style.box(ax, left, y - 0.36, text, width=kib, height=0.72, color=colors[name], size=8, edge=COLORS["ink"])
+            look = dict(color=TINT[colors[name]], size=8, edge=COLORS["ink"])
+            style.box(ax, left, y - 0.36, text, width=kib, height=0.72, **look)
             left += kib
     ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.2)
     above = ax.get_xaxis_transform()  # y in shares of the axes
@@ -407,9 +388,8 @@ def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> Non
 def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None:
     """Relative error of P in fp16, against P; errors: way -> the error at each p."""
     fig, ax = style.new(7.6, 3.4)
-    for (name, values), look in zip(
-        errors.items(), (dict(color=COLORS["bad"], linestyle="--"), dict(color=COLORS["tiled"])), strict=True
-    ):
+    looks = dict(color=COLORS["bad"], linestyle="--"), dict(color=COLORS["tiled"])
+    for (name, values), look in zip(errors.items(), looks, strict=True):
         ax.plot(p, values, label=name, **look)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)

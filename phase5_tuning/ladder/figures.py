@@ -6,7 +6,6 @@ from common import style
 from common.measure import sass
 from common.style import COLORS
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
@@ -28,8 +27,8 @@ KIND_LOOKS = {
 def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float, gemm_flops: float) -> None:
     """Measured ceilings, and kernels as lines from the bytes that programs ask for to the bytes that must move.
 
-    points: name -> (FLOP for a byte asked for, FLOP for a byte that must move, FLOP/s reached) copy_bytes, gemm_flops:
-    bytes/s of a large copy, FLOP/s of a large product
+    points: name -> (FLOP for a byte asked for, FLOP for a byte that must move, FLOP/s reached)
+    copy_bytes, gemm_flops: bytes/s of a large copy, FLOP/s of a large product
     """
     fig, ax = style.new(8, 4.2)
     x = np.geomspace(30, 2e4, 200)
@@ -38,14 +37,14 @@ def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float
     ax.axvline(ridge, color=COLORS["limit"], linewidth=0.8, linestyle=":")
     ax.text(ridge * 1.05, low * 1.05, f"{ridge:.0f} FLOP a byte", fontsize=8)
     ax.text(9e3, gemm_flops / 1e12 * 1.02, "a large product", fontsize=8, va="bottom", ha="center")
-    ax.annotate("a copy", (1.5 * low / copy_bytes * 1e12, 1.5 * low), (-8, 0), textcoords="offset points", fontsize=8,
-                va="center", ha="right")  # fmt: skip
+    look = dict(textcoords="offset points", va="center", fontsize=8)
+    ax.annotate("a copy", (1.5 * low / copy_bytes * 1e12, 1.5 * low), (-8, 0), ha="right", **look)
     for name, (asked, least, flops) in points.items():
-        y, look = flops / 1e12, dict(color=COLORS["tiled"], markersize=6)
-        ax.plot([asked, least], [y, y], linewidth=1.2, linestyle="--" if "backward" in name else "-", **look)
-        ax.plot(asked, y, "s", **look)
-        ax.plot(least, y, "o", **look)
-        ax.annotate(f"{name}: {y:.0f}", (least, y), (7, 0), textcoords="offset points", va="center", fontsize=8)
+        y, mark = flops / 1e12, dict(color=COLORS["tiled"], markersize=6)
+        ax.plot([asked, least], [y, y], linewidth=1.2, linestyle="--" if "backward" in name else "-", **mark)
+        ax.plot(asked, y, "s", **mark)
+        ax.plot(least, y, "o", **mark)
+        ax.annotate(f"{name}: {y:.0f}", (least, y), (7, 0), **look)
     ax.set(xscale="log", yscale="log", ylim=(low, 1.25 * gemm_flops / 1e12))
     ax.yaxis.set_major_formatter("{x:.0f}")
     ax.yaxis.set_minor_formatter("{x:.0f}")
@@ -63,8 +62,7 @@ def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float
 def pipeline() -> None:
     """One program with 1, 2 and 3 stages: when tiles are fetched, and when they are used. Drawn, not measured."""
     steps, load, product, softmax = 4, 4.8, 1.2, 1.6
-    style.use()
-    fig, axes = plt.subplots(3, 1, figsize=(8.6, 4.6), layout="constrained", sharex=True)
+    fig, axes = style.new(8.6, 4.6, rows=3, sharex=True)
     ends = []
     for stages, ax in zip((1, 2, 3), axes, strict=True):
         style.blank(ax)
@@ -148,18 +146,16 @@ def between(cases: Mapping[str, tuple[float, float, float]], product: float, mhz
     mhz: the clock of both models
     """
     fig, ax = style.new(8, 0.55 * len(cases) + 1.3)
+    look, above = dict(edgecolor="black", linewidth=0.8), dict(textcoords="offset points", ha="center")
     for y, (serial, recorded, overlapped) in enumerate(cases.values()):
-        look = dict(edgecolor="black", linewidth=0.8)
         ax.barh(y, overlapped, 0.5, color=COLORS["faint"], **look)
         ax.barh(y, serial, 0.5, color=COLORS["k"], **look)
         ax.text(10, y, f"nothing overlaps: {serial:.0f}", va="center", fontsize=8)
         ax.text(overlapped - 10, y, f"everything overlaps: {overlapped:.0f}", ha="right", va="center", fontsize=8)
         ax.plot(recorded, y, "o", color=COLORS["tiled"], markeredgecolor="white", markersize=9)
-        ax.annotate(f"{recorded:.0f}", (recorded, y - 0.25), (0, 2), textcoords="offset points", ha="center",
-                    fontsize=9)  # fmt: skip
+        ax.annotate(f"{recorded:.0f}", (recorded, y - 0.25), (0, 2), **above, fontsize=9)
     ax.axvline(product, color=COLORS["limit"], linewidth=1.2, linestyle="--")
-    ax.annotate(f"large product: {product:.0f}", (product, -0.6), (0, 3), textcoords="offset points", ha="center",
-                fontsize=8)  # fmt: skip
+    ax.annotate(f"large product: {product:.0f}", (product, -0.6), (0, 3), **above, fontsize=8)
     ax.set(yticks=range(len(cases)), yticklabels=list(cases), ylim=(len(cases) - 0.5, -0.6))
     ax.set(xlim=(0, 1.05 * max(top for *_, top in cases.values())))
     ax.set(xlabel=f"TFLOP/s (bars: the two models, at {mhz:.0f} MHz; dot: recorded)")
@@ -177,9 +173,8 @@ def schedules(
 
     what, row: what a box and a row stand for.
     """
-    style.use()
     longest = max(end for bars in runs.values() for _, _, end, _ in bars)
-    fig, axes = plt.subplots(1, len(runs), figsize=(8.8, 2.6), layout="constrained", sharex=True, sharey=True)
+    fig, axes = style.new(8.8, 2.6, columns=len(runs), sharex=True, sharey=True)
     for ax, (title, bars) in zip(axes, runs.items(), strict=True):
         for slot, start, end, tile in bars:
             shade = 0.92 - 0.6 * tile / tiles
@@ -218,9 +213,8 @@ def turns(
     bodies: title -> the instructions of a turn. names: of the products, if they are not S and PV; then each has a lane
     of its own, and copies have none. masked: the first and the last position of a mask that most turns skip.
     """
-    style.use()
     height = (0.4 * (len(names) + 1) if names else 1.75) * len(bodies) + 0.7
-    fig, axes = plt.subplots(len(bodies), 1, figsize=(8.6, height), layout="constrained", squeeze=False)
+    fig, axes = style.new(8.6, height, rows=len(bodies), squeeze=False)
     for ax, (title, body) in zip(axes[:, 0], bodies.items(), strict=True):
         if names:
             _named_lanes(ax, body, names)
