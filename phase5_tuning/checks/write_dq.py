@@ -1,8 +1,5 @@
 """Runs the backward kernel with the answer's writers in many orders of turns, and compiles it."""
 
-import os
-from unittest import mock
-
 from common import make_qkv
 from common.learn.check.require import reject
 from common.verify.reference import naive_attention
@@ -26,9 +23,8 @@ def check(answer):
     if "_write" in answer.write.fn.__code__.co_names:
         reject("write calls _write of hopper_backward: write it out")
     for ordered in (True, False):
-        with mock.patch.dict(os.environ, FLASH_ATTENTION_ANY_ORDER=str(int(not ordered))):
-            for case in CASES if ordered else CASES[1:3]:
-                _check_case(answer, case, ordered)
+        for case in CASES if ordered else CASES[1:3]:
+            _check_case(answer, case, ordered)
     q, k, v = make_qkv(1, 4, 300, 64, heads_kv=2, dtype=FP16)
     given = q, k, v, q, torch.empty(1, 4, 300), q, None
     call = lambda: hopper_backward.plan(*given, True, 0.125, 1)(*given)  # noqa: E731
@@ -46,7 +42,7 @@ def _check_case(answer, case, ordered):
     def gradients(replaced=(), seed=0):
         given = q, k, v, o, lse, do, None
         with interpreter.interpreted(seed, replaced=replaced):
-            return hopper_backward.plan(*given, is_causal, q.shape[3] ** -0.5, 1)(*given)
+            return hopper_backward.plan(*given, is_causal, q.shape[3] ** -0.5, 1, ordered)(*given)
 
     right = gradients()
     for seed in SEEDS:
