@@ -188,7 +188,7 @@ LADDER_PROVIDERS = ["phase 4", *(p for p in PROVIDERS if p.startswith("rung: "))
 def inputs(batch, heads, seq, head_dim, dtype):
     """q, k and v, which want gradients, and dO."""
     q, k, v = make_qkv(batch, heads, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), torch.randn_like(q, requires_grad=False)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), torch.randn_like(q)
 
 
 def timed(provider, mode, q, k, v, do, is_causal):
@@ -275,9 +275,8 @@ def table(rows: list[dict], clock: str = "gpu"):
         case = (row["dtype"], row["head_dim"], mask, f"{row['batch']} x {row['heads']}", row["seq"], row["mode"])
         waits = clock == "gpu" and (row.get("late") or row.get("host_ms", 0) > row.get("ms", 0))
         tflops = row.get("tflops" if clock == "gpu" else "caller_tflops")
-        speed = (
-            f"{tflops:{'.0f' if tflops >= 100 else '.3g'}}{'*' * bool(waits)}" if tflops else escape(row["note"][:24])
-        )
+        digits = ".0f" if tflops and tflops >= 100 else ".3g"
+        speed = f"{tflops:{digits}}{'*' * bool(waits)}" if tflops else escape(row["note"][:24])
         cases.setdefault(case, {})[row["provider"]] = speed
     for case, speeds in cases.items():
         made.add_row(*map(str, case), *(speeds.get(provider, "") for provider in providers))

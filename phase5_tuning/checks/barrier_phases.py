@@ -17,8 +17,7 @@ CASES += [(2, [6, 3], [0, 4])]
 def check(answer):
     _check_places(answer)
     _check_parities(answer)
-    drawn = random.Random()
-    cases = list(CASES)
+    drawn, cases = random.Random(), list(CASES)
     for _ in range(20):
         lengths = [drawn.randint(1, 12) for _ in range(drawn.randint(1, 3))]
         unseen = [drawn.randint(0, max(lengths)) for _ in range(drawn.randint(0, 2))] + [0]
@@ -30,22 +29,22 @@ def check(answer):
 
 def _check_places(answer):
     places, laps = [], []
+    again = "the ring does not begin anew with a walk: count the tiles of the walks before"
     for stages, lengths in itertools.product((1, 2, 3, 5), ([7], [3, 5, 2])):
-        for walk, tile in ((w, t) for w, length in enumerate(lengths) for t in range(length)):
-            given = (walk, tile, lengths, stages)
-            got = answer.place_and_lap(*given)
+        walks = [(walk, tile) for walk, length in enumerate(lengths) for tile in range(length)]
+        for number, (walk, tile) in enumerate(walks):
+            given = f"place_and_lap{walk, tile, lengths, stages}"
+            got = answer.place_and_lap(walk, tile, lengths, stages)
             if not isinstance(got, tuple) or len(got) != 2:
-                reject(f"place_and_lap{given}: expected a pair of ints, got {got!r}")
-            number = sum(lengths[:walk]) + tile
-            again = "the ring does not begin anew with a walk: count the tiles of the walks before"
+                reject(f"{given}: expected a pair of ints, got {got!r}")
             slots = {
                 again: tile % stages,
                 "a tile's place is its number modulo the number of places": number // stages,
                 "there are `stages` places, whatever the parity": number % 2,
             }
             passed = {again: tile // stages, "a lap is one filling of all places, not one walk": walk}
-            places.append((f"the place in place_and_lap{given}", got[0], number % stages, slots))
-            laps.append((f"the lap in place_and_lap{given}", got[1], number // stages, passed))
+            places.append((f"the place in {given}", got[0], number % stages, slots))
+            laps.append((f"the lap in {given}", got[1], number // stages, passed))
     require_numbers(places)
     require_numbers(laps)
 
@@ -54,10 +53,8 @@ def _check_parities(answer):
     for lap in range(5):
         got = answer.parities(lap)
         if not isinstance(got, tuple) or len(got) != 2 or not all(p in (0, 1) for p in got):
-            reject(
-                f"parities({lap}): expected a pair of parities, each 0 or 1, got {got!r}. "
-                "A phase's parity is its number modulo 2"
-            )
+            why = "A phase's parity is its number modulo 2"
+            reject(f"parities({lap}): expected a pair of parities, each 0 or 1, got {got!r}. {why}")
 
 
 def _check_run(answer, stages, lengths, unseen):

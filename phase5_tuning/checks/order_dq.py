@@ -11,10 +11,9 @@ HOP = 0.8
 
 
 def check(answer):
-    sizes = list(_sizes())
+    sizes, drawn = list(_sizes()), random.Random()
     for case in sizes:
         _check_numbers(answer, sizes, *case)
-    drawn = random.Random()
     for case in sizes:
         _check_waiting(answer, drawn, case)
     most = 2 * max(tiles_n for _, tiles_n, *_ in sizes)

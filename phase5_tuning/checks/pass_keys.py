@@ -8,6 +8,10 @@ from phase5_tuning.ring.model import Deadlock, Race
 
 import torch
 
+SEND_FIRST = (
+    "A send is done when the next rank has started to receive. If all wait for their sends first, nobody gets to "
+    "receiving: start both, then wait"
+)
 RINGS = 2, 1, 3, 4, 5  # numbers of ranks
 ALONE = ring_model.Rank(None, 0, 1)  # what a rank computes without a ring
 
@@ -52,10 +56,7 @@ def played(program, inputs, returns):
 
 def _why_stuck(ring):
     if any(len(rank.sends) != len(rank.receives) for rank in ring):
-        return (
-            " A send is done when the next rank has started to receive. If all wait for their sends first, nobody "
-            "gets to receiving: start both, then wait"
-        )
+        return f" {SEND_FIRST}"
     return " Does every rank start as many receives as the rank before starts sends?"
 
 
