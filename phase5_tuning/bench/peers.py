@@ -291,6 +291,7 @@ def arguments(argv=None) -> command_line.Typed:
     def some_of(choices):
         return f"one or more of {', '.join(choices)}, with commas between them"
 
+    ladder = "; or ladder: phase 4, every rung, and ours"
     return command_line.arguments(
         argv=argv,
         prog="course bench",
@@ -301,11 +302,7 @@ def arguments(argv=None) -> command_line.Typed:
         mode=dict(type=listed(choices=FLOPS), default="fwd,bwd", help=some_of(FLOPS)),
         causal=dict(type=listed(choices=("no", "yes")), default="no,yes", help=some_of(("no", "yes"))),
         dtype=dict(type=listed(choices=DTYPES), default="fp16", help=some_of(DTYPES)),
-        provider=dict(
-            type=providers,
-            default="sdpa-flash,sdpa-cudnn,flex,ours",
-            help=some_of(PROVIDERS) + "; or ladder: phase 4, every rung, and ours",
-        ),
+        provider=dict(type=providers, default="sdpa-flash,sdpa-cudnn,flex,ours", help=some_of(PROVIDERS) + ladder),
         tokens=dict(type=size, default=16384, help="batch * seq, without --batch"),
         width=dict(type=size, default=2048, help="heads * head_dim, without --heads"),
         batch=dict(type=size, help="instead of tokens / seq"),

@@ -62,6 +62,17 @@ def require_o_lse(what, got, right, mistakes, signs=lambda got: {}):
         require(f"{what}: {name}", got[i], right[i], mistakes=wrong, signs=signs(got[i]))
 
 
+def finite(m):
+    """m with 0 for -inf, the maximum or LSE of what nothing is seen of: nothing is subtracted there."""
+    return torch.where(m == -INF, 0.0, m)
+
+
+def attended(s, v):
+    """(o, lse) of logits and values."""
+    lse = torch.logsumexp(s, -1)
+    return torch.exp(s - finite(lse)[..., None]) @ v, lse
+
+
 def padded_dim(head_dim):
     return 2 ** max(4, math.ceil(math.log2(head_dim)))
 

@@ -1,7 +1,7 @@
 """Checks the merge in place: several dtypes, queries that see nothing, views, logits near 1000, a ring of 64 ranks."""
 
 from common.learn.check.require import reject, require
-from phase5_tuning.checks import BF16, FP16, FP32, INF
+from phase5_tuning.checks import BF16, FP16, FP32, INF, attended, finite
 
 import torch
 
@@ -48,21 +48,12 @@ def _check_heads(answer):
     generator = torch.Generator().manual_seed(4)
     s = 3 * torch.randn(2, 3, 5, 24, generator=generator)
     v = torch.randn(2, 3, 24, 5, generator=generator)
-    (o, lse), part = (_attended(s[..., keys], v[..., keys, :]) for keys in (slice(0, 10), slice(10, 24)))
-    right, both = _attended(s, v)
+    (o, lse), part = (attended(s[..., keys], v[..., keys, :]) for keys in (slice(0, 10), slice(10, 24)))
+    right, both = attended(s, v)
     answer.merge_ranks(o, lse, *part)
     require("lse of (2, 3, 5)", lse, both)
     signs = {"a query's weight belongs to all its columns: lse needs a last axis of 1": True}
     require("o of (2, 3, 5, 5)", o, right, signs=signs)
-
-
-def _attended(s, v):
-    lse = torch.logsumexp(s, -1)
-    return torch.exp(s - _finite(lse)[..., None]) @ v, lse
-
-
-def _finite(lse):
-    return lse.masked_fill(lse == -INF, 0.0)
 
 
 def _check_case(answer, what, shift, dtype):
@@ -71,7 +62,7 @@ def _check_case(answer, what, shift, dtype):
     v = torch.randn(2, 24, 4, generator=generator)
     if shift is None:
         s[:, 0, :10] = s[:, 1, 10:] = s[:, 2] = -INF
-    mine, part = _attended(s[..., :10], v[:, :10]), _attended(s[..., 10:], v[:, 10:])
+    mine, part = attended(s[..., :10], v[:, :10]), attended(s[..., 10:], v[:, 10:])
     part = part[0].to(dtype), part[1]
     whole_o, whole_lse = torch.full((2, 9, 4), 7.0), torch.full((2, 9), 7.0)
     o, lse = whole_o[:, 2:7], whole_lse[:, 2:7]
@@ -85,7 +76,7 @@ def _check_case(answer, what, shift, dtype):
     both = torch.logaddexp(mine[1], part[1])
     exact = torch.logaddexp(mine[1].double(), part[1].double())
     # The weights are in fp64: near 1000 an fp32 lse is too coarse for them.
-    w, w_part = (torch.exp(t - _finite(exact))[..., None] for t in (mine[1], part[1]))
+    w, w_part = (torch.exp(t - finite(exact))[..., None] for t in (mine[1], part[1]))
     o_part = part[0].float()
     right = (w * mine[0] + w_part * o_part).float()
     if torch.equal(lse, mine[1]) and not torch.equal(both, mine[1]):
@@ -113,13 +104,13 @@ def _require(what, got, right, mine, part, dtype):
     require(f"{what}: lse", got[1], both, mistakes=lse_mistakes)
 
     def weights(lse):
-        return [torch.exp(t - _finite(lse))[..., None] for t in (lse_mine, lse_part)]
+        return [torch.exp(t - finite(lse))[..., None] for t in (lse_mine, lse_part)]
 
     def mixed(w, w_part, o_mine=o_mine, o_part=o_part):
         return w * o_mine + w_part * o_part
 
     w, w_part = weights(both)
-    late = torch.sigmoid((lse_part - _finite(both)).masked_fill(both == -INF, 0)[..., None])
+    late = torch.sigmoid((lse_part - finite(both)).masked_fill(both == -INF, 0)[..., None])
     too_late, not_scaled = mixed(1 - late, late), mixed(1, w_part)
     o_mistakes = {
         "this is the sum of both; each counts with its share of exp(lse)": mixed(1, 1),
@@ -138,5 +129,5 @@ def _require(what, got, right, mine, part, dtype):
             "the weights are rounded to 16 bits: they come from lse, which is fp32": rounded_weights,
         }
     # All of it is fp32 arithmetic, also where o_part has 16 bits; weights may come from an lse rounded to fp32.
-    tolerance = 2e-5 + 2.0**-24 * _finite(both).abs().max().item()
+    tolerance = 2e-5 + 2.0**-24 * finite(both).abs().max().item()
     require(f"{what}: o", got[0], right[0], mistakes=o_mistakes, rtol=tolerance, atol=tolerance)

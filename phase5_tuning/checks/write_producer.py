@@ -49,10 +49,8 @@ def _check_case(answer, case):
         if not torch.equal(o, right):
             reject(f"{said}: {_difference(o, right)}{_astray(copies, needed)}")
         if copies.total() != needed.total():
-            reject(
-                f"{said}: {copies.total()} tiles are copied into shared memory, where {needed.total()} are "
-                f"needed{_astray(copies, needed)}"
-            )
+            said += f": {copies.total()} tiles are copied into shared memory, where {needed.total()} are needed"
+            reject(said + _astray(copies, needed))
 
 
 def _run(q, k, v, is_causal, replaced=(), seed=0):

@@ -23,16 +23,10 @@ from matplotlib.patches import Patch, Rectangle
 ACTORS = [COLORS["tiled"], COLORS["peer"], COLORS["o"], COLORS["v"]]  # whose products they are
 INKS = ["white", COLORS["ink"], COLORS["ink"], "white"]
 LOOKS = {
-    "load": dict(facecolor=COLORS["k"]),
-    "exponentials": dict(facecolor=COLORS["state"]),
-    "work": dict(facecolor=TINT["s"]),
-    "wait": dict(facecolor="white", hatch="////", edgecolor=COLORS["faint"]),
-}
-NAMES = {
-    "load": "copy, until the tile is there",
-    "exponentials": "exponentials",
-    "work": "maxima, sums, rescaling",
-    "wait": "waits for a tile",
+    "load": dict(label="copy, until the tile is there", facecolor=COLORS["k"]),
+    "exponentials": dict(label="exponentials", facecolor=COLORS["state"]),
+    "work": dict(label="maxima, sums, rescaling", facecolor=TINT["s"]),
+    "wait": dict(label="waits for a tile", facecolor="white", hatch="////", edgecolor=COLORS["faint"]),
 }
 
 
@@ -56,7 +50,7 @@ def timeline(runs: Timeline | Mapping[str, Timeline], start: float = 0.0, end: f
     consumers = max((_consumers(run) for run in runs.values()), key=len)
     products = zip(consumers, ACTORS, strict=False)
     handles = [Patch(facecolor=color, label=f"product of {name}") for name, color in products]
-    handles += [Patch(label=NAMES[kind], **look) for kind, look in LOOKS.items()]
+    handles += [Patch(**look) for look in LOOKS.values()]
     fig.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8)
     said = "; ".join(_busy(*item, start, end) for item in runs.items())
     style.show(fig, alt=f"Timelines of the model from {start:.3g} to {end:.3g} us. {said}.")
@@ -170,15 +164,12 @@ def _draw(ax, run, start, end):
 
 
 def _bar(ax, interval, left, right, y, height, consumers):
-    ink = "white"
     if interval.kind == "product":
         index = consumers.index(interval.actor) % len(ACTORS)
         look, ink = dict(facecolor=ACTORS[index]), INKS[index]
     else:
-        look = LOOKS[interval.kind]
-        ink = COLORS["ink"] if interval.kind == "load" else "white"
-    look = dict(edgecolor="white") | look
-    ax.add_patch(Rectangle((left, y), right - left, height, linewidth=0.8, **look))
+        look, ink = LOOKS[interval.kind], COLORS["ink"] if interval.kind == "load" else "white"
+    ax.add_patch(Rectangle((left, y), right - left, height, linewidth=0.8, **dict(edgecolor="white") | look))
     text = interval.text if interval.kind in ("load", "product", "exponentials") else ""
     wide = ax.figure.get_size_inches()[0] * 0.82 * 72 / (ax.get_xlim()[1] - ax.get_xlim()[0])
     size = min(8.0, height * 26)
