@@ -165,12 +165,8 @@ def _fits(config, head_dim, itemsize, shared_limit, register_budget):
 
 
 def _pick(candidates, *limits):
-    best = None
-    for c in candidates:
-        size = c.BLOCK_M * c.BLOCK_N, c.BLOCK_M, c.num_stages
-        if _fits(c, *limits) and (best is None or size > (best.BLOCK_M * best.BLOCK_N, best.BLOCK_M, best.num_stages)):
-            best = c
-    return best
+    fitting = [c for c in candidates if _fits(c, *limits)]
+    return max(fitting, key=lambda c: (c.BLOCK_M * c.BLOCK_N, c.BLOCK_M, c.num_stages), default=None)
 
 
 def _why_not(got, right, candidates, *limits):
