@@ -83,27 +83,26 @@ class Target(NamedTuple):
     bound: str = ""
 
 
-@dataclass
-class Use:
-    """A place in a module's text that names something. hidden: names that mean something local there."""
-
-    node: ast.AST
-    target: Target
-    hidden: frozenset
-
-
 @dataclass(eq=False)
 class Part:
-    """A statement of a module, with the lines before it that belong to no other."""
+    """A statement of a module, with the lines before it that belong to no other; `names` are what it gives a meaning
+    to, and `hidden` names mean something else in a scope inside.
+    """
 
     module: "Module"
     node: ast.stmt
     first: int
     names: list[str]
+    hidden: set[str]
 
     @cached_property
-    def uses(self) -> list[Use]:
-        return list(self.module.uses(self.node))
+    def uses(self) -> list[tuple[ast.AST, Target]]:
+        """(place, what it names) of every mention of a module's global names."""
+        whole = {node.value: node for node in ast.walk(self.node) if isinstance(node, ast.Attribute)}
+        found = [node for node in ast.walk(self.node) if isinstance(node, ast.Name) and node.id not in self.hidden]
+        found.sort(key=lambda node: (node.lineno, node.col_offset))
+        made = (self.module.use(whole.get(node, node)) for node in found)
+        return [(node, target) for node, target in made if target]
 
     @property
     def works(self) -> bool:
@@ -129,7 +128,9 @@ class Module:
                     self.imports[bound] = Target(source, attribute, bound)
             elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
                 names = [name for name, inside in _bound(node) if not inside]
-                self.parts.append(Part(self, node, first, names))
+                hidden = {name for name, inside in _bound(node) if inside}
+                hidden -= {name for of in ast.walk(node) if isinstance(of, ast.Global) for name in of.names}
+                self.parts.append(Part(self, node, first, names, hidden))
 
     def defines(self, name: str) -> Part | None:
         return next((part for part in self.parts if name in part.names), None)
@@ -147,19 +148,14 @@ class Module:
         inner = f"{target.module}.{target.name}"
         return Target(inner, "") if path_of(inner) else loaded(target.module).resolve(target.name)
 
-    def uses(self, statement: ast.stmt) -> Iterator[Use]:
-        """What a statement uses."""
-        mentions, hidden = _mentions(statement)
-        for node in mentions:
-            whole = isinstance(node, ast.Attribute)
-            target = self.resolve(node.value.id if whole else node.id)
-            if target and target.module.split(".")[0] in HOUSE and not target.name:
-                assert whole, f"{self.name}, line {node.lineno}: a module of the course as a value"
-                target = loaded(target.module).resolve(node.attr)
-            elif whole:
-                node = node.value
-            if target:
-                yield Use(node, target, hidden)
+    def use(self, node: ast.Name | ast.Attribute) -> tuple[ast.AST, Target | None]:
+        """(place, what it names) of a name, or of an attribute of one."""
+        whole = isinstance(node, ast.Attribute)
+        target = self.resolve(node.value.id if whole else node.id)
+        if target and target.module.split(".")[0] in HOUSE and not target.name:
+            assert whole, f"{self.name}, line {node.lineno}: a module of the course as a value"
+            return node, loaded(target.module).resolve(node.attr)
+        return node.value if whole else node, target
 
 
 @cache
@@ -192,24 +188,13 @@ def _bound(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
         yield from of_child
 
 
-def _mentions(statement: ast.stmt) -> tuple[list[ast.AST], frozenset]:
-    """(every mention of a module's global names: names, and attributes of names; the names that mean something else
-    there)."""
-    declared = {name for node in ast.walk(statement) if isinstance(node, ast.Global) for name in node.names}
-    hidden = frozenset(name for name, inside in _bound(statement) if inside) - declared
-    whole = {node.value: node for node in ast.walk(statement) if isinstance(node, ast.Attribute)}
-    found = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id not in hidden]
-    found.sort(key=lambda node: (node.lineno, node.col_offset))
-    return [whole.get(node, node) for node in found], hidden
-
-
 def reached() -> tuple[dict[str, list[Part]], list[Target]]:
     """(statements by module, everything that they name, the public functions first)."""
     parts, targets, todo = {}, [], [Target(*root) for root in ROOTS]
 
     def take(module, part):
         parts.setdefault(module.name, []).append(part)
-        todo.extend(use.target for use in part.uses)
+        todo.extend(target for _, target in part.uses)
 
     while todo:
         target = todo.pop(0)
@@ -223,9 +208,8 @@ def reached() -> tuple[dict[str, list[Part]], list[Target]]:
         if not todo:  # what is done, and not named, belongs to what it is done to
             for module in map(loaded, list(parts)):
                 for part in (p for p in module.parts if p.works and p not in parts[module.name]):
-                    if module.name == FIRST or any(
-                        use.target in targets and use.target.module == module.name for use in part.uses
-                    ):
+                    own = (target for _, target in part.uses if target.module == module.name)
+                    if module.name == FIRST or any(target in targets for target in own):
                         take(module, part)
     return parts, targets
 
@@ -259,12 +243,11 @@ def written(module: Module, part: Part, names: dict[Target, str]) -> str:
     """A statement's text with what it uses called as in the file."""
     lines = module.lines[part.first : part.node.end_lineno]
     edits = []
-    for use in part.uses:
-        old, new = ast.unparse(use.node), names[use.target]
+    for node, target in part.uses:
+        old, new = ast.unparse(node), names[target]
         if old != new:
-            where = f"{module.name}, line {use.node.lineno}"
-            assert new not in use.hidden, f"{where}: {new} means something else here"
-            edits.append((use.node.lineno, use.node.col_offset, old, new))
+            assert new not in part.hidden, f"{module.name}, line {node.lineno}: {new} means something else here"
+            edits.append((node.lineno, node.col_offset, old, new))
     if isinstance(part.node, ast.FunctionDef | ast.ClassDef) and part.names != ["_"]:
         old, new = part.node.name, names[Target(module.name, part.node.name)]
         before = "def " if isinstance(part.node, ast.FunctionDef) else "class "

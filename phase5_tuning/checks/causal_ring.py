@@ -83,32 +83,24 @@ def _check_result(number, rows, q, kv, got):
     unseen = alone | ~torch.isin(keys, mine)[None, :]
     share = len(mine) // ranks
     shares = dict(before=(every, slice(0, share)), after=(slice(share, None), every))
+    turned, exchanged = seen(lambda step: holds(-step)), seen(lambda step: 2 * number - holds(step))
+    by_late, early_alone, late_alone = seen(before=(late, early)), seen(after=(late, early)), seen(after=(late, late))
     counts = {
         "these are its own keys alone: what else do its queries see, and does the merge change o and lse "
         "themselves?": alone,
         "there is no mask": torch.ones_like(alone),
         "all keys of other ranks are seen": unseen,
-        "the keys of a step are those of rank (number - step) % ranks: they have come from the rank before": seen(
-            lambda step: holds(-step)
-        ),
+        "the keys of a step are those of rank (number - step) % ranks: they have come from the rank before": turned,
         "the keys of a rank after are taken for those of a rank before: is number - step taken % ranks, and are the "
         "two cases the right way round?": seen(lambda step: number - step),
-        "the two cases are exchanged: a rank before has smaller numbers, source < number": seen(
-            lambda step: 2 * number - holds(step)
-        ),
+        "the two cases are exchanged: a rank before has smaller numbers, source < number": exchanged,
         "its own keys need the mask": seen(own=False),
         "only its own keys need a mask; here those of other ranks have one too": seen(others=True),
         "of a rank before, the late keys are seen here: are they before these queries?": seen(before=(every, late)),
-        "the early keys of a rank before are before all queries; here only the late queries see them": seen(
-            before=(late, early)
-        ),
+        "the early keys of a rank before are before all queries; here only the late queries see them": by_late,
         "the early queries see the keys of a rank after here: are these before them?": seen(after=(early, every)),
-        "both chunks of a rank after are before the late queries; here these see the early one alone": seen(
-            after=(late, early)
-        ),
-        "both chunks of a rank after are before the late queries; here these see the late one alone": seen(
-            after=(late, late)
-        ),
+        "both chunks of a rank after are before the late queries; here these see the early one alone": early_alone,
+        "both chunks of a rank after are before the late queries; here these see the late one alone": late_alone,
         "a chunk has half of the rank's rows, on any number of ranks": seen(**shares),
         "its own keys are attended to in every step: kv must become what came": seen(moves=False),
         "a part replaces the result so far: merge it": seen(merged=False),
