@@ -51,10 +51,10 @@ def use() -> None:
     )
 
 
-def new(width: float = 8, height: float = 3.2, columns: int = 1, **kwargs):
-    """A figure of `columns` axes side by side, in the course's look."""
+def new(width: float = 8, height: float = 3.2, columns: int = 1, rows: int = 1, **kwargs):
+    """A figure of `columns` axes side by side in each of `rows`, in the course's look."""
     use()
-    return plt.subplots(1, columns, figsize=(width, height), layout="constrained", **kwargs)
+    return plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **kwargs)
 
 
 def show(figure, alt: str) -> None:

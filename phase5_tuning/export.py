@@ -83,27 +83,26 @@ class Target(NamedTuple):
     bound: str = ""
 
 
-@dataclass
-class Use:
-    """A place in a module's text that names something. hidden: names that mean something local there."""
-
-    node: ast.AST
-    target: Target
-    hidden: frozenset
-
-
 @dataclass(eq=False)
 class Part:
-    """A statement of a module, with the lines before it that belong to no other."""
+    """A statement of a module, with the lines before it that belong to no other; `names` are what it gives a meaning
+    to, and `hidden` names mean something else in a scope inside.
+    """
 
     module: "Module"
     node: ast.stmt
     first: int
     names: list[str]
+    hidden: set[str]
 
     @cached_property
-    def uses(self) -> list[Use]:
-        return list(self.module.uses(self.node))
+    def uses(self) -> list[tuple[ast.AST, Target]]:
+        """(place, what it names) of every mention of a module's global names."""
+        whole = {node.value: node for node in ast.walk(self.node) if isinstance(node, ast.Attribute)}
+        found = [node for node in ast.walk(self.node) if isinstance(node, ast.Name) and node.id not in self.hidden]
+        found.sort(key=lambda node: (node.lineno, node.col_offset))
+        made = (self.module.use(whole.get(node, node)) for node in found)
+        return [(node, target) for node, target in made if target]
 
     @property
     def works(self) -> bool:
@@ -128,7 +127,10 @@ class Module:
                     bound = alias.asname or alias.name.split(".")[0]
                     self.imports[bound] = Target(source, attribute, bound)
             elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
-                self.parts.append(Part(self, node, first, list(_stored([node]))))
+                names = [name for name, inside in _bound(node) if not inside]
+                hidden = {name for name, inside in _bound(node) if inside}
+                hidden -= {name for of in ast.walk(node) if isinstance(of, ast.Global) for name in of.names}
+                self.parts.append(Part(self, node, first, names, hidden))
 
     def defines(self, name: str) -> Part | None:
         return next((part for part in self.parts if name in part.names), None)
@@ -146,20 +148,14 @@ class Module:
         inner = f"{target.module}.{target.name}"
         return Target(inner, "") if path_of(inner) else loaded(target.module).resolve(target.name)
 
-    def uses(self, statement: ast.stmt) -> Iterator[Use]:
-        """What a statement uses."""
-        names = _Names()
-        names.visit(statement)
-        for node, hidden in names.found:
-            whole = isinstance(node, ast.Attribute)
-            target = self.resolve(node.value.id if whole else node.id)
-            if target and target.module.split(".")[0] in HOUSE and not target.name:
-                assert whole, f"{self.name}, line {node.lineno}: a module of the course as a value"
-                target = loaded(target.module).resolve(node.attr)
-            elif whole:
-                node = node.value
-            if target:
-                yield Use(node, target, hidden)
+    def use(self, node: ast.Name | ast.Attribute) -> tuple[ast.AST, Target | None]:
+        """(place, what it names) of a name, or of an attribute of one."""
+        whole = isinstance(node, ast.Attribute)
+        target = self.resolve(node.value.id if whole else node.id)
+        if target and target.module.split(".")[0] in HOUSE and not target.name:
+            assert whole, f"{self.name}, line {node.lineno}: a module of the course as a value"
+            return node, loaded(target.module).resolve(node.attr)
+        return node.value if whole else node, target
 
 
 @cache
@@ -172,75 +168,24 @@ def path_of(module: str) -> Path | None:
     return path if path.exists() else None
 
 
-SCOPES = ast.FunctionDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+SCOPES = ast.FunctionDef | ast.ClassDef | ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
-def _stored(nodes):
-    """The names that statements give a meaning to, those of scopes inside them left out."""
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
-        elif not isinstance(node, SCOPES):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield node.id
-            if isinstance(node, ast.ExceptHandler) and node.name:
-                yield node.name
-            yield from _stored(ast.iter_child_nodes(node))
-
-
-class _Names(ast.NodeVisitor):
-    """Every mention of a module's global names: names, and attributes of names."""
-
-    def __init__(self):
-        self.found, self.scopes = [], []  # a scope: (its names, it is a class)
-
-    def mention(self, node, name):
-        hidden = frozenset().union(*(names for names, _ in self.scopes))
-        if name not in hidden:
-            self.found.append((node, hidden))
-
-    def visit_Name(self, node):
-        self.mention(node, node.id)
-
-    def visit_Attribute(self, node):
-        if isinstance(node.value, ast.Name):
-            self.mention(node, node.value.id)
-        else:
-            self.visit(node.value)
-
-    def visit_FunctionDef(self, node):
-        a, outside = node.args, self.scopes
-        arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
-        around = [*getattr(node, "decorator_list", []), *a.defaults, *a.kw_defaults]
-        around += [getattr(node, "returns", None), *(argument.annotation for argument in arguments)]
-        for part in filter(None, around):
-            self.visit(part)
-        body = node.body if isinstance(node.body, list) else [node.body]
-        inside = {argument.arg for argument in arguments} | set(_stored(body))
-        inside -= {n for s in ast.walk(node) if isinstance(s, ast.Global) for n in s.names}
-        self.scopes = [scope for scope in outside if not scope[1]] + [(inside, False)]
-        for part in body:
-            self.visit(part)
-        self.scopes = outside
-
-    visit_Lambda = visit_FunctionDef
-
-    def visit_ClassDef(self, node):
-        for part in (*node.decorator_list, *node.bases, *node.keywords):
-            self.visit(part)
-        self.scopes = [*self.scopes, (set(_stored(node.body)), True)]
-        for part in node.body:
-            self.visit(part)
-        self.scopes = self.scopes[:-1]
-
-    def visit_ListComp(self, node):
-        self.scopes = [*self.scopes, (set(_stored(generator.target for generator in node.generators)), False)]
-        self.generic_visit(node)
-        self.scopes = self.scopes[:-1]
-
-    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
+def _bound(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
+    """(name, inside) of each name to which a statement gives a meaning; inside: in a scope of its own."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id, inside
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler) and node.name:
+        yield node.name, inside
+    elif isinstance(node, ast.arg):
+        yield node.arg, inside
+    elif isinstance(node, ast.alias):
+        yield node.asname or node.name.split(".")[0], inside
+    for child in ast.iter_child_nodes(node):
+        of_child = _bound(child, inside or isinstance(node, SCOPES))
+        if isinstance(node, ast.ClassDef) and isinstance(child, ast.FunctionDef):
+            next(of_child)  # a method's name hides no global one
+        yield from of_child
 
 
 def reached() -> tuple[dict[str, list[Part]], list[Target]]:
@@ -249,7 +194,7 @@ def reached() -> tuple[dict[str, list[Part]], list[Target]]:
 
     def take(module, part):
         parts.setdefault(module.name, []).append(part)
-        todo.extend(use.target for use in part.uses)
+        todo.extend(target for _, target in part.uses)
 
     while todo:
         target = todo.pop(0)
@@ -263,9 +208,8 @@ def reached() -> tuple[dict[str, list[Part]], list[Target]]:
         if not todo:  # what is done, and not named, belongs to what it is done to
             for module in map(loaded, list(parts)):
                 for part in (p for p in module.parts if p.works and p not in parts[module.name]):
-                    if module.name == FIRST or any(
-                        use.target in targets and use.target.module == module.name for use in part.uses
-                    ):
+                    own = (target for _, target in part.uses if target.module == module.name)
+                    if module.name == FIRST or any(target in targets for target in own):
                         take(module, part)
     return parts, targets
 
@@ -299,12 +243,11 @@ def written(module: Module, part: Part, names: dict[Target, str]) -> str:
     """A statement's text with what it uses called as in the file."""
     lines = module.lines[part.first : part.node.end_lineno]
     edits = []
-    for use in part.uses:
-        old, new = ast.unparse(use.node), names[use.target]
+    for node, target in part.uses:
+        old, new = ast.unparse(node), names[target]
         if old != new:
-            where = f"{module.name}, line {use.node.lineno}"
-            assert new not in use.hidden, f"{where}: {new} means something else here"
-            edits.append((use.node.lineno, use.node.col_offset, old, new))
+            assert new not in part.hidden, f"{module.name}, line {node.lineno}: {new} means something else here"
+            edits.append((node.lineno, node.col_offset, old, new))
     if isinstance(part.node, ast.FunctionDef | ast.ClassDef) and part.names != ["_"]:
         old, new = part.node.name, names[Target(module.name, part.node.name)]
         before = "def " if isinstance(part.node, ast.FunctionDef) else "class "

@@ -29,9 +29,7 @@ ALL_TILES = "heavy first", "descriptors"  # the rungs that ship
 
 
 def launches(rung, dtype, head_dim) -> Iterator[tuple[str, offline.RecordedLaunch]]:
-    """(tiles, launch) of a rung's kernels: with all candidates on ALL_TILES, else with the
-    first.
-    """
+    """(tiles, launch) of a rung's kernels: with all candidates on ALL_TILES, else with the first."""
     q = torch.empty(1, 4, 512, head_dim, dtype=dtype, device=runtime.DEVICE)
     lse = torch.empty(1, 4, 512, device=runtime.DEVICE)
     for kind in ("forward", "dkdv", "dq"):

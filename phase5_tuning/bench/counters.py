@@ -14,10 +14,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 
-from common import runtime
 from common.measure import records, timing
 from common.phases import ROOT
-from common.verify.inputs import make_qkv
 from phase5_tuning.bench import peers, power
 
 import torch
@@ -61,13 +59,11 @@ def calls() -> Iterator[tuple[dict, object]]:
     """(case, a function that makes one call) of every case and provider."""
     for dtype, mode, head_dim, is_causal, seq, providers in CASES:
         batch, heads = TOKENS // seq, WIDTH // head_dim
-        of = dict(dtype=peers.DTYPES[dtype], device=runtime.DEVICE)
-        q, k, v = make_qkv(batch, heads, seq, head_dim, **of)
-        q, k, v, do = (t.requires_grad_() for t in (q, k, v, torch.randn_like(q)))
+        q, k, v, do = peers.inputs(batch, heads, seq, head_dim, dtype)
         for provider in providers:
             case = dict(dtype=dtype, batch=batch, heads=heads, seq=seq, head_dim=head_dim)
             case |= dict(is_causal=is_causal, mode=mode, provider=provider)
-            yield case, peers.timed(provider, mode, q, k, v, do.detach(), is_causal)
+            yield case, peers.timed(provider, mode, q, k, v, do, is_causal)
 
 
 def launch() -> None:

@@ -1,14 +1,13 @@
 """Pictures of the records: how fast the kernels are beside their peers, with where the numbers come from."""
 
+import itertools
 import math
-import textwrap
 from collections.abc import Mapping
 
 from common import style
 from common.measure.records import describe
 from common.style import COLORS
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -55,11 +54,9 @@ def standing(forward: dict, backward: dict) -> None:
                           hatch=("", "//", "..")[n], edgecolor="white")  # fmt: skip
             ax.bar_label(bars, fmt="%.0f", fontsize=7, padding=1)
             said.append(f"{title}, {provider}: {', '.join(f'{height:.0f}' for height in heights)}")
-        ax.set_xticks(range(4), [f"D {d}\n{mask(c)}" for d, c in CASES])
-        ax.set_title(f"{title}, seq {seq}")
+        ax.set(xticks=range(4), xticklabels=[f"D {d}\n{mask(c)}" for d, c in CASES], title=f"{title}, seq {seq}")
         ax.legend(fontsize=8, loc="upper left", ncols=3, columnspacing=1)
-    axes[0].set_ylabel("TFLOP/s")
-    axes[0].set_ylim(0, 1.2 * axes[0].get_ylim()[1])
+    axes[0].set(ylabel="TFLOP/s", ylim=(0, 1.2 * axes[0].get_ylim()[1]))
     alt = f"TFLOP/s at D 64 full, D 64 causal, D 128 full, D 128 causal. {'; '.join(said)}."
     _signed(fig, forward, backward, alt=alt)
 
@@ -111,8 +108,7 @@ def _steps(ax, values, gains):
 
 def peers(record: dict, mode: str, signed: bool = True) -> None:
     """TFLOP/s against sequence length beside all peers, a panel for each head_dim and mask."""
-    style.use()
-    fig, axes = plt.subplots(2, 2, figsize=(9, 6.2), layout="constrained", sharex=True, sharey=True)
+    fig, axes = style.new(9, 6.2, columns=2, rows=2, sharex=True, sharey=True)
     of, said, drawn = {}, [], {}
     for r in record["rows"]:
         if r["mode"] == mode and "tflops" in r:
@@ -158,8 +154,7 @@ def long_sweep(record: dict) -> None:
                 said.append(f"{title}, {provider}, D {head_dim}: {ends}")
         ax.set_title(f"{title}, bf16", fontsize=10)
         ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.set_xlabel("sequence length (one head, causal)")
+        ax.set(yscale="log", xlabel="sequence length (one head, causal)")
     axes[0].set_ylabel("milliseconds of the GPU")
     axes[0].legend(fontsize=8)
     _signed(fig, record, alt=f"Milliseconds against the sequence length. {'; '.join(said)}.")
@@ -170,8 +165,7 @@ def power(record: dict, case: tuple) -> None:
 
     case: (head_dim, is_causal, seq, mode).
     """
-    style.use()
-    fig, axes = plt.subplots(3, 1, figsize=(8, 5.4), layout="constrained", sharex=True)
+    fig, axes = style.new(8, 5.4, rows=3, sharex=True)
     watts, mhz, ms = axes
     said = []
     for row in (r for r in record["rows"] if _case(r) == case):
@@ -183,13 +177,10 @@ def power(record: dict, case: tuple) -> None:
         if row["watts_allowed"]:
             watts.axhline(row["watts_allowed"], color=COLORS["limit"], linewidth=1, linestyle=":")
         said.append(f"{row['provider']}: {row['rested_ms']:.1f} ms a call at first, {row['ms']:.1f} ms settled")
-    watts.set_ylabel("power, W")
-    mhz.set_ylabel("clock, MHz")
-    ms.set_ylabel("a call, ms")
-    ms.set_xlabel("milliseconds since the first call, on a GPU that had rested")
-    watts.set_ylim(0)
-    ms.set_ylim(0)
-    watts.set_title("A kernel at the limit of power is slowed down (dotted: the limit)")
+    title = "A kernel at the limit of power is slowed down (dotted: the limit)"
+    watts.set(ylabel="power, W", ylim=0, title=title)
+    mhz.set(ylabel="clock, MHz")
+    ms.set(ylabel="a call, ms", ylim=0, xlabel="milliseconds since the first call, on a GPU that had rested")
     watts.legend(ncols=3, loc="lower right")
     _signed(fig, record, alt=f"Power, clock and milliseconds of a call over 1.5 s. {'; '.join(said)}.")
 
@@ -200,8 +191,7 @@ def _case(row: dict) -> tuple:
 
 def _signed(fig, *records: dict, alt: str) -> None:
     """Show a picture, with the provenance of its records underneath."""
-    lines = [line for r in records for line in textwrap.wrap(describe(r).replace("`", ""), 115)]
-    fig.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])
+    style.sign(fig, *map(describe, records))
     style.show(fig, alt)
 
 
@@ -211,19 +201,15 @@ def reached(rates: Mapping[tuple[str, int, bool, int, str], float], providers: M
     rates: (provider, head_dim, is_causal, seq, mode) -> TFLOP/s. providers: in the record -> in the picture.
     """
     said = "; ".join(
-        f"{name}, {mode}, head_dim {d}, {mask(c)}: {rates[p, d, c, seq, mode]:.0f}"
-        for p, name in providers.items()
-        for mode in PASSES
-        for d, c in CASES
-        if (p, d, c, seq, mode) in rates
-    )
+        f"{providers[p]}, {mode}, head_dim {d}, {mask(c)}: {rates[p, d, c, seq, mode]:.0f}"
+        for p, mode, (d, c) in itertools.product(providers, PASSES, CASES) if (p, d, c, seq, mode) in rates
+    )  # fmt: skip
     style.show(bars(rates, providers, seq), alt=f"TFLOP/s at seq {seq}. {said}.")
 
 
 def bars(rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapping[str, str], seq: int) -> Figure:
     """The figure of `reached`."""
-    style.use()
-    fig, axes = plt.subplots(2, 1, figsize=(8.8, 5.6), layout="constrained", sharex=True)
+    fig, axes = style.new(8.8, 5.6, rows=2, sharex=True)
     for ax, (mode, title) in zip(axes, PASSES.items(), strict=True):
         there = [p for p in providers if any((p, *case, seq, mode) in rates for case in CASES)]
         width = 0.84 / max(1, len(there))
@@ -235,8 +221,7 @@ def bars(rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapp
                 if height:
                     ax.text(at, height + 6, f"{height:.0f}", ha="center", fontsize=7)
         ax.set_title(f"{title}, seq {seq}", fontsize=10)
-        ax.set_ylabel("TFLOP/s")
-        ax.set_ylim(0, 1.1 * ax.get_ylim()[1])
+        ax.set(ylabel="TFLOP/s", ylim=(0, 1.1 * ax.get_ylim()[1]))
     handles = [Patch(label=name, **BARS[provider]) for provider, name in providers.items()]
     fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
     axes[1].set_xticks(range(len(CASES)), [f"head_dim {d}, {mask(c)}" for d, c in CASES])

@@ -185,6 +185,12 @@ PROVIDERS = {
 LADDER_PROVIDERS = ["phase 4", *(p for p in PROVIDERS if p.startswith("rung: ")), "ours"]
 
 
+def inputs(batch, heads, seq, head_dim, dtype):
+    """q, k and v, which want gradients, and dO."""
+    q, k, v = make_qkv(batch, heads, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), torch.randn_like(q)
+
+
 def timed(provider, mode, q, k, v, do, is_causal):
     """A function of no arguments that does what `mode` says, once a call."""
     fn = PROVIDERS[provider]
@@ -238,8 +244,7 @@ def run(args) -> list[dict]:
         print(f"case {done} of {len(cases)}", flush=True)
         case = dict(dtype=dtype, batch=batch, heads=heads, seq=seq, head_dim=head_dim, is_causal=is_causal)
         try:
-            q, k, v = make_qkv(batch, heads, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
-            q, k, v, do = (t.requires_grad_() for t in (q, k, v, torch.randn_like(q)))
+            q, k, v, do = inputs(batch, heads, seq, head_dim, dtype)
         except torch.cuda.OutOfMemoryError:
             missing = itertools.product(args.mode, args.provider)
             rows += [case | dict(mode=mode, provider=p, note="out of memory: q, k, v, dO") for mode, p in missing]
@@ -248,7 +253,7 @@ def run(args) -> list[dict]:
         alone = [p for p in args.provider if p == "naive"]
         together = [p for p in args.provider if p not in alone]
         for mode, group in itertools.product(args.mode, (together, alone)):
-            fns = {p: timed(p, mode, q, k, v, do.detach(), is_causal) for p in group}
+            fns = {p: timed(p, mode, q, k, v, do, is_causal) for p in group}
             made = timing.measure(fns, rounds=ROUNDS, **case, mode=mode)
             rows += timing.with_tflops(made, FLOPS[mode] * flops)
             del fns
@@ -258,9 +263,7 @@ def run(args) -> list[dict]:
 
 
 def table(rows: list[dict], clock: str = "gpu"):
-    """The rows as a rich Table: a line a case and mode, a column a provider, in TFLOP/s by one
-    of two clocks.
-    """
+    """The rows as a rich Table: a line a case and mode, a column a provider, in TFLOP/s by one of two clocks."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -272,11 +275,8 @@ def table(rows: list[dict], clock: str = "gpu"):
         case = (row["dtype"], row["head_dim"], mask, f"{row['batch']} x {row['heads']}", row["seq"], row["mode"])
         waits = clock == "gpu" and (row.get("late") or row.get("host_ms", 0) > row.get("ms", 0))
         tflops = row.get("tflops" if clock == "gpu" else "caller_tflops")
-        speed = (
-            f"{tflops:{'.0f' if tflops >= 100 else '.3g'}}{'*' if waits else ''}"
-            if tflops
-            else escape(row["note"][:24])
-        )
+        digits = ".0f" if tflops and tflops >= 100 else ".3g"
+        speed = f"{tflops:{digits}}{'*' * bool(waits)}" if tflops else escape(row["note"][:24])
         cases.setdefault(case, {})[row["provider"]] = speed
     for case, speeds in cases.items():
         made.add_row(*map(str, case), *(speeds.get(provider, "") for provider in providers))
@@ -291,6 +291,7 @@ def arguments(argv=None) -> command_line.Typed:
     def some_of(choices):
         return f"one or more of {', '.join(choices)}, with commas between them"
 
+    ladder = "; or ladder: phase 4, every rung, and ours"
     return command_line.arguments(
         argv=argv,
         prog="course bench",
@@ -301,11 +302,7 @@ def arguments(argv=None) -> command_line.Typed:
         mode=dict(type=listed(choices=FLOPS), default="fwd,bwd", help=some_of(FLOPS)),
         causal=dict(type=listed(choices=("no", "yes")), default="no,yes", help=some_of(("no", "yes"))),
         dtype=dict(type=listed(choices=DTYPES), default="fp16", help=some_of(DTYPES)),
-        provider=dict(
-            type=providers,
-            default="sdpa-flash,sdpa-cudnn,flex,ours",
-            help=some_of(PROVIDERS) + "; or ladder: phase 4, every rung, and ours",
-        ),
+        provider=dict(type=providers, default="sdpa-flash,sdpa-cudnn,flex,ours", help=some_of(PROVIDERS) + ladder),
         tokens=dict(type=size, default=16384, help="batch * seq, without --batch"),
         width=dict(type=size, default=2048, help="heads * head_dim, without --heads"),
         batch=dict(type=size, help="instead of tokens / seq"),

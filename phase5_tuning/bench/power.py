@@ -1,5 +1,4 @@
-"""What the limit of power costs a kernel that runs for longer: `python -m phase5_tuning.bench.power
---name h200_power`.
+"""What the limit of power costs a kernel that runs for longer: `python -m phase5_tuning.bench.power --name h200_power`.
 
 Every provider starts on a GPU that has rested and works for SECONDS, one call behind the other. Its row holds how long
 calls took, window by window, beside the clock and the power that nvidia-smi saw meanwhile; "ms" is the median once the
@@ -13,9 +12,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 
-from common import runtime
 from common.measure import records, timing
-from common.verify.inputs import make_qkv
 from phase5_tuning.bench import peers
 from phase5_tuning.bench.peers import FLOPS, KERNELS, timed
 
@@ -62,9 +59,7 @@ def parsed(text: str) -> list[tuple[float, float, float, float]]:
 
 
 def windows(calls: list[tuple[float, float]], width: float) -> list[float | None]:
-    """Median duration of the calls, (begin, duration), that begin in each window of `width`;
-    None where none does.
-    """
+    """Median duration of the calls, (begin, duration), that begin in each window of `width`; None where none does."""
     begun = [[] for _ in range(int(calls[-1][0] // width) + 1)]
     for begin, duration in calls:
         begun[int(begin // width)].append(duration)
@@ -109,11 +104,10 @@ def run() -> list[dict]:
     rows = []
     for head_dim, mode in CASES:
         heads = WIDTH // head_dim
-        q, k, v = make_qkv(1, heads, SEQ, head_dim, dtype=torch.float16, device=runtime.DEVICE)
-        q, k, v, do = (t.requires_grad_() for t in (q, k, v, torch.randn_like(q)))
+        q, k, v, do = peers.inputs(1, heads, SEQ, head_dim, "fp16")
         case = dict(dtype="fp16", batch=1, heads=heads, seq=SEQ, head_dim=head_dim, is_causal=True, mode=mode)
         for provider in PROVIDERS:
-            row = case | dict(provider=provider) | endurance(timed(provider, mode, q, k, v, do.detach(), True))
+            row = case | dict(provider=provider) | endurance(timed(provider, mode, q, k, v, do, True))
             print(head_dim, mode, provider, f"rested {row['rested_ms']:.3f} ms, settled {row['ms']:.3f} ms", flush=True)
             rows.append(row)
         flops = timing.attention_flops(1, heads, SEQ, SEQ, head_dim, is_causal=True)

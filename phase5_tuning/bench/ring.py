@@ -181,13 +181,11 @@ def row_of(provider: str, args, seq: int, inputs, one_gpu_ms: float) -> dict:
         held = torch.cuda.memory_allocated()
         shards = [cp.shard(t) for t in inputs]
         fn = both_passes(attend, *shards)
-        if provider == "replayed":
-            row |= slowest(replayed(fn))
-            return row | dict(efficiency=one_gpu_ms / (ranks * row["ms"]))
         torch.cuda.reset_peak_memory_stats()
-        row |= slowest(fn)
-        row["peak_bytes"] = torch.cuda.max_memory_allocated() - held
-        row["sent_bytes_formula"] = sum(sent_bytes(provider, *sizes))
+        row |= slowest(replayed(fn) if provider == "replayed" else fn)
+        if provider != "replayed":
+            row["peak_bytes"] = torch.cuda.max_memory_allocated() - held
+            row["sent_bytes_formula"] = sum(sent_bytes(provider, *sizes))
         if provider == "ring":
             row["sent_bytes"], row["peak_bytes_formula"] = counted(fn), ring_peak_bytes(*sizes)
     row["efficiency"] = one_gpu_ms / (ranks * row["ms"])
@@ -209,9 +207,8 @@ def run(args) -> list[dict]:
         for provider in args.provider:
             rows.append(row_of(provider, args, seq, inputs, one))
             if dist.get_rank() == 0:
-                row, efficiency = rows[-1], ""
-                if "efficiency" in row:
-                    efficiency = f", efficiency {row['efficiency']:.2f}"
+                row = rows[-1]
+                efficiency = f", efficiency {row['efficiency']:.2f}" if "efficiency" in row else ""
                 print(f"{seq:>7} {provider:<9} {row['ms']:8.3f} ms{efficiency}", flush=True)
     return rows
 

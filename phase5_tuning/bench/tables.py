@@ -23,6 +23,7 @@ NAMES = {
 GOAL = 0.98  # of the faster peer's speed
 
 Measured = tuple[str, str, int, bool, int]  # dtype, mode, head_dim, is_causal, seq
+Shares = Mapping[Measured, tuple[float, float]]  # of the faster peer's speed: by the caller's clock, by the GPU's
 Rates = Mapping[tuple[str, int, bool, int, str], float]
 
 
@@ -52,6 +53,10 @@ def sources(records: Iterable[dict]) -> str:
     )
 
 
+def _cell(x: float, width: int, digits: int = 2) -> str:
+    return f"{'-' if math.isnan(x) else f'{x:.{digits}f}':>{width}}"
+
+
 def _share(rate, case, mode, one, other):
     """The speed of one provider as a share of another's, or NaN."""
     return rate.get((one, *case, mode), math.nan) / rate.get((other, *case, mode), math.nan)
@@ -71,8 +76,7 @@ def beside_others(rate: Rates) -> str:
     lines = [f"this chapter's speed / that of {''.join(f'{name:>15}' for name in others)}"]
     for mode, d, c, seq in cases:
         shares = (_share(rate, (d, c, seq), mode, *pair) for pair in others.values())
-        said = "".join(f"{'-' if math.isnan(x) else f'{x:.2f}':>15}" for x in shares)
-        lines.append(f"{mode}, head_dim {d:>3}, {mask(c):<6} {seq:>5}{said}")
+        lines.append(f"{mode}, head_dim {d:>3}, {mask(c):<6} {seq:>5}" + "".join(_cell(x, 15) for x in shares))
     return "\n".join(lines)
 
 
@@ -90,10 +94,9 @@ def orders(rate: Rates) -> str:
     """The backward pass: speed in a fixed order by that in any order."""
     of = {"this chapter": ("hopper", "hopper in any order"), "FA4": ("flash-attn-4-det", "flash-attn-4")}
     lengths = 1024, 4096, 16384
-    wide = 8 * len(lengths)
     lines = [
         "backward: speed in a fixed order / in any order",
-        " " * 20 + "".join(f"{who + ', seq':>{wide}}" for who in of),
+        " " * 20 + "".join(f"{who + ', seq':>24}" for who in of),
         " " * 20 + "".join(f"{seq:>8}" for _ in of for seq in lengths),
     ]
     for d, c in CASES:
@@ -115,15 +118,12 @@ def without_an_idea(record: dict) -> str:
     for provider in dict.fromkeys(r["provider"] for r in record["rows"]):
         if provider != "hopper":
             found = [ms.get((provider, *case), math.nan) / ms["hopper", *case] for case in cases]
-            said = "".join(f"{'-' if math.isnan(x) else f'{x:.2f}':>11}" for x in found)
-            lines.append(f"{provider.removeprefix('hopper: '):<18}{said}")
+            lines.append(f"{provider.removeprefix('hopper: '):<18}" + "".join(_cell(x, 11) for x in found))
     return "\n".join(lines)
 
 
-def beside_the_faster(
-    *records: dict, ours: str = "hopper", backward_peer: str = "flash-attn-4-det"
-) -> dict[Measured, tuple[float, float]]:
-    """This chapter's speed by the faster peer's, by case: (by the caller's clock, by the GPU's)."""
+def beside_the_faster(*records: dict, ours: str = "hopper", backward_peer: str = "flash-attn-4-det") -> Shares:
+    """This chapter's speed by the faster peer's, by case."""
     speeds = {}
     for r in (r for record in records for r in record["rows"]):
         case = r["dtype"], r["mode"], r["head_dim"], r["is_causal"], r["seq"]
@@ -158,9 +158,7 @@ def _of_call(row):
     return row["counted"]["clocks"] * (1 + row["beside"])
 
 
-def below_the_goal(
-    fixed: Mapping[Measured, tuple[float, float]], any_order: Mapping[Measured, tuple[float, float]], counters: dict
-) -> str:
+def below_the_goal(fixed: Shares, any_order: Shares, counters: dict) -> str:
     """What misses the goal by the GPU's clock, and what was counted there."""
     counted = {}
     for ours, theirs in pairs(counters):
@@ -178,9 +176,8 @@ def below_the_goal(
             mode, d, causal, seq = case
             order = "fixed order, " if mode == "bwd" and not name else name
             line = f"{f'{mode}, {order}head_dim {d}, {mask(causal)}, {seq}':<46}  "
-            for dtype in ("fp16", "bf16"):
-                x = shares.get((dtype, *case), (math.nan,) * 2)[1]
-                line += f"{'-' if math.isnan(x) else f'{x:.3f}':>9}"
+            speeds = (shares.get((dtype, *case), (math.nan,) * 2)[1] for dtype in ("fp16", "bf16"))
+            line += "".join(_cell(x, 9, 3) for x in speeds)
             if of := counted.get((*case, ours)):
                 mine, theirs = of.get("bf16") or of["fp16"]
                 line += f"{_of_call(theirs) / _of_call(mine):>13.2f}"
@@ -205,14 +202,17 @@ def table_of_rungs(counters: dict) -> str:
         line += f"{c['instructions'] / 1e6:>6.0f} M{c['warps']:>7.1f}{c['issue']:>5.0f} %"
         line += f"{c['tensor_cores']:>6.0f} %{c['exponentials']:>4.0f} %{c['shared_memory']:>6.0f} %"
         lines.append(line + f"{c['dram_bytes'] / 1e9:>5.2f} GB{r['mhz']:>14.0f}{r['ms']:>6.2f}")
-    first, last = of[0], of[-1]
-    fewer = first["counted"]["clocks"] / last["counted"]["clocks"]
-    lines.append(
-        f"first / last: clocks {fewer:.2f}, MHz {first['mhz'] / last['mhz']:.2f}, time {first['ms'] / last['ms']:.2f}"
-    )
+    clocks, mhz, ms = _ratios(of[0], of[-1])
     watts = [r["watts"] for r in of]
+    lines.append(f"first / last: clocks {clocks:.2f}, MHz {mhz:.2f}, time {ms:.2f}")
     lines.append(f"power: {min(watts):.0f} to {max(watts):.0f} W")
     return "\n".join(lines)
+
+
+def _ratios(one, other):
+    """One row's clocks, MHz and ms by those of another."""
+    clocks = one["counted"]["clocks"] / other["counted"]["clocks"]
+    return clocks, one["mhz"] / other["mhz"], one["ms"] / other["ms"]
 
 
 def table_of_pairs(counters: dict) -> str:
@@ -223,8 +223,7 @@ def table_of_pairs(counters: dict) -> str:
     behind = [(ours, theirs) for ours, theirs in all_pairs if theirs["ms"] < ours["ms"]]
     for pair in behind:
         of = pair[0]
-        case = f"{of['dtype']}, {of['mode']}, head_dim {of['head_dim']}, {mask(of['is_causal'])}"
-        case += f", {of['seq']}"
+        case = f"{of['dtype']}, {of['mode']}, head_dim {of['head_dim']}, {mask(of['is_causal'])}, {of['seq']}"
         others = ", ".join(f"{r['beside']:.1%}" for r in pair)
         lines.append(f"{case:<40}clocks of the other kernels / of the longest: {others}")
         for r in pair:
@@ -234,9 +233,7 @@ def table_of_pairs(counters: dict) -> str:
             line += f"{c['shared_memory']:>6.0f} %{c['instructions'] / 1e6:>17.0f}"
             line += f"{r['mhz']:>16.0f}{r['watts']:>5.0f}{r['ms']:>8.2f}"
             lines.append(line + f"{r['ms'] * r['mhz'] * 1e3 / _of_call(r):>17.2f}")
-        ours, theirs = pair
-        clocks = theirs["counted"]["clocks"] / ours["counted"]["clocks"]
-        mhz, ms = (theirs[name] / ours[name] for name in ("mhz", "ms"))
+        clocks, mhz, ms = _ratios(*reversed(pair))
         lines.append(f"  {'theirs / ours':<24}{clocks:>10.2f}{mhz:>50.2f}{ms:>13.2f}")
     left_out = len(all_pairs) - len(behind)
     lines.append(f"left out: {left_out} of {len(all_pairs)} cases, in which this chapter's kernel is ahead")
@@ -260,32 +257,28 @@ def _case(row):
     return tuple(row[key] for key in ("dtype", "mode", "head_dim", "is_causal", "seq"))
 
 
-def table_of_runs(first: Mapping[Measured, tuple[float, float]], again: Mapping[Measured, tuple[float, float]]) -> str:
+def table_of_runs(first: Shares, again: Shares) -> str:
     """All cases that miss the goal by a clock in the first of two runs."""
     missed = {case for case, shares in first.items() if min(shares) < GOAL}
     lines = [
         "speed / that of the faster peer: cases that are below 0.98 by a clock, in the first run",
         f"{'':<38}{'caller':>8}{'GPU':>8}   another run: {'caller':>6}{'GPU':>8}",
     ]
-    for case, shares in sorted(
-        first.items(), key=lambda item: (item[0][1] == "bwd", item[0][2:], item[0][0] == "bf16")
-    ):
-        if case in missed:
-            dtype, mode, d, causal, seq = case
-            name = f"{mode}, {dtype}, head_dim {d}, {mask(causal)}, {seq}"
-            line = f"{name:<38}{shares[0]:>8.3f}{shares[1]:>8.3f}"
-            lines.append(line + ("{:>22.3f}{:>8.3f}".format(*again[case]) if case in again else ""))
+    for case in sorted(missed, key=lambda case: (case[1] == "bwd", case[2:], case[0] == "bf16")):
+        dtype, mode, d, causal, seq = case
+        name = f"{mode}, {dtype}, head_dim {d}, {mask(causal)}, {seq}"
+        line = f"{name:<38}" + "{:>8.3f}{:>8.3f}".format(*first[case])
+        lines.append(line + ("{:>22.3f}{:>8.3f}".format(*again[case]) if case in again else ""))
     later = sum(min(shares) < GOAL for case, shares in again.items() if case not in missed)
-    lines.append(
-        f"left out: {len(first) - len(missed)} of {len(first)} cases; {later} of these are below 0.98 by a clock "
-        "in the other run"
-    )
-    lines.append(f"at least 0.98: {reach_the_goal(first.values())}")
-    once = [shares for case, shares in first.items() if case in again]
-    lines.append(f"  the forward pass: {reach_the_goal(once)}")
-    lines.append(f"  in the other run: {reach_the_goal(again.values())}")
+    left_out = f"left out: {len(first) - len(missed)} of {len(first)} cases"
     by = [max(abs(again[case][i] - first[case][i]) for case in again) for i in range(2)]
-    lines.append(f"  one case in two runs differs by up to {by[0]:.2f} by the caller's clock, {by[1]:.2f} by the GPU's")
+    lines += [
+        f"{left_out}; {later} of these are below 0.98 by a clock in the other run",
+        f"at least 0.98: {reach_the_goal(first.values())}",
+        f"  the forward pass: {reach_the_goal(shares for case, shares in first.items() if case in again)}",
+        f"  in the other run: {reach_the_goal(again.values())}",
+        f"  one case in two runs differs by up to {by[0]:.2f} by the caller's clock, {by[1]:.2f} by the GPU's",
+    ]
     return "\n".join(lines)
 
 

@@ -1,13 +1,18 @@
 """What several checks of phase 5's exercises need; each check is a module beside this one (see common.learn.check)."""
 
+import contextlib
 import inspect
 import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
-from common.learn.check.require import reject
+from common import make_qkv
+from common.learn.check.require import reject, require
 from common.measure import offline
+from phase5_tuning.hopper.interpreter import Deadlock, Race, Unfenced
+from phase5_tuning.launch import configs
 
 import torch
 
@@ -15,32 +20,85 @@ FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 INF = float("inf")
 
 
-def require_ints(calls):
+def require_numbers(calls, exact=True):
     """calls: (what, got, right, mistakes) of one function. In a single call a wrong sentence may fit by chance, so one
-    is believed if it explains most of what is wrong."""
+    is believed if it explains most of what is wrong. exact: numbers are ints."""
+    kinds, named = (int, "an int") if exact else (int | float, "a number")
+
+    def same(a, b):
+        return a == b if exact else math.isclose(a, b, rel_tol=1e-6)
+
     for what, got, _, _ in calls:
-        if isinstance(got, bool) or not isinstance(got, int):
+        if isinstance(got, bool) or not isinstance(got, kinds):
             why = ". A float is not exact past 2^53: divide with //" if isinstance(got, float) else ""
-            reject(f"{what}: expected an int, got {type(got).__name__}{why}")
-    off = [call for call in calls if call[1] != call[2]]
+            reject(f"{what}: expected {named}, got {type(got).__name__}{why}")
+    off = [call for call in calls if not same(call[1], call[2])]
     if not off:
         return
-    fits = Counter(sentence for _, got, _, wrong in off for sentence in wrong if wrong[sentence] == got)
+    fits = Counter(sentence for _, got, _, wrong in off for sentence in wrong if same(wrong[sentence], got))
     sentence, n = max(fits.items(), key=lambda fit: fit[1], default=("", 0))
     if 2 * n < len(off):
         sentence = ""
-    what, got, right, _ = next(call for call in off if not sentence or call[3].get(sentence) == call[1])
+    what, got, right, _ = next(call for call in off if not sentence or same(call[3].get(sentence, math.nan), call[1]))
     if abs(got - right) < 2.0**-40 * right:
         sentence = "floats were used on the way, which are not exact past 2^53: divide ints with //"
+    got, right = (got, right) if exact else (f"{got:.6g}", f"{right:.6g}")
     reject(f"{what} is {got}, where {right} is right{sentence and ': '}{sentence}")
+
+
+def require_function(answer, name, cases, right, mistakes, exact=True):
+    """`require_numbers` of answer.name(*case), for each case beside right(*case) and mistakes(*case)."""
+    calls = []
+    for case in cases:
+        what = f"{name}({', '.join(map(repr, case))})"
+        calls.append((what, getattr(answer, name)(*case), right(*case), mistakes(*case)))
+    require_numbers(calls, exact)
+
+
+def require_o_lse(what, got, right, mistakes, signs=lambda got: {}):
+    """`require` lse, then o; mistakes: sentence: (o, lse) with that mistake. signs(got) are those of each."""
+    for i, name in ((1, "lse"), (0, "o")):
+        wrong = {sentence: of[i] for sentence, of in mistakes.items()}
+        require(f"{what}: {name}", got[i], right[i], mistakes=wrong, signs=signs(got[i]))
+
+
+def finite(m):
+    """m with 0 for -inf, the maximum or LSE of what nothing is seen of: nothing is subtracted there."""
+    return torch.where(m == -INF, 0.0, m)
+
+
+def attended(s, v):
+    """(o, lse) of logits and values."""
+    lse = torch.logsumexp(s, -1)
+    return torch.exp(s - finite(lse)[..., None]) @ v, lse
 
 
 def padded_dim(head_dim):
     return 2 ** max(4, math.ceil(math.log2(head_dim)))
 
 
-def require_compiled(launch, module, answer, replaces: str):
-    """Compile a launch in a file of its own: the course's module, the answer, and what it replaces."""
+@contextlib.contextmanager
+def on_model(what, why=lambda: ""):
+    """Inside, a deadlock, a race or a write without a fence is rejected."""
+    try:
+        yield
+    except (Deadlock, Race, Unfenced) as error:
+        reject(f"{what}: {type(error).__name__}: {error}{why()}")
+
+
+def hopper_case(batch, heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal):
+    """(the sizes in words, q, k, v)"""
+    said = f"seq_q {seq_q}, seq_k {seq_k}, {heads_q} heads of queries, {heads_kv} of keys, head_dim {head_dim}"
+    inputs = make_qkv(batch, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=FP16)
+    return said + ", causal" * is_causal, *inputs
+
+
+def require_compiled(answer, module, kernel: str, call, replaces: str):
+    """Compile a call's launch of a kernel in a file of its own: the course's module, the answer, and what it
+    replaces.
+    """
+    with mock.patch.object(configs, "multiprocessors", return_value=132):
+        launch = next(one for one in offline.record_launches(call) if one.name == kernel)
     course, own = Path(module.__file__).read_text(), inspect.getsource(answer)
     source = f"{course}\n\n{own}\n\n{replaces}\n"
     (made,) = offline.compile_launches([replace(launch, source=source)], ["sm_90"])

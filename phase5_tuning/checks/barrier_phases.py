@@ -4,8 +4,8 @@ import itertools
 import random
 
 from common.learn.check.require import reject
-from phase5_tuning.checks import require_ints
-from phase5_tuning.hopper.model import Deadlock, Race, Ring
+from phase5_tuning.checks import on_model, require_numbers
+from phase5_tuning.hopper.model import Ring
 
 # (stages, tiles of each walk, how many tiles of each walk a consumer does not see)
 CASES = [(1, [1], [0]), (1, [4], [0]), (2, [2], [0]), (2, [3], [0]), (2, [9], [0]), (3, [10], [0])]
@@ -17,8 +17,7 @@ CASES += [(2, [6, 3], [0, 4])]
 def check(answer):
     _check_places(answer)
     _check_parities(answer)
-    drawn = random.Random()
-    cases = list(CASES)
+    drawn, cases = random.Random(), list(CASES)
     for _ in range(20):
         lengths = [drawn.randint(1, 12) for _ in range(drawn.randint(1, 3))]
         unseen = [drawn.randint(0, max(lengths)) for _ in range(drawn.randint(0, 2))] + [0]
@@ -30,42 +29,38 @@ def check(answer):
 
 def _check_places(answer):
     places, laps = [], []
+    again = "the ring does not begin anew with a walk: count the tiles of the walks before"
     for stages, lengths in itertools.product((1, 2, 3, 5), ([7], [3, 5, 2])):
-        for walk, tile in ((w, t) for w, length in enumerate(lengths) for t in range(length)):
-            given = (walk, tile, lengths, stages)
-            got = answer.place_and_lap(*given)
+        walks = [(walk, tile) for walk, length in enumerate(lengths) for tile in range(length)]
+        for number, (walk, tile) in enumerate(walks):
+            given = f"place_and_lap{walk, tile, lengths, stages}"
+            got = answer.place_and_lap(walk, tile, lengths, stages)
             if not isinstance(got, tuple) or len(got) != 2:
-                reject(f"place_and_lap{given}: expected a pair of ints, got {got!r}")
-            number = sum(lengths[:walk]) + tile
-            again = "the ring does not begin anew with a walk: count the tiles of the walks before"
+                reject(f"{given}: expected a pair of ints, got {got!r}")
             slots = {
                 again: tile % stages,
                 "a tile's place is its number modulo the number of places": number // stages,
                 "there are `stages` places, whatever the parity": number % 2,
             }
             passed = {again: tile // stages, "a lap is one filling of all places, not one walk": walk}
-            places.append((f"the place in place_and_lap{given}", got[0], number % stages, slots))
-            laps.append((f"the lap in place_and_lap{given}", got[1], number // stages, passed))
-    require_ints(places)
-    require_ints(laps)
+            places.append((f"the place in {given}", got[0], number % stages, slots))
+            laps.append((f"the lap in {given}", got[1], number // stages, passed))
+    require_numbers(places)
+    require_numbers(laps)
 
 
 def _check_parities(answer):
     for lap in range(5):
         got = answer.parities(lap)
         if not isinstance(got, tuple) or len(got) != 2 or not all(p in (0, 1) for p in got):
-            reject(
-                f"parities({lap}): expected a pair of parities, each 0 or 1, got {got!r}. "
-                "A phase's parity is its number modulo 2"
-            )
+            why = "A phase's parity is its number modulo 2"
+            reject(f"parities({lap}): expected a pair of parities, each 0 or 1, got {got!r}. {why}")
 
 
 def _check_run(answer, stages, lengths, unseen):
     given = f"{stages} stages, walks of {lengths} tiles, consumers that do not see the first {unseen} of a walk"
-    try:
+    with on_model(given, lambda: f". {_why(answer, unseen)}"):
         timeline = answer.run(stages, lengths, unseen)
-    except (Deadlock, Race) as error:
-        reject(f"{given}: {type(error).__name__}: {error}. {_why(answer, unseen)}")
     for me, n in enumerate(unseen):
         used = [i.text for i in timeline.of("tensor cores") if i.actor == f"consumer {me}"]
         right = _tiles(lengths, n)

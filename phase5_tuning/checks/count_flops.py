@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 
-from phase5_tuning.checks import padded_dim, require_ints
+from phase5_tuning.checks import padded_dim, require_function
 
 
 def check(answer):
@@ -14,44 +14,43 @@ def check(answer):
     cases += [tuple(drawn.randint(1, n) for n in (5, 9, 300, 300, 256)) for _ in range(4)]
     # The last one is past what floats count.
     large = [(32, 16, 16384, 16384, 128), (3, 31, 999999, 1000001, 255)]
-    calls = []
-    for case in itertools.product(cases + large, (False, True), ("fwd", "bwd", "both")):
-        sizes, is_causal, mode = case
-        right, mistakes = _by_convention(*case)
-        got = answer.flops(*sizes, is_causal, mode)
-        calls.append((f"flops{(*sizes, is_causal, mode)}", got, right, mistakes))
-    require_ints(calls)
-
+    modes = "fwd", "bwd", "both"
+    calls = [(*sizes, *of) for sizes in cases + large for of in itertools.product((False, True), modes)]
+    require_function(answer, "flops", calls, _by_convention, _mistakes_by_convention)
     blocks = [((32, 128), (128, 64)), ((64, 64), (128, 32)), ((64, 128), (16, 16))]
-    calls = []
-    for sizes, is_causal, tiles in itertools.product(cases, (False, True), blocks):
-        case = (*sizes, is_causal, *tiles)
-        got = answer.executed_flops(*case)
-        calls.append((f"executed_flops{case}", got, executed(*case), _executed_mistakes(*case)))
-    require_ints(calls)
+    calls = [(*sizes, of, *tiles) for sizes in cases for of in (False, True) for tiles in blocks]
+    require_function(answer, "executed_flops", calls, executed, _executed_mistakes)
     return f"{len(cases + large)} sizes by convention, {len(cases)} as executed, four of them drawn at random"
 
 
-def _by_convention(sizes, is_causal, mode):
-    """The count, and {sentence: a mistaken count}."""
-    full, half = 2 * math.prod(sizes), 2 if is_causal else 1
-    products, recomputed, four = {"fwd": (2, 2, 2), "bwd": (5, 7, 4), "both": (7, 9, 6)}[mode]
-    right = full * products // half
-    of_backward, padded = full * min(products, 5) // half, padded_dim(sizes[-1])
-    return right, {
-        "under a causal mask the count is half": full * products,
+PRODUCTS = dict(fwd=2, bwd=5, both=7)  # of two matrices, by the convention
+
+
+def _by_convention(*case, products=PRODUCTS):
+    *sizes, is_causal, mode = case
+    return 2 * math.prod(sizes) * products[mode] // (1 + is_causal)
+
+
+def _mistakes_by_convention(*case):
+    *sizes, _, mode = case
+    recomputed, four, of_backward = (
+        _by_convention(*case, products=dict(fwd=2, bwd=bwd, both=both)) for bwd, both in ((7, 9), (4, 6), (5, 5))
+    )
+    right, padded = _by_convention(*case), padded_dim(sizes[-1])
+    return {
+        "under a causal mask the count is half": _by_convention(*sizes, False, mode),
         "an addition and a multiplication are two operations: 2 a b c": right // 2,
-        "backward counts for 2.5 forward passes, whatever kernels recompute": full * recomputed // half,
-        "backward has five products: S, dP, dV, dQ, dK": full * four // half,
+        "backward counts for 2.5 forward passes, whatever kernels recompute": recomputed,
+        "backward has five products: S, dP, dV, dQ, dK": four,
         '"both" is forward and backward together, 3.5 times as much as forward': of_backward,
         "the convention takes head_dim as it is; kernels pad it": right // sizes[-1] * padded,
     }
 
 
 def executed(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles, products=(4, 3), width=None, counts=None):
-    """What the backward kernels execute, or by a mistaken count: with a width instead of the padded
-    head_dim, or with the part of a tile that counts(first query, last query, first key, last
-    key)."""
+    """What the backward kernels execute, or by a mistaken count: with a width instead of the padded head_dim, or with
+    the part of a tile that counts(first query, last query, first key, last key).
+    """
     count = 0
     for of_tile, (block_m, block_n) in zip(products, tiles, strict=True):
         for m0, n0 in itertools.product(range(0, seq_q, block_m), range(0, seq_k, block_n)):
@@ -97,14 +96,9 @@ def _causal_mistakes(case, right):
     (*sizes, _), tiles, seq_k = case[:6], case[6:], case[3]
     full = executed(*sizes, False, *tiles)
     past_keys = executed(*case[:3], case[2] + 256, *case[4:])
-    off_diagonal, whole, past_queries = (
-        executed(*case, counts=counts)
-        for counts in (
-            lambda m0, m1, n0, n1: n0 < m0,
-            lambda m0, m1, n0, n1: n1 < seq_k and n1 <= m0,
-            lambda m0, m1, n0, n1: n0 <= m1,
-        )
-    )
+    off_diagonal = executed(*case, counts=lambda m0, m1, n0, n1: n0 < m0)
+    whole = executed(*case, counts=lambda m0, m1, n0, n1: n1 < seq_k and n1 <= m0)
+    past_queries = executed(*case, counts=lambda m0, m1, n0, n1: n0 <= m1)
     return {
         "the half is the convention of `flops`; here the tiles with a visible pair are counted": full // 2,
         "the half is the convention of `flops`, and the tiles are counted already": right // 2,

@@ -16,13 +16,8 @@ from triton.runtime.errors import InterpreterError
 
 def check(answer):
     attention = _explained(answer)
-
-    def ask(unwritten, outside):
-        return _of_descriptor(answer) or (
-            "does every program store its whole tile, at rows that count from the first one of its head?"
-        )
-
-    attend = guarded(attention, ask)
+    usual = "does every program store its whole tile, at rows that count from the first one of its head?"
+    attend = guarded(attention, lambda *_: _of_descriptor(answer) or usual)
     _check_ends_of_heads(attend)
     for name in ("q", "k", "v", "qkv"):
         _check_neighbors(attend, name)
@@ -32,11 +27,9 @@ def check(answer):
     def repaired(q, k, v, *, is_causal, scale, enable_gqa):
         return attention(q, k, v, is_causal, scale, block_m=64, block_n=16)
 
-    lengths = ((100, 77), (64, 128), (17, 70))
-    for (seq_q, seq_k), is_causal in itertools.product(lengths, (False, True)):
+    for (seq_q, seq_k), is_causal in itertools.product(((100, 77), (64, 128), (17, 70)), (False, True)):
         inputs = make_qkv(1, 3, seq_q, 32, seq_k=seq_k, layout_v="bshd")
-        what = f"{seq_q} queries, {seq_k} keys"
-        require_verified(what, guarded(repaired), *inputs, is_causal=is_causal)
+        require_verified(f"{seq_q} queries, {seq_k} keys", guarded(repaired), *inputs, is_causal=is_causal)
     _check_no_copies(answer)
     return "eight pairs of lengths, full and causal; NaN in neighbors stays there; every element of o is stored once"
 
@@ -67,15 +60,17 @@ def _check_ends_of_heads(attend):
     """Lengths that are no multiple of the tile: what lies past the last row is the next head's."""
     for seq_q, seq_k, is_causal in ((70, 70, False), (33, 45, False), (45, 33, True), (64, 64, True), (1, 1, False)):
         q, k, v = make_qkv(2, 2, seq_q, 16, seq_k=seq_k, dtype=FP32, layout_v="bshd")
-        right, _, _ = naive_attention(q.double(), k.double(), v.double(), is_causal=is_causal)
-        sentence = "the first rows of every head but the first hold what the last program of the head before it stored"
+        right, wrong = (
+            naive_attention(q.double(), k.double(), of.double(), is_causal=is_causal)[0]
+            for of in (v, v.as_strided(v.shape, k.stride()))
+        )
+        stored = "the first rows of every head but the first hold what the last program of the head before it stored"
+        with_zeros, with_next = (_overwritten(q, k, v, right, 32, is_causal, q_past=n) for n in (0, 1))
         mistakes = {
-            sentence + end: _overwritten(q, k, v, right, 32, is_causal, q_past=n)
-            for n, end in enumerate(("; it loaded zeros for them", ""))
+            f"{stored}; it loaded zeros for them": with_zeros,
+            stored: with_next,
+            "v is read with the strides of k, but has a layout of its own": wrong,
         }
-        wrong_v = v.as_strided(v.shape, k.stride()).double()
-        wrong, _, _ = naive_attention(q.double(), k.double(), wrong_v, is_causal=is_causal)
-        mistakes["v is read with the strides of k, but has a layout of its own"] = wrong
         what = f"o, {seq_q} queries, {seq_k} keys{', causal' if is_causal else ''}"
         require(what, attend(q, k, v, is_causal), right, mistakes=mistakes)
 

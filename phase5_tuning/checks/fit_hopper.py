@@ -6,7 +6,7 @@ from unittest import mock
 from common import runtime
 from common.learn.check.require import reject
 from common.measure import offline, sass
-from phase5_tuning.checks import FP16, require_ints
+from phase5_tuning.checks import FP16, require_function
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper.model import predicted_tflops
 from phase5_tuning.launch import configs
@@ -27,50 +27,50 @@ def check(answer):
     made = _compiled(shapes)
     for head_dim, c in made.items():
         _check_compiled(head_dim, shapes[head_dim], c)
-    rates = {d: _predicted(d, _as_compiled(shapes[d], c)) for d, c in made.items()}
-    said = {
-        d: f"{c.shared / 1024:.0f} KiB, nothing spilled, {rates[d]:.0f} TFLOP/s in the model" for d, c in made.items()
-    }
-    for d, shape in shapes.items():
-        if shape["OVERLAP"] and not _as_compiled(shape, made[d])["OVERLAP"]:
-            said[d] += (
-                " as without OVERLAP, which changes nothing here: the assembler has moved the wait for the products "
-                "before the exponentials (section 5)"
-            )
-    return "; ".join(f"head_dim {d}: {of}" for d, of in said.items())
+    return "; ".join(_said(head_dim, shapes[head_dim], c) for head_dim, c in made.items())
+
+
+def _said(head_dim, shape, c):
+    as_compiled = _as_compiled(shape, c)
+    rate = _predicted(head_dim, as_compiled)
+    said = f"head_dim {head_dim}: {c.shared / 1024:.0f} KiB, nothing spilled, {rate:.0f} TFLOP/s in the model"
+    if as_compiled["OVERLAP"] == bool(shape["OVERLAP"]):
+        return said
+    return said + (
+        " as without OVERLAP, which changes nothing here: the assembler has moved the wait for the products "
+        "before the exponentials (section 5)"
+    )
 
 
 def _check_counts(answer):
-    calls = []
-    for head_dim, consumers, stages in itertools.product((64, 128), (1, 2, 3, 4), (1, 2, 4)):
-        right = _shared(head_dim, consumers, stages)
-        q, k = 64 * head_dim * 2, 128 * head_dim * 2
-        mistakes = {
-            "these are elements: how many bytes has each?": right // 2,
-            "the queries of two tiles are held, of this one and of the next": right - consumers * q,
-            "each consumer has queries of its own": 2 * q + 2 * stages * k,
-            "a stage is a tile of keys and one of values": right - stages * k,
-            "queries are missing": 2 * stages * k,
-        }
-        got = answer.shared_bytes(head_dim, consumers, stages)
-        calls.append((f"shared_bytes{head_dim, consumers, stages}", got, right, mistakes))
-    require_ints(calls)
-    calls = []
-    for consumers in range(2, 8):
-        mistakes = {
-            "round down to a multiple of 8": 65536 // (128 * (consumers + 1)),
-            "the producer's warpgroup has registers too": _shared_out(128 * consumers),
-            "the producer counts as four warps": _shared_out(128 * consumers + 32),
-            "a warpgroup has four warps of 32 threads": _shared_out(32 * (consumers + 1)),
-        }
-        mistakes = {f"{sentence} (section 4.1)": wrong for sentence, wrong in mistakes.items()}
-        got, right = answer.launch_registers(consumers), _at_launch(consumers)
-        calls.append((f"launch_registers({consumers})", got, right, mistakes))
-    require_ints(calls)
+    cases = itertools.product((64, 128), (1, 2, 3, 4), (1, 2, 4))
+    require_function(answer, "shared_bytes", cases, _shared, _shared_mistakes)
+    cases = [(consumers,) for consumers in range(2, 8)]
+    require_function(answer, "launch_registers", cases, _at_launch, _launch_mistakes)
 
 
 def _shared(head_dim, consumers, stages):
     return (2 * consumers * 64 + 2 * stages * 128) * head_dim * 2
+
+
+def _shared_mistakes(head_dim, consumers, stages):
+    right, q, k = _shared(head_dim, consumers, stages), 64 * head_dim * 2, 128 * head_dim * 2
+    return {
+        "these are elements: how many bytes has each?": right // 2,
+        "the queries of two tiles are held, of this one and of the next": right - consumers * q,
+        "each consumer has queries of its own": 2 * q + 2 * stages * k,
+        "a stage is a tile of keys and one of values": right - stages * k,
+        "queries are missing": 2 * stages * k,
+    }
+
+
+def _launch_mistakes(consumers):
+    return {
+        "round down to a multiple of 8 (section 4.1)": 65536 // (128 * (consumers + 1)),
+        "the producer's warpgroup has registers too (section 4.1)": _shared_out(128 * consumers),
+        "the producer counts as four warps (section 4.1)": _shared_out(128 * consumers + 32),
+        "a warpgroup has four warps of 32 threads (section 4.1)": _shared_out(32 * (consumers + 1)),
+    }
 
 
 def _at_launch(consumers):

@@ -8,7 +8,7 @@ from unittest import mock
 
 from common import make_qkv, runtime
 from common.learn.check.require import guarded, reject, require, require_verified
-from phase5_tuning.checks import BF16, FP16, FP32, INF
+from phase5_tuning.checks import BF16, FP16, FP32, INF, finite
 
 import torch
 
@@ -31,8 +31,7 @@ def check(answer):
         return answer.attention(q, k, v, is_causal, scale)
 
     for dtype, kind in ((FP16, "normal"), (BF16, "peaked"), (FP32, "low"), (FP16, "large")):
-        layouts = dict(layout="bshd", layout_v="bhsd")
-        inputs = make_qkv(1, 2, 40, 24, seq_k=70, dtype=dtype, kind=kind, **layouts)
+        inputs = make_qkv(1, 2, 40, 24, seq_k=70, dtype=dtype, kind=kind, layout="bshd", layout_v="bhsd")
         require_verified(f"{kind} inputs, {dtype}", guarded(base2), *inputs, is_causal=kind != "low", scale=0.5)
     q, k, v = make_qkv(1, 2, 40, 16, seq_k=70, dtype=FP32)
     k[0, 0, 3, 0] = math.nan
@@ -87,10 +86,9 @@ def _check_scale(answer):
     }
     require("o", o, o_of(1), mistakes=mistakes)
     right = s.logsumexp(-1)
-    mistakes = {"this is the LSE in base 2: multiply by ln(2)": right / LN2}
-    require("lse", lse, right, mistakes=mistakes)
-    mistakes = {"the argument `scale` is ignored": o_of(1)}
-    require("o, scale=0.5", answer.attention(q, k, v, False, 0.5)[0], o_of(2), mistakes=mistakes)
+    require("lse", lse, right, mistakes={"this is the LSE in base 2: multiply by ln(2)": right / LN2})
+    half = answer.attention(q, k, v, False, 0.5)[0]
+    require("o, scale=0.5", half, o_of(2), mistakes={"the argument `scale` is ignored": o_of(1)})
 
 
 def _states():
@@ -126,7 +124,7 @@ def _check_step(what, step, m, l, s, scale):
             reject(f"{what}: {name} is NaN in row {row}. Is it -inf minus -inf?")
     m, l, s = m.double(), l.double(), s.double()
     m_new = torch.maximum(m, s.amax(1) * scale)
-    shift = _finite(m_new)
+    shift = finite(m_new)
     alpha, p = torch.exp2(m - shift), torch.exp2(s * scale - shift[:, None])
     l_new = alpha * l + p.sum(1)
     lse = m_new * LN2 + torch.log(torch.where(l_new == 0, 1.0, l_new))
@@ -134,17 +132,12 @@ def _check_step(what, step, m, l, s, scale):
     mistakes = _wrong_powers(m, s, scale, m_new) | _wrong_sums(l, **right)
     for name in right:
         # Exponents up to about 300 in fp32: 300 * 2^-24 * ln(2) = 1.3e-5.
-        close = dict(rtol=1e-4, atol=1e-5)
-        require(f"{name}, {what}", got[name], right[name], mistakes=mistakes[name], **close)
-
-
-def _finite(m):
-    return torch.where(m == -INF, 0.0, m)
+        require(f"{name}, {what}", got[name], right[name], mistakes=mistakes[name], atol=1e-5)
 
 
 def _wrong_powers(m, s, scale, m_new):
     """{sentence: value} of mistakes in m, p and alpha."""
-    own, shift = s.amax(1), _finite(m_new)
+    own, shift = s.amax(1), finite(m_new)
     log2e, column = 1 / LN2, shift[:, None]
     unguarded = torch.where(m == -INF, 0.0, m_new)[:, None]
     wrong_m = {
@@ -162,7 +155,7 @@ def _wrong_powers(m, s, scale, m_new):
         "log2(e) is multiplied a second time: the scale holds it": s * scale * log2e - column,
         "the difference is scaled, m' with it, which is scaled already": (s - column) * scale,
         "it is m', the new maximum, that must be tested for -inf, not the old m": s * scale - unguarded,
-        "the old maximum is subtracted: it must be the new one": s * scale - _finite(m)[:, None],
+        "the old maximum is subtracted: it must be the new one": s * scale - finite(m)[:, None],
     }
     wrong_alpha = {
         "this is e^x: use exp2": torch.exp(m - shift),

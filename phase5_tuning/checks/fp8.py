@@ -1,6 +1,4 @@
-"""Checks FP8 and scales to the bit, the kernel on given ones, and the error that rounding
-leaves.
-"""
+"""Checks FP8 and scales to the bit, the kernel on given ones, and the error that rounding leaves."""
 
 import itertools
 import math
@@ -21,8 +19,7 @@ def check(answer):
     _check_quantize(answer.quantize)
     _check_smallest(answer.quantize)
     _check_no_rows(answer.quantize)
-    # First a single tile, then as many tiles of keys as of queries: so that most mistakes can be
-    # computed.
+    # First a single tile, then as many tiles of keys as of queries: so that most mistakes can be computed.
     for *sizes, is_causal in ((64, 60, 16, False), (150, 180, 32, False), (100, 90, 40, True), (40, 130, 16, False)):
         check_quantized_attention(answer, 1, 2, *sizes, is_causal=is_causal)
     for scale, stretch in ((0.5, 20), (-0.3, -20), (0.0, 0)):
@@ -180,8 +177,7 @@ def check_quantized_attention(
     hidden = torch.ones(seq_q, seq_k, dtype=torch.bool, device=o.device).triu(1) & is_causal
     q, k, v = (restored(*pair) for pair in pairs)
     right = _attention(q, k, v, factor, hidden)
-    # P in fp16, sums in fp32. Compiled, tensor cores add up FP8 products with few bits more than
-    # fp16 has.
+    # P in fp16, sums in fp32. Compiled, tensor cores add up FP8 products with few bits more than fp16 has.
     of_logits = (abs(factor) * q.abs() @ k.abs().mT).max().item()
     of_logits *= E if runtime.INTERPRETED else 2.0**-12
     of_o = 0 if dtype == FP32 else UNIT_ROUNDOFF[dtype]
@@ -213,8 +209,8 @@ def _wrong_scaling(pairs, factor, hidden):
         "the scale of k is missing": (q, raw_k, v),
         "the scale of v is missing": (q, k, raw_v),
         "the scales of k and v are exchanged": (q, restored(k8, sv), restored(v8, sk)),
-        "all of acc has the scale of the last block of v: each share of it has its own": ((q, k, last_v)),
-        "the scale of v belongs to this tile's share, not to what acc holds already": ((q, k, restored(v8, later))),
+        "all of acc has the scale of the last block of v: each share of it has its own": (q, k, last_v),
+        "the scale of v belongs to this tile's share, not to what acc holds already": (q, k, restored(v8, later)),
         "every tile of k has the scale of the first one": (q, first_k, v),
         "every tile of v has the scale of the first one": (q, k, first_v),
         "every tile of q has the scale of the first one": (first_q, k, v),
@@ -222,13 +218,11 @@ def _wrong_scaling(pairs, factor, hidden):
     }
     mistakes = {sentence: _attention(*qkv, factor, hidden) for sentence, qkv in wrong.items()}
     if sq.shape == sk.shape:
-        q_by_keys = _attention(raw_q, restored(k, sq), v, factor, hidden)
-        k_by_queries = _attention(restored(q, sk), raw_k, v, factor, hidden)
-        v_by_queries = restored(mistakes["the scale of v is missing"], sv)
+        of_q, of_k = (raw_q, restored(k, sq), v), (restored(q, sk), raw_k, v)
         mistakes |= {
-            "the scale of q is that of the block of queries, pid_m": q_by_keys,
-            "the scale of k is that of the block of keys, pid_n": k_by_queries,
-            "the scale of v is that of the block of keys, pid_n": v_by_queries,
+            "the scale of q is that of the block of queries, pid_m": _attention(*of_q, factor, hidden),
+            "the scale of k is that of the block of keys, pid_n": _attention(*of_k, factor, hidden),
+            "the scale of v is that of the block of keys, pid_n": restored(_attention(q, k, raw_v, factor, hidden), sv),
         }
     return mistakes
 

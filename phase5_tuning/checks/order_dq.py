@@ -4,17 +4,16 @@ import itertools
 import random
 
 from common.learn.check.require import reject
-from phase5_tuning.checks import require_ints
+from phase5_tuning.checks import require_numbers
 from phase5_tuning.hopper.order import Deadlock, dq_schedule
 
 HOP = 0.8
 
 
 def check(answer):
-    sizes = list(_sizes())
+    sizes, drawn = list(_sizes()), random.Random()
     for case in sizes:
         _check_numbers(answer, sizes, *case)
-    drawn = random.Random()
     for case in sizes:
         _check_waiting(answer, drawn, case)
     most = 2 * max(tiles_n for _, tiles_n, *_ in sizes)
@@ -53,7 +52,7 @@ def _check_numbers(answer, cases, tiles_m, tiles_n, block_m, block_n, window):
     for m in range(tiles_m):
         seen = [n for n in range(tiles_n) if _sees(m, n, *sizes)]
         numbers = {n: answer.order(m, n, tiles_n, *sizes) for n in seen}
-        require_ints([(f"order for m={m}, n={n}, {given}", x, x, {}) for n, x in numbers.items()])
+        require_numbers([(f"order for m={m}, n={n}, {given}", x, x, {}) for n, x in numbers.items()])
         if sorted(numbers.values()) != list(range(len(seen))):
             reject(
                 f"order: {given}, block_m={block_m}, window={window}: query tile {m} sees key tiles {seen}, and their "

@@ -1,10 +1,12 @@
 """Reads a consumer's operations in order, then runs several consumers on the model."""
 
+import itertools
 import re
 from types import GeneratorType
 
 from common.learn.check.require import reject
-from phase5_tuning.hopper.model import Consumer, Deadlock, Operation, Race, Ring, own_rings, simulate
+from phase5_tuning.checks import on_model
+from phase5_tuning.hopper.model import Consumer, Operation, Ring, own_rings, simulate
 
 LONGEST = 4000  # operations: an answer with more of them does not end
 
@@ -16,14 +18,10 @@ def check(answer):
     cases = [(d, n, stages, 12) for d in (64, 128) for n in (1, 2, 3) for stages in (2, 3)]
     for head_dim, consumers, stages, tiles in cases:
         actors = own_rings(head_dim, consumers, stages, answer.walk, tiles)
-        try:
+        with on_model(f"head_dim {head_dim}, {consumers} consumers, {stages} stages"):
             simulate(actors)
-        except (Deadlock, Race) as error:
-            reject(f"head_dim {head_dim}, {consumers} consumers, {stages} stages: {type(error).__name__}: {error}")
-    return (
-        f"{len(cases)} runs on the model; in each, P V of the tile before is under way during the exponentials of "
-        "all tiles but the first"
-    )
+    said = "in each, P V of the tile before is under way during the exponentials of all tiles but the first"
+    return f"{len(cases)} runs on the model; {said}"
 
 
 class _Reading:
@@ -70,11 +68,9 @@ class _Reading:
 
     def _which(self, op):
         """(ring, slot, whether the barrier is a full one)"""
-        for name, ring in self.rings.items():
-            for full, barriers in ((True, ring.full), (False, ring.empty)):
-                for slot, barrier in enumerate(barriers):
-                    if barrier is op.barrier:
-                        return name, slot, full
+        for (name, ring), slot in itertools.product(self.rings.items(), range(self.stages)):
+            if op.barrier in (ring.full[slot], ring.empty[slot]):
+                return name, slot, op.barrier is ring.full[slot]
         return self.reject(f"{op.barrier} is no barrier of these rings")
 
     def _wait(self, op):
@@ -86,23 +82,19 @@ class _Reading:
         held = last > self.gone[name][slot]
         if held and op.parity == self.rings[name].slot(last)[1]:
             return  # once more for the tile that is there
-        if op.parity != self.rings[name].slot(coming)[1]:
-            self.reject(
-                f"wait(me.{name}.full[{slot}], {op.parity}) passes at once, before {name.upper()}{coming} is there: "
-                f"its parity is {self.rings[name].slot(coming)[1]}"
-            )
+        tile, parity = f"{name.upper()}{coming}", self.rings[name].slot(coming)[1]
+        if op.parity != parity:
+            asked = f"wait(me.{name}.full[{slot}], {op.parity})"
+            self.reject(f"{asked} passes at once, before {tile} is there: its parity is {parity}")
         if coming >= self.tiles:
-            self.reject(f"waits for {name.upper()}{coming}, which never comes: there are {self.tiles} tiles")
+            self.reject(f"waits for {tile}, which never comes: there are {self.tiles} tiles")
         if held:
-            self.reject(
-                f"waits for {name.upper()}{coming} in slot {slot}, where {name.upper()}{last} has not been let go"
-            )
-        if name == "v" and coming + 1 < self.tiles and f"S{coming + 1}" not in self.done | set(self.pending):
-            self.reject(
-                f"V{coming} is waited for before S{coming + 1} is started, so S waits for a V that it does not need"
-            )
+            self.reject(f"waits for {tile} in slot {slot}, where {name.upper()}{last} has not been let go")
+        after = f"S{coming + 1}"
+        if name == "v" and coming + 1 < self.tiles and after not in self.done | set(self.pending):
+            self.reject(f"{tile} is waited for before {after} is started, so S waits for a V that it does not need")
         self.there[name][slot] = coming
-        self.last = f"the wait for {name.upper()}{coming}"
+        self.last = f"the wait for {tile}"
 
     def _product(self, op):
         found = re.fullmatch(r"(S|PV)(-?\d+)", op.text)
@@ -121,9 +113,8 @@ class _Reading:
             self.reject(f"S{j} is started before the exponentials of tile {j - 1}: there are registers for one S")
         if kind == "PV":
             if f"rescale {j}" not in self.done:
-                self.reject(
-                    f"PV{j} needs P of tile {j} in 16 bits, and acc at its maxima: me.rescale({j}) comes before"
-                )
+                what = f"PV{j} needs P of tile {j} in 16 bits, and acc at its maxima"
+                self.reject(f"{what}: me.rescale({j}) comes before")
             if j > 0 and f"PV{j - 1}" not in started:
                 self.reject(f"PV{j - 1} is missing")
         self.pending.append(op.text)
@@ -146,10 +137,8 @@ class _Reading:
         if f"softmax {j}" in self.done:
             self.reject(f"the softmax of tile {j} is computed twice")
         if j > 0 and f"PV{j - 1}" not in self.pending:
-            self.reject(
-                f"no product is under way during the exponentials of tile {j}: PV{j - 1} "
-                + ("is done already" if f"PV{j - 1}" in self.done else "has not been started")
-            )
+            why = "is done already" if f"PV{j - 1}" in self.done else "has not been started"
+            self.reject(f"no product is under way during the exponentials of tile {j}: PV{j - 1} {why}")
         if self.gone["k"][j % self.stages] < j:
             self.reject(f"K{j} is held during the exponentials of tile {j}, although S{j} is done")
         self.done.add(f"softmax {j}")

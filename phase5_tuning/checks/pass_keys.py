@@ -1,22 +1,28 @@
 """Runs an answer on rings of 1 to 5 ranks: results, deadlocks, races, and what travels meanwhile."""
 
-from common.learn.check.require import reject, require
+from common.learn.check.require import reject
+from phase5_tuning.checks import require_o_lse
 from phase5_tuning.ring import model as ring_model
 from phase5_tuning.ring.attention import merge_
 from phase5_tuning.ring.model import Deadlock, Race
 
 import torch
 
+SEND_FIRST = (
+    "A send is done when the next rank has started to receive. If all wait for their sends first, nobody gets to "
+    "receiving: start both, then wait"
+)
+RINGS = 2, 1, 3, 4, 5  # numbers of ranks
+ALONE = ring_model.Rank(None, 0, 1)  # what a rank computes without a ring
+
 
 def check(answer):
-    for ranks in (2, 1, 3, 4, 5):
+    for ranks in RINGS:
         inputs = [made(rank)[:2] for rank in range(ranks)]
-        got, ring = played(f"{ranks} ranks", lambda rank, of: answer.forward(rank, *of), inputs, "(o, lse)")
-        for rank, (o, lse) in zip(ring, got, strict=True):
-            _check_result(f"{ranks} ranks: rank {rank.number}", rank.number, inputs, o, lse)
-        for rank in ring:
-            require_meanwhile(ranks, rank, "attend", "the keys")
-            check_sends(rank)
+        played_by = played(answer.forward, inputs, "(o, lse)")
+        for rank, got in played_by:
+            _check_result(rank, inputs, got)
+        check_moves_of_keys(rank for rank, _ in played_by)
     return "1 to 5 ranks: right, nobody waits for ever, keys travel while ranks attend"
 
 
@@ -27,11 +33,11 @@ def made(number):
     return q, torch.stack((k, v)), do
 
 
-def played(what, program, inputs, returns):
-    """(results, ranks) of a ring; rejects a deadlock, a race, inputs that change and results of another kind."""
-    ring, kept = [], [[x.clone() for x in of] for of in inputs]
+def played(program, inputs, returns):
+    """[(rank, result)] of a ring; rejects a deadlock, a race, inputs that change and results of another kind."""
+    what, ring, kept = f"{len(inputs)} ranks", [], [[x.clone() for x in of] for of in inputs]
     try:
-        got = ring_model.run(program, inputs, ring)
+        got = ring_model.run(lambda rank, of: program(rank, *of), inputs, ring)
     except Deadlock as error:
         reject(f"{what}: no rank goes on: {error}.{_why_stuck(ring)}")
     except Race as error:
@@ -45,19 +51,16 @@ def played(what, program, inputs, returns):
     for pair in got:
         if not (isinstance(pair, tuple) and len(pair) == 2):
             reject(f"{what}: expected {returns} from each rank, got {type(pair).__name__}")
-    return got, ring
+    return list(zip(ring, got, strict=True))
 
 
 def _why_stuck(ring):
     if any(len(rank.sends) != len(rank.receives) for rank in ring):
-        return (
-            " A send is done when the next rank has started to receive. If all wait for their sends first, nobody "
-            "gets to receiving: start both, then wait"
-        )
+        return f" {SEND_FIRST}"
     return " Does every rank start as many receives as the rank before starts sends?"
 
 
-def require_meanwhile(ranks, rank, computed, what, kinds=1, first=0):
+def require_meanwhile(rank, what, kinds=1, first=0):
     """Rejects a step, from `first` on, in which fewer than `kinds` sends or receives are under way."""
     step, under_way = 0, dict(send=0, receive=0)
     for event, of in rank.log:
@@ -66,38 +69,38 @@ def require_meanwhile(ranks, rank, computed, what, kinds=1, first=0):
         elif event == "waited":
             under_way[of] -= 1
         else:
-            if first <= step < ranks - 1 and min(under_way.values()) < kinds:
+            if first <= step < rank.ranks - 1 and min(under_way.values()) < kinds:
                 reject(
-                    f"{ranks} ranks: in step {step} rank {rank.number} computes while {what} stand still: start "
+                    f"{rank.ranks} ranks: in step {step} rank {rank.number} computes while {what} stand still: start "
                     "both transfers before, and wait for them after"
                 )
             step += 1
 
 
-def check_sends(rank):
-    if len(rank.sends) > rank.ranks - 1:
-        reject(
-            f"{rank.ranks} ranks: each rank sends {len(rank.sends)} times, where {rank.ranks - 1} are enough: keys and "
-            "values travel together, and in the last step nobody needs them any more"
-        )
+def check_moves_of_keys(ring):
+    """Keys travel during each step but the last, and no further."""
+    for rank in ring:
+        require_meanwhile(rank, "the keys")
+        if len(rank.sends) > rank.ranks - 1:
+            reject(
+                f"{rank.ranks} ranks: each rank sends {len(rank.sends)} times, where {rank.ranks - 1} are enough: keys "
+                "and values travel together, and in the last step nobody needs them any more"
+            )
 
 
-def _check_result(what, number, inputs, o, lse):
-    q, everybody = inputs[number][0], [kv for _, kv in inputs]
-    attend = ring_model.Rank(None, 0, 1).attend
-    right_o, right_lse = attend(q, torch.cat(everybody, dim=1))
-    parts = [attend(q, kv) for kv in everybody]
-    wrong = {}
-    if len(parts) > 1:
-        wrong["these are its own keys alone"] = parts[number]
-        wrong["these are the keys of the last step alone: merge each part into the result"] = parts[
-            (number + 1) % len(parts)
-        ]
-        wrong["the parts are added up: merge them"] = tuple(map(sum, zip(*parts, strict=True)))
-        again = tuple(x.clone() for x in parts[number])
-        for _ in range(len(parts) - 1):
-            merge_(*again, *parts[number])
-        wrong["its own keys were merged again and again: kv must become what came"] = again
-    for i, name, got, right in ((1, "lse", lse, right_lse), (0, "o", o, right_o)):
-        mistakes = {sentence: of[i] for sentence, of in wrong.items()}
-        require(f"{what}: {name}", got, right, mistakes=mistakes, rtol=1e-4, atol=1e-4)
+def _check_result(rank, inputs, got):
+    q, everybody = inputs[rank.number][0], [kv for _, kv in inputs]
+    parts = [ALONE.attend(q, kv) for kv in everybody]
+    own = parts[rank.number]
+    again = tuple(x.clone() for x in own)
+    for _ in range(len(parts) - 1):
+        merge_(*again, *own)
+    last = parts[(rank.number + 1) % len(parts)]
+    mistakes = {
+        "these are its own keys alone": own,
+        "these are the keys of the last step alone: merge each part into the result": last,
+        "the parts are added up: merge them": tuple(map(sum, zip(*parts, strict=True))),
+        "its own keys were merged again and again: kv must become what came": again,
+    }
+    right = ALONE.attend(q, torch.cat(everybody, dim=1))
+    require_o_lse(f"{len(inputs)} ranks: rank {rank.number}", got, right, mistakes)

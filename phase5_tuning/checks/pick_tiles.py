@@ -7,7 +7,7 @@ from unittest import mock
 from common import runtime
 from common.learn.check.require import reject
 from common.measure import offline
-from phase5_tuning.checks import padded_dim, require_ints
+from phase5_tuning.checks import padded_dim, require_function
 from phase5_tuning.ladder import forward
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.configs import Config
@@ -16,26 +16,13 @@ from phase5_tuning.passes.forward import attention_forward
 import torch
 
 # head_dim, BLOCK_M, BLOCK_N, num_warps, num_stages: a few are drawn and compiled.
-TILES = [
-    (64, 64, 64, 4, 1),
-    (64, 64, 64, 4, 3),
-    (64, 128, 64, 4, 2),
-    (64, 128, 64, 8, 3),
-    (64, 64, 128, 4, 1),
-    (64, 64, 128, 4, 2),
-    (64, 128, 128, 8, 2),
-    (128, 64, 32, 4, 2),
-    (128, 64, 64, 4, 1),
-    (128, 64, 64, 4, 3),
-    (128, 128, 64, 8, 2),
-    (128, 64, 128, 4, 1),
-    (128, 128, 128, 8, 2),
-]
+TILES = [(64, 64, 64, 4, 1), (64, 64, 64, 4, 3), (64, 128, 64, 4, 2), (64, 128, 64, 8, 3), (64, 64, 128, 4, 1)]
+TILES += [(64, 64, 128, 4, 2), (64, 128, 128, 8, 2), (128, 64, 32, 4, 2), (128, 64, 64, 4, 1), (128, 64, 64, 4, 3)]
+TILES += [(128, 128, 64, 8, 2), (128, 64, 128, 4, 1), (128, 128, 128, 8, 2)]
 SPILLING = (128, 128, 64, 4, 2), (128, 128, 128, 4, 2)  # one of them is always among them
 MARGIN = 0.08
 # Registers for acc and S: in compiles with no more than that nothing was spilled.
 BUDGET = 160
-
 
 CHIPS = (64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024)  # bytes of shared memory
 # Where everything fits, only the order counts: BLOCK_M, then stages, then place.
@@ -73,27 +60,15 @@ def _beside_the_compiler(answer):
 def _check_programs(answer):
     """On numbers drawn at random, and on some in which each budget decides."""
     drawn = random.Random()
-    cases = [
-        (102, 1000, 4),  # 5 programs if registers were handed out singly
-        (170, 1000, 4),
-        (128, 1000, 4),
-        (32, 100, 4),
-        (24, 1000, 2),
-        (100, 57 * 1024, 4),
-        (255, 228 * 1024 - 1024, 8),
-    ]
+    cases = [(102, 1000, 4)]  # 5 programs if registers were handed out singly
+    cases += [(170, 1000, 4), (128, 1000, 4), (32, 100, 4), (24, 1000, 2), (100, 57 * 1024, 4), (255, 227 * 1024, 8)]
     cases += [(drawn.randint(24, 255), drawn.randint(0, 227 * 1024), drawn.choice((4, 8))) for _ in range(40)]
-    calls = []
-    for case in cases:
-        got, right = answer.programs(*case), _programs(*case)
-        calls.append((f"programs{case}", got, right, _programs_mistakes(*case)))
-    require_ints(calls)
+    require_function(answer, "programs", cases, _programs, _programs_mistakes)
 
 
 def _programs(registers, shared, num_warps, handed=8, reserved=1024, warps=64, threads=32):
     held = -(-registers // handed) * handed
-    budgets = (65536 // (held * threads * num_warps), 228 * 1024 // max(1, shared + reserved), warps // num_warps)
-    return min(budgets)
+    return min(65536 // (held * threads * num_warps), 228 * 1024 // max(1, shared + reserved), warps // num_warps)
 
 
 def _programs_mistakes(*case):
@@ -109,16 +84,11 @@ def _programs_mistakes(*case):
 
 
 def _check_counts(answer, configs):
-    shared_calls, register_calls = [], []
-    for config, head_dim in itertools.product(configs, (16, 40, 64, 80, 256, 8, 3)):
-        for itemsize in (1, 2, 4):
-            call, got = ((config, head_dim, itemsize), answer.shared_bytes(config, head_dim, itemsize))
-            shared_calls.append((f"shared_bytes{call}", got, _shared(*call), _shared_mistakes(*call)))
-        got, right = answer.registers(config, head_dim), _registers(config, head_dim)
-        mistakes = _registers_mistakes(config, head_dim)
-        register_calls.append((f"registers{config, head_dim}", got, right, mistakes))
-    require_ints(shared_calls)
-    require_ints(register_calls)
+    head_dims = 16, 40, 64, 80, 256, 8, 3
+    cases = itertools.product(configs, head_dims, (1, 2, 4))
+    require_function(answer, "shared_bytes", cases, _shared, _shared_mistakes)
+    cases = itertools.product(configs, head_dims)
+    require_function(answer, "registers", cases, _registers, _registers_mistakes)
 
 
 def _cases():
@@ -159,19 +129,17 @@ def _shared(config, head_dim, itemsize):
 
 
 def _shared_mistakes(config, head_dim, itemsize):
-    row, stages = padded_dim(head_dim) * itemsize, config.num_stages
+    row, stages, right = padded_dim(head_dim) * itemsize, config.num_stages, _shared(config, head_dim, itemsize)
     q, k = config.BLOCK_M * row, config.BLOCK_N * row
     return {
         "these are elements: how many bytes has each?": _shared(config, head_dim, 1),
-        "q stays for the whole walk": _shared(config, head_dim, itemsize) - q,
+        "q stays for the whole walk": right - q,
         "there is a tile of k and one of v in each stage": q + stages * k,
         "there are num_stages tiles of k, and as many of v, not one fewer": q + 2 * (stages - 1) * k,
-        "q is there once": _shared(config, head_dim, itemsize) + q,
+        "q is there once": right + q,
         "with one stage, k and v take turns in the place of one": q + 2 * stages * k,
         "q is loaded once, it has no stages": stages * (q + 2 * k),
-        "head_dim is padded to a power of two, 16 or more": _shared(config, head_dim, itemsize)
-        // padded_dim(head_dim)
-        * head_dim,
+        "head_dim is padded to a power of two, 16 or more": right // padded_dim(head_dim) * head_dim,
     }
 
 
@@ -197,12 +165,8 @@ def _fits(config, head_dim, itemsize, shared_limit, register_budget):
 
 
 def _pick(candidates, *limits):
-    best = None
-    for c in candidates:
-        size = c.BLOCK_M * c.BLOCK_N, c.BLOCK_M, c.num_stages
-        if _fits(c, *limits) and (best is None or size > (best.BLOCK_M * best.BLOCK_N, best.BLOCK_M, best.num_stages)):
-            best = c
-    return best
+    fitting = [c for c in candidates if _fits(c, *limits)]
+    return max(fitting, key=lambda c: (c.BLOCK_M * c.BLOCK_N, c.BLOCK_M, c.num_stages), default=None)
 
 
 def _why_not(got, right, candidates, *limits):

@@ -1,14 +1,12 @@
-"""Checks the model's clocks on turns that were counted and on some drawn at random, and puts the gains beside the
-record.
-"""
+"""Checks the model's clocks on counted turns and on some drawn at random, and puts the gains beside the record."""
 
+import functools
 import itertools
-import math
 import random
-from collections import Counter
 
 from common.learn.check.require import reject
 from common.measure import records
+from phase5_tuning.checks import require_function
 
 # The forward pass's turns, counted in what Triton 3.7.1 makes of each rung for sm_90, under the
 # mask of the case: block_m, block_n, num_warps, and the opcodes in this order.
@@ -35,34 +33,27 @@ BOUND = 0.10  # between a predicted and a recorded gain
 def check(answer):
     cases = _cases(answer.Turn)
     for name, right in (("serial_clocks", _serial), ("overlapped_clocks", _overlapped)):
-        calls = [
-            (f"{name}({turn}, {d})", getattr(answer, name)(turn, d), right(turn, d), _mistakes(name, turn, d))
-            for turn, d in cases
-        ]
-        _require(calls)
-    calls = []
-    for (before, d), (after, _) in itertools.pairwise(cases):
-        got = answer.gain(before, after, d)
-        case = before, after, d
-        calls.append((f"gain({before}, {after}, {d})", got, _gain(*case), _gain_mistakes(*case)))
-    _require(calls)
+        require_function(answer, name, cases, right, functools.partial(_mistakes, name), exact=False)
+    pairs = [(before, after, d) for (before, d), (after, _) in itertools.pairwise(cases)]
+    require_function(answer, "gain", pairs, _gain, _gain_mistakes, exact=False)
     return _beside_the_record(answer)
 
 
 def _cases(make):
     """(turn, head_dim): the counted ones, others drawn at random."""
     drawn = random.Random()
-    cases = [
-        (make(*sizes, dict(zip(OPCODES, counts, strict=True))), d)
-        for (d, _), rungs in TURNS.items()
-        for *sizes, counts in rungs.values()
-    ]
+    cases = [(_turn(make, *counted), d) for (d, _), rungs in TURNS.items() for counted in rungs.values()]
     for _ in range(6):
         counts = {op: drawn.randint(1, 90) for op in OPCODES}
         sizes = drawn.choice((64, 128)), drawn.choice((32, 64, 128)), drawn.choice((4, 8, 16))
         cases.append((make(*sizes, counts), drawn.choice((64, 128, 256))))
     cases.append((make(64, 64, 8, {"HGMMA": 16, "FFMA": 3000}), 64))  # no exponentials at all
     return cases
+
+
+def _turn(make, *sizes_and_counts):
+    *sizes, counts = sizes_and_counts
+    return make(*sizes, dict(zip(OPCODES, counts, strict=True)))
 
 
 def _terms(turn, head_dim):
@@ -94,18 +85,16 @@ def _mistakes(name, turn, head_dim):
             return products + mufu + others
         return max(products, mufu, others + issued)
 
+    of_one_warp = of(mufu=8 * mufu / share, others=others / share, issued=mufu / share)
+    of_all = of(mufu=32 * mufu, others=4 * others, issued=4 * mufu)
     wrong = {
         "the products are missing": of(products=0),
         "there are two products, of 2 * block_m * block_n * head_dim operations each": of(products / 2),
         "the exponentials are missing: a MUFU keeps its unit for 8 clocks": of(mufu=0),
         "a MUFU counts like any other instruction here, but 32 results at 4 a clock take 8 clocks": of(mufu=mufu),
         "the 16 results a clock are for four schedulers, and each has a quarter of them": of(mufu=2 * mufu),
-        "each scheduler serves num_warps / 4 warps; yours serves one": of(
-            mufu=8 * mufu / share, others=others / share, issued=mufu / share
-        ),
-        "the warps are spread over four schedulers; yours serves them all": of(
-            mufu=32 * mufu, others=4 * others, issued=4 * mufu
-        ),
+        "each scheduler serves num_warps / 4 warps; yours serves one": of_one_warp,
+        "the warps are spread over four schedulers; yours serves them all": of_all,
         "starting a product is an instruction that is issued, too": of(others=others - hgmma),
         "only products and exponentials count here: the other instructions are missing": together(products, 8 * mufu),
     }
@@ -125,30 +114,13 @@ def _gain(before, after, head_dim, clocks=_serial):
 
 
 def _gain_mistakes(before, after, head_dim):
-    case = before, after, head_dim
+    case, whole_turns = (before, after, head_dim), _serial(before, head_dim) / _serial(after, head_dim)
     return {
         "it is upside down: clocks before, divided by clocks after": 1 / _gain(*case),
-        "the turns have different tiles: divide each by its logits, block_m * block_n": _serial(before, head_dim)
-        / _serial(after, head_dim),
+        "the turns have different tiles: divide each by its logits, block_m * block_n": whole_turns,
         "this is the gain if everything overlaps": _gain(*case, _overlapped),
         "a gain of 12 percent is 1.12, not 0.12": _gain(*case) - 1,
     }
-
-
-def _require(calls):
-    """calls: (what, got, right, mistakes). A sentence is believed if it explains most of what is wrong."""
-    for what, got, _, _ in calls:
-        if isinstance(got, bool) or not isinstance(got, (int, float)):
-            reject(f"{what}: expected a number, got {type(got).__name__}")
-    off = [call for call in calls if not math.isclose(call[1], call[2], rel_tol=1e-6)]
-    if not off:
-        return
-    fits = Counter(
-        sentence for _, got, _, wrong in off for sentence, x in wrong.items() if math.isclose(got, x, rel_tol=1e-6)
-    )
-    sentence, n = max(fits.items(), key=lambda fit: fit[1], default=("", 0))
-    what, got, right, _ = off[0]
-    reject(f"{what} is {got:.6g}, where {right:.6g} is right{': ' + sentence if 2 * n >= len(off) else ''}")
 
 
 def _beside_the_record(answer):
@@ -160,19 +132,13 @@ def _beside_the_record(answer):
     }
     lines = []
     for (d, causal), rungs in TURNS.items():
-        made = {n: answer.Turn(*x[:3], dict(zip(OPCODES, x[3], strict=True))) for n, x in rungs.items()}
-        names = list(made)
-        for old, new in itertools.pairwise(names):
-            before, after = (
-                times["ours" if n == "descriptors" else f"rung: {n}", d, causal]
-                # The rungs between these two change no forward kernel under this mask, or its order alone.
-                for n in (old, new)
-            )
-            predicted, recorded = answer.gain(made[old], made[new], d), before / after
+        # The rungs between two of these change no forward kernel under this mask, or its order alone.
+        for old, new in itertools.pairwise(rungs):
+            before, after = (times["ours" if n == "descriptors" else f"rung: {n}", d, causal] for n in (old, new))
+            predicted = answer.gain(_turn(answer.Turn, *rungs[old]), _turn(answer.Turn, *rungs[new]), d)
+            recorded, said = before / after, f"{new}, D {d}: predicted {predicted:.2f}"
             if abs(predicted / recorded - 1) > BOUND:
-                reject(
-                    f"{new}, D {d}: predicted {predicted:.2f}, recorded {recorded:.2f}: further apart than {BOUND:.0%}"
-                )
+                reject(f"{said}, recorded {recorded:.2f}: further apart than {BOUND:.0%}")
             lines.append(f"{new} {predicted:.2f} and {recorded:.2f}")
         lines[-1] += f" (D {d} {'causal' if causal else 'full'})"
     missing = (

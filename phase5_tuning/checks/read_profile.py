@@ -26,8 +26,7 @@ def check(answer):
         _check_estimate(answer, answer.BEFORE, changed, f" (BEFORE, {name})")
     for profile in profiles:
         _check_estimate(answer, profile, _changed(profile, drawn))
-    text = "the units' clocks, what limits, what a change saves"
-    return f"{len(profiles)} profiles, 60 of them drawn at random: {text}"
+    return f"{len(profiles)} profiles, 60 of them drawn at random: the units' clocks, what limits, what a change saves"
 
 
 def _drawn(answer, drawn):
@@ -49,9 +48,8 @@ def _changed(profile, drawn):
     spared = {what: drawn.randint(0, n) for what, n in profile.wavefronts.items()}
     more = drawn.choice((0, 0, 500 * 16))
     flop = drawn.choice((profile.flop, profile.flop // 2))
-    return dataclasses.replace(
-        profile, clocks=0, flop=flop, exponentials=profile.exponentials + more, wavefronts=spared
-    )
+    more += profile.exponentials
+    return dataclasses.replace(profile, clocks=0, flop=flop, exponentials=more, wavefronts=spared)
 
 
 def _needed(profile):
@@ -71,14 +69,10 @@ def _check_needed(answer, profile):
             if unit == "shared memory" and missing:
                 why = f"{missing[0]!r} is missing: add up all that there are"
             why = why or "divide what was counted by what the unit does in a clock"
-            counted = {
-                "tensor cores": f"flop={profile.flop}",
-                "exponentials": f"exponentials={profile.exponentials}",
-                "shared memory": f"wavefronts={dict(profile.wavefronts)}",
-            }
+            name = {"tensor cores": "flop", "exponentials": "exponentials", "shared memory": "wavefronts"}[unit]
             reject(
-                f"needed, a profile with {counted[unit]}: expected {clocks:g} clocks of the unit {unit!r}, "
-                f"got {got[unit]!r}: {why}"
+                f"needed, a profile with {name}={getattr(profile, name)}: expected {clocks:g} clocks of the unit "
+                f"{unit!r}, got {got[unit]!r}: {why}"
             )
 
 
@@ -104,25 +98,23 @@ def _said(profile):
 def _check_estimate(answer, profile, changed, name=""):
     before, after = _needed(profile), _needed(changed)
     spared = {unit: before[unit] - after[unit] for unit in RATES}
-    right = max(profile.clocks - sum(max(0.0, n) for n in spared.values()), *after.values())
-    got = answer.estimated_clocks(profile, changed)
+    all_spared = sum(max(0.0, n) for n in spared.values())
+
+    def less(clocks):
+        return max(profile.clocks - clocks, *after.values())
+
+    right, got = less(all_spared), answer.estimated_clocks(profile, changed)
     if _same(got, right):
         return
     kinds = {**profile.wavefronts, **changed.wavefronts}
     of_kinds = sum(max(0, profile.wavefronts.get(kind, 0) - changed.wavefronts.get(kind, 0)) for kind in kinds)
     of_units = sum(max(0.0, n) for unit, n in spared.items() if unit != "shared memory")
     mistakes = {
-        "what one kind of access spares shared memory another may take: compare its sums": max(
-            profile.clocks - of_units - of_kinds, *after.values()
-        ),
-        "no unit can need more clocks than the step takes": profile.clocks - sum(max(0.0, n) for n in spared.values()),
-        "what one unit is spared does not make up for what another has to do more": max(
-            profile.clocks - sum(spared.values()), *after.values()
-        ),
+        "what one kind of access spares shared memory another may take: compare its sums": less(of_units + of_kinds),
+        "no unit can need more clocks than the step takes": profile.clocks - all_spared,
+        "what one unit is spared does not make up for what another has to do more": less(sum(spared.values())),
         "a kernel that waits goes on waiting: take off its clocks what its units are spared": max(after.values()),
-        "several units may be spared some: add up what each is spared": max(
-            profile.clocks - max(0.0, *spared.values()), *after.values()
-        ),
+        "several units may be spared some: add up what each is spared": less(max(0.0, *spared.values())),
     }
     why = next(
         (sentence for sentence, value in mistakes.items() if _same(got, value)),

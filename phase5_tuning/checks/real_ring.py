@@ -20,15 +20,18 @@ from unittest import mock
 
 from common.arguments import arguments
 from common.learn.check import judge
-from common.learn.check.require import Rejected, reject, require
+from common.learn.check.require import Rejected, reject
 from common.phases import ROOT
 from phase5_tuning import given
+from phase5_tuning.checks import attended, require_o_lse
+from phase5_tuning.checks.pass_keys import SEND_FIRST
 from phase5_tuning.passes import forward
 
 import torch
 import torch.distributed as dist
 
 RANKS = 3
+STUCK = "stuck"  # the kind of verdict where a transfer does not end
 LIMIT = 12  # seconds for a transfer; a rank has twice as many in all, and usually takes one
 SHAPES = (1, 2, 8, 16), (2, 1, 5, 32)
 COLLECTIVES = """
@@ -49,12 +52,12 @@ def check(answer):
         verdicts = [_verdict(Path(folder), rank, answer.__file__) for rank in range(RANKS)]
     failed = [of for of in verdicts if of["kind"] != "passed"]
     # A rank that ends leaves others waiting, or without an end: what they say comes second.
-    failed.sort(key=lambda of: (of["stuck"], of["kind"] in ("timeout", "crashed")))
-    if failed and not failed[0]["stuck"]:
-        raise Rejected(failed[0]["message"], failed[0]["kind"])
-    if failed:
+    failed.sort(key=lambda of: (of["kind"] == STUCK, of["kind"] in ("timeout", "crashed")))
+    if failed and failed[0]["kind"] == STUCK:
         waiting = "; ".join(of["message"] for of in failed)
         reject(f"no rank goes on: {waiting}. {failed[0]['advice']}")
+    if failed:
+        raise Rejected(failed[0]["message"], failed[0]["kind"])
     return f"{RANKS} processes over gloo: right, nobody waits for ever, keys travel while ranks attend"
 
 
@@ -69,16 +72,11 @@ def _verdict(folder: Path, rank: int, path: str) -> dict:
     where = f" It was at line {line[1]}." if line else ""
     if text.startswith("Timeout"):
         why = f"no result of rank {rank} after {2 * LIMIT} s: is there a loop that never ends?"
-        return dict(kind="timeout", stuck=False, message=why + where)
-    why = f"Python ended rank {rank} in the middle of the check."
-    return dict(kind="crashed", stuck=False, message=why + where)
+        return dict(kind="timeout", message=why + where)
+    return dict(kind="crashed", message=f"Python ended rank {rank} in the middle of the check." + where)
 
 
 # --- in the process of a rank ----------------------------------------------------------------------------------------
-
-
-class Stuck(Rejected):
-    """A transfer does not end."""
 
 
 class Transfer:
@@ -107,8 +105,8 @@ class Transfer:
         try:
             yield
         except RuntimeError as error:
-            line = self.rank.line()
-            raise Stuck(f"rank {self.rank.number} {does} its {self.kind} {self.number} in line {line}") from error
+            what = f"rank {self.rank.number} {does} its {self.kind} {self.number} in line {self.rank.line()}"
+            raise Rejected(what, STUCK) from error
 
     def wait(self, *timeout) -> bool:
         if self.waited:
@@ -192,14 +190,10 @@ class Rank:
     def attend(self, q, k, v, *args, **options):
         """attention_forward, watched."""
         if any(_overlap(t.tensor, x) for t in self.of("receive", False) for x in (k, v)):
-            reject(
-                f"line {self.line()}: rank {self.number} attends to keys or values that may not have come yet: "
-                + _FIRST
-            )
-        came, leaving, coming = (
-            sum(t.tensor.numel() for t in self.of(*which))
-            for which in (("receive", True), ("send", False), ("receive", False))
-        )
+            does = f"line {self.line()}: rank {self.number} attends to keys or values"
+            reject(f"{does} that may not have come yet: {_FIRST}")
+        moves = ("receive", True), ("send", False), ("receive", False)
+        came, leaving, coming = (sum(t.tensor.numel() for t in self.of(*which)) for which in moves)
         if came < (RANKS - 1) * self.share and min(leaving, coming) < self.share:
             still = f"line {self.line()}: rank {self.number} computes while keys or values stand still"
             self.idle = self.idle or still
@@ -222,16 +216,13 @@ class Rank:
         ring = [(self.number - step) % RANKS for step in range(RANKS)]
         return {f"Q{self.number} K{rank} V{rank}": self.share // 2 for rank in ring}
 
-    def given_right(self) -> bool:
-        return self.given == self.wanted()
-
     def signs(self) -> dict[str, bool]:
         """Sentences on a wrong result, by what attention_forward was given."""
         whole = self.share // 2
         given = ", ".join(names if n == whole else f"{names} ({n / whole:g} times)" for names, n in self.given.items())
         beside = " and at its further arguments" if self.options else ""
         return {
-            f"attention_forward was given {given}, as is right: look at the merge{beside}": self.given_right(),
+            f"attention_forward was given {given}, as is right: look at the merge{beside}": self.given == self.wanted(),
             f"attention_forward was given {given}, where {', '.join(self.wanted())} is right": bool(given),
         }
 
@@ -278,25 +269,18 @@ class Rank:
         def batch_isend_irecv(p2p_op_list):
             return [op.op(op.tensor, op.peer, tag=op.tag) for op in p2p_op_list]
 
-        def refused(name, why):
-            def call(*_, **__):
-                reject(f"line {self.line()}: dist.{name} {why}")
-
-            return call
+        def refused(what):
+            return lambda *_, **__: reject(f"line {self.line()}: {what}")
 
         replaced = dict(isend=isend, irecv=irecv, batch_isend_irecv=batch_isend_irecv)
-        for name in COLLECTIVES.split():
-            why = "is a collective of all ranks. Here a rank talks to its neighbors alone, by isend and irecv"
-            replaced[name] = refused(name, why)
-        for name, instead in BLOCKING.items():
-            why = (
-                "returns when the transfer is done, so nothing is computed meanwhile. If all ranks send first, nobody "
-                f"gets to receiving: a deadlock. Start both, with {instead} here, then wait"
-            )
-            replaced[name] = refused(name, why)
-
-        def start(thread):
-            reject(f"line {self.line()}: a thread is started. isend and irecv return at once, so none is needed")
+        why = "is a collective of all ranks. Here a rank talks to its neighbors alone, by isend and irecv"
+        replaced |= {name: refused(f"dist.{name} {why}") for name in COLLECTIVES.split()}
+        why = (
+            "returns when the transfer is done, so nothing is computed meanwhile. If all ranks send first, nobody "
+            "gets to receiving: a deadlock. Start both, with {} here, then wait"
+        )
+        replaced |= {name: refused(f"dist.{name} {why.format(instead)}") for name, instead in BLOCKING.items()}
+        start = refused("a thread is started. isend and irecv return at once, so none is needed")
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(threading.Thread, "start", start))
@@ -330,12 +314,12 @@ def _play(answer, here: Rank) -> str:
             reject(f"expected (o, lse) from each rank, got {type(got).__name__}")
         if not all(map(torch.equal, (q, k, v), everybody[here.number])):
             reject(f"rank {here.number} has written into its inputs")
-        _check_result(here, everybody, *got)
+        _check_result(here, everybody, got)
         here.check_end()
     return "right"
 
 
-def _check_result(here: Rank, everybody: list[torch.Tensor], o, lse) -> None:
+def _check_result(here: Rank, everybody: list[torch.Tensor], got) -> None:
     number, (q, _, own_v) = here.number, everybody[here.number]
     parts = [_attention(q, k, v) for _, k, v in everybody]
     own, next_one = parts[number], (number + 1) % RANKS
@@ -344,27 +328,25 @@ def _check_result(here: Rank, everybody: list[torch.Tensor], o, lse) -> None:
         "these are the keys of the last step alone: merge each part into the result": parts[next_one],
         "the parts are added up: merge them": tuple(map(sum, zip(*parts, strict=True))),
     }
-    if not here.given_right():
+    with_own_v = [_attention(q, k, own_v) for _, k, _ in everybody]
+    if here.given != here.wanted():
         wrong |= {
             "these are its own keys alone": own,
             "its own keys were merged again and again: attend to what came": _merged([own] * RANKS),
             f"the keys of rank {next_one} are missing: {RANKS} ranks take {RANKS} steps": _merged(others),
             f"its own keys count twice: {RANKS} ranks take {RANKS} steps": _merged([*parts, own]),
-            "keys of all ranks, with the values of its own: values must travel too": _merged(
-                [_attention(q, k, own_v) for _, k, _ in everybody]
-            ),
+            "keys of all ranks, with the values of its own: values must travel too": _merged(with_own_v),
         }
-    for i, name, got, right in zip((1, 0), ("lse", "o"), (lse, o), reversed(_merged(parts)), strict=True):
-        mistakes = {sentence: of[i] for sentence, of in wrong.items()}
+
+    def signs(got):
         unread = isinstance(got, torch.Tensor) and bool(got.isnan().any())
-        signs = {"it has NaN: was something used before wait() of its receive?": unread}
-        require(f"rank {number}: {name}", got, right, mistakes=mistakes, signs=signs | here.signs())
+        return {"it has NaN: was something used before wait() of its receive?": unread} | here.signs()
+
+    require_o_lse(f"rank {number}", got, _merged(parts), wrong, signs)
 
 
 def _attention(q, k, v):
-    s = q @ k.mT / q.shape[-1] ** 0.5
-    lse = torch.logsumexp(s, dim=-1)
-    return torch.exp(s - lse[..., None]) @ v, lse
+    return attended(q @ k.mT / q.shape[-1] ** 0.5, v)
 
 
 def _merged(parts):
@@ -378,35 +360,20 @@ def _live(number: int, path: str, folder: str) -> None:
     stack = open(f"{folder}/{number}.stack", "w")  # noqa: SIM115 - open until the process ends
     faulthandler.enable(stack)
     faulthandler.dump_traceback_later(2 * LIMIT, exit=True, file=stack)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=number, world_size=RANKS,
-        timeout=datetime.timedelta(seconds=LIMIT),
-    )  # fmt: skip
-    here, barrier, waits = Rank(path, number), dist.barrier, []
-
-    def play(answer):
-        try:
-            return _play(answer, here)
-        except Stuck as stuck:
-            waits.append(stuck)
-            raise
-
+    store, limit = f"file://{folder}/store", datetime.timedelta(seconds=LIMIT)
+    dist.init_process_group("gloo", init_method=store, rank=number, world_size=RANKS, timeout=limit)
+    here, barrier = Rank(path, number), dist.barrier
     with here.watched():
-        verdict = judge.judge(play, Path(path))
-    behind = waits and len(here.of("receive")) < len(here.of("send"))
-    tagged = waits and any(t.tag for t in here.transfers)
-    advice = _SEND_FIRST if behind else _TAGGED if tagged else _UNMATCHED
-    verdict |= dict(stuck=bool(waits), advice=advice)
+        verdict = judge.judge(lambda answer: _play(answer, here), Path(path))
+    if verdict["kind"] == STUCK:
+        behind, tagged = len(here.of("receive")) < len(here.of("send")), any(t.tag for t in here.transfers)
+        verdict["advice"] = SEND_FIRST if behind else _TAGGED if tagged else _UNMATCHED
     Path(folder, f"{number}.json").write_text(json.dumps(verdict))
     if verdict["kind"] == "passed":
         with contextlib.suppress(Exception):  # another one failed
             barrier()  # a rank that leaves early breaks connections
 
 
-_SEND_FIRST = (
-    "A send is done when the next rank has started to receive. If all wait for their sends first, nobody gets to "
-    "receiving: start both, then wait"
-)
 _UNMATCHED = "Does every rank start as many receives as the rank before starts sends, and both before it waits?"
 _TAGGED = "A receive takes a send of its own tag alone: does every receive have the tag of a send of the rank before?"
 

@@ -45,14 +45,12 @@ def _check_walks(answer, block_m, block_n, seq_q, seq_k, is_causal, fresh) -> in
     fresh: gets the start of every walk that does not receive what the walk before it returned.
     """
     tiles_m = math.ceil(seq_q / block_m)
-    # a second one shows whether tiles are told from heads, where that is cheap.
-    heads = 2 if tiles_m == 1 else 1
+    heads = 2 if tiles_m == 1 else 1  # a second one shows whether tiles are told from heads, where that is cheap
     where = f"tiles {block_m} x {block_n}, {seq_q} queries, {seq_k} keys, {'causal' if is_causal else 'no mask'}"
-    q, k, v = (
-        # Each has strides of its own.
-        make_qkv(1, heads, seq_q, 16, seq_k=seq_k, dtype=FP32, layout=layout)[n]
-        for n, layout in enumerate(("transposed", "bhsd", "bshd"))
-    )
+    # Each has strides of its own.
+    layouts = "transposed", "bhsd", "bshd"
+    made = (make_qkv(1, heads, seq_q, 16, seq_k=seq_k, dtype=FP32, layout=layout) for layout in layouts)
+    q, k, v = (of[n] for n, of in enumerate(made))
     walks = {program: [] for program in range(heads * tiles_m)}
     look_on = _onlooker(answer.walk.fn, where, k, v, tiles_m, block_n, walks, fresh)
     with mock.patch.object(answer, "walk", look_on):
@@ -103,9 +101,8 @@ def _onlooker(walk, where, k, v, tiles_m, block_n, walks, fresh):
 def _require_tiles(where, visited, first, block_m, block_n, seq_q, seq_k, is_causal):
     """visited: (first key, whether masked) of the tiles that the queries from `first` on meet."""
     last = first + block_m - 1
-    seen_by_first, seen_by_last, needed = (
-        min(seq_k, i + 1) if is_causal else seq_k for i in (first, last, min(last, seq_q - 1))
-    )
+    ends = first, last, min(last, seq_q - 1)
+    seen_by_first, seen_by_last, needed = (min(seq_k, i + 1) if is_causal else seq_k for i in ends)
     queries = f"{where}: the queries {first} ... {last}"
     for start_n, masked in visited:
         end_n = start_n + block_n

@@ -1,17 +1,11 @@
 """Runs the backward kernel with the answer's writers in many orders of turns, and compiles it."""
 
-import os
-from unittest import mock
-
 from common import make_qkv
 from common.learn.check.require import reject
-from common.measure import offline
 from common.verify.reference import naive_attention
-from phase5_tuning.checks import FP16, require_compiled
+from phase5_tuning.checks import FP16, hopper_case, on_model, require_compiled
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import interpreter
-from phase5_tuning.hopper.interpreter import Deadlock, Race, Unfenced
-from phase5_tuning.launch import configs
 
 import torch
 
@@ -29,39 +23,31 @@ def check(answer):
     if "_write" in answer.write.fn.__code__.co_names:
         reject("write calls _write of hopper_backward: write it out")
     for ordered in (True, False):
-        with mock.patch.dict(os.environ, FLASH_ATTENTION_ANY_ORDER=str(int(not ordered))):
-            for case in CASES if ordered else CASES[1:3]:
-                _check_case(answer, case, ordered)
+        for case in CASES if ordered else CASES[1:3]:
+            _check_case(answer, case, ordered)
     q, k, v = make_qkv(1, 4, 300, 64, heads_kv=2, dtype=FP16)
     given = q, k, v, q, torch.empty(1, 4, 300), q, None
-    with mock.patch.object(configs, "multiprocessors", return_value=132):
-        launches = offline.record_launches(lambda: hopper_backward.plan(*given, True, 0.125, 1)(*given))
-    (launch,) = [one for one in launches if one.name == "_attn_bwd_hopper_kernel"]
-    require_compiled(launch, hopper_backward, answer, "_write = write")
+    call = lambda: hopper_backward.plan(*given, True, 0.125, 1)(*given)  # noqa: E731
+    require_compiled(answer, hopper_backward, "_attn_bwd_hopper_kernel", call, "_write = write")
     runs = len(CASES) * len(SEEDS)
     return f"{runs} runs in the interpreter with the same bits in each, others in any order; it compiles for an H100"
 
 
 def _check_case(answer, case, ordered):
-    heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal = case
-    said = f"seq_q {seq_q}, seq_k {seq_k}, {heads_q} heads of queries, {heads_kv} of keys, head_dim {head_dim}"
-    said += ", causal" * is_causal + ", in any order" * (not ordered)
-    q, k, v = make_qkv(1, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=FP16)
+    said, q, k, v = hopper_case(1, *case)
+    said, is_causal = said + ", in any order" * (not ordered), case[-1]
     o, lse, _ = naive_attention(*(t.double() for t in (q, k, v)), is_causal=is_causal)
     o, lse, do = o.to(FP16), lse.float(), q.flip(2)
 
     def gradients(replaced=(), seed=0):
         given = q, k, v, o, lse, do, None
         with interpreter.interpreted(seed, replaced=replaced):
-            plan = hopper_backward.plan(*given, is_causal, head_dim**-0.5, 1)
-            return plan(*given)
+            return hopper_backward.plan(*given, is_causal, q.shape[3] ** -0.5, 1, ordered)(*given)
 
     right = gradients()
     for seed in SEEDS:
-        try:
+        with on_model(said):
             found = gradients([(hopper_backward._write, answer.write)], seed)
-        except (Deadlock, Race, Unfenced) as error:
-            reject(f"{said}: {type(error).__name__}: {error}")
         for name, got, wanted in zip(("dq", "dk", "dv"), found, right, strict=True):
             close = torch.allclose(got, wanted, rtol=2e-2, atol=2e-2)
             if not close or (ordered and not torch.equal(got, wanted)):

@@ -17,23 +17,16 @@ from phase5_tuning.hopper import model
 from phase5_tuning.hopper.model import Timeline
 from phase5_tuning.hopper.order import DqSchedule
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
 ACTORS = [COLORS["tiled"], COLORS["peer"], COLORS["o"], COLORS["v"]]  # whose products they are
 INKS = ["white", COLORS["ink"], COLORS["ink"], "white"]
 LOOKS = {
-    "load": dict(facecolor=COLORS["k"]),
-    "exponentials": dict(facecolor=COLORS["state"]),
-    "work": dict(facecolor=TINT["s"]),
-    "wait": dict(facecolor="white", hatch="////", edgecolor=COLORS["faint"]),
-}
-NAMES = {
-    "load": "copy, until the tile is there",
-    "exponentials": "exponentials",
-    "work": "maxima, sums, rescaling",
-    "wait": "waits for a tile",
+    "load": dict(label="copy, until the tile is there", facecolor=COLORS["k"]),
+    "exponentials": dict(label="exponentials", facecolor=COLORS["state"]),
+    "work": dict(label="maxima, sums, rescaling", facecolor=TINT["s"]),
+    "wait": dict(label="waits for a tile", facecolor="white", hatch="////", edgecolor=COLORS["faint"]),
 }
 
 
@@ -47,21 +40,17 @@ def timeline(runs: Timeline | Mapping[str, Timeline], start: float = 0.0, end: f
     runs = {"": runs} if isinstance(runs, Timeline) else runs
     end = max(run.total for run in runs.values()) if end is None else end
     heights = [2 + len(_consumers(run)) for run in runs.values()]
-    style.use()
-    fig, axes = plt.subplots(
-        len(runs), 1, figsize=(9.2, 0.6 + 0.52 * sum(heights)), sharex=True, squeeze=False,
-        layout="constrained", gridspec_kw=dict(height_ratios=heights),
-    )  # fmt: skip
+    height, of_rows = 0.6 + 0.52 * sum(heights), dict(height_ratios=heights)
+    fig, axes = style.new(9.2, height, rows=len(runs), sharex=True, squeeze=False, gridspec_kw=of_rows)
     for ax, (title, run) in zip(axes[:, 0], runs.items(), strict=True):
         _draw(ax, run, start, end)
         if title:
             ax.set_title(title, fontsize=10)
     axes[-1, 0].set_xlabel("microseconds (the model's)")
     consumers = max((_consumers(run) for run in runs.values()), key=len)
-    handles = [
-        Patch(facecolor=color, label=f"product of {name}") for name, color in zip(consumers, ACTORS, strict=False)
-    ]
-    handles += [Patch(label=NAMES[kind], **look) for kind, look in LOOKS.items()]
+    products = zip(consumers, ACTORS, strict=False)
+    handles = [Patch(facecolor=color, label=f"product of {name}") for name, color in products]
+    handles += [Patch(**look) for look in LOOKS.values()]
     fig.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8)
     said = "; ".join(_busy(*item, start, end) for item in runs.items())
     style.show(fig, alt=f"Timelines of the model from {start:.3g} to {end:.3g} us. {said}.")
@@ -169,22 +158,18 @@ def _draw(ax, run, start, end):
             height = 0.86 / count
             _bar(ax, interval, max(start, interval.start), min(end, interval.end),
                  y + 0.07 + lane * height, height, consumers)  # fmt: skip
-    ax.set_ylim(len(rows), 0)
-    ax.set_yticks([y + 0.5 for y in range(len(rows))], rows)
+    ax.set(ylim=(len(rows), 0), yticks=[y + 0.5 for y in range(len(rows))], yticklabels=rows)
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
 
 
 def _bar(ax, interval, left, right, y, height, consumers):
-    ink = "white"
     if interval.kind == "product":
         index = consumers.index(interval.actor) % len(ACTORS)
         look, ink = dict(facecolor=ACTORS[index]), INKS[index]
     else:
-        look = LOOKS[interval.kind]
-        ink = COLORS["ink"] if interval.kind == "load" else "white"
-    look = dict(edgecolor="white") | look
-    ax.add_patch(Rectangle((left, y), right - left, height, linewidth=0.8, **look))
+        look, ink = LOOKS[interval.kind], COLORS["ink"] if interval.kind == "load" else "white"
+    ax.add_patch(Rectangle((left, y), right - left, height, linewidth=0.8, **dict(edgecolor="white") | look))
     text = interval.text if interval.kind in ("load", "product", "exponentials") else ""
     wide = ax.figure.get_size_inches()[0] * 0.82 * 72 / (ax.get_xlim()[1] - ax.get_xlim()[0])
     size = min(8.0, height * 26)
@@ -199,25 +184,21 @@ def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
     """
     runs = {"": runs} if isinstance(runs, DqSchedule) else runs
     most = max(len(run.programs) for run in runs.values())
-    style.use()
-    fig, axes = plt.subplots(
-        1, len(runs), figsize=(min(9.2, 4.6 * max(1.5, len(runs))), 1.1 + 0.3 * max(3, most)),
-        sharex=True, squeeze=False, layout="constrained",
-    )  # fmt: skip
+    width, height = min(9.2, 4.6 * max(1.5, len(runs))), 1.1 + 0.3 * max(3, most)
+    fig, axes = style.new(width, height, columns=len(runs), sharex=True, squeeze=False)
     for ax, (title, run) in zip(axes[0], runs.items(), strict=True):
         tiles_m = 1 + max(m for *_, m in run.added)
         for y, program in enumerate(run.programs):
-            life = Rectangle((program.start, y + 0.06), program.finish - program.start, 0.88, facecolor=TINT["s"])
-            ax.add_patch(life)
+            start, took = program.start, program.finish - program.start
+            ax.add_patch(Rectangle((start, y + 0.06), took, 0.88, facecolor=TINT["s"]))
             for i, part in enumerate(program.parts):
                 _part(ax, part, y + 0.06 + 0.44 * (i % 2), tiles_m)
         ax.set_xlim(0, 1.02 * max(r.total for r in runs.values()))
         ax.axvline(run.total, color=COLORS["bad"], linestyle="--", linewidth=1.2)
         ax.set_ylim(len(run.programs), 0)
         names = [f"{program.n}" for program in run.programs]
-        ax.set_yticks([y + 0.5 for y in range(len(names))], names)
+        ax.set(yticks=[y + 0.5 for y in range(len(names))], yticklabels=names, xlabel="time, in steps")
         ax.tick_params(axis="y", length=0)
-        ax.set_xlabel("time, in steps")
         ax.set_title(f"{title}{': ' * bool(title)}done at {run.total:.3g}", fontsize=10)
     axes[0, 0].set_ylabel("program: tile\nof keys" if most < 5 else "program: tile of keys")
     handles = [
@@ -272,8 +253,7 @@ def pairs(tiles: int, stages: int) -> None:
         under = f"slot {slot}\nparity {parity}"
         ax.text(pair * 1.25 + 0.55, -0.15, under, ha="center", va="top", fontsize=9)
         ax.text(pair * 1.25 + 0.55, 2.1, f"pair {pair}", ha="center", va="bottom", fontsize=9)
-    ax.set_xlim(-0.2, (tiles + 1) * 1.25)
-    ax.set_ylim(-1.1, 2.6)
+    ax.set(xlim=(-0.2, (tiles + 1) * 1.25), ylim=(-1.1, 2.6))
     ax.set_title(f"{tiles} tiles of keys, from right to left, in a ring of {stages} slots", pad=2)
     style.show(
         fig,
@@ -290,18 +270,15 @@ def quads(owner: np.ndarray, needs: np.ndarray) -> None:
     """Which thread holds which element of 16 rows and 16 columns of S, and which thread must hold it in P. owner,
     needs: (rows, columns) of thread numbers in the warp.
     """
-    style.use()
-    fig, axes = plt.subplots(1, 2, figsize=(9.2, 4.4), layout="constrained", sharey=True)
+    fig, axes = style.new(9.2, 4.4, columns=2, sharey=True)
     titles = "S: what the product leaves", "P: what the next product takes"
     for ax, threads, title in zip(axes, (owner, needs), titles, strict=True):
         for (row, column), thread in np.ndenumerate(threads):
             shade = ("#FFFFFF", "#DDE8F0", "#A9C8DF", "#6FA6CC")[thread % 4]
             style.box(ax, column, row, f"{thread}", color=shade, size=7, edge=COLORS["s"], line=0.4)
-        ax.set_xlim(0, threads.shape[1])
-        ax.set_ylim(threads.shape[0], 0)
-        ax.set_xticks(np.arange(0, 16, 2) + 0.5, range(0, 16, 2))
-        ax.set_yticks(np.arange(0, 16, 2) + 0.5, range(0, 16, 2))
-        ax.set_xlabel("key (column)")
+        ax.set(xlim=(0, threads.shape[1]), ylim=(threads.shape[0], 0), xticks=np.arange(0, 16, 2) + 0.5)
+        ax.set(xticklabels=range(0, 16, 2), yticks=np.arange(0, 16, 2) + 0.5, yticklabels=range(0, 16, 2))
+        ax.set(xlabel="key (column)")
         ax.set_title(title, fontsize=10)
     axes[0].set_ylabel("query (row)")
     same = "the same" if np.array_equal(owner, needs) else "another"
@@ -333,11 +310,9 @@ def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) ->
             left += registers
     ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.2)
     ax.text(limit, -0.62, f"{limit}", ha="center", va="bottom", fontsize=9)
-    ax.set_yticks(range(len(parts)), parts)
-    ax.set_ylim(len(parts) - 0.5, -0.6)
+    ax.set(yticks=range(len(parts)), yticklabels=parts, ylim=(len(parts) - 0.5, -0.6))
     most = max(sum(n for _, n in groups) for groups in parts.values())
-    ax.set_xlim(0, 1.04 * max(limit, most))
-    ax.set_xlabel("registers, in units of 128 (one for each thread of four warps)")
+    ax.set(xlim=(0, 1.04 * max(limit, most)), xlabel="registers, in units of 128 (one for each thread of four warps)")
     said = "; ".join(f"{way}: " + " + ".join(str(n) for _, n in groups) for way, groups in parts.items())
     style.show(fig, alt=f"Registers in units of 128, of which there are {limit}. {said}.")
 
@@ -347,13 +322,9 @@ def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) ->
 
 def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
     """Grids of numbers, dark for late ones; NaN for none. grids: title -> (rows, columns)."""
-    style.use()
     widths = [grid.shape[1] for grid in grids.values()]
-    height = max(grid.shape[0] for grid in grids.values())
-    fig, axes = plt.subplots(
-        1, len(grids), figsize=(min(9, 0.5 * sum(widths) + 1.2), 0.45 * height + 1.0),
-        layout="constrained", squeeze=False, width_ratios=widths,
-    )  # fmt: skip
+    width, height = min(9, 0.5 * sum(widths) + 1.2), 0.45 * max(grid.shape[0] for grid in grids.values()) + 1.0
+    fig, axes = style.new(width, height, columns=len(grids), squeeze=False, width_ratios=widths)
     most = max(np.nanmax(grid) for grid in grids.values())
     for ax, (title, grid) in zip(axes[0], grids.items(), strict=True):
         for (row, column), number in np.ndenumerate(grid):
@@ -365,10 +336,8 @@ def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
                 ink="white" if shade < 0.55 else COLORS["ink"], size=8,
             )  # fmt: skip
         rows, columns = grid.shape
-        ax.set_xlim(0, columns)
-        ax.set_ylim(rows, 0)
-        ax.set_xticks(np.arange(columns) + 0.5, range(columns))
-        ax.set_yticks(np.arange(rows) + 0.5, range(rows))
+        ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=np.arange(columns) + 0.5, xticklabels=range(columns))
+        ax.set(yticks=np.arange(rows) + 0.5, yticklabels=range(rows))
         ax.tick_params(length=0)
         for side in ax.spines.values():
             side.set_visible(False)
@@ -388,27 +357,19 @@ def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
 def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> None:
     """KiB of shared memory of a program, by tile. parts: title -> tile -> KiB."""
     fig, ax = style.new(8.6, 0.6 * len(parts) + 1.3)
-    colors = {
-        "K, V": TINT["k"],
-        "Q": TINT["q"],
-        "dO": TINT["o"],
-        "dS": TINT["s"],
-        "dQ": TINT["v"],
-        "LSE, delta": TINT["state"],
-    }
+    colors = {"K, V": "k", "Q": "q", "dO": "o", "dS": "s", "dQ": "v", "LSE, delta": "state"}
     for y, tiles in enumerate(parts.values()):
         left = 0.0
         for name, kib in tiles.items():
             text = f"{name}\n{kib:.0f}" if kib > 12 else ""
-            style.box(ax, left, y - 0.36, text, width=kib, height=0.72, color=colors[name], size=8, edge=COLORS["ink"])
+            look = dict(color=TINT[colors[name]], size=8, edge=COLORS["ink"])
+            style.box(ax, left, y - 0.36, text, width=kib, height=0.72, **look)
             left += kib
     ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.2)
     above = ax.get_xaxis_transform()  # y in shares of the axes
     ax.text(limit, 1.02, f"limit {limit:.0f}", ha="center", va="bottom", fontsize=9, transform=above)
-    ax.set_yticks(range(len(parts)), parts)
-    ax.set_ylim(len(parts) - 0.5, -0.6)
-    ax.set_xlim(0, 1.04 * limit)
-    ax.set_xlabel("KiB of shared memory (the thin piece at the end: LSE and delta)")
+    ax.set(yticks=range(len(parts)), yticklabels=parts, ylim=(len(parts) - 0.5, -0.6), xlim=(0, 1.04 * limit))
+    ax.set(xlabel="KiB of shared memory (the thin piece at the end: LSE and delta)")
     said = "; ".join(
         f"{title}: " + ", ".join(f"{name} {kib:.3g}" for name, kib in tiles.items()) for title, tiles in parts.items()
     )
@@ -418,14 +379,12 @@ def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> Non
 def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None:
     """Relative error of P in fp16, against P; errors: way -> the error at each p."""
     fig, ax = style.new(7.6, 3.4)
-    for (name, values), look in zip(
-        errors.items(), (dict(color=COLORS["bad"], linestyle="--"), dict(color=COLORS["tiled"])), strict=True
-    ):
+    looks = dict(color=COLORS["bad"], linestyle="--"), dict(color=COLORS["tiled"])
+    for (name, values), look in zip(errors.items(), looks, strict=True):
         ax.plot(p, values, label=name, **look)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
-    ax.set_xlabel("P, a probability")
-    ax.set_ylabel("largest relative error")
+    ax.set(xlabel="P, a probability", ylabel="largest relative error")
     ax.axvline(2.0**-14, color=COLORS["limit"], linewidth=1, linestyle=":")
     ax.text(2.0**-13.8, ax.get_ylim()[1] / 2, "$2^{-14}$", fontsize=9, va="top")
     ax.legend(loc="upper right")

@@ -6,7 +6,6 @@ from common import style
 from common.measure import sass
 from common.style import COLORS
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch, Rectangle
 
@@ -28,8 +27,8 @@ KIND_LOOKS = {
 def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float, gemm_flops: float) -> None:
     """Measured ceilings, and kernels as lines from the bytes that programs ask for to the bytes that must move.
 
-    points: name -> (FLOP for a byte asked for, FLOP for a byte that must move, FLOP/s reached) copy_bytes, gemm_flops:
-    bytes/s of a large copy, FLOP/s of a large product
+    points: name -> (FLOP for a byte asked for, FLOP for a byte that must move, FLOP/s reached)
+    copy_bytes, gemm_flops: bytes/s of a large copy, FLOP/s of a large product
     """
     fig, ax = style.new(8, 4.2)
     x = np.geomspace(30, 2e4, 200)
@@ -38,17 +37,15 @@ def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float
     ax.axvline(ridge, color=COLORS["limit"], linewidth=0.8, linestyle=":")
     ax.text(ridge * 1.05, low * 1.05, f"{ridge:.0f} FLOP a byte", fontsize=8)
     ax.text(9e3, gemm_flops / 1e12 * 1.02, "a large product", fontsize=8, va="bottom", ha="center")
-    ax.annotate("a copy", (1.5 * low / copy_bytes * 1e12, 1.5 * low), (-8, 0), textcoords="offset points", fontsize=8,
-                va="center", ha="right")  # fmt: skip
+    look = dict(textcoords="offset points", va="center", fontsize=8)
+    ax.annotate("a copy", (1.5 * low / copy_bytes * 1e12, 1.5 * low), (-8, 0), ha="right", **look)
     for name, (asked, least, flops) in points.items():
-        y, look = flops / 1e12, dict(color=COLORS["tiled"], markersize=6)
-        ax.plot([asked, least], [y, y], linewidth=1.2, linestyle="--" if "backward" in name else "-", **look)
-        ax.plot(asked, y, "s", **look)
-        ax.plot(least, y, "o", **look)
-        ax.annotate(f"{name}: {y:.0f}", (least, y), (7, 0), textcoords="offset points", va="center", fontsize=8)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_ylim(low, 1.25 * gemm_flops / 1e12)
+        y, mark = flops / 1e12, dict(color=COLORS["tiled"], markersize=6)
+        ax.plot([asked, least], [y, y], linewidth=1.2, linestyle="--" if "backward" in name else "-", **mark)
+        ax.plot(asked, y, "s", **mark)
+        ax.plot(least, y, "o", **mark)
+        ax.annotate(f"{name}: {y:.0f}", (least, y), (7, 0), **look)
+    ax.set(xscale="log", yscale="log", ylim=(low, 1.25 * gemm_flops / 1e12))
     ax.yaxis.set_major_formatter("{x:.0f}")
     ax.yaxis.set_minor_formatter("{x:.0f}")
     ax.set_xlabel("FLOP for a byte (square: bytes that programs ask for; circle: bytes that must move)")
@@ -65,8 +62,7 @@ def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float
 def pipeline() -> None:
     """One program with 1, 2 and 3 stages: when tiles are fetched, and when they are used. Drawn, not measured."""
     steps, load, product, softmax = 4, 4.8, 1.2, 1.6
-    style.use()
-    fig, axes = plt.subplots(3, 1, figsize=(8.6, 4.6), layout="constrained", sharex=True)
+    fig, axes = style.new(8.6, 4.6, rows=3, sharex=True)
     ends = []
     for stages, ax in zip((1, 2, 3), axes, strict=True):
         style.blank(ax)
@@ -97,8 +93,7 @@ def pipeline() -> None:
         ax.set_ylim(0.45, 2.6)
         buffers = f"{stages} buffer{'s' * (stages > 1)} for K and V"
         ax.set_title(f"num_stages = {stages}: {buffers}", fontsize=10)
-    axes[-1].set_xlim(0, max(ends) * 1.02)
-    axes[-1].set_xlabel("time (drawn to explain, not measured)")
+    axes[-1].set(xlim=(0, max(ends) * 1.02), xlabel="time (drawn to explain, not measured)")
     handles = [Patch(color=color, label=what) for what, color in STEP_COLORS.items()]
     axes[0].legend(handles=handles, loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.35))
     style.show(
@@ -151,22 +146,19 @@ def between(cases: Mapping[str, tuple[float, float, float]], product: float, mhz
     mhz: the clock of both models
     """
     fig, ax = style.new(8, 0.55 * len(cases) + 1.3)
+    look, above = dict(edgecolor="black", linewidth=0.8), dict(textcoords="offset points", ha="center")
     for y, (serial, recorded, overlapped) in enumerate(cases.values()):
-        look = dict(edgecolor="black", linewidth=0.8)
         ax.barh(y, overlapped, 0.5, color=COLORS["faint"], **look)
         ax.barh(y, serial, 0.5, color=COLORS["k"], **look)
         ax.text(10, y, f"nothing overlaps: {serial:.0f}", va="center", fontsize=8)
         ax.text(overlapped - 10, y, f"everything overlaps: {overlapped:.0f}", ha="right", va="center", fontsize=8)
         ax.plot(recorded, y, "o", color=COLORS["tiled"], markeredgecolor="white", markersize=9)
-        ax.annotate(f"{recorded:.0f}", (recorded, y - 0.25), (0, 2), textcoords="offset points", ha="center",
-                    fontsize=9)  # fmt: skip
+        ax.annotate(f"{recorded:.0f}", (recorded, y - 0.25), (0, 2), **above, fontsize=9)
     ax.axvline(product, color=COLORS["limit"], linewidth=1.2, linestyle="--")
-    ax.annotate(f"large product: {product:.0f}", (product, -0.6), (0, 3), textcoords="offset points", ha="center",
-                fontsize=8)  # fmt: skip
-    ax.set_yticks(range(len(cases)), list(cases))
-    ax.set_ylim(len(cases) - 0.5, -0.6)
-    ax.set_xlim(0, 1.05 * max(top for *_, top in cases.values()))
-    ax.set_xlabel(f"TFLOP/s (bars: the two models, at {mhz:.0f} MHz; dot: recorded)")
+    ax.annotate(f"large product: {product:.0f}", (product, -0.6), (0, 3), **above, fontsize=8)
+    ax.set(yticks=range(len(cases)), yticklabels=list(cases), ylim=(len(cases) - 0.5, -0.6))
+    ax.set(xlim=(0, 1.05 * max(top for *_, top in cases.values())))
+    ax.set(xlabel=f"TFLOP/s (bars: the two models, at {mhz:.0f} MHz; dot: recorded)")
     said = (
         f"{name}: {serial:.0f} if nothing overlaps, {recorded:.0f} recorded, {top:.0f} if everything does"
         for name, (serial, recorded, top) in cases.items()
@@ -181,9 +173,8 @@ def schedules(
 
     what, row: what a box and a row stand for.
     """
-    style.use()
     longest = max(end for bars in runs.values() for _, _, end, _ in bars)
-    fig, axes = plt.subplots(1, len(runs), figsize=(8.8, 2.6), layout="constrained", sharex=True, sharey=True)
+    fig, axes = style.new(8.8, 2.6, columns=len(runs), sharex=True, sharey=True)
     for ax, (title, bars) in zip(axes, runs.items(), strict=True):
         for slot, start, end, tile in bars:
             shade = 0.92 - 0.6 * tile / tiles
@@ -195,11 +186,8 @@ def schedules(
         finish = max(end for _, _, end, _ in bars)
         ax.axvline(finish, color=COLORS["bad"], linestyle="--", linewidth=1.2)
         ax.set_title(f"{title}: done at {finish:.0f}", fontsize=10)
-        ax.set_ylim(max(b[0] for b in bars) + 1, 0)
-        ax.set_yticks([])
-        ax.set_xlabel("time, in tiles of keys")
-    axes[0].set_xlim(0, 1.04 * longest)
-    axes[0].set_ylabel(f"{row}s for {what}s")
+        ax.set(ylim=(max(b[0] for b in bars) + 1, 0), yticks=[], xlabel="time, in tiles of keys")
+    axes[0].set(xlim=(0, 1.04 * longest), ylabel=f"{row}s for {what}s")
     ends = (f"{title}: {max(end for _, _, end, _ in bars):.0f}" for title, bars in runs.items())
     style.show(
         fig, alt=f"{what.capitalize()}s as boxes, a row for each {row}. Done, in tiles of keys: {', '.join(ends)}."
@@ -225,9 +213,8 @@ def turns(
     bodies: title -> the instructions of a turn. names: of the products, if they are not S and PV; then each has a lane
     of its own, and copies have none. masked: the first and the last position of a mask that most turns skip.
     """
-    style.use()
     height = (0.4 * (len(names) + 1) if names else 1.75) * len(bodies) + 0.7
-    fig, axes = plt.subplots(len(bodies), 1, figsize=(8.6, height), layout="constrained", squeeze=False)
+    fig, axes = style.new(8.6, height, rows=len(bodies), squeeze=False)
     for ax, (title, body) in zip(axes[:, 0], bodies.items(), strict=True):
         if names:
             _named_lanes(ax, body, names)
@@ -262,8 +249,7 @@ def _lanes(ax, body, masked):
         first, last = masked
         ax.axvspan(first, last + 1, color=COLORS["faint"], linewidth=0)
         ax.text((first + last + 1) / 2, 1.5, "mask, mostly skipped", ha="center", va="center")
-    ax.set_ylim(0, 3)
-    ax.set_yticks([2.5, 1.5, 0.5], LANES)
+    ax.set(ylim=(0, 3), yticks=[2.5, 1.5, 0.5], yticklabels=LANES)
     for y in (1, 2):
         ax.axhline(y, color=COLORS["faint"], linewidth=0.8)
 
@@ -275,8 +261,7 @@ def _named_lanes(ax, body, names):
     for y, (kind, first, last) in enumerate(products):
         ax.add_patch(Rectangle((first, y + 0.1), last - first, 0.8, edgecolor="white", **LEFT_FACTORS[kind]))
     _exponentials(ax, body, len(names))
-    ax.set_ylim(len(lanes), 0)
-    ax.set_yticks([y + 0.5 for y in range(len(lanes))], lanes)
+    ax.set(ylim=(len(lanes), 0), yticks=[y + 0.5 for y in range(len(lanes))], yticklabels=lanes)
     for y in range(1, len(lanes)):
         ax.axhline(y, color=COLORS["faint"], linewidth=0.8)
 

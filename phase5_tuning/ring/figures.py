@@ -1,13 +1,13 @@
 """Pictures of the chapter on context parallelism."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 from common import style
 from common.style import COLORS, TINT
 
-from matplotlib.patches import Rectangle
-
+CENTER = dict(ha="center", va="center")
 GREYS = ["#1A1A1A", "#6B6B6B", "#A8A8A8", "#DEDEDE"]  # of four ranks, in order
 
 
@@ -18,13 +18,12 @@ def ring(ranks: int) -> None:
     at = [(2.2 * math.cos(angle), math.sin(angle)) for angle in angles]
     for rank, (x, y) in enumerate(at):
         to_x, to_y = at[(rank + 1) % ranks]
-        ax.annotate(
-            "", (to_x, to_y), (x, y), arrowprops=dict(arrowstyle="-|>", color=COLORS["k"], lw=2, shrinkA=46, shrinkB=46)
-        )
-        ax.text((x + to_x) / 2, (y + to_y) / 2, "K, V", ha="center", va="center", fontsize=9,
-                bbox=dict(facecolor=TINT["k"], edgecolor=COLORS["k"], boxstyle="round"))  # fmt: skip
-        ax.text(x, y, f"rank {rank}\nkeeps Q{rank}, O{rank}", ha="center", va="center",
-                bbox=dict(facecolor="white", edgecolor=COLORS["ink"], boxstyle="round,pad=0.5"))  # fmt: skip
+        arrow = dict(arrowstyle="-|>", color=COLORS["k"], lw=2, shrinkA=46, shrinkB=46)
+        ax.annotate("", (to_x, to_y), (x, y), arrowprops=arrow)
+        box = dict(facecolor=TINT["k"], edgecolor=COLORS["k"], boxstyle="round")
+        ax.text((x + to_x) / 2, (y + to_y) / 2, "K, V", **CENTER, fontsize=9, bbox=box)
+        box = dict(facecolor="white", edgecolor=COLORS["ink"], boxstyle="round,pad=0.5")
+        ax.text(x, y, f"rank {rank}\nkeeps Q{rank}, O{rank}", **CENTER, bbox=box)
     ax.set(xlim=(-3.4, 3.4), ylim=(-1.5, 1.5))
     ax.axis("off")
     style.show(
@@ -39,11 +38,8 @@ def turns(sources: Sequence[Sequence[int]]) -> None:
     fig, ax = style.new(6.5, 2.6)
     for step, row in enumerate(sources):
         for rank, source in enumerate(row):
-            mark = TINT["k"] if source == 0 else "white"
-            ax.text(
-                rank, step, f"K, V of rank {source}", ha="center", va="center", fontsize=9,
-                bbox=dict(facecolor=mark, edgecolor=COLORS["ink"], boxstyle="round"),
-            )  # fmt: skip
+            box = dict(facecolor=TINT["k"] if source == 0 else "white", edgecolor=COLORS["ink"], boxstyle="round")
+            ax.text(rank, step, f"K, V of rank {source}", **CENTER, fontsize=9, bbox=box)
     ax.set(xlim=(-0.6, len(sources[0]) - 0.4), ylim=(len(sources) - 0.5, -0.5))
     ax.set(xlabel="rank", ylabel="step", xticks=range(len(sources[0])), yticks=range(len(sources)))
     ax.grid(False)
@@ -71,10 +67,8 @@ def meetings(owner: Sequence[int], ranks: int) -> None:
     for queries, rank in enumerate(owner):
         for keys in range(queries + 1):
             step = (rank - owner[keys]) % ranks
-            ax.add_patch(Rectangle((keys - 0.5, queries - 0.5), 1, 1, facecolor=GREYS[rank], edgecolor="white"))
-            half = " (½)" if keys == queries else ""
-            color = "white" if rank < 2 else COLORS["ink"]
-            ax.text(keys, queries, f"{step}{half}", ha="center", va="center", color=color, fontsize=9)
+            half, ink = " (½)" if keys == queries else "", "white" if rank < 2 else None
+            style.box(ax, keys - 0.5, queries - 0.5, f"{step}{half}", color=GREYS[rank], ink=ink, line=1.0)
         ax.text(queries + 0.65, queries, f"rank {rank}", va="center", fontsize=9)
     ax.set(xlim=(-0.5, len(owner) + 1), ylim=(len(owner) - 0.5, -0.5))
     ax.set(xlabel="chunk of keys", ylabel="chunk of queries")
@@ -101,13 +95,11 @@ def three_ways(ranks: int) -> None:
     }  # rows of queries, rows of keys, heads
     fig, axes = style.new(9.5, 2.7, columns=len(ways), sharex=True, sharey=True)
     for ax, (title, (queries, keys, heads)) in zip(axes, ways.items(), strict=True):
-        for row in everybody:
-            for head in everybody:
-                color = TINT["k"] if row in keys and head in heads else "white"
-                ax.add_patch(Rectangle((head - 0.5, row - 0.5), 1, 1, facecolor=color, edgecolor=COLORS["ink"]))
-                said = ["Q"] * (row in queries) + ["K", "V"] * (row in keys)
-                if head in heads:
-                    ax.text(head, row, ", ".join(said), ha="center", va="center", fontsize=8)
+        for row, head in itertools.product(everybody, everybody):
+            said = ", ".join(["Q"] * (row in queries) + ["K", "V"] * (row in keys)) if head in heads else ""
+            color = TINT["k"] if row in keys and head in heads else "white"
+            look = dict(color=color, edge=COLORS["ink"], ink="black", line=1.0, size=8)
+            style.box(ax, head - 0.5, row - 0.5, said, **look)
         ax.set(title=title, xlim=(-0.6, ranks - 0.4), ylim=(ranks - 0.4, -0.6), xlabel="head")
         ax.set(xticks=everybody, yticks=everybody)
         ax.grid(False)
@@ -120,6 +112,15 @@ def three_ways(ranks: int) -> None:
     )
 
 
+KEYS = dict(color=TINT["k"], edgecolor=COLORS["k"])
+PRODUCTS = dict(color=COLORS["tiled"], edgecolor="white", ink="white")
+
+
+def _bar(ax, at, length, lane, text="", ink="black", size=9, **look):
+    ax.broken_barh([(at, length)], (lane + 0.1, 0.8), **look)
+    ax.text(at + length / 2, lane + 0.5, text, **CENTER, color=ink, fontsize=size)
+
+
 def lanes(cases: Mapping[str, tuple[int, float, float]]) -> None:
     """A rank's products and transfers over the steps; cases: title -> (steps, products, transfer) of a step."""
     fig, axes = style.new(9.5, 2.2, columns=len(cases), sharex=True, sharey=True)
@@ -128,10 +129,9 @@ def lanes(cases: Mapping[str, tuple[int, float, float]]) -> None:
         at = 0.0
         for step in range(steps):
             moving = transfer if step < steps - 1 else 0.0
-            ax.broken_barh([(at, products)], (1.1, 0.8), color=COLORS["tiled"], edgecolor="white")
-            ax.text(at + products / 2, 1.5, f"{step}", ha="center", va="center", color="white")
+            _bar(ax, at, products, 1, f"{step}", size=10, **PRODUCTS)
             if moving:
-                ax.broken_barh([(at, moving)], (0.1, 0.8), color=TINT["k"], edgecolor=COLORS["k"])
+                _bar(ax, at, moving, 0, **KEYS)
             at += max(products, moving)
         ax.set(title=title, yticks=[0.5, 1.5], yticklabels=["transfer", "products of step"], ylim=(0, 2))
         ax.grid(False)
@@ -172,17 +172,14 @@ def homeward(ranks: int, kv: float, sums: float) -> None:
     for ax, (title, steps) in zip(axes, orders.items(), strict=True):
         at, end, moves = 0.0, 0.0, 0
         for number, (name, length) in enumerate(steps):
-            ax.broken_barh([(at, length)], (2.1, 0.8), color=COLORS["tiled"], edgecolor="white")
-            ax.text(at + length / 2, 2.5, name, ha="center", va="center", color="white", fontsize=9)
+            _bar(ax, at, length, 2, name, **PRODUCTS)
             if number < ranks - 1:
-                ax.broken_barh([(at, kv)], (1.1, 0.8), color=TINT["k"], edgecolor=COLORS["k"])
-                ax.text(at + kv / 2, 1.5, f"{number + 1}", ha="center", va="center", fontsize=9)
+                _bar(ax, at, kv, 1, f"{number + 1}", **KEYS)
             at += length
-            leaves = number < ranks and (name != "own" or len(steps) == ranks)
-            if leaves:
-                ax.broken_barh([(at, sums)], (0.1, 0.8), color="white", edgecolor=COLORS["ink"])
+            if number < ranks and (name != "own" or len(steps) == ranks):
+                _bar(ax, at, sums, 0, color="white", edgecolor=COLORS["ink"])
                 end, moves = at + sums, moves + 1
-        ax.text(end - sums / 2, 0.5, "home", ha="center", va="center", fontsize=9)
+        ax.text(end - sums / 2, 0.5, "home", **CENTER, fontsize=9)
         end = max(at, end)
         ax.axvline(end, color=COLORS["ink"], lw=1, ls=":")
         ax.set(title=title, xlabel="time (products of a step = 1)", ylim=(0, 3))
@@ -197,14 +194,9 @@ def homeward(ranks: int, kv: float, sums: float) -> None:
 def efficiencies(lengths: Sequence[int], of: Mapping[str, Sequence[float]]) -> None:
     """How near two GPUs come to twice the speed of one, by the length of the sequence; of: way -> at each length."""
     fig, ax = style.new(7.0, 3.4)
-    looks = (
-        ("-", "o", COLORS["tiled"]),
-        ("--", "s", COLORS["k"]),
-        (":", "^", COLORS["state"]),
-        ("-.", "D", COLORS["ink"]),
-    )
-    for (name, values), (dash, mark, color) in zip(of.items(), looks, strict=True):
-        ax.plot(lengths, values, dash, marker=mark, color=color, label=name)
+    colors = (COLORS[name] for name in ("tiled", "k", "state", "ink"))
+    for (name, values), look, color in zip(of.items(), ("o-", "s--", "^:", "D-."), colors, strict=True):
+        ax.plot(lengths, values, look, color=color, label=name)
     ax.axhline(1.0, color=COLORS["ink"], lw=0.8)
     ax.set_xscale("log", base=2)
     ax.set(xticks=lengths, xticklabels=[f"{seq:,}" for seq in lengths], ylim=(0.4, 1.1))

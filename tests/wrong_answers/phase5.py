@@ -597,7 +597,7 @@ WRONG = {
         Wrong(
             "the course's own producer",
             {
-                "import ROWS\n": "import ROWS, _fetch_pair\n",
+                "import ROWS, tma\n": ("import ROWS, tma\nfrom phase5_tuning.hopper.forward import _fetch_pair\n"),
                 "            pair += 1\n": (
                     "            pair += 1\n            if tile < 0:\n                _fetch_pair()\n"
                 ),
@@ -840,7 +840,9 @@ WRONG = {
         Wrong(
             "the course's own writer",
             {
-                "import ROWS\n": "import ROWS\nfrom phase5_tuning.hopper.backward import _write\n",
+                "release_count, tma, tma_add\n": (
+                    "release_count, tma, tma_add\nfrom phase5_tuning.hopper.backward import _write\n"
+                ),
                 "        if ORDERED:\n            release_count": (
                     "        if step < 0:\n            _write(work, memory, ORDERED, ME)\n"
                     "        if ORDERED:\n            release_count"

@@ -100,9 +100,9 @@ def test_an_answer_that_writes_into_its_inputs_is_rejected(rank):
 
 
 def test_a_rank_that_fails_is_named_and_not_those_that_wait_for_it(monkeypatch):
-    waits = dict(kind="wrong", stuck=True, message="waits", advice="start both")
-    ended = dict(kind="crashed", stuck=False, message="ended")
-    fails = dict(kind="error", stuck=False, message="NameError")
+    waits = dict(kind="stuck", message="waits", advice="start both")
+    ended = dict(kind="crashed", message="ended")
+    fails = dict(kind="error", message="NameError")
 
     def message_of(*verdicts):
         monkeypatch.setattr(real_ring, "_verdict", lambda folder, rank, path: verdicts[rank])
