@@ -51,10 +51,19 @@ def use() -> None:
     )
 
 
-def new(width: float = 8, height: float = 3.2, columns: int = 1, **kwargs):
+def new(width: float = 8, height: float = 3.2, columns: int = 1, rows: int = 1, **kwargs):
     """A figure of `columns` axes side by side, in the course's look."""
     use()
-    return plt.subplots(1, columns, figsize=(width, height), layout="constrained", **kwargs)
+    return plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **kwargs)
+
+
+def drawing(width: float, height: float, columns: int = 1, rows: int = 1, *, aspect="auto", **kwargs):
+    """As `new`, its axes without ticks and frame."""
+    figure, axes = new(width, height, columns, rows, **kwargs)
+    for ax in figure.axes:
+        blank(ax)
+        ax.set_aspect(aspect)
+    return figure, axes
 
 
 def show(figure, alt: str) -> None:
