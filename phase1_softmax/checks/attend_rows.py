@@ -292,8 +292,7 @@ def _require_masked(what, s, v, moved):
     (read_s, read_v), of_s = (moved.loaded_from[name] for name in "sv"), s.numel() * s.itemsize
     of_v, again = of_s * v.shape[1], of_s and read_s % of_s == 0  # the whole of s: `_require_traffic` says so
     signs = {
-        f"{read_s} bytes of s are read, s has {of_s}: does the load of s have a mask?": read_s > of_s
-        and not again,
+        f"{read_s} bytes of s are read, s has {of_s}: does the load of s have a mask?": read_s > of_s and not again,
         f"{read_v} bytes of v are read; once for each row are {of_v}: is it masked?": read_v > of_v,
     }
     require_none(signs, what)

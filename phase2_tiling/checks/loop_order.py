@@ -21,7 +21,7 @@ def check(answer):
             checks.verify(answer.attention_keys_outside, q, k, v)
     _check_kept_whole(answer)
     checks.require_any_scale(answer.attention_keys_outside)
-    checks.require_tensor_cores(answer, answer.attention_keys_outside)
+    checks.require_products(answer, answer.attention_keys_outside)
     _require_barrier(answer)
     return f"{len(cases)} cases against SDPA; the state travels as often as it must, and stays normalized in between"
 

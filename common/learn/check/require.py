@@ -153,10 +153,11 @@ def require_ieee(answer: ModuleType) -> None:
             )
 
 
-def require_narrow_products(answer: ModuleType, run: Callable[[], object], products=0) -> None:
-    """Reject products of two fp32 tiles where all inputs are fp16, and fewer tl.dot than `products`: either is right,
-    but not on the tensor cores. run() runs the answer's kernel on inputs in fp16.
+def require_tensor_cores(answer: ModuleType, run: Callable[[], object], products=0) -> None:
+    """Reject products in TF32, products of two fp32 tiles where all inputs are fp16, and fewer tl.dot than `products`:
+    each is right when interpreted, but not on the tensor cores. run() runs the answer's kernel on inputs in fp16.
     """
+    require_ieee(answer)
     if not runtime.INTERPRETED:
         return
     from triton.runtime.interpreter import InterpreterBuilder
@@ -175,17 +176,14 @@ def require_narrow_products(answer: ModuleType, run: Callable[[], object], produ
 
     with mock.patch.object(InterpreterBuilder, "create_dot", watched):
         run()
-    if done < products:
-        reject(
-            f"{done} products of tiles are computed by tl.dot, where {products} are needed: a product by tl.sum is "
-            "right, but not on the tensor cores"
-        )
-    if wide:
-        reject(
-            f"line {min(wide)}: this product takes two tiles in fp32, though all inputs are fp16. The result is right, "
-            "but on a GPU it leaves the tensor cores idle. Convert P or dS down to the dtype of the other tile, not "
-            "that one up; q and k go in as they are loaded"
-        )
+    signs = {
+        f"{done} products of tiles are computed by tl.dot, where {products} are needed: a product by tl.sum is "
+        "right, but not on the tensor cores": done < products,
+        f"line {min(wide, default=0)}: this product takes two tiles in fp32, though all inputs are fp16. The result is "
+        "right, but on a GPU it leaves the tensor cores idle. Convert P or dS down to the dtype of the other tile, not "
+        "that one up; q and k go in as they are loaded": wide,
+    }
+    require_none(signs)
 
 
 @contextlib.contextmanager
