@@ -127,11 +127,8 @@ def _wrong_walks(i, j, right, window):
     block_m, block_n = _tiles()
     first, last, tile_of = _walk(i)
     seen, seen_by_last = first - window + 1, last - window + 1
-    in_block_m, too_late, rounded_up = (
-        tile_of(seen) // block_n * block_m,
-        tile_of(seen + 1),
-        tile_of(seen + block_n - 1),
-    )
+    too_late, rounded_up = tile_of(seen + 1), tile_of(seen + block_n - 1)
+    in_block_m = tile_of(seen) // block_n * block_m
     begins = {
         "keys of earlier tiles are missing: the walk begins where the window of the tile's first query does": first,
         "the walk begins too late: it is the tile's first query whose window reaches back furthest": (
