@@ -57,6 +57,15 @@ def new(width: float = 8, height: float = 3.2, columns: int = 1, rows: int = 1, 
     return plt.subplots(rows, columns, figsize=(width, height), layout="constrained", **kwargs)
 
 
+def drawing(width: float, height: float, columns: int = 1, rows: int = 1, *, aspect="auto", **kwargs):
+    """As `new`, its axes without ticks and frame."""
+    figure, axes = new(width, height, columns, rows, **kwargs)
+    for ax in figure.axes:
+        blank(ax)
+        ax.set_aspect(aspect)
+    return figure, axes
+
+
 def show(figure, alt: str) -> None:
     """Display a figure in a notebook, with an alternative text: what the picture shows, in words.
 

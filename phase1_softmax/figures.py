@@ -8,22 +8,13 @@ from common import style
 from common.measure import records
 from common.verify.harness import Z_MAX
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 INK, FAINT, STATE, GREY = (style.COLORS[n] for n in ("ink", "faint", "state", "s"))
 # Four tints that stay apart in grey: one a row, element or program.
 TINTS = ("#E69F00", "#56B4E9", "#CFE8DC", "#CC79A7")
 
-
 _box = functools.partial(style.box, edge=INK, line=1)
-
-
-def _canvas(width, height, xlim, ylim):
-    fig, ax = style.new(width, height)
-    style.blank(ax)
-    ax.set(xlim=xlim, ylim=ylim)
-    return fig, ax
 
 
 # --- 1. the question ----------------------------------------------------------------------------------------------
@@ -35,9 +26,7 @@ def three_tokens(tokens, p, v, o) -> None:
     p, v, o = (np.asarray(t) for t in (p, v, o))
     _weights(left, tokens, p)
     _outputs(right, tokens, v, o)
-    rows = "; ".join(
-        f"{token} {', '.join(f'{w:.2f}' for w in weights)}" for token, weights in zip(tokens, p, strict=True)
-    )
+    rows = "; ".join(f"{token} {', '.join(f'{w:.2f}' for w in row)}" for token, row in zip(tokens, p, strict=True))
     style.show(
         left.figure,
         f"Left: the weights, a row for each query. {rows}. Right: the three values are the corners of a triangle, and "
@@ -49,10 +38,9 @@ def _weights(ax, tokens, p):
     ax.imshow(p, cmap="Greys", vmin=0, vmax=1.8)
     for i, j in np.ndindex(p.shape):
         ax.text(j, i, f"{p[i, j]:.2f}", ha="center", va="center", size=11, color=INK)
-    ax.set_xticks(range(len(tokens)), tokens)
-    ax.set_yticks(range(len(tokens)), tokens)
-    ax.set(xlabel="key (column j)", ylabel="query (row i)")
-    ax.set_title("The weights")
+    for set_ticks in (ax.set_xticks, ax.set_yticks):
+        set_ticks(range(len(tokens)), tokens)
+    ax.set(xlabel="key (column j)", ylabel="query (row i)", title="The weights")
 
 
 def _outputs(ax, tokens, v, o):
@@ -82,13 +70,8 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
         ax.axhline(capacity, color=INK, lw=1, ls=":")
         ax.text(500, capacity * 1.1, name, size=8, va="bottom", color=INK)
     here = batch * heads * 8192**2 * size / 1e9
-    ax.annotate(
-        f"seq 8192: {here:.1f} GB = {here * 1e9 / 2**30:.0f} GiB",
-        (8192, here),
-        (11000, here / 3.2),
-        size=9,
-        arrowprops=dict(arrowstyle="-"),
-    )
+    words = f"seq 8192: {here:.1f} GB = {here * 1e9 / 2**30:.0f} GiB"
+    ax.annotate(words, (8192, here), (11000, here / 3.2), size=9, arrowprops=dict(arrowstyle="-"))
     ax.text(65536 * 1.1, s[-1], "S", va="center", color=INK, weight="bold")
     ax.text(65536 * 1.1, qkvo[-1], "Q, K, V, O", va="center", color=style.COLORS["q"], weight="bold")
     ax.set_xticks(seq, [f"{int(n)}" for n in seq])
@@ -141,7 +124,7 @@ def roofline(points: Mapping[str, tuple[float, float, float]], copy: float, gemm
 
 def memory_hierarchy() -> None:
     """Registers, shared memory, L2 and HBM of an H200: the nearer, the smaller and the faster."""
-    _, ax = _canvas(8.2, 3.1, (0, 100), (0, 40))
+    _, ax = style.drawing(8.2, 3.1)
     for shift in (4, 2, 0):
         _box(ax, 2 + shift, 4 + shift, width=31, height=29)
     ax.text(17.5, 30.5, "SM: where kernels run", ha="center", size=9, weight="bold")
@@ -154,9 +137,8 @@ def memory_hierarchy() -> None:
     style.arrow(ax, (63.5, 21), (75.5, 21), both=True)
     ax.text(69.5, 23.5, "4.25 TB/s", ha="center", size=9, weight="bold")
     ax.text(69.5, 17, "measured", ha="center", size=8)
-    ends = "near, small, fast   $\\longleftrightarrow$   far, large, slow"
-    ax.text(55.5, 1, ends, ha="center", size=9, color=INK)
-    ax.set_title("The memories of an H200")
+    ax.text(55.5, 1, "near, small, fast   $\\longleftrightarrow$   far, large, slow", ha="center", size=9, color=INK)
+    ax.set(xlim=(0, 100), ylim=(0, 40), title="The memories of an H200")
     style.show(
         ax.figure,
         "The memories of an H200 from near, small and fast to far, large and slow: registers (256 KiB) and shared "
@@ -168,7 +150,8 @@ def memory_hierarchy() -> None:
 def programs_and_mask(n: int = 10, block: int = 4) -> None:
     """Which program owns which element of a vector whose length is no multiple of the block."""
     programs = math.ceil(n / block)
-    _, ax = _canvas(7.6, 2.5, (-2.6, programs * block + 0.2), (-3.1, 2.3))
+    _, ax = style.drawing(7.6, 2.5)
+    ax.set(xlim=(-2.6, programs * block + 0.2), ylim=(-3.1, 2.3))
     middle = dict(ha="center", va="center")
     for i in range(programs * block):
         inside = i < n
@@ -203,11 +186,9 @@ def memory_order() -> None:
         ("x.t(): shape (4, 3), strides (1, 4)", x.T, straight, jump),
         ("x.t().contiguous(): shape (4, 3), strides (3, 1)", x.T, jumping, "new memory, written in the new order"),
     )
-    style.use()
-    _, axes = plt.subplots(3, 1, figsize=(7.8, 5.6), layout="constrained")
+    _, axes = style.drawing(7.8, 5.6, rows=3, aspect="equal")
     for ax, (title, matrix, memory, note) in zip(axes, cases, strict=True):
-        style.blank(ax)
-        ax.set(xlim=(-0.2, 21.4), ylim=(-0.8, 3.6), aspect="equal")
+        ax.set(xlim=(-0.2, 21.4), ylim=(-0.8, 3.6))
         _matrix(ax, matrix)
         _memory(ax, matrix, memory)
         ax.text(8, -0.35, note, size=9, color=INK)
@@ -247,8 +228,7 @@ def streaming_state(row: Sequence[float]) -> None:
     _running_maximum(left, row, m)
     sums = _running_sum(right, row, m)
     for ax in (left, right):
-        ax.set_xticks(steps)
-        ax.set(xlabel="elements seen", xlim=(0.5, len(row) + 0.6))
+        ax.set(xticks=steps, xlabel="elements seen", xlim=(0.5, len(row) + 0.6))
     style.show(
         left.figure,
         f"Left: the running maximum m over the logits {list(row)} is {m.tolist()}. Right: the sum l after each of "
@@ -266,8 +246,7 @@ def _running_maximum(ax, row, m):
         ax.annotate(f"x = {x:g}", (k, x), (0, -16), ha="center", size=9, **offset)
     end = dict(color=STATE, weight="bold", va="center")
     ax.annotate("m", (steps[-1], m[-1]), (8, 0), **end, **offset)
-    ax.set(ylabel="logit", ylim=(-0.4, max(row) + 0.9))
-    ax.set_title("The running maximum m")
+    ax.set(ylabel="logit", ylim=(-0.4, max(row) + 0.9), title="The running maximum m")
 
 
 def _running_sum(ax, row, m) -> list[float]:
@@ -289,14 +268,13 @@ def _running_sum(ax, row, m) -> list[float]:
     words = "a new maximum: the old sum\nis multiplied by $e^{-2}$"
     look = dict(size=8, ha="center", arrowprops=dict(arrowstyle="->", lw=0.8))
     ax.annotate(words, (2.61, old / 2), (2.47, 1.58), **look)
-    ax.set(ylabel="l, the sum of $e^{s-m}$", ylim=(0, 1.85))
-    ax.set_title("The sum l, and the term of each logit")
+    ax.set(ylabel="l, the sum of $e^{s-m}$", ylim=(0, 1.85), title="The sum l, and the term of each logit")
     return sums
 
 
 def merge_tree(row: Sequence[float]) -> None:
     """The states of four elements merged one by one, and in pairs: the same root."""
-    _, (left, right) = style.new(8.6, 3.4, columns=2)
+    _, (left, right) = style.drawing(8.6, 3.4, columns=2)
     a, b, c, d = ((1.5 * i, 0, [x]) for i, x in enumerate(row))  # x, y and the part of the row
     two, three, four = (0.75, 1, row[:2]), (1.9, 2, row[:3]), (3.1, 3, row)
     first, second, root = (0.75, 1.5, row[:2]), (3.75, 1.5, row[2:]), (2.25, 3, row)
@@ -316,9 +294,7 @@ def _state(part):
 
 def _tree(ax, title, merges):
     """merges: (parent, child, child), each a node (x, y, part of the row)."""
-    style.blank(ax)
-    ax.set(xlim=(-0.8, 5.3), ylim=(-0.6, 3.4))
-    ax.set_title(title)
+    ax.set(xlim=(-0.8, 5.3), ylim=(-0.6, 3.4), title=title)
     for parent, *children in merges:
         for x, y, part in children:
             ax.plot([parent[0], x], [parent[1] - 0.19, y + 0.19], color=INK, lw=1, zorder=0)
@@ -337,17 +313,16 @@ def _node(ax, x, y, part, *, color):
 
 def z_histogram(z: np.ndarray) -> None:
     """(actual - truth) / sigma of many elements, signed, and the limit."""
-    limit = Z_MAX
     _, ax = style.new(7.6, 2.8)
     ax.hist(z, bins=np.arange(-7, 7.01, 0.1), density=True, color=style.COLORS["peer"])
-    for side in (-limit, limit):
+    for side in (-Z_MAX, Z_MAX):
         ax.axvline(side, color=style.COLORS["bad"], lw=1.5, ls="--")
-    ax.text(limit - 0.15, 0.62, f"limit {limit:g}", ha="right", size=8, color=INK)
-    ax.set(xlabel="(actual - truth) / sigma", xlim=(-limit - 0.8, limit + 0.8), ylabel="density")
+    ax.text(Z_MAX - 0.15, 0.62, f"limit {Z_MAX:g}", ha="right", size=8, color=INK)
+    ax.set(xlabel="(actual - truth) / sigma", xlim=(-Z_MAX - 0.8, Z_MAX + 0.8), ylabel="density")
     ax.set_title(f"{z.size:,} weights of a softmax in fp16")
     style.show(
         ax.figure,
-        f"A histogram of (actual - truth) / sigma: the largest is {abs(z).max():.1f}, the limit is {limit:g}.",
+        f"A histogram of (actual - truth) / sigma: the largest is {abs(z).max():.1f}, the limit is {Z_MAX:g}.",
     )
 
 
@@ -378,10 +353,7 @@ def softmax_times(record: dict) -> None:
         ax.text(2**19.9, ms + 0.01, words, fontsize=8, va="bottom", ha="right")
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
-    ax.set_xlim(760, 2**20)
-    ax.set_ylim(0, 1.4)
-    ax.set_xlabel("values in a row (2^28 in all, fp16)")
-    ax.set_ylabel("time in ms")
-    ax.set_title("Time; dotted: moving one, two or three matrices at the rate of a copy")
+    ax.set(xlim=(760, 2**20), ylim=(0, 1.4), xlabel="values in a row (2^28 in all, fp16)", ylabel="time in ms")
+    ax.set(title="Time; dotted: moving one, two or three matrices at the rate of a copy")
     style.sign(fig, records.describe(record))
     style.show(fig, f"Time in ms against the values in a row. {'; '.join(said)}.")

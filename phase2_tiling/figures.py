@@ -13,16 +13,8 @@ COLORS, TINT = style.COLORS, style.TINT
 INK, FAINT = COLORS["ink"], COLORS["faint"]
 TEXT_BOX = dict(fc="white", ec="none", pad=1.5)
 
-
 _box = functools.partial(style.box, edge=INK, line=1)
-
-
-def _drawing(width, height, columns=1):
-    fig, axes = style.new(width, height, columns)
-    for ax in np.atleast_1d(axes):
-        style.blank(ax)
-        ax.set_aspect("equal")
-    return fig, axes
+_drawing = functools.partial(style.drawing, aspect="equal")
 
 
 # --- 1. the question ----------------------------------------------------------------------------------------------
@@ -35,8 +27,7 @@ def data_flow() -> None:
         for y, height, color, words, at in ((5.0, 4.9, "#F5F5F5", "HBM", 9.55), (-0.9, 5.0, "white", "on chip", -0.5)):
             ax.add_patch(Rectangle((0, y), 16.4, height, fc=color, ec=COLORS["s"], lw=0.8))
             ax.text(0.2, at, words, size=9, weight="bold", va="center", color=INK)
-        ax.set(xlim=(-0.1, 16.5), ylim=(-1, 10))
-        ax.set_title(title)
+        ax.set(xlim=(-0.1, 16.5), ylim=(-1, 10), title=title)
     _three_kernels(left)
     _one_kernel(right)
     style.show(
@@ -107,11 +98,9 @@ def matmul_orders() -> None:
     rows, cols, inner = 4, 5, 3
 
     def grid(ax, x, y, n_rows, n_cols, tint, chosen, name, label_below=False):
-        for i in range(n_rows):
-            for j in range(n_cols):
-                on = chosen(i, j)
-                look = dict(color=TINT[tint]) if on else dict(line=0.5, edge=COLORS["s"])
-                _box(ax, x + j, y + n_rows - 1 - i, **look)
+        for i, j in np.ndindex(n_rows, n_cols):
+            look = dict(color=TINT[tint]) if chosen(i, j) else dict(line=0.5, edge=COLORS["s"])
+            _box(ax, x + j, y + n_rows - 1 - i, **look)
         at = (x - 0.5, y + n_rows / 2) if not label_below else (x + n_cols / 2, y + n_rows + 0.5)
         ax.text(*at, name, ha="center", va="center", size=12, weight="bold", color=INK)
 
@@ -132,14 +121,8 @@ def matmul_orders() -> None:
     grid(right, x, 0, rows, cols, "state", lambda i, j: True, "")
     right.text(x + 2.5, 2.5, "C", size=12, weight="bold", ha="center", va="center", color=INK)
     right.set_title("Sum outside:\none column of tiles of X at a time")
-    right.text(
-        (x + cols) / 2,
-        -0.8,
-        "all of C is written at every turn, and read again at the next",
-        ha="center",
-        size=9,
-        color=INK,
-    )
+    words = "all of C is written at every turn, and read again at the next"
+    right.text((x + cols) / 2, -0.8, words, ha="center", size=9, color=INK)
     style.show(
         fig,
         "C = X Y in tiles. Left, the sum inside: one row of tiles of X and one column of tiles of Y make one tile "
@@ -170,7 +153,7 @@ def worked_steps(q, k, v, turns) -> None:
 
     q, k, v = map(listed, (q, k, v))
     turns = [{n: x if n == "start" else listed(x) for n, x in turn.items()} for turn in turns]
-    keys, width, gap = len(k), WIDTH, 1.9
+    keys, width = len(k), WIDTH
     k_t, v_t = ([list(column) for column in zip(*x, strict=True)] for x in (k, v))
     fig, axes = _drawing(11.5, 4.6, len(turns))
     for n, (ax, turn) in enumerate(zip(axes, turns, strict=True)):
@@ -178,8 +161,7 @@ def worked_steps(q, k, v, turns) -> None:
         for j in range(keys):
             x = j * width
             live = j in now
-            tint = TINT if live else dict.fromkeys(TINT, "white")
-            edge = INK if live else COLORS["faint"]
+            tint, edge = (TINT, INK) if live else (dict.fromkeys(TINT, "white"), FAINT)
             _numbers(ax, x, 7.4, [[row[j]] for row in k_t], tint["k"], edge=edge)
             _numbers(ax, x, 0.0, [[row[j]] for row in v_t], tint["v"], edge=edge)
             for name, y in (("s", 4.9), ("p", 2.5)):
@@ -190,7 +172,7 @@ def worked_steps(q, k, v, turns) -> None:
         for text, y in (("$K^T$", 8.4), ("$S$", 5.9), ("$P$", 3.5), ("$V^T$", 1.0)):
             ax.text(-0.25, y, text, ha="right", va="center", size=10, color=INK)
         ax.text(-width - 0.9, 7.15, "$Q$", ha="center", size=10, color=INK)
-        x = keys * width + gap
+        x = keys * width + 1.9
         columns = [("alpha", turn["alpha"]), ("m", turn["m"]), ("l", turn["l"])]
         columns += [(f"acc{d}", [row[d] for row in turn["acc"]]) for d in range(len(turn["acc"][0]))]
         for c, (name, values) in enumerate(columns):
@@ -198,8 +180,7 @@ def worked_steps(q, k, v, turns) -> None:
             _numbers(ax, x + c * width, 2.5, [[value] for value in values], tint)
             ax.text(x + (c + 0.5) * width, 4.75, name, ha="center", size=9, color=INK)
         style.arrow(ax, (keys * width + 0.2, 3.5), (x - 0.2, 3.5))
-        ax.set(xlim=(-3.8, x + 5 * width + 0.2), ylim=(-0.2, 9.6))
-        ax.set_title(f"Turn {n + 1}: keys {now[0]} and {now[-1]}")
+        ax.set(xlim=(-3.8, x + 5 * width + 0.2), ylim=(-0.2, 9.6), title=f"Turn {n + 1}: keys {now[0]} and {now[-1]}")
     style.show(
         fig,
         "Attention of 2 queries and 4 keys in two turns of 2 keys. "
@@ -231,8 +212,7 @@ def loop_orders() -> None:
         left.add_patch(Rectangle((0, y - 0.5), tiles, 1, fill=False, ec=INK, lw=1.6))
         left.text(-1.2, y, f"program {i}", ha="right", va="center", size=8, color=INK)
         left.text(tiles + 1.4, y, "written once", va="center", size=9, color=INK)
-        text = f"state out and in\n{tiles - 1} times, then O"
-        right.text(tiles + 1.4, y, text, va="center", size=8, color=INK)
+        right.text(tiles + 1.4, y, f"state out and in\n{tiles - 1} times, then O", va="center", size=8, color=INK)
     right.add_patch(Rectangle((0, 0), tiles, tiles, fill=False, ec=INK, lw=1.6))
     below = (f"{tiles} programs; each goes from 1 to {tiles}", f"one program, from 1 to {tiles**2}")
     for ax, text in zip((left, right), below, strict=True):
@@ -258,33 +238,25 @@ def masked_tile(memory, x, tile) -> None:
     first column is that of x.
     """
     rows, cols = memory.shape
-    fig, ax = style.new(8.6, 4.6)
-    style.blank(ax)
-    ax.set_aspect("equal")
+    fig, ax = _drawing(8.6, 4.6)
     first = divmod(x.storage_offset(), cols)
     corner = divmod(int(tile[0, 0]), cols)
-    exists = {int(a) for a in x.flatten()}
-    inside = {int(a) for a in tile.flatten()}
-    for i in range(rows):
-        for j in range(cols):
-            address = int(memory[i, j])
-            tint = "white"
-            if address in inside:
-                tint = TINT["q"] if address in exists else COLORS["limit"] + "33"
-            _box(ax, j, rows - 1 - i, str(address), color=tint, line=0.4, edge=COLORS["s"], size=8)
+    exists, inside = set(x.flatten().tolist()), set(tile.flatten().tolist())
+    for i, j in np.ndindex(rows, cols):
+        address, tint = int(memory[i, j]), "white"
+        if address in inside:
+            tint = TINT["q"] if address in exists else COLORS["limit"] + "33"
+        _box(ax, j, rows - 1 - i, str(address), color=tint, line=0.4, edge=COLORS["s"], size=8)
 
     def framed(row, col, height, width, **look):
         ax.add_patch(Rectangle((col, rows - row - height), width, height, fill=False, **look))
 
     framed(*first, *x.shape, ec=INK, lw=2)
     framed(*corner, *tile.shape, ec=COLORS["bad"], lw=2, ls="--")
-    for i, row in enumerate(tile):
-        good = int(row[0]) in exists
-        y = rows - 1 - corner[0] - i
-        _box(ax, cols + 0.6, y, "1" if good else "0", width=1.2, size=9, line=0.6)
+    for i, address in enumerate(tile[:, 0]):
+        _box(ax, cols + 0.6, rows - 1 - corner[0] - i, str(int(int(address) in exists)), width=1.2, size=9, line=0.6)
     for j, address in enumerate(tile[0]):
-        good = int(address) in exists
-        _box(ax, corner[1] + j, -1.7, "1" if good else "0", size=9, line=0.6)
+        _box(ax, corner[1] + j, -1.7, str(int(int(address) in exists)), size=9, line=0.6)
     ax.text(cols + 2.1, rows - corner[0] - 2, "rows\nthat exist", va="center", size=9, color=INK)
     ax.text(corner[1] - 0.3, -1.2, "columns that exist", ha="right", va="center", size=9, color=INK)
     ax.set(xlim=(-3.2, cols + 5), ylim=(-2.0, rows + 0.9))
@@ -336,8 +308,7 @@ def memory_wall(shared: Mapping[int, int], limits: Mapping[str, int]) -> None:
 def stages_and_tests(passed: Mapping[str, Mapping[str, bool]]) -> None:
     """passed: stage -> test -> whether the stage passes it. One row a stage, one column a test."""
     tests = list(next(iter(passed.values())))
-    fig, ax = style.new(8.6, 0.5 * len(passed) + 1.3)
-    style.blank(ax)
+    fig, ax = style.drawing(8.6, 0.5 * len(passed) + 1.3)
     for row, (stage, verdicts) in enumerate(passed.items()):
         y = len(passed) - 1 - row
         ax.text(-0.1, y + 0.5, stage, ha="right", va="center", size=9, color=INK)
@@ -356,9 +327,6 @@ def stages_and_tests(passed: Mapping[str, Mapping[str, bool]]) -> None:
             for stage, verdicts in passed.items()
         ),
     )
-
-
-# --- 4. proof -----------------------------------------------------------------------------------------------------
 
 
 # --- 5. measurement -----------------------------------------------------------------------------------------------
@@ -388,8 +356,7 @@ def bytes_against_seq(formulas: Mapping[str, tuple], measured: Mapping[str, Mapp
     right.plot(shared, ratio, "D", color=COLORS["peer"], mec=INK, ms=6)
     right.set_xscale("log", base=2)
     right.set_xticks(ticks, [str(n) for n in ticks])
-    right.set(xlabel="seq", ylim=(0, 5), ylabel=f"{unfused} / {tiled}")
-    right.set_title("Their ratio")
+    right.set(xlabel="seq", ylim=(0, 5), ylabel=f"{unfused} / {tiled}", title="Their ratio")
     last = int(seq[-1])
     style.show(
         fig,
@@ -401,9 +368,7 @@ def bytes_against_seq(formulas: Mapping[str, tuple], measured: Mapping[str, Mapp
 
 
 def intensities(points: Mapping[str, tuple[float, float]], flops: float, bandwidth: float) -> None:
-    """FLOP per byte under the roof of one GPU. points: version -> (with the bytes asked for,
-    with each matrix once).
-    """
+    """FLOP per byte under the roof of one GPU. points: version -> (with the bytes asked for, with each matrix once)."""
     fig, ax = style.new(7.8, 3.7)
     x = np.logspace(0.7, 3.8, 200)
     ridge = flops / bandwidth
@@ -447,13 +412,10 @@ def one_head_times(record: dict) -> None:
         rows = [r for r in record["rows"] if r["provider"] == provider and "ms" in r]
         ax.plot([r["seq"] for r in rows], [r["ms"] for r in rows], label=provider, **look)
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_xlabel("sequence length (one head, head_dim 64, fp16)")
-    ax.set_ylabel("milliseconds")
-    ax.set_title("Time of one head")
+    ax.set(yscale="log", xlabel="sequence length (one head, head_dim 64, fp16)", ylabel="milliseconds")
+    ax.set(title="Time of one head")
     ax.legend(loc="upper left")
     longest = max(r["seq"] for r in record["rows"])
     at_end = ", ".join(f"{r['provider']} {r['ms']:.2f}" for r in record["rows"] if r["seq"] == longest and "ms" in r)
-    alt = f"Milliseconds for one head against sequence length, both logarithmic. At {longest}: {at_end}."
     style.sign(fig, records.describe(record))
-    style.show(fig, alt)
+    style.show(fig, f"Milliseconds for one head against sequence length, both logarithmic. At {longest}: {at_end}.")

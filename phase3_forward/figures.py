@@ -21,9 +21,7 @@ TILE_COLORS = {"skipped": COLORS["faint"], "full": COLORS["peer"], "partial": CO
 def _matrix(ax, rows: int, cols: int, title: str = "") -> None:
     """Axes for a drawn matrix: row 0 on top, equal cells, no ticks."""
     style.blank(ax)
-    ax.set_xlim(-0.05, cols + 0.05)
-    ax.set_ylim(rows + 0.05, -0.05)
-    ax.set_aspect("equal")
+    ax.set(xlim=(-0.05, cols + 0.05), ylim=(rows + 0.05, -0.05), aspect="equal")
     ax.set_title(title, fontsize=10)
 
 
@@ -37,16 +35,14 @@ LOOK_OF = {
 def calls(answered: Mapping[str, Mapping[str, str]]) -> None:
     """Which calls each kernel answers: answered[kernel][call] is "right", "wrong" or "refuses"."""
     names = list(next(iter(answered.values())))
-    fig, ax = style.new(2.7 + 1.15 * len(answered), 0.34 * len(names) + 0.7)
-    style.blank(ax)
+    fig, ax = style.drawing(2.7 + 1.15 * len(answered), 0.34 * len(names) + 0.7)
     for x, (kernel, outcomes) in enumerate(answered.items()):
         ax.text(x + 0.5, -0.15, kernel, ha="center", va="bottom", fontweight="bold", fontsize=9)
         for y, outcome in enumerate(outcomes.values()):
             style.box(ax, x, y, outcome, line=2, **LOOK_OF[outcome])
     for y, call in enumerate(names):
         ax.text(-0.1, y + 0.5, call, ha="right", va="center")
-    ax.set_xlim(-2.6, len(answered))
-    ax.set_ylim(len(names), -0.8)
+    ax.set(xlim=(-2.6, len(answered)), ylim=(len(names), -0.8))
     right = [f"{k} {list(o.values()).count('right')}" for k, o in answered.items()]
     style.show(fig, f"A table of {len(names)} calls. Answered right, of {len(names)}: {', '.join(right)}.")
 
@@ -68,8 +64,7 @@ def programs(batch: int, heads: int, tiles_m: int, chosen: int) -> None:
         ax.text(tile + 0.5, -0.12, f"tile {tile}", ha="center", va="bottom")
     b, h = divmod(y, heads)
     ax.text(tiles_m + 0.15, y + 0.5, f"program {chosen}:\ntile {x} of\nbatch {b}, head {h}", va="center", fontsize=9)
-    ax.set_xlim(-1.1, tiles_m + 2.4)
-    ax.set_ylim(batch * heads, -0.55)
+    ax.set(xlim=(-1.1, tiles_m + 2.4), ylim=(batch * heads, -0.55))
     style.show(
         fig,
         f"A grid of programs, a row for each of {batch * heads} heads, a column for each of {tiles_m} tiles of "
@@ -87,17 +82,14 @@ def layouts() -> None:
         ("BSHD, token after token", i_h_d, (head_dim, heads * head_dim, 1)),
         ("expanded, one head read by all", [(None, i, d) for h, i, d in h_i_d if h == 0], (0, head_dim, 1)),
     )
-    style.use()
-    fig, axes = plt.subplots(3, 1, figsize=(8, 3.9), layout="constrained")
+    fig, axes = style.drawing(8, 3.9, rows=3)
     for ax, (name, cells, (per_head, per_row, per_d)) in zip(axes, strips, strict=True):
-        style.blank(ax)
         for x, (h, i, d) in enumerate(cells):
             color = COLORS["s"] if h is None else TINTS[h]
             style.box(ax, x, 0, f"i={i}\nd={d}", color=color, ink="white" if h != 0 else None, size=8)
             ax.text(x + 0.5, 1.1, str(x), ha="center", va="top", fontsize=7)
         ax.set_title(f"{name}; strides: head {per_head}, row {per_row}, head_dim {per_d}", fontsize=10)
-        ax.set_xlim(-0.1, heads * seq * head_dim + 0.1)
-        ax.set_ylim(1.55, -0.05)
+        ax.set(xlim=(-0.1, heads * seq * head_dim + 0.1), ylim=(1.55, -0.05))
     handles = [Patch(color=TINTS[h], label=f"head {h}") for h in range(heads)]
     handles.append(Patch(color=COLORS["s"], label="both heads"))
     axes[-1].legend(handles=handles, loc="center right", fontsize=9)
@@ -115,9 +107,8 @@ def head_mapping(heads_q: int, heads_kv: int) -> None:
         "A: neighbors share": [h // group for h in range(heads_q)],
         "B: they alternate": [h % heads_kv for h in range(heads_q)],
     }
-    fig, axes = style.new(8, 2.3, columns=2)
+    fig, axes = style.drawing(8, 2.3, columns=2)
     for ax, (title, mapping) in zip(axes, maps.items(), strict=True):
-        style.blank(ax)
         ax.set_title(title, fontsize=10)
         at = [(kv + 0.5) * group - 0.5 for kv in range(heads_kv)]
         for h, kv in enumerate(mapping):
@@ -127,8 +118,7 @@ def head_mapping(heads_q: int, heads_kv: int) -> None:
         for kv in range(heads_kv):
             ink = "white" if kv else None
             style.box(ax, at[kv] - 0.3, 2.1, f"kv{kv}", width=1.5, height=0.9, color=TINTS[kv], ink=ink)
-        ax.set_xlim(-0.2, heads_q)
-        ax.set_ylim(3.1, -0.1)
+        ax.set(xlim=(-0.2, heads_q), ylim=(3.1, -0.1))
     style.show(
         fig,
         f"{heads_q} query heads above, {heads_kv} key heads below. A: {group} neighbors read the same "
@@ -143,9 +133,8 @@ def padding() -> None:
         "K": ("0", "anything", "columns: in every dot product\nrows: their logits become -inf"),
         "V": ("anything", "0", "columns: not stored\nrows: times the weight 0"),
     }
-    fig, axes = style.new(8.8, 2.6, columns=3)
+    fig, axes = style.drawing(8.8, 2.6, columns=3, aspect="equal")
     for ax, (name, (columns, rows, why)) in zip(axes, panels.items(), strict=True):
-        style.blank(ax)
         line = dict(edge=COLORS["ink"], size=13)
         style.box(ax, 0, 0, name, width=5, height=2.4, color=style.TINT[name.lower()], **line)
         parts = ((5, 0, 3, 2.4, columns), (0, 2.4, 5, 1.6, rows), (5, 2.4, 3, 1.6, "anything"))
@@ -163,9 +152,9 @@ def padding() -> None:
         for y, words in ((1.2, "exist"), (3.2, "padded")):
             ax.text(-0.15, y, words, ha="right", va="center", rotation=90, fontsize=8)
         ax.text(0, 4.25, why, va="top", fontsize=9)
-        ax.set(xlim=(-1.1, 8.05), ylim=(5.6, -0.7), aspect="equal")
-    title = "What the padding must hold: 0, or anything, even NaN"
-    fig.suptitle(title, fontsize=11, x=0.01, ha="left", fontweight="bold")
+        ax.set(xlim=(-1.1, 8.05), ylim=(5.6, -0.7))
+    look = dict(fontsize=11, x=0.01, ha="left", fontweight="bold")
+    fig.suptitle("What the padding must hold: 0, or anything, even NaN", **look)
     said = (f"{n}: padded columns {c}, padded rows {r} ({why})" for n, (c, r, why) in panels.items())
     style.show(
         fig,
@@ -179,17 +168,8 @@ def causal_tiles(kind: Callable, sizes: Sequence[tuple[int, int]], block_m: int,
 
     kind(tile_m, tile_n, block_m, block_n) names a tile "skipped", "full" or "partial".
     """
-    style.use()
-    widths = [seq_k for _, seq_k in sizes]
-    fig, axes = plt.subplots(
-        1,
-        len(sizes),
-        figsize=(8.6 if len(sizes) > 1 else 5.2, 4),
-        layout="constrained",
-        width_ratios=widths,
-        squeeze=False,
-    )
-    axes = axes[0]
+    options = dict(width_ratios=[seq_k for _, seq_k in sizes], squeeze=False)
+    fig, (axes,) = style.new(8.6 if len(sizes) > 1 else 5.2, 4, len(sizes), **options)
     tallest = max(seq_q for seq_q, _ in sizes)
     for ax, (seq_q, seq_k) in zip(axes, sizes, strict=True):
         for start_m in range(0, seq_q, block_m):
@@ -201,10 +181,7 @@ def causal_tiles(kind: Callable, sizes: Sequence[tuple[int, int]], block_m: int,
         ax.plot([0, n, n], [0, n, seq_q], color=COLORS["ink"], linewidth=1.5)
         ax.set_xlim(0, seq_k)
         ax.set_ylim(tallest, 0)  # the same scale in every panel
-        ax.set_aspect("equal")
-        ax.set_anchor("NW")
-        ax.set_xticks(range(0, seq_k + 1, block_n))
-        ax.set_yticks(range(0, seq_q + 1, block_m))
+        ax.set(aspect="equal", anchor="NW", xticks=range(0, seq_k + 1, block_n), yticks=range(0, seq_q + 1, block_m))
         ax.xaxis.tick_top()
         ax.xaxis.set_label_position("top")
         ax.tick_params(labelsize=8)
@@ -226,10 +203,8 @@ def causal_tiles(kind: Callable, sizes: Sequence[tuple[int, int]], block_m: int,
 
 def alignments(sizes: Sequence[tuple[int, int]]) -> None:
     """Top-left and bottom-right causal masks side by side, for each (seq_q, seq_k)."""
-    style.use()
     panels = [(size, name) for size in sizes for name in ("top-left", "bottom-right")]
-    widths = [seq_k for (_, seq_k), _ in panels]
-    fig, axes = plt.subplots(1, len(panels), figsize=(8.6, 3.1), layout="constrained", width_ratios=widths)
+    fig, axes = style.new(8.6, 3.1, len(panels), width_ratios=[seq_k for (_, seq_k), _ in panels])
     tallest = max(seq_q for seq_q, _ in sizes)
     for ax, ((seq_q, seq_k), name) in zip(axes, panels, strict=True):
         _matrix(ax, seq_q, seq_k, f"{name}\nseq_q {seq_q}, seq_k {seq_k}")
@@ -238,9 +213,7 @@ def alignments(sizes: Sequence[tuple[int, int]]) -> None:
         shift = 0 if name == "top-left" else seq_k - seq_q
         for i in range(seq_q):
             for j in range(seq_k):
-                visible = j <= i + shift
-                color = COLORS["tiled"] if visible else COLORS["faint"]
-                style.box(ax, j, i, color=color)
+                style.box(ax, j, i, color=COLORS["tiled" if j <= i + shift else "faint"])
             if i + shift < 0:
                 ax.text(seq_k / 2, i + 0.5, "sees nothing", ha="center", va="center", fontsize=8)
     handles = [Patch(color=COLORS["tiled"], label="visible"), Patch(color=COLORS["faint"], label="hidden")]
@@ -254,21 +227,17 @@ def alignments(sizes: Sequence[tuple[int, int]]) -> None:
 
 def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
     """Attention weights P as written numbers: hidden cells are hatched, or orange if they have weight all the same."""
-    style.use()
-    fig, axes = plt.subplots(1, len(matrices), figsize=(8.6, 2.7), layout="constrained")
+    fig, axes = style.new(8.6, 2.7, len(matrices))
     for ax, (title, p) in zip(axes, matrices.items(), strict=True):
         rows, cols = p.shape
         _matrix(ax, rows, cols, title)
-        for i in range(rows):
-            for j in range(cols):
-                wrong = not visible[i, j] and p[i, j] > 0
-                shade = 1 - 0.75 * p[i, j]
-                color = COLORS["bad"] if wrong else (shade, shade, shade)
-                ink = "white" if p[i, j] > 0.5 or wrong else None
-                style.box(ax, j, i, f"{p[i, j]:.2f}", color=color, ink=ink, size=8)
-                if not visible[i, j] and not wrong:
-                    hatching = Rectangle((j, i), 1, 1, fill=False, hatch="////", ec=COLORS["faint"], lw=0)
-                    ax.add_patch(hatching)
+        for i, j in np.ndindex(rows, cols):
+            wrong = not visible[i, j] and p[i, j] > 0
+            color = COLORS["bad"] if wrong else (1 - 0.75 * p[i, j],) * 3
+            ink = "white" if p[i, j] > 0.5 or wrong else None
+            style.box(ax, j, i, f"{p[i, j]:.2f}", color=color, ink=ink, size=8)
+            if not visible[i, j] and not wrong:
+                ax.add_patch(Rectangle((j, i), 1, 1, fill=False, hatch="////", ec=COLORS["faint"], lw=0))
         ax.set_xlabel("key")
     axes[0].set_ylabel("query")
     given = {name: int(((p > 0) & ~visible).sum()) for name, p in matrices.items()}
@@ -279,10 +248,8 @@ def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
 def split_keys(heads: int, parts: int, multiprocessors: int) -> None:
     """One query tile: its keys in one program, and cut over several; beside each, the GPU it fills."""
     tiles_n = 16
-    style.use()
-    fig, axes = plt.subplots(2, 2, figsize=(8.6, 4.1), layout="constrained", width_ratios=(5, 2), height_ratios=(2, 3))
+    fig, axes = style.drawing(8.6, 4.1, 2, 2, width_ratios=(5, 2), height_ratios=(2, 3))
     for (ax, gpu), cut in zip(axes, (1, parts), strict=True):
-        style.blank(ax)
         width = tiles_n // cut
         for part in range(cut):
             start = part * width + (part - (cut - 1) / 2) * 0.5  # half a tile of space between parts
@@ -302,10 +269,7 @@ def split_keys(heads: int, parts: int, multiprocessors: int) -> None:
             style.box(ax, tiles_n / 2 - 1.5, 6.2, "o, LSE", width=3, color=style.TINT["o"])
         ax.text(-1.1, 0.5, "tiles\nof keys", ha="right", va="center", fontsize=9)
         ax.set(xlim=(-3.2, tiles_n + 1), ylim=(7.3 if cut > 1 else 3.2, -1.2))
-        title = "the keys in one program" if cut == 1 else f"the keys cut over {cut} programs"
-        ax.set_title(title, fontsize=10)
-
-        style.blank(gpu)
+        ax.set_title("the keys in one program" if cut == 1 else f"the keys cut over {cut} programs", fontsize=10)
         busy, columns = min(heads * cut, multiprocessors), 22
         for number in range(multiprocessors):
             y, x = divmod(number, columns)
@@ -330,10 +294,7 @@ def error_budget(budget: Mapping[str, Mapping[str, tuple[float, float]]]) -> Non
             ax.plot([predicted, measured], [y, y], color=COLORS["faint"], zorder=0)
             ax.plot(predicted, y, "o", color=COLORS["ink"], markersize=7)
             ax.plot(measured, y, "s", color=COLORS["state"], markersize=6)
-        ax.set_xscale("log")
-        ax.set_xlim(1e-9, 1e-2)
-        ax.set_title(dtype)
-        ax.set_xlabel("error of an element of O, rms")
+        ax.set(xscale="log", xlim=(1e-9, 1e-2), title=dtype, xlabel="error of an element of O, rms")
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
     handles = [
@@ -352,23 +313,16 @@ def error_budget(budget: Mapping[str, Mapping[str, tuple[float, float]]]) -> Non
 def two_numbers(z: Mapping[str, Sequence[tuple[float, float]]], limit: float) -> None:
     """(largest z, rms z) of many results of each kernel: what either number tells apart."""
     fig, ax = style.new(7, 3.2)
-    colors = (COLORS["tiled"], COLORS["peer"], COLORS["k"], COLORS["bad"])
+    colors, ranges = (COLORS["tiled"], COLORS["peer"], COLORS["k"], COLORS["bad"]), []
     for (name, points), color, marker in zip(z.items(), colors, "os^X", strict=True):
         largest, rms = zip(*points, strict=True)
         ax.plot(largest, rms, marker, color=color, label=name, markersize=6, mec=COLORS["ink"], mew=0.4)
+        of_largest = f"largest z {min(largest):.1f} to {max(largest):.1f}"
+        ranges.append(f"{name}: {of_largest}, rms {min(rms):.2f} to {max(rms):.2f}")
     ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1)
     ax.text(limit, 0.05, "  limit of z", va="bottom")
-    ax.set_xlabel("largest z of 8192 elements")
-    ax.set_ylabel("rms z")
-    ax.set_xlim(0)
-    ax.set_ylim(0)
+    ax.set(xlabel="largest z of 8192 elements", ylabel="rms z", xlim=(0, None), ylim=(0, None))
     ax.legend(loc="upper left", fontsize=9)
-    ranges = []
-    for name, points in z.items():
-        largest, rms = zip(*points, strict=True)
-        ranges.append(
-            f"{name}: largest z {min(largest):.1f} to {max(largest):.1f}, rms {min(rms):.2f} to {max(rms):.2f}"
-        )
     style.show(fig, f"Largest z against rms z, a dot for each seed. {'; '.join(ranges)}.")
 
 
@@ -395,8 +349,7 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
         for x, rule in enumerate(names):
             count, total = counts[rule][some], counts[rule][of_all]
             weight = "bold" if count == 0 else "normal"
-            text = f"{count} of {total}"
-            ax.text(x, y, text, ha="center", va="center", fontsize=9, fontweight=weight)
+            ax.text(x, y, f"{count} of {total}", ha="center", va="center", fontsize=9, fontweight=weight)
     ax.set_xticks(range(len(names)), [textwrap.fill(name, 15) for name in names], fontsize=9)
     labels = [*(row["what"] for row in slipping), *totals]
     ax.set_yticks([*range(len(slipping)), *below], labels, fontsize=9)
@@ -414,22 +367,18 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
     style.show(fig, f"Wrong kernels and the rules that accept them. Right results rejected as well: {'; '.join(said)}.")
 
 
-def causal_bytes(
-    seqs: Sequence[int], formula: Mapping[str, Sequence[int]], counted: Mapping[str, Mapping[int, int]]
-) -> None:
-    """Bytes moved by the forward kernel for one head, full and causal: lines are the formula at every length, dots were
-    counted.
-    """
+Counted = Mapping[str, Mapping[int, int]]
+
+
+def causal_bytes(seqs: Sequence[int], formula: Mapping[str, Sequence[int]], counted: Counted) -> None:
+    """Bytes of the forward kernel for one head, full and causal: lines are the formula, dots were counted."""
     fig, ax = style.new(7.4, 3.2)
     for name, color, marker in (("full", COLORS["unfused"], "o"), ("causal", COLORS["tiled"], "s")):
         line = np.array(formula[name]) / 1e6
         ax.plot(seqs, line, color=color, linewidth=1.3, label=f"{name}, formula")
         at, dots = list(counted.get(name, {})), np.array(list(counted.get(name, {}).values())) / 1e6
         ax.plot(at, dots, marker, color=color, label=f"{name}, counted", markeredgecolor=COLORS["ink"])
-    ax.set_xlabel("seq_q = seq_k")
-    ax.set_ylabel("megabytes for one head")
-    ax.set_xlim(0)
-    ax.set_ylim(0)
+    ax.set(xlabel="seq_q = seq_k", ylabel="megabytes for one head", xlim=(0, None), ylim=(0, None))
     ax.legend()
     ends = ", ".join(f"{name} {values[-1] / 1e6:.2f} MB" for name, values in formula.items())
     style.show(
@@ -455,10 +404,9 @@ def tflops(record: dict, seq: int, ours: str, title: str, alt: str, ceiling: tup
     cases = [(d, c) for d in (64, 128) for c in (False, True)]
     width = 0.27
     for offset, (provider, look) in enumerate(looks.items()):
-        rows = {
-            (r["head_dim"], r["is_causal"]): r for r in record["rows"] if r["provider"] == provider and r["seq"] == seq
-        }
-        heights = [rows[case].get("tflops", 0) for case in cases]
+        rows = [r for r in record["rows"] if r["provider"] == provider and r["seq"] == seq]
+        of_case = {(r["head_dim"], r["is_causal"]): r.get("tflops", 0) for r in rows}
+        heights = [of_case[case] for case in cases]
         x = np.arange(len(cases)) + (offset - 1) * width
         for bar, height in zip(ax.bar(x, heights, width * 0.92, label=provider, **look), heights, strict=True):
             ax.text(bar.get_x() + bar.get_width() / 2, height + 6, f"{height:.0f}", ha="center", fontsize=8)
@@ -468,8 +416,7 @@ def tflops(record: dict, seq: int, ours: str, title: str, alt: str, ceiling: tup
         look = dict(color="black", linestyle="--", linewidth=1.2, label=label)
         ax.hlines([tflops] * len(cases), over - width / 2, over + width / 2, **look)
     ax.set_xticks(range(len(cases)), [f"head_dim {d}, {'causal' if c else 'full'}" for d, c in cases])
-    ax.set_ylabel("TFLOP/s")
-    ax.set_title(title)
+    ax.set(ylabel="TFLOP/s", title=title)
     ax.legend(loc="upper left", ncols=4, fontsize=8)
     ax.set_ylim(0, 1.2 * ax.get_ylim()[1])
     style.sign(fig, records.describe(record))

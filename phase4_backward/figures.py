@@ -7,7 +7,6 @@ from common.measure import records
 from common.style import COLORS, TINT
 from phase3_forward.figures import tflops
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 # --- 1. the question ----------------------------------------------------------------------------------------------
@@ -21,9 +20,7 @@ def kept(seqs: Sequence[int], needs: Mapping[str, Sequence[float]]) -> None:
         gib, above = values[-1] / 2**30, dict(ha="right", textcoords="offset points", fontsize=9)
         ax.annotate(f"{gib:,.0f} GiB", (seqs[-1], gib), (-6, 6), **above)
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_xlabel("sequence length, tokens (one layer, one sequence, 32 heads of 128)")
-    ax.set_ylabel("GiB kept")
+    ax.set(yscale="log", xlabel="sequence length, tokens (one layer, one sequence, 32 heads of 128)", ylabel="GiB kept")
     ax.legend(loc="upper left")
     style.show(
         fig,
@@ -41,8 +38,7 @@ def board(*rows: Mapping[str, np.ndarray], alt: str) -> None:
     size, gap = 0.95, 0.9
     width = max(sum(m.shape[1] * size + gap for m in row.values()) for row in rows)
     tall = [max(m.shape[0] for m in row.values()) * 0.5 + 0.95 for row in rows]
-    fig, ax = style.new(0.72 * width, 0.72 * sum(tall))
-    style.blank(ax)
+    fig, ax = style.drawing(0.72 * width, 0.72 * sum(tall))
     top = 0.0
     for row, height in zip(rows, tall, strict=True):
         x = 0.0
@@ -56,15 +52,13 @@ def board(*rows: Mapping[str, np.ndarray], alt: str) -> None:
                 style.box(ax, x + j * size, top + 0.5 + i * 0.5, number, width=size, height=0.5, color=tint, size=8.5)
             x += matrix.shape[1] * size + gap
         top += height
-    ax.set_xlim(-0.05, width - gap + 0.05)
-    ax.set_ylim(top - 0.35, 0)
+    ax.set(xlim=(-0.05, width - gap + 0.05), ylim=(top - 0.35, 0))
     style.show(fig, alt=alt)
 
 
 def graph() -> None:
     """Attention as a graph: numbers run to the right, gradients run back to the left."""
-    fig, ax = style.new(9.2, 4.0)
-    style.blank(ax)
+    fig, ax = style.drawing(9.2, 4.0)
     places = dict(Q=(0, 3.2), K=(0, 0), S=(3.2, 1.6), P=(6.4, 1.6), V=(6.4, -1.3), O=(10.8, 1.6))
     tint = dict(Q="q", K="k", V="v", O="o", S="s", P="s")
     for name, (x, y) in places.items():
@@ -93,8 +87,7 @@ def graph() -> None:
     ax.text(12.4, 2.8, "the loss", va="center", fontsize=9)
     style.arrow(ax, (12.3, 2.0), (11.75, 2.0), COLORS["state"])
     ax.text(12.4, 2.0, "its gradient", va="center", **red)
-    ax.set_xlim(-0.2, 13.8)
-    ax.set_ylim(-2.1, 5.2)
+    ax.set(xlim=(-0.2, 13.8), ylim=(-2.1, 5.2))
     style.show(
         fig,
         alt="Attention as a graph. Numbers run to the right: Q and K make S, the softmax makes P, P and V make O, "
@@ -106,23 +99,16 @@ def graph() -> None:
 def jacobian(p: np.ndarray, matrix: np.ndarray) -> None:
     """One row of weights, and how each of them answers to each logit."""
     n = len(p)
-    style.use()
-    fig, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.2), layout="constrained", width_ratios=(1, 1.1))
+    fig, (left, right) = style.new(7.6, 3.2, 2, width_ratios=(1, 1.1))
     left.bar(range(n), p, color=COLORS["s"])
-    left.set_xlabel("key j")
-    left.set_ylabel("weight $p_j$")
-    left.set_xticks(range(n))
+    left.set(xlabel="key j", ylabel="weight $p_j$", xticks=range(n))
     left.set_title("row 0 of P", fontsize=10)
     largest = np.abs(matrix).max()
     right.imshow(matrix, cmap="RdBu", vmin=-largest, vmax=largest)
     for i, j in np.ndindex(n, n):
-        dark = abs(matrix[i, j]) > 0.6 * largest
-        color = "white" if dark else COLORS["ink"]
+        color = "white" if abs(matrix[i, j]) > 0.6 * largest else COLORS["ink"]
         right.text(j, i, f"{matrix[i, j]:+.3f}", ha="center", va="center", fontsize=9, color=color)
-    right.set_xticks(range(n))
-    right.set_yticks(range(n))
-    right.set_xlabel("logit $s_k$")
-    right.set_ylabel("weight $p_j$")
+    right.set(xticks=range(n), yticks=range(n), xlabel="logit $s_k$", ylabel="weight $p_j$")
     right.set_title("change of $p_j$ for each unit of $s_k$", fontsize=10)
     style.show(
         fig,
@@ -136,25 +122,18 @@ def jacobian(p: np.ndarray, matrix: np.ndarray) -> None:
 
 def walks() -> None:
     """Who walks what: a dQ program along a row of tiles of P, a dK/dV program down a column; full and causal."""
-    tiles = 5
-    style.use()
-    fig, axes = plt.subplots(1, 4, figsize=(10, 3.1), layout="constrained", width_ratios=(7.5, 5.9, 7.5, 5.9))
+    tiles, own = 5, 2
+    fig, axes = style.drawing(10, 3.1, 4, aspect="equal", width_ratios=(7.5, 5.9, 7.5, 5.9))
     fig.get_layout_engine().set(w_pad=0.15)
-    own = 2
     for n, ax in enumerate(axes):
-        style.blank(ax)
-        by_rows, causal = n % 2 == 0, n >= 2
-        order = 0
-        for i in range(tiles):
-            for j in range(tiles):
-                hidden = causal and j > i
-                mine = (i if by_rows else j) == own
-                color = "white" if hidden else COLORS["faint"]
-                text = ""
-                if mine and not hidden:
-                    order += 1
-                    color, text = TINT["q" if by_rows else "k"], str(order)
-                style.box(ax, j, i, text, color=color, line=1.5, size=10)
+        by_rows, causal, order = n % 2 == 0, n >= 2, 0
+        for i, j in np.ndindex(tiles, tiles):
+            hidden = causal and j > i
+            color, text = "white" if hidden else COLORS["faint"], ""
+            if (i if by_rows else j) == own and not hidden:
+                order += 1
+                color, text = TINT["q" if by_rows else "k"], str(order)
+            style.box(ax, j, i, text, color=color, line=1.5, size=10)
         look = dict(edge=COLORS["ink"], ink="white")
         if by_rows:
             end = own + 1 if causal else tiles
@@ -163,14 +142,11 @@ def walks() -> None:
         else:
             style.box(ax, own - 0.35, tiles + 0.25, "dK, dV", width=1.7, color=COLORS["k"], edge=COLORS["ink"])
             style.arrow(ax, (own + 0.87, own + 0.1 if causal else 0.1), (own + 0.87, tiles - 0.1))
-        kernel = "dQ kernel" if by_rows else "dK/dV kernel"
-        ax.set_title(f"{kernel}, {'causal' if causal else 'full'}", fontsize=10)
+        ax.set_title(f"{'dQ' if by_rows else 'dK/dV'} kernel, {'causal' if causal else 'full'}", fontsize=10)
         middle = dict(fontsize=9, ha="center", va="center")
         ax.text(tiles / 2, -0.4, "tiles of keys", **middle)
         ax.text(-0.45, tiles / 2, "tiles of queries", rotation=90, **middle)
-        ax.set_xlim(-0.8, tiles + (1.7 if by_rows else 0.1))
-        ax.set_ylim(tiles + 1.4, -0.8)
-        ax.set_aspect("equal")
+        ax.set(xlim=(-0.8, tiles + (1.7 if by_rows else 0.1)), ylim=(tiles + 1.4, -0.8))
     style.show(
         fig,
         alt="Four grids of tiles, queries downwards and keys to the right. The dQ kernel walks along one row of "
@@ -182,11 +158,9 @@ def walks() -> None:
 # --- 4. proof -----------------------------------------------------------------------------------------------------
 
 
-def finite_differences(
-    steps: Sequence[float], errors: Mapping[str, Sequence[float]], units: Mapping[str, float]
-) -> None:
-    """Relative error of a finite difference against its step, for each dtype, with the step u^(1/3) that the estimate
-    calls best.
+def finite_differences(steps: Sequence[float], errors: Mapping[str, Sequence[float]], units) -> None:
+    """Relative error of a finite difference against its step, with the step u^(1/3) that the estimate calls best.
+    errors: dtype -> an error for each step; units: dtype -> u.
     """
     fig, ax = style.new(7.8, 3.9)
     colors = (COLORS["tiled"], COLORS["unfused"], COLORS["bad"])
@@ -198,11 +172,8 @@ def finite_differences(
     ax.text(1.3e-6, 2e-12, "gradcheck's step", fontsize=9)
     ax.axhline(1, color=COLORS["s"], linewidth=1, linestyle=":")
     ax.text(0.005, 2, "error 1: as for a gradient of 0", fontsize=9, color=COLORS["ink"])
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_ylim(1e-12, 1e5)
-    ax.set_xlabel("step h (stars: the estimate, error $u^{2/3}$ at $h = u^{1/3}$)")
-    ax.set_ylabel("relative error of\nthe difference quotient")
+    ax.set(xscale="log", yscale="log", ylim=(1e-12, 1e5), ylabel="relative error of\nthe difference quotient")
+    ax.set(xlabel="step h (stars: the estimate, error $u^{2/3}$ at $h = u^{1/3}$)")
     ax.legend(loc="upper right", fontsize=9)
     style.show(
         fig,
@@ -215,22 +186,18 @@ def finite_differences(
 def mistakes(z: Mapping[str, Mapping[str, float]], limit: float) -> None:
     """Wrong kernels and the tensors that betray them: z of each tensor, in color where it is above the limit."""
     names = list(next(iter(z.values())))
-    fig, ax = style.new(7.6, 0.29 * len(z) + 0.7)
-    style.blank(ax)
-    for y, (_, worst) in enumerate(z.items()):
+    fig, ax = style.drawing(7.6, 0.29 * len(z) + 0.7)
+    for y, (what, worst) in enumerate(z.items()):
+        ax.text(-0.12, y + 0.5, what, ha="right", va="center", fontsize=9)
         for x, name in enumerate(names):
             value = worst[name]
-            wrong = value > limit
-            color = COLORS["bad"] if wrong else COLORS["faint"]
+            look = dict(color=COLORS["bad"], ink="white") if value > limit else dict(color=COLORS["faint"])
             text = f"{value:.1f}" if value < 100 else f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
-            style.box(ax, x, y, text, color=color, ink="white" if wrong else None, line=1.5, size=8)
+            style.box(ax, x, y, text, **look, line=1.5, size=8)
     for x, name in enumerate(names):
         ax.text(x + 0.5, -0.15, name, ha="center", va="bottom", fontweight="bold")
-    for y, what in enumerate(z):
-        ax.text(-0.12, y + 0.5, what, ha="right", va="center", fontsize=9)
     ax.text(-0.12, -0.15, f"largest z, dark above {limit:g}", ha="right", va="bottom", fontsize=9, style="italic")
-    ax.set_xlim(-2.95, len(names))
-    ax.set_ylim(len(z), -0.9)
+    ax.set(xlim=(-2.95, len(names)), ylim=(len(z), -0.9))
     style.show(
         fig,
         alt=f"A table of {len(z)} mistakes against o, lse, dq, dk and dv. A cell holds the largest z of that tensor "
@@ -271,8 +238,7 @@ def live(curves: Mapping[str, Sequence[float]]) -> None:
         ax.set_xlabel("step")
     left.set_ylabel("loss, nats a character")
     left.legend(fontsize=9)
-    right.set_yscale("log")
-    right.set_ylabel("distance from SDPA's loss, nats\n(1e-8 stands for less)")
+    right.set(yscale="log", ylabel="distance from SDPA's loss, nats\n(1e-8 stands for less)")
     last = ", ".join(f"{name} {losses[-1]:.2f}" for name, losses in curves.items())
     style.show(
         fig,
@@ -299,9 +265,8 @@ def mutants(record: Mapping, names: Mapping[str, str], hidden: Sequence[str]) ->
         name = row["attention"]
         mean = np.convolve(row["losses"], np.full(window, 1 / window), mode="valid")
         label = names.get(name, "other mistakes of logic")
-        ax.plot(
-            np.arange(len(mean)) + window, mean, label=None if label in labeled else label, **colored.get(name, grey)
-        )
+        look = colored.get(name, grey) | dict(label=None if label in labeled else label)
+        ax.plot(np.arange(len(mean)) + window, mean, **look)
         labeled.add(label)
     ax.set_yscale("log")
     ax.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
@@ -310,11 +275,8 @@ def mutants(record: Mapping, names: Mapping[str, str], hidden: Sequence[str]) ->
     ax.set_ylabel("loss, nats a character")
     ax.legend(fontsize=9)
     p = record["provenance"]
-    fig.supxlabel(
-        f"Computed on a CPU with torch {p['torch']}, commit {p['commit'][:10]}, {p['date']}, {p['command']}",
-        fontsize=7.5,
-        color=COLORS["ink"],
-    )
+    words = f"Computed on a CPU with torch {p['torch']}, commit {p['commit'][:10]}, {p['date']}, {p['command']}"
+    fig.supxlabel(words, fontsize=7.5, color=COLORS["ink"])
     style.show(
         fig,
         alt="Losses of 400 training steps, three lines each for the right gradient, dK scaled twice and delta = 0, and "
@@ -326,9 +288,7 @@ def mutants(record: Mapping, names: Mapping[str, str], hidden: Sequence[str]) ->
 def training_record(record: dict, alt: str) -> None:
     """Long training runs, a column for each dtype: the losses, and how far two right kernels drift apart."""
     dtypes = list(dict.fromkeys(row["dtype"] for row in record["rows"]))
-    style.use()
-    options = dict(layout="constrained", sharex=True, sharey="row", squeeze=False)
-    fig, axes = plt.subplots(2, len(dtypes), figsize=(9, 5), **options)
+    fig, axes = style.new(9, 5, len(dtypes), 2, sharex=True, sharey="row", squeeze=False)
     looks = {
         "SDPA math": dict(color=COLORS["s"], linewidth=6),
         "SDPA fused": dict(color=COLORS["peer"], linewidth=3),
@@ -344,16 +304,14 @@ def training_record(record: dict, alt: str) -> None:
             window = 20
             mean = np.convolve(apart, np.full(window, 1 / window), mode="valid")
             steps = np.arange(len(mean)) + window // 2
-            below.plot(
-                steps, np.where(mean > 0, mean, np.nan), color=color, linewidth=1.2, label=f"{name} against SDPA fused"
-            )
+            look = dict(color=color, linewidth=1.2, label=f"{name} against SDPA fused")
+            below.plot(steps, np.where(mean > 0, mean, np.nan), **look)
         fused = runs["SDPA fused"]["fused"].lower().replace("_", " ")
         top.set_title(f"{dtype} (SDPA fused: {fused})", fontsize=10)
         top.set_yscale("log")
         top.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
         top.minorticks_off()
-        below.set_yscale("log")
-        below.set_xlabel("step")
+        below.set(yscale="log", xlabel="step")
     axes[0, 0].set_ylabel("loss, nats a character")
     axes[1, 0].set_ylabel("|difference of losses|,\nmean of 20 steps")
     axes[0, 0].legend(fontsize=9)

@@ -90,7 +90,7 @@ FREE = {"exercises", "checks", "solutions", "results"}  # folders of many files 
 MOST_MODULES, MOST_LINES, MOST_IN_A_FUNCTION = 9, 600, 60
 LONG_FILES = set()
 LONG_FUNCTIONS = {
-    "phase5_tuning.hopper.backward._add_queries",  # one turn of the fused kernel: its order is what it is about
+    "phase5_tuning.hopper.backward._add_queries"  # one turn of the fused kernel: its order is what it is about
 }
 
 

@@ -3,7 +3,7 @@
 import math
 
 from common import runtime
-from common.learn.check.require import reject
+from common.learn.check.require import close, reject
 
 import torch
 
@@ -31,15 +31,19 @@ def pair(what, result):
     return result
 
 
+def attention(s, v):
+    """(o, lse) of logits s (..., rows, cols) and values v (..., cols, head_dim); (0, -inf) where nothing is seen."""
+    lse = torch.logsumexp(s, -1)
+    return torch.exp(s - torch.where(lse == -INF, 0.0, lse)[..., None]) @ v, lse
+
+
 def require_sane(what, actual, expected, else_=""):
     """Reject NaN where none is expected, and an fp64 result with the precision of fp32."""
     if not isinstance(actual, torch.Tensor) or actual.shape != expected.shape:
         return  # require says so
     if actual.isnan().any() and not expected.isnan().any():
-        reject(
-            f"{what} is NaN: is -inf subtracted from -inf somewhere, 0 divided by 0, or infinity multiplied by 0?"
-            f"{else_}"
-        )
-    rounded = torch.allclose(actual.double(), expected, rtol=1e-6, atol=1e-6)
+        why = "is -inf subtracted from -inf somewhere, 0 divided by 0, or infinity multiplied by 0?"
+        reject(f"{what} is NaN: {why}{else_}")
+    rounded = close(actual, expected, 1e-6)
     if actual.dtype == torch.float64 and rounded and not torch.allclose(actual, expected, **EXACT):
         reject(f"{what} has the precision of fp32 only: is something converted? Keep the dtype of the inputs")

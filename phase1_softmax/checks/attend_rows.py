@@ -5,10 +5,19 @@ everything, and that each logit is read once.
 import math
 
 from common import runtime
-from common.learn.check.require import NoHelp, Rejected, counted, masked_loads_undefined, reject, require
+from common.learn.check.require import (
+    NoHelp,
+    Rejected,
+    close,
+    counted,
+    masked_loads_undefined,
+    reject,
+    require,
+    require_none,
+)
 from common.measure import offline
 from common.verify import guard
-from phase1_softmax.checks import INF, called, pair, randn, require_sane
+from phase1_softmax.checks import INF, attention, called, pair, randn, require_sane
 
 import torch
 
@@ -19,7 +28,8 @@ def check(answer):
     for what, s, v, dtypes, question in _cases():
         for dtype in dtypes:
             same = dict(dtype=dtype, device=runtime.DEVICE)
-            _check_case(answer, f"{what}, {_short(dtype)}", _copy(s, **same), _copy(v, **same), question)
+            named = f"{what}, {str(dtype).removeprefix('torch.')}"
+            _check_case(answer, named, _copy(s, **same), _copy(v, **same), question)
     s, v = randn(3, 90), randn(90, 12, seed=1)
     s[1, 70] = math.nan
     for name, t in zip(("o", "lse"), pair("attend_rows", answer.attend_rows(s, v)), strict=True):
@@ -35,11 +45,11 @@ def _require_tiles(answer):
     for n in (512, 8192):
         s, v = (torch.empty(shape, device=runtime.DEVICE) for shape in ((4, n), (n, 64)))
         launches.append(offline.record_launches(lambda s=s, v=v: answer.attend_rows(s, v)))
-    if launches[0] != launches[1]:
-        reject(
-            "the kernel is compiled anew for rows of another length: does a tile hold a whole row? A long one does not "
-            "fit on the chip. Take a row a tile of columns at a time, by the recurrence of section 2.5"
-        )
+    anew = (
+        "the kernel is compiled anew for rows of another length: does a tile hold a whole row? A long one does not "
+        "fit on the chip. Take a row a tile of columns at a time, by the recurrence of section 2.5"
+    )
+    require_none({anew: launches[0] != launches[1]})
 
 
 # Cases are (kind, s, v, dtypes, what to ask where it fails).
@@ -118,7 +128,7 @@ def _check_case(answer, what, s, v, question):
 
     with guard.watched() as results, masked_loads_undefined(), counted(s=s, v=v) as moved:
         o_got, lse_got = pair(f"attend_rows, {what}", attend(s, v))
-    o, lse = _attend(s.double(), v.double())
+    o, lse = attention(s.double(), v.double())
     # Where kernels do not compute in bf16, this one sees copies.
     watched = moved and s.dtype not in runtime.KERNEL_DTYPE
     if watched:
@@ -134,11 +144,6 @@ def _check_case(answer, what, s, v, question):
         _require_traffic(what, s, v, moved)
     if what.startswith("head_dim 5"):
         called(attend, s, v)
-
-
-def _attend(s, v):
-    lse = torch.logsumexp(s, -1)
-    return torch.exp(s - torch.where(lse == -INF, 0.0, lse)[:, None]) @ v, lse
 
 
 def _require_padded(what, got, right, anew):
@@ -166,9 +171,8 @@ def _require_written(what, returned, results):
         own = [r for r in results if r.tensor.data_ptr() == t.data_ptr() and t.numel()]
         if any(guard.never_stored(r.tensor).any() for r in own):
             first = ", ".join(map(str, guard.never_stored(own[0].tensor).nonzero()[0].tolist()))
-            reject(
-                f"{what}: {name}[{first}] was never stored: does every row have a program, and every element a store?"
-            )
+            why = "does every row have a program, and every element a store?"
+            reject(f"{what}: {name}[{first}] was never stored: {why}")
     if any(r.stored_outside for r in results):
         reject(f"{what}: something was stored outside of the results: is the store masked where head_dim ends?")
 
@@ -240,19 +244,14 @@ def _wrong_loops(s, v):
             divided = alpha * divided + p @ values / norm
             shrunk = (alpha * shrunk + p @ values) / norm
         norm = torch.where(l == 0, 1.0, l)
-        inside = f"p v is divided by l inside the loop{{}} (tiles of {cols}): l is not complete there, so divide acc "
-        inside += "once, after the last tile"
-        each = f"acc is divided by l in every step{{}} (tiles of {cols}): alpha rescales sums, and this is none. "
-        each += "Divide acc once, after the last tile"
-        results |= {
-            f"alpha rescales p v as well (tiles of {cols}): p v counts against the new maximum already": (
-                rescaled / norm
-            ),
-            inside.format(""): divided,
-            inside.format(", and again after it"): divided / norm,
-            each.format(""): shrunk,
-            each.format(", and again after the loop"): shrunk / norm,
-        }
+        tiles, rescaled = f"(tiles of {cols})", rescaled / norm
+        results[f"alpha rescales p v as well {tiles}: p v counts against the new maximum already"] = rescaled
+        inside = f"{tiles}: l is not complete there, so divide acc once, after the last tile"
+        results[f"p v is divided by l inside the loop {inside}"] = divided
+        results[f"p v is divided by l inside the loop, and again after it {inside}"] = divided / norm
+        each = f"{tiles}: alpha rescales sums, and this is none. Divide acc once, after the last tile"
+        results[f"acc is divided by l in every step {each}"] = shrunk
+        results[f"acc is divided by l in every step, and again after the loop {each}"] = shrunk / norm
     return results
 
 
@@ -286,36 +285,29 @@ def _as(v, stride):
 
 
 def _near(got, right):
-    return got.shape == right.shape and torch.allclose(got.double(), right, rtol=0.05, atol=0.05)
+    return got.shape == right.shape and close(got, right, 0.05)
 
 
 def _require_masked(what, s, v, moved):
-    size, (rows, n), head_dim = s.itemsize, s.shape, v.shape[1]
-    read, wanted = moved.loaded_from["s"], rows * n * size
-    if read > wanted and (n == 0 or read % wanted):
-        reject(f"{what}: {read} bytes of s are read, s has {wanted}: does the load of s have a mask?")
-    read, wanted = moved.loaded_from["v"], rows * n * head_dim * size
-    if read > wanted:
-        reject(f"{what}: {read} bytes of v are read; once for each row are {wanted}: is it masked?")
+    (read_s, read_v), of_s = (moved.loaded_from[name] for name in "sv"), s.numel() * s.itemsize
+    of_v, again = of_s * v.shape[1], of_s and read_s % of_s == 0  # the whole of s: `_require_traffic` says so
+    signs = {
+        f"{read_s} bytes of s are read, s has {of_s}: does the load of s have a mask?": read_s > of_s and not again,
+        f"{read_v} bytes of v are read; once for each row are {of_v}: is it masked?": read_v > of_v,
+    }
+    require_none(signs, what)
 
 
 def _require_traffic(what, s, v, moved):
-    size, (rows, n), head_dim = s.itemsize, s.shape, v.shape[1]
-    if not rows * n:
+    if not s.numel():
         return
-    times = moved.loaded_from["s"] / (rows * n * size)
-    if not moved.loaded:
-        reject(f"{what}: no kernel has read anything: is it launched?")
-    if times == 0:
-        reject(f"{what}: the kernel reads a copy of s: pass s itself, and its strides")
-    if times != 1:
-        reject(f"{what}: every logit is read {times:g} times: once is enough, as l divides at the end")
-    if moved.loaded_from["other"]:
-        reject(f"{what}: the kernel reads something besides s and v: did it store weights or sums?")
-    written, wanted = moved.stored, rows * (head_dim * size + 4)
-    if written != wanted:
-        reject(f"{what}: {written} bytes are written, o and lse have {wanted}: store after the loop")
-
-
-def _short(dtype):
-    return str(dtype).removeprefix("torch.")
+    times = moved.loaded_from["s"] / (s.numel() * s.itemsize)
+    written, wanted = moved.stored, len(s) * (v.shape[1] * s.itemsize + 4)
+    signs = {
+        "no kernel has read anything: is it launched?": not moved.loaded,
+        "the kernel reads a copy of s: pass s itself, and its strides": times == 0,
+        f"every logit is read {times:g} times: once is enough, as l divides at the end": times != 1,
+        "the kernel reads something besides s and v: did it store weights or sums?": moved.loaded_from["other"],
+        f"{written} bytes are written, o and lse have {wanted}: store after the loop": written != wanted,
+    }
+    require_none(signs, what)

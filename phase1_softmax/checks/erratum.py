@@ -32,20 +32,16 @@ def check(answer):
 
     with after("update"):
         telling = answer.telling_input()
+    ask = "Does the second tile bring a new maximum in some row, and do o1 and p2 v2 differ there?"
     for letter, off in _errors("telling_input", telling).items():
         if off < 0.01:
-            reject(
-                f"telling_input: {letter} is right too (to {off:.1g} of the largest element). "
-                "Does the second tile bring a new maximum in some row, and do o1 and p2 v2 differ there?"
-            )
+            reject(f"telling_input: {letter} is right too (to {off:.1g} of the largest element). {ask}")
     with after("update and telling_input"):
         hiding = answer.hiding_input()
+    ask = "For which factor exp(m1 - m2) does it not matter where it stands, and does every row have that factor?"
     for letter, off in _errors("hiding_input", hiding).items():
         if not off < 1e-9:
-            reject(
-                f"hiding_input: {letter} is wrong (by {off:.2g} of the largest element). "
-                "For which factor exp(m1 - m2) does it not matter where it stands, and does every row have that factor?"
-            )
+            reject(f"hiding_input: {letter} is wrong (by {off:.2g} of the largest element). {ask}")
     return "the update over three tiles; A, C and D fail on one input and hide on the other"
 
 
@@ -81,8 +77,6 @@ def _errors(name, tiles):
         reject(f"{name}: an element of o1 or of p2 v2 is 0, so there is nothing to rescale: both tiles must count")
     l2 = torch.exp(torch.cat([s1, s2], 1) - m2).sum(1, keepdim=True)
     truth = torch.softmax(torch.cat([s1, s2], 1), 1) @ torch.cat([v1, v2])
-    values = _candidates(o1, m1, m2, p2, v2)
-    return {
-        letter: ((values[letter] / l2 - truth).abs().max() / truth.abs().max()).nan_to_num(INF).item()
-        for letter in ERRATA
-    }
+    values = {letter: value / l2 for letter, value in _candidates(o1, m1, m2, p2, v2).items() if letter in ERRATA}
+    off = {letter: (value - truth).abs().max() / truth.abs().max() for letter, value in values.items()}
+    return {letter: error.nan_to_num(INF).item() for letter, error in off.items()}

@@ -3,8 +3,8 @@
 import itertools
 import math
 
-from common.learn.check.require import reject, require
-from phase1_softmax.checks import EXACT, INF, called, pair, randn, require_sane
+from common.learn.check.require import reject, require, require_none
+from phase1_softmax.checks import EXACT, INF, attention, called, pair, randn, require_sane
 
 import torch
 
@@ -27,15 +27,15 @@ def check(answer):
         ("both are empty", s, none, none),
     ]
     for what, logits, part_a, part_b in cases:
-        a, b, expected = (_attend(logits[..., part], v[:, part]) for part in (part_a, part_b, part_a + part_b))
+        a, b, expected = (attention(logits[..., part], v[:, part]) for part in (part_a, part_b, part_a + part_b))
         for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, dict(rtol=1e-3, atol=1e-4))):
             got = pair(what, called(answer.merge, *(t.to(dtype) for t in (*a, *b))))
             _require_merged(what, got, expected, a, b, tolerance)
             if got[0].dtype != dtype or got[1].dtype != dtype:
                 reject(f"o and lse are {dtype} before, {got[0].dtype} and {got[1].dtype} after the merge")
 
-    parts = [_attend(part, w) for part, w in zip(holes.split(5, -1), v.split(5, 1), strict=True)]
-    whole = _attend(holes, v)
+    parts = [attention(part, w) for part, w in zip(holes.split(5, -1), v.split(5, 1), strict=True)]
+    whole = attention(holes, v)
     for order in itertools.islice(itertools.permutations(range(8)), 0, None, 8009):  # 6 of 40320
         o, lse = parts[order[0]]
         for i in order[1:]:
@@ -55,12 +55,6 @@ def check(answer):
     return "fp64 and fp32: rows in two parts and in eight, any order; parts that see nothing; NaN"
 
 
-def _attend(s, v):
-    """(o, lse) of logits s (..., rows, cols) and values v (..., cols, head_dim); (0, -inf) where nothing is seen."""
-    lse = torch.logsumexp(s, -1)
-    return torch.exp(s - torch.where(lse == -INF, 0.0, lse)[..., None]) @ v, lse
-
-
 def _require_merged(what, got, expected, a, b, tolerance):
     """Reject unless `got` is the pair `expected`, which the pairs a and b merge into."""
     (o_got, lse_got), (o, lse), (o_a, lse_a), (o_b, lse_b) = got, expected, a, b
@@ -75,15 +69,15 @@ def _require_merged(what, got, expected, a, b, tolerance):
     require(f"{what}: lse", lse_got, lse, mistakes=of_lse, **tolerance)
     w_a, w_b = (torch.exp(t - torch.where(lse == -INF, 0.0, lse))[..., None] for t in (lse_a, lse_b))
     shift = torch.where(larger == -INF, 0.0, larger)
+    e_a, e_b = (torch.exp(t - shift)[..., None] for t in (lse_a, lse_b))
+    by_lse = lse_a[..., None] * o_a + lse_b[..., None] * o_b
     of_o = {
-        "the weights do not add up to 1: divide by the sum of both": torch.exp(lse_a - shift)[..., None] * o_a
-        + torch.exp(lse_b - shift)[..., None] * o_b,
+        "the weights do not add up to 1: divide by the sum of both": e_a * o_a + e_b * o_b,
         "this is the plain average; which part has seen the larger logits?": (o_a + o_b) / 2,
         "this is the sum of both; each counts with its share of exp(lse)": o_a + o_b,
         "the weights are swapped": w_b * o_a + w_a * o_b,
         "this is the part with the larger lse alone": torch.where((lse_a >= lse_b)[..., None], o_a, o_b),
-        "this weighs by lse itself, not by its exponential": (lse_a[..., None] * o_a + lse_b[..., None] * o_b)
-        / (lse_a + lse_b)[..., None],
+        "this weighs by lse itself, not by its exponential": by_lse / (lse_a + lse_b)[..., None],
     }
     _require_numbers(f"{what}: o", o_got, o, lse_a, lse_b)
     require_sane(f"{what}: o", o_got, o)
@@ -96,18 +90,11 @@ def _require_numbers(what, actual, right, lse_a, lse_b):
         return  # require says so
     nan = actual.isnan().reshape(*lse_a.shape, -1).any(-1)
     unseen = (lse_a == -INF).int() + (lse_b == -INF).int()  # parts of the row that saw no key
-    if (nan & (unseen == 0)).any():
-        reject(
-            f"{what} is NaN, in a row where both parts saw keys: an exponential is inf there, or all are 0, and "
-            "inf/inf, inf - inf and 0/0 are NaN. Which number may be subtracted from both lse before exp?"
-        )
-    if (nan & (unseen == 1)).any():
-        reject(
-            f"{what} is NaN, in a row where one part saw no key: its lse is -inf. Where is "
-            "0 * inf or -inf - (-inf) taken?"
-        )
-    if nan.any():
-        reject(
-            f"{what} is NaN, in a row where neither part saw a key: both lse are -inf, and so is the new one. "
-            "-inf - (-inf) is NaN, and so is 0/0: what may be subtracted in such a row?"
-        )
+    signs = {
+        "in a row where both parts saw keys: an exponential is inf there, or all are 0, and "
+        "inf/inf, inf - inf and 0/0 are NaN. Which number may be subtracted from both lse before exp?": unseen == 0,
+        "in a row where one part saw no key: its lse is -inf. Where is 0 * inf or -inf - (-inf) taken?": unseen == 1,
+        "in a row where neither part saw a key: both lse are -inf, and so is the new one. "
+        "-inf - (-inf) is NaN, and so is 0/0: what may be subtracted in such a row?": unseen == 2,
+    }
+    require_none({f"{what} is NaN, {sentence}": (nan & rows).any() for sentence, rows in signs.items()})

@@ -11,9 +11,8 @@ import torch
 
 def check(answer):
     _check_step("online_step", answer.online_step, torch.float64, EXACT)
-    close = dict(rtol=1e-4, atol=1e-5)
     with after("online_step, in PyTorch"):
-        _check_step("_online_step, in Triton", answer.row_state, torch.float32, close)
+        _check_step("_online_step, in Triton", answer.row_state, torch.float32, dict(rtol=1e-4, atol=1e-5))
 
     x = 5 * randn(6, 200).double()
     x[2, :70] = x[3, 100:] = x[4] = -INF
@@ -74,27 +73,23 @@ def _require_state(what, m_got, l_got, m, l, tile, tolerance):
         "a maximum below 0 became 0: what does m start from?": m_new.clamp(min=0),
         "this is one maximum for all rows: which axis is reduced?": torch.maximum(m, tile.max()),
     }
-    l_new = l * torch.exp(m - shift) + new
+    alpha, unshifted = torch.exp(m - shift), torch.exp(tile - own[:, None]).sum(1)
+    old, l_new = l * alpha, l * alpha + new
     if _same(m_got, l_new) and _same(l_got, m_new):
         reject(f"{what}: m and l are exchanged: return m first, then l")
     require_sane(f"{what}: m", m_got, m_new)
     require(f"{what}: m", m_got, m_new, mistakes=of_m, **tolerance)
     guard_of_old = torch.where(m == -INF, 0.0, m_new)
+    guarded = l * torch.exp(m - guard_of_old) + torch.exp(tile - guard_of_old[:, None]).sum(1)
     of_l = {
-        "the guard asks whether the old maximum is -inf: the new one is subtracted": (
-            l * torch.exp(m - guard_of_old) + torch.exp(tile - guard_of_old[:, None]).sum(1)
-        ),
-        "the tile's sum is one number for all rows: which axis is summed?": (
-            l * torch.exp(m - shift) + torch.exp(tile - shift[:, None]).sum()
-        ),
+        "the guard asks whether the old maximum is -inf: the new one is subtracted": guarded,
+        "the tile's sum is one number for all rows: which axis is summed?": old + new.sum(),
         "this is the LSE, m + log(l): return l": m_new + torch.log(l_new),
         "the old sum was measured against the old maximum: is it rescaled?": l + new,
         "the old sum is rescaled the wrong way around: it must never grow": l * torch.exp(shift - m) + new,
-        "the tile is measured against its own maximum, not against the new one": l * torch.exp(m - shift)
-        + torch.exp(tile - own[:, None]).sum(1),
+        "the tile is measured against its own maximum, not against the new one": old + unshifted,
         "the old sum is lost": new,
-        "the tile's sum is rescaled too: it is measured against the new maximum already": (l + new)
-        * torch.exp(m - shift),
+        "the tile's sum is rescaled too: it is measured against the new maximum already": (l + new) * alpha,
     }
     if _same(l_got, torch.zeros_like(l)) and tile.isfinite().all():
         reject(f"{what}: l is 0: what is subtracted lies far above every logit. Is it a number such as -1e4, not m?")

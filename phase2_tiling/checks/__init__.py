@@ -2,16 +2,27 @@
 
 import ast
 import inspect
+import itertools
 from collections.abc import Callable
 
 from common import make_qkv, verify_results
-from common.learn.check.require import reject, require, require_ieee, require_narrow_products
+from common.learn.check.require import reject, require, require_tensor_cores
 
 import torch
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 NAN = float("nan")
+STRIDES = "{name} is read with the strides of {other}: it has its own, stride_{name}"
 AT_HAND = ("load_tile", "store_tile", "tile_pointers", "head_base", "_check", "_launch")
+
+
+def with_other_strides(attention: Callable, sentence: str, **tensors) -> dict[str, torch.Tensor]:
+    """{sentence: attention(**tensors)}, one of the tensors read with the strides of another one."""
+    wrong = {}
+    for name, other in itertools.permutations("qkv", 2):
+        misread = tensors[name].as_strided(tensors[name].shape, tensors[other].stride())
+        wrong[sentence.format(name=name, other=other)] = attention(**tensors | {name: misread})
+    return wrong
 
 
 def require_own_loop(answer):
@@ -23,16 +34,13 @@ def require_own_loop(answer):
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("tiling"):
             used = [node.attr]
         for name in set(used) - set(AT_HAND):
-            reject(
-                f"line {node.lineno} takes {name} from phase 2's module: that is what you are to write. Use load_tile, "
-                "online_softmax_step and tl.dot"
-            )
+            why = "that is what you are to write. Use load_tile, online_softmax_step and tl.dot"
+            reject(f"line {node.lineno} takes {name} from phase 2's module: {why}")
 
 
-def require_tensor_cores(answer, attention: Callable) -> None:
+def require_products(answer, attention: Callable) -> None:
     """Reject products in TF32 or off the tensor cores. attention(q, k, v) runs the answer's kernel."""
-    require_narrow_products(answer, lambda: attention(*one_head(32, 64, 16, dtype=FP16)))
-    require_ieee(answer)
+    require_tensor_cores(answer, lambda: attention(*one_head(32, 64, 16, dtype=FP16)))
 
 
 def attention_cases(*lengths):

@@ -2,22 +2,12 @@
 every tile of keys and values is loaded once.
 """
 
-import itertools
 import math
 
 from common import make_qkv, runtime
 from common.learn.check.require import counted, reject, require, tiles_of
-from phase2_tiling.checks import (
-    BF16,
-    FP32,
-    attention_cases,
-    one_head,
-    require_any_scale,
-    require_own_loop,
-    require_tensor_cores,
-    verify,
-    with_own_strides,
-)
+from phase2_tiling import checks
+from phase2_tiling.checks import BF16, FP32, STRIDES, one_head, with_other_strides, with_own_strides
 
 import torch
 import triton
@@ -27,25 +17,23 @@ SEQ_Q, SEQ_K, HEAD_DIM, BLOCK_M, BLOCK_N, SCALE = 50, 150, 16, 32, 64, 0.3
 
 
 def check(answer):
-    require_own_loop(answer)
+    checks.require_own_loop(answer)
     with tiles_of(BLOCK_M, BLOCK_N):
         _check_known_mistakes(answer.attention)
-    cases = attention_cases(0, 1, 32, 33, 64)
+    cases = checks.attention_cases(0, 1, 32, 33, 64)
     for seq_q, seq_k, head_dim, dtype, options in cases:
         q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
         with counted(k=k, v=v) as moved:
-            verify(answer.attention, q, k, v)
+            checks.verify(answer.attention, q, k, v)
         programs = triton.cdiv(seq_q, runtime.tile_sizes(head_dim, dtype)["BLOCK_M"])
         # bf16: the kernel reads a copy.
         for name, t in dict(k=k, v=v).items() if moved and dtype != BF16 else ():
             if moved.loaded_from[name] != programs * t.nbytes:
-                reject(
-                    f"{moved.loaded_from[name]} bytes of {name} were read, {programs} programs need "
-                    f"{programs * t.nbytes}: does the load have a mask, is each tile loaded once?"
-                )
+                read, why = moved.loaded_from[name], "does the load have a mask, is each tile loaded once?"
+                reject(f"{read} bytes of {name} were read, {programs} programs need {programs * t.nbytes}: {why}")
     _check_lowest_logits(answer.attention)
-    require_any_scale(answer.attention)
-    require_tensor_cores(answer, answer.attention)
+    checks.require_any_scale(answer.attention)
+    checks.require_products(answer, answer.attention)
     return f"{len(cases)} cases against SDPA: fp16, bf16 and fp32, ragged lengths, peaked rows, logits far below zero"
 
 
@@ -53,7 +41,7 @@ def _check_known_mistakes(attention):
     q, k, v = (t[0, 0] for t in make_qkv(1, 1, SEQ_Q, HEAD_DIM, seq_k=SEQ_K, dtype=FP32))
     q, k, v = with_own_strides(q, k, v)
     o = attention(q, k, v, SCALE)
-    mistakes = _wrong_scales(q, k, v) | _wrong_strides(q, k, v) | _wrong_loops(q, k, v)
+    mistakes = _wrong_scales(q, k, v) | with_other_strides(loop, STRIDES, q=q, k=k, v=v) | _wrong_loops(q, k, v)
     what = f"o, {SEQ_Q} queries and {SEQ_K} keys, head_dim {HEAD_DIM}, tiles of {BLOCK_M} queries x {BLOCK_N} keys"
     require(what, o, loop(q, k, v), mistakes=mistakes)
 
@@ -96,54 +84,32 @@ def _wrong_scales(q, k, v):
     return {sentence: loop(q, k, v, scale=scale) for sentence, scale in scales.items()}
 
 
-def _wrong_strides(q, k, v):
-    """{sentence: o} where a tensor is read with the strides of another one."""
-    named, wrong = dict(q=q, k=k, v=v), {}
-    for name, other in itertools.permutations(named, 2):
-        x = named[name]
-        misread = x.as_strided(x.shape, named[other].stride())
-        sentence = f"{name} is read with the strides of {other}: it has its own, stride_{name}"
-        wrong[sentence] = loop(**named | {name: misread})
-    return wrong
-
-
 def _wrong_loops(q, k, v):
     updates = {
         "the accumulator is not rescaled by alpha": lambda acc, alpha, pv: acc + pv,
-        "the new tile is rescaled too: multiply acc by alpha before p v is added": lambda acc, alpha, pv: (
-            alpha * (acc + pv)
-        ),
+        "the new tile is rescaled too: multiply acc by alpha before p v is added": lambda acc, a, pv: a * (acc + pv),
         "acc is divided by alpha: multiply": lambda acc, alpha, pv: acc / torch.where(alpha == 0, 1.0, alpha) + pv,
         "o holds the last tile of keys alone: is p v added to what acc held before?": lambda acc, alpha, pv: pv,
     }
     afters = {
-        "acc is divided by l in every turn: the division comes once, after the loop": lambda acc, l, alpha, p: (
-            acc / l,
-            l,
-        ),
+        "acc is divided by l in every turn: the division comes once, after the loop": lambda o, l, *_: (o / l, l),
         "l is multiplied by alpha once more: online_softmax_step did that": lambda acc, l, alpha, p: (acc, alpha * l),
-        "l is brought up to date twice: online_softmax_step returns the new l": lambda acc, l, alpha, p: (
-            acc,
-            alpha * l + p,
-        ),
+        "l is brought up to date twice: online_softmax_step returns the new l": lambda acc, l, a, p: (acc, a * l + p),
     }
     wrong = {sentence: loop(q, k, v, update=update) for sentence, update in updates.items()}
     wrong |= {sentence: loop(q, k, v, after=after) for sentence, after in afters.items()}
     padded = torch.nn.functional.pad(k, (0, 0, 0, -SEQ_K % BLOCK_N))
     reshaped = torch.cat([tile.reshape(HEAD_DIM, -1).T for tile in padded.split(BLOCK_N)])[:SEQ_K]
     whole = SEQ_K // BLOCK_N * BLOCK_N
+    by_queries, one_more = loop(q, k, v, step=BLOCK_M), (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
     cut_k, cut_v = (torch.cat([t[:SEQ_Q], 0 * t[SEQ_Q:]]) for t in (k, v))
     return wrong | {
         "k is reshaped, which keeps the order of its numbers: transpose it, tl.trans(k)": loop(q, reshaped, v),
         "every tile of keys is the first one: do the offsets contain start_n?": loop(q, k, v, first=lambda start: 0),
-        "keys are skipped or counted twice: the loop goes by BLOCK_N, and a tile has BLOCK_N keys": loop(
-            q, k, v, step=BLOCK_M
-        ),
+        "keys are skipped or counted twice: the loop goes by BLOCK_N, and a tile has BLOCK_N keys": by_queries,
         "a tile has BLOCK_M keys: keys are counted by BLOCK_N": loop(q, k, v, width=BLOCK_M),
         "keys past the end count as logit 0: replace s by -inf there": loop(q, k, v, past_end=0.0),
-        "one key past the end counts, as logit 0: those below seq_k exist": loop(
-            q, *(torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (k, v))
-        ),
+        "one key past the end counts, as logit 0: those below seq_k exist": loop(q, *one_more),
         "the last, partial tile of keys is dropped: the loop ends at seq_k": loop(q, k[:whole], v[:whole]),
         "the loop ends at seq_q: it runs over keys, seq_k of them": loop(q, k[:SEQ_Q], v[:SEQ_Q]),
         "k and v are loaded as if they had seq_q rows: they have seq_k": loop(q, cut_k, cut_v),

@@ -4,22 +4,12 @@ bytes that are moved, and what two compilers make of it.
 
 import dataclasses
 import inspect
-import itertools
 
 from common import runtime
-from common.learn.check.require import counted, reject, require, tiles_of
+from common.learn.check.require import counted, reject, require, require_none, tiles_of
 from common.measure import offline
-from phase2_tiling.checks import (
-    FP16,
-    FP32,
-    NAN,
-    attention_cases,
-    one_head,
-    require_own_loop,
-    require_tensor_cores,
-    verify,
-    with_own_strides,
-)
+from phase2_tiling import checks
+from phase2_tiling.checks import FP16, FP32, NAN, one_head, with_other_strides, with_own_strides
 from phase2_tiling.checks.inner_loop import loop
 
 import torch
@@ -29,13 +19,15 @@ INF, SCALE = float("inf"), 0.3
 
 
 def check(answer):
-    require_own_loop(answer)
+    checks.require_own_loop(answer)
     fn = answer.attention_with_bias
-    _check_bias(fn)
+    for seq_q, seq_k in ((50, 150), (150, 50)):
+        _check_known_mistakes(fn, seq_q, seq_k)
+    _check_large_biases(fn)
     _check_plain_attention(fn)
     _check_hidden_keys(fn)
     _check_traffic(fn)
-    require_tensor_cores(answer, lambda q, k, v: fn(q, k, v, torch.zeros(len(k), device=q.device)))
+    checks.require_products(answer, lambda q, k, v: fn(q, k, v, torch.zeros(len(k), device=q.device)))
     compiled = _check_compiled(answer)
     return f"known mistakes, dtypes, ragged lengths, hidden keys, bytes; compiled for {compiled}"
 
@@ -54,32 +46,21 @@ def _bias(n, like):
     return memory[: step * n : step]
 
 
-def _check_bias(fn):
-    """head_dim 16, more keys than queries and fewer: no two sizes and no two strides are the same."""
-    for seq_q, seq_k in ((50, 150), (150, 50)):
-        _check_known_mistakes(fn, seq_q, seq_k)
-    _check_large_biases(fn)
-
-
 def _check_known_mistakes(fn, seq_q, seq_k):
+    """head_dim 16: no two sizes and no two strides are the same."""
     tensors = with_own_strides(*(t.clone() for t in one_head(seq_q, seq_k, 16, dtype=FP32)))
-    named = dict(zip("qkv", tensors, strict=True))
     bias = _bias(seq_k, tensors[0])
     with tiles_of(32, 64):
         o = fn(*tensors, bias, SCALE)
     mistakes = _wrong_biases(*tensors, bias)
-    for name, other in itertools.permutations(named, 2):
-        misread = named[name].as_strided(named[name].shape, named[other].stride())
-        sentence = f"{name} is read with the strides of {other}: it has its own"
-        mistakes[sentence] = _attention(**named | {name: misread}, bias=bias)
+    named = dict(zip("qkv", tensors, strict=True), bias=bias)
+    mistakes |= with_other_strides(_attention, "{name} is read with the strides of {other}: it has its own", **named)
     right = _attention(*tensors, bias)
     if isinstance(o, torch.Tensor) and o.shape == right.shape:
+        ask = "has the grid a program for each tile of queries, and does each begin at its own?"
         for rows in (32, 64):
-            sentence = (
-                f"the first {rows} rows are right, the others are not: has the grid a program for each tile of "
-                "queries, and does each begin at its own?"
-            )
-            mistakes[sentence] = torch.cat([right[:rows], o[rows:].double()])
+            some = torch.cat([right[:rows], o[rows:].double()])
+            mistakes[f"the first {rows} rows are right, the others are not: {ask}"] = some
     require(f"o, {seq_q} queries, {seq_k} keys, head_dim 16", o, right, mistakes=mistakes)
 
 
@@ -87,9 +68,8 @@ def _check_large_biases(fn):
     """Biases that 16 bits cannot hold, and biases as low as fp32 goes: no number is below all of them."""
     q, k, v = one_head(50, 150, 16, dtype=FP16)
     bias = 1000 + _bias(150, q)
-    rounded = {"the bias is rounded to 16 bits: it comes in fp32, and is added to s in fp32": bias.half()}
-    mistakes = {sentence: _attention(q, k, v, wrong) for sentence, wrong in rounded.items()}
-    right = _attention(q, k, v, bias)
+    rounded, right = (_attention(q, k, v, b) for b in (bias.half(), bias))
+    mistakes = {"the bias is rounded to 16 bits: it comes in fp32, and is added to s in fp32": rounded}
     require("o, biases near 1000, q in fp16", fn(q, k, v, bias, SCALE), right, mistakes=mistakes, rtol=0.0, atol=5e-3)
     q, k, v = one_head(50, 150, 16, dtype=FP32)
     low = torch.full((150,), torch.finfo(FP32).min, device=q.device)
@@ -140,11 +120,11 @@ _WRONG_UPDATES = {
 
 def _check_plain_attention(fn):
     """With a bias of 0 it is attention, so that verify_results can judge it."""
-    for seq_q, seq_k, head_dim, dtype, options in attention_cases(0, 1, 33, 64):
+    for seq_q, seq_k, head_dim, dtype, options in checks.attention_cases(0, 1, 33, 64):
         if dtype in (FP16, FP32):
             q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
             bias = torch.zeros(seq_k, device=q.device)
-            verify(lambda q, k, v, scale, bias=bias: fn(q, k, v, bias, scale), q, k, v)
+            checks.verify(lambda q, k, v, scale, bias=bias: fn(q, k, v, bias, scale), q, k, v)
     q, k, v = one_head(0, 5, 16)
     if fn(q, k, v, torch.zeros(5, device=q.device)).shape != (0, 16):
         reject("o has a wrong shape for seq_q = 0: nothing is to be launched then")
@@ -169,28 +149,25 @@ def _check_traffic(fn):
     with counted(q=q, k=k, v=v, bias=bias) as moved:
         o = fn(q, k, v, bias)
     if moved:
-        loaded = moved.loaded_from
-        if moved.stored != o.nbytes:
-            reject(f"{moved.stored} bytes are stored, and o has {o.nbytes}: does S or P pass through memory?")
-        if not loaded["q"]:
-            reject("no byte of q is loaded: the kernel reads a copy. Pass q itself, with its strides")
-        if loaded["q"] != q.nbytes:
-            reject(f"{loaded['q']} bytes of q are loaded, and it has {q.nbytes}: each query once, by its program")
-        programs = loaded["k"] / k.nbytes
-        if programs != int(programs) or not 2 <= programs <= triton.cdiv(300, 16):
-            reject(
-                f"k is loaded {programs:g} times at seq_q = 300: once by each program, and a program owns a tile of "
-                "16 to 256 queries"
-            )
+        loaded, programs = moved.loaded_from, moved.loaded_from["k"] / k.nbytes
+        signs = {
+            f"{moved.stored} bytes are stored, and o has {o.nbytes}: does S or P pass through memory?": (
+                moved.stored != o.nbytes
+            ),
+            "no byte of q is loaded: the kernel reads a copy. Pass q itself, with its strides": not loaded["q"],
+            f"{loaded['q']} bytes of q are loaded, and it has {q.nbytes}: each query once, by its program": (
+                loaded["q"] != q.nbytes
+            ),
+            f"k is loaded {programs:g} times at seq_q = 300: once by each program, and a program owns a tile of "
+            "16 to 256 queries": programs != int(programs) or not 2 <= programs <= triton.cdiv(300, 16),
+        }
         for name, t in (("v", v), ("bias", bias)):
-            if loaded[name] != programs * t.nbytes:
-                copied = "" if loaded[name] else ". Is a copy of it read? The kernel is to take its stride"
-                reject(
-                    f"{loaded[name]} bytes of {name} are loaded: {int(programs)} programs need {t.nbytes} each{copied}"
-                )
-        whole = q[:256]
+            copied = "" if loaded[name] else ". Is a copy of it read? The kernel is to take its stride"
+            need = f"{int(programs)} programs need {t.nbytes} each{copied}"
+            signs[f"{loaded[name]} bytes of {name} are loaded: {need}"] = loaded[name] != programs * t.nbytes
+        require_none(signs)
         with counted(k=k) as moved:
-            fn(whole, k, v, bias)
+            fn(q[:256], k, v, bias)
         programs = int(moved.loaded_from["k"] / k.nbytes)
         if programs & (programs - 1):  # a tile holds a power of two of queries
             reject(f"{programs} programs walk over k at seq_q = 256: one of them has no queries")
@@ -204,13 +181,12 @@ def _require_one_launch(fn):
         q = torch.empty(seq, 64, dtype=FP16, device=runtime.DEVICE)
         bias = torch.empty(seq, device=runtime.DEVICE)
         launches.append(offline.record_launches(lambda q=q, bias=bias: fn(q, q, q, bias)))
-    if len(launches[0]) != 1:
-        reject(f"{len(launches[0])} kernels are launched: it is to be one")
-    if launches[0] != launches[1]:
-        reject(
-            "the kernel is compiled anew for another length: seq_q or seq_k is a tl.constexpr, or a tile's size "
-            "depends on one of them and meets the wall of section 3.2"
-        )
+    signs = {
+        f"{len(launches[0])} kernels are launched: it is to be one": len(launches[0]) != 1,
+        "the kernel is compiled anew for another length: seq_q or seq_k is a tl.constexpr, or a tile's size "
+        "depends on one of them and meets the wall of section 3.2": launches[0] != launches[1],
+    }
+    require_none(signs)
     return launches[0][0]
 
 

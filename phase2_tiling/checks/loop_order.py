@@ -2,21 +2,10 @@
 
 import ast
 import inspect
-import itertools
 
 from common.learn.check.require import counted, reject, require, tiles_of
-from phase2_tiling.checks import (
-    FP32,
-    attention_cases,
-    nan_around,
-    one_head,
-    require_any_scale,
-    require_tensor_cores,
-    state_of,
-    surrounded,
-    verify,
-    with_own_strides,
-)
+from phase2_tiling import checks
+from phase2_tiling.checks import FP32, STRIDES, nan_around, one_head, state_of, surrounded, with_own_strides
 
 import torch
 import triton
@@ -25,14 +14,14 @@ import triton
 def check(answer):
     _check_continuation(answer)
     _check_strides(answer)
-    cases = attention_cases(0, 1, 33)
+    cases = checks.attention_cases(0, 1, 33)
     with tiles_of(16, 32):
         for seq_q, seq_k, head_dim, dtype, options in cases:
             q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
-            verify(answer.attention_keys_outside, q, k, v)
+            checks.verify(answer.attention_keys_outside, q, k, v)
     _check_kept_whole(answer)
-    require_any_scale(answer.attention_keys_outside)
-    require_tensor_cores(answer, answer.attention_keys_outside)
+    checks.require_any_scale(answer.attention_keys_outside)
+    checks.require_products(answer, answer.attention_keys_outside)
     _require_barrier(answer)
     return f"{len(cases)} cases against SDPA; the state travels as often as it must, and stays normalized in between"
 
@@ -77,14 +66,8 @@ def _check_kept_whole(answer):
         HEAD_DIM=16, BLOCK_M=16, BLOCK_N=32, num_stages=1,
     )  # fmt: skip
     rounded = "o is rounded to the dtype of v at every visit: store it in that of o_ptr, as store_tile does"
-    require(
-        "o in fp32, q, k and v in fp16, all weights 0",
-        o,
-        before,
-        mistakes={rounded: before.to(v.dtype).float()},
-        rtol=1e-5,
-        atol=1e-6,
-    )
+    options = dict(mistakes={rounded: before.to(v.dtype).float()}, rtol=1e-5, atol=1e-6)
+    require("o in fp32, q, k and v in fp16, all weights 0", o, before, **options)
 
 
 def _check_strides(answer):
@@ -92,11 +75,7 @@ def _check_strides(answer):
     q, k, v = with_own_strides(*(t.clone() for t in one_head(50, 70, 16, dtype=FP32)))
     with tiles_of(16, 32):
         o = answer.attention_keys_outside(q, k, v)
-    tensors, mistakes = dict(q=q, k=k, v=v), {}
-    for name, other in itertools.permutations(tensors, 2):
-        misread = tensors[name].as_strided(tensors[name].shape, tensors[other].stride())
-        sentence = f"{name} is read with the strides of {other}: it has its own, stride_{name}"
-        mistakes[sentence] = state_of(**tensors | {name: misread})[0]
+    mistakes = checks.with_other_strides(lambda q, k, v: state_of(q, k, v)[0], STRIDES, q=q, k=k, v=v)
     require("o, 50 queries and 70 keys", o, state_of(q, k, v)[0], mistakes=mistakes)
 
 
@@ -106,33 +85,29 @@ def _require_state(state, right, before, q, k, v, block_m, block):
     tail = _joined(right, state_of(q, 0 * k[: -len(k) % block], 0 * v[: -len(v) % block]))
     acc = _visits(q, k, v, before, block, lambda o, l, new, alpha, pv: alpha * o + pv)
     row = torch.arange(len(q), device=q.device)
-    first = row < block_m
+    first, whole = row < block_m, row < len(q) // block_m * block_m
     walked = row % block < block_m  # by a walk in steps of `block`
-    whole = row < len(q) // block_m * block_m
     new = right[2] - before[2] * torch.exp(before[1] - right[1])  # what the keys add to l
     visits = (state[2].double() - right[2]) / new + 1
     twice = torch.allclose(visits, visits.round(), atol=1e-3) and (visits > 1.5).any()
-    sentence = "some queries meet a tile of keys more than once: a tile of queries has BLOCK_M rows"
-    signs = {sentence: bool(twice)}
+    signs = {"some queries meet a tile of keys more than once: a tile of queries has BLOCK_M rows": bool(twice)}
     of_o = {
         "it is acc that waits in memory: divide by l' at every visit": acc / right[2][:, None],
         "it is acc, which is never divided: what waits in memory is acc' / l', at every visit": acc,
     } | {sentence: _visits(q, k, v, before, block, update) for sentence, update in _WRONG_UPDATES.items()}
     for i, name in ((1, "m"), (2, "l"), (0, "o")):  # a wrong m or l makes o wrong, too
+        some, visited, met = (
+            torch.where(rows.view(-1, *[1] * (right[i].dim() - 1)), right[i], before[i])
+            for rows in (first, whole, walked)
+        )
         mistakes = {
             "it is as it was: is it stored on every visit?": before[i],
             "the state that was in memory is forgotten at the first visit": of_keys[i],
-            "it is that of the last tile of keys alone: are o, m and l loaded and taken along?": (last[i]),
-            "only the first tile of queries is visited: do the offsets contain start_m?": torch.where(
-                first.view(-1, *[1] * (right[i].dim() - 1)), right[i], before[i]
-            ),
+            "it is that of the last tile of keys alone: are o, m and l loaded and taken along?": last[i],
+            "only the first tile of queries is visited: do the offsets contain start_m?": some,
             "keys past the end count as logit 0: replace s by -inf there": tail[i],
-            "the last, partial tile of queries is never visited: the inner loop ends at seq_q": torch.where(
-                whole.view(-1, *[1] * (right[i].dim() - 1)), right[i], before[i]
-            ),
-            "some queries are never visited: the inner loop goes by BLOCK_M": torch.where(
-                walked.view(-1, *[1] * (right[i].dim() - 1)), right[i], before[i]
-            ),
+            "the last, partial tile of queries is never visited: the inner loop ends at seq_q": visited,
+            "some queries are never visited: the inner loop goes by BLOCK_M": met,
         }
         mistakes |= of_o if name == "o" else {}
         require(name, state[i], right[i], mistakes=mistakes, signs=signs, atol=1e-4)
@@ -150,23 +125,20 @@ def _require_visits(moved, tensors, visits):
                 )
 
 
+# o' = update(o, l, l', alpha, p v)
 _WRONG_UPDATES = {
-    "the old o is rescaled by alpha alone: it was divided by the old l": lambda o, l, new, alpha, pv: (
-        (alpha * o + pv) / new
-    ),
-    "the old o is multiplied by the new l: it was divided by the old one": lambda o, l, new, alpha, pv: (
-        (alpha * new * o + pv) / new
-    ),
-    "the old o is multiplied by its l but not by alpha": lambda o, l, new, alpha, pv: (l * o + pv) / new,
-    "the old o is divided by alpha: multiply": lambda o, l, new, alpha, pv: (l / alpha * o + pv) / new,
-    "p v is multiplied by alpha, too: only the old part is": lambda o, l, new, alpha, pv: alpha * (l * o + pv) / new,
-    "it is not divided by l' at every visit": lambda o, l, new, alpha, pv: alpha * l * o + pv,
-    "it is divided by the old l, not by l'": lambda o, l, new, alpha, pv: alpha * o + pv / l,
+    "the old o is rescaled by alpha alone: it was divided by the old l": lambda o, l, new, a, pv: (a * o + pv) / new,
+    "the old o is multiplied by the new l: it was divided by the old one": lambda o, l, new, a, pv: a * o + pv / new,
+    "the old o is multiplied by its l but not by alpha": lambda o, l, new, a, pv: (l * o + pv) / new,
+    "the old o is divided by alpha: multiply": lambda o, l, new, a, pv: (l / a * o + pv) / new,
+    "p v is multiplied by alpha, too: only the old part is": lambda o, l, new, a, pv: a * (l * o + pv) / new,
+    "it is not divided by l' at every visit": lambda o, l, new, a, pv: a * l * o + pv,
+    "it is divided by the old l, not by l'": lambda o, l, new, a, pv: a * o + pv / l,
     "(alpha l / l') o is divided by l' once more: p v alone has yet to be divided": (
-        lambda o, l, new, alpha, pv: (alpha * l / new * o + pv) / new
+        lambda o, l, new, a, pv: (a * l / new * o + pv) / new
     ),
-    "p v is not divided by l', only the old o": lambda o, l, new, alpha, pv: alpha * l / new * o + pv,
-    "the old o is missing": lambda o, l, new, alpha, pv: pv / new,
+    "p v is not divided by l', only the old o": lambda o, l, new, a, pv: a * l / new * o + pv,
+    "the old o is missing": lambda o, l, new, a, pv: pv / new,
 }
 
 

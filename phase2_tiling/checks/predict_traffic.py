@@ -40,14 +40,8 @@ def _nothing_measured():
     def stopped(*_, **__):
         reject("the bytes are measured, or taken from common.measure.traffic: predict them, from the sizes alone")
 
-    with contextlib.ExitStack() as stack:
-        for module, name in (
-            (tiling, "_launch"),
-            (traffic, "measure"),
-            (traffic, "_rows_of_keys"),
-            (traffic, "tiled_attention_bytes"),
-        ):
-            stack.enter_context(mock.patch.object(module, name, stopped))
+    measuring = dict.fromkeys(("measure", "_rows_of_keys", "tiled_attention_bytes"), stopped)
+    with mock.patch.object(tiling, "_launch", stopped), mock.patch.multiple(traffic, **measuring):
         yield
 
 
@@ -56,7 +50,7 @@ def _bytes_of_attention(seq_q, seq_k, head_dim, dtype):
         q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype)
         with counted(q=q, k=k, v=v) as moved:
             tiling.attention(q, k, v)
-        return dict(q=moved.loaded_from["q"], k=moved.loaded_from["k"], v=moved.loaded_from["v"], o=moved.stored)
+        return {name: moved.loaded_from[name] for name in "qkv"} | dict(o=moved.stored)
     block_m, row = runtime.tile_sizes(head_dim, dtype)["BLOCK_M"], head_dim * dtype.itemsize
     kv = triton.cdiv(seq_q, block_m) * seq_k * row  # compiled kernels are not counted
     return dict(q=seq_q * row, k=kv, v=kv, o=seq_q * row)
@@ -66,17 +60,16 @@ def _wrong_bytes(name, right, seq_q, seq_k, head_dim, dtype):
     """Sentence: what that mistake predicts for tensor `name`."""
     tiles, row = runtime.tile_sizes(head_dim, dtype), head_dim * dtype.itemsize
     block_m, block_n = tiles["BLOCK_M"], tiles["BLOCK_N"]
-    programs = triton.cdiv(seq_q, block_m)
+    programs, tiles_n = triton.cdiv(seq_q, block_m), triton.cdiv(seq_k, block_n)
     mistakes = {"these are elements: how many bytes has each?": right // dtype.itemsize}
     if name in ("q", "o"):
         return mistakes | {
             "what a mask hides is not moved": programs * block_m * row,
-            "a program loads its queries once, before the loop, and stores o once, after it": right
-            * triton.cdiv(seq_k, block_n),
+            "a program loads its queries once, before the loop, and stores o once, after it": right * tiles_n,
         }
     return mistakes | {
         "every program reads all keys and values": seq_k * row,
-        "what a mask hides is not moved": programs * triton.cdiv(seq_k, block_n) * block_n * row,
+        "what a mask hides is not moved": programs * tiles_n * block_n * row,
         "the last program has fewer queries, but it reads every key too": seq_q // block_m * seq_k * row,
         "a part of a program is a whole program: round up": seq_q / block_m * seq_k * row,
         "is the number of programs that of tiles of queries?": triton.cdiv(seq_k, block_m) * seq_k * row,

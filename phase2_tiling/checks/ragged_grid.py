@@ -1,6 +1,6 @@
 """Checks the largest logits for ragged lengths, with NaN around the inputs, and counts the bytes that are read."""
 
-from common.learn.check.require import counted, reject, require
+from common.learn.check.require import counted, reject, require, require_none
 from phase2_tiling.checks import FP16, FP32, NAN, nan_around, one_head, surrounded
 
 import torch
@@ -40,12 +40,12 @@ def check(answer):
         require(f"out, {what}", out, right, mistakes=mistakes, signs=signs)
         if not nan_around(out):
             reject(f"{what}: something was written outside of out: does the store have a mask?")
-        if moved and moved.loaded_from["q"] != q.nbytes:
-            reject(f"{what}: {moved.loaded_from['q']} bytes of q were read, it has {q.nbytes}: is the load masked?")
-        needed = triton.cdiv(seq_q, block) * k.nbytes
-        if moved and moved.loaded_from["k"] != needed:
-            reject(
-                f"{what}: {moved.loaded_from['k']} bytes of k were read, {triton.cdiv(seq_q, block)} programs need "
-                f"{needed}: does the load have a mask, does every program own a query?"
-            )
+        programs = triton.cdiv(seq_q, block)
+        read_q, read_k = (moved.loaded_from[name] for name in "qk") if moved else (q.nbytes, programs * k.nbytes)
+        signs = {
+            f"{read_q} bytes of q were read, it has {q.nbytes}: is the load masked?": read_q != q.nbytes,
+            f"{read_k} bytes of k were read, {programs} programs need {programs * k.nbytes}: does the load have a "
+            "mask, does every program own a query?": read_k != programs * k.nbytes,
+        }
+        require_none(signs, what)
     return f"lengths {', '.join(f'{m} x {n}' for m, n in lengths)}; nothing read or written outside"

@@ -47,11 +47,10 @@ def require_nothing_added(attention):
     """Reject acc / (l_i + a small number), by one query on one key: there l_i is 1, and o is v."""
     q, k, v = make_qkv(1, 1, 1, 16, seq_k=1, dtype=FP32)
     added = (v.double() / attention(q, k, v)[0].double() - 1).flatten()
+    why = "Every row with a key becomes too small: tell the rows without one apart by l_i"
     if 1.5e-7 < added.mean() < 0.1 and (added - added.mean()).abs().max() < 1.5e-7:
-        reject(
-            f"o: one query on one key has l_i = 1, and its o is divided by about 1 + {added.mean().item():.0e}. Is "
-            "something added to l? Every row with a key becomes too small: tell the rows without one apart by l_i"
-        )
+        about = f"one query on one key has l_i = 1, and its o is divided by about 1 + {added.mean().item():.0e}"
+        reject(f"o: {about}. Is something added to l? {why}")
 
 
 def verify_masked(fn, q, k, v, mask, *, scale=None, what="") -> float:

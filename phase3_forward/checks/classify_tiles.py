@@ -10,22 +10,12 @@ import torch
 
 TILINGS = [(32, 32), (64, 32), (32, 64), (48, 80)]
 LENGTHS = [(128, 128), (100, 100), (70, 200), (200, 70), (1, 130), (130, 1), (65, 64), (99, 100), (100, 99), (64, 0)]
-MISTAKES = {
-    "this is right for top-left alignment, j <= i: where does the last query's row end?": (
-        lambda i, j, seq_q, seq_k: (j <= i) & (j < seq_k)
-    ),
-    "this is right for j <= i + seq_q - seq_k: is the shift the wrong way round?": (
-        lambda i, j, seq_q, seq_k: (j <= i + seq_q - seq_k) & (j < seq_k)
-    ),
-    "the diagonal is hidden: j = i + seq_k - seq_q is visible": (
-        lambda i, j, seq_q, seq_k: (j < i + seq_k - seq_q) & (j < seq_k)
-    ),
-    "one key too many is visible: j = i + seq_k - seq_q is the last": (
-        lambda i, j, seq_q, seq_k: (j <= i + 1 + seq_k - seq_q) & (j < seq_k)
-    ),
+MISTAKES = {  # sentence: the last key that query i sees; shift: seq_k - seq_q
+    "this is right for top-left alignment, j <= i: where does the last query's row end?": lambda i, shift: i,
+    "this is right for j <= i + seq_q - seq_k: is the shift the wrong way round?": lambda i, shift: i - shift,
+    "the diagonal is hidden: j = i + seq_k - seq_q is visible": lambda i, shift: i + shift - 1,
+    "one key too many is visible: j = i + seq_k - seq_q is the last": lambda i, shift: i + shift + 1,
 }
-
-
 ROWS = [  # of tiles: the arguments of `loop_bounds`
     (tile_m, *blocks, *lengths)
     for blocks, lengths in itertools.product(TILINGS, LENGTHS)
@@ -41,11 +31,9 @@ def check(answer):
 
 def _check_kind(answer):
     right = _all_kinds(bottom_right)
-    got = [
-        [answer.kind(tile_m, n, *rest) for n in range(len(kinds))]
-        for (tile_m, *rest), kinds in zip(ROWS, right, strict=True)
-    ]
-    for (tile_m, *rest), theirs, kinds in zip(ROWS, got, right, strict=True):
+    rows = list(zip(ROWS, right, strict=True))
+    got = [[answer.kind(tile_m, n, *rest) for n in range(len(kinds))] for (tile_m, *rest), kinds in rows]
+    for ((tile_m, *rest), kinds), theirs in zip(rows, got, strict=True):
         for n, (kind, expected) in enumerate(zip(theirs, kinds, strict=True)):
             if kind != expected:
                 call = f"kind{(tile_m, n, *rest)} is {kind!r}, counting its pairs says {expected!r}"
@@ -101,15 +89,11 @@ def _walk(row, bounds):
     s = torch.randn(len(i), len(j), generator=generator, dtype=torch.float64)
     v = torch.randn(len(j), 8, generator=generator, dtype=torch.float64)
     s[:, seq_k:], v[seq_k:] = 0, 0  # as load_tile fills the last tile
-    l, acc = (torch.zeros(len(i), 1, dtype=torch.float64), torch.zeros(len(i), 8, dtype=torch.float64))
+    l, acc = (s.new_zeros(len(i), width) for width in (1, 8))
     full, end = bounds
-    for n in range(full):
+    for n in (*range(full), *range(full, end)):
         keys = slice(n * block_n, (n + 1) * block_n)
-        p = s[:, keys].exp()
-        l, acc = l + p.sum(dim=1, keepdim=True), acc + p @ v[keys]
-    for n in range(full, end):
-        keys = slice(n * block_n, (n + 1) * block_n)
-        p = s[:, keys].exp() * bottom_right(i, j[keys], seq_q, seq_k)
+        p = s[:, keys].exp() * (n < full or bottom_right(i, j[keys], seq_q, seq_k))
         l, acc = l + p.sum(dim=1, keepdim=True), acc + p @ v[keys]
     return acc / torch.where(l == 0, 1.0, l)
 
@@ -120,8 +104,8 @@ def _name_mistake(got, of_rule, call):
     """
     usual = [n for n, (*_, seq_q, seq_k) in enumerate(ROWS) if seq_q <= seq_k]
     right = of_rule(bottom_right)
-    for sentence, visible in MISTAKES.items():
-        wrong = of_rule(visible)
+    for sentence, last in MISTAKES.items():
+        wrong = of_rule(lambda i, j, seq_q, seq_k, last=last: (j <= last(i, seq_k - seq_q)) & (j < seq_k))
         if any(got[n] != right[n] for n in usual) and all(got[n] == wrong[n] for n in usual):
             reject(f"{call.split('(')[0]}: {sentence} ({call})")
 

@@ -3,7 +3,7 @@
 import math
 
 from common import make_qkv
-from common.learn.check.require import guarded, reject
+from common.learn.check.require import close, guarded, reject
 from common.verify import guard
 from phase3_forward.checks import BF16, FP32, INF, bottom_right, indices, require_nothing_added, verify_masked
 
@@ -38,10 +38,8 @@ def check(answer):
         if (lse != -INF).any():
             reject(f"rows that saw no key: lse is {lse.max().item():g}, not -inf. Is m_i part of it?")
         if not results[1][:, :, unseen:].isfinite().all():
-            reject(
-                "lse is not finite in rows that saw keys. Where logits are large exp(m_i) overflows: add m_i outside "
-                "of the logarithm"
-            )
+            outside = "Where logits are large exp(m_i) overflows: add m_i outside of the logarithm"
+            reject(f"lse is not finite in rows that saw keys. {outside}")
         _require_row_sums(results[0], q, k, v, mask)
         _require_lse(results[1], q, k, mask)
         require_nothing_added(answer.bottom_right_attention)
@@ -57,11 +55,9 @@ def _require_rows_without_a_key(attention, q, k, v):
         results = attention(q, k, v)
     for name, result in zip(("o", "lse"), results, strict=True):
         missing = guard.never_stored(result)
+        why = "Nobody else stores them: they must leave with o = 0 and lse = -inf"
         if unseen and missing[:, :, :unseen].all() and not missing[:, :, unseen:].any():
-            reject(
-                f"{name}: the rows that saw no key are never stored, and all others are. Nobody else stores them: "
-                "they must leave with o = 0 and lse = -inf"
-            )
+            reject(f"{name}: the rows that saw no key are never stored, and all others are. {why}")
 
 
 def _require_lse(lse, q, k, mask):
@@ -74,13 +70,11 @@ def _require_lse(lse, q, k, mask):
         "this is the LSE in base 2: it is a natural logarithm": right / math.log(2),
     }.items():
         seen = right.isfinite() & (largest != right)
-        same = torch.allclose(lse.double()[seen], wrong[seen], rtol=1e-4, atol=1e-4)
-        if seen.any() and same and not torch.allclose(lse.double()[seen], right[seen], rtol=1e-4, atol=1e-4):
+        if seen.any() and close(lse[seen], wrong[seen]) and not close(lse[seen], right[seen]):
             reject(f"lse: {sentence}")
     for dtype in (torch.float16, BF16):
         short = torch.equal(lse.to(dtype).float(), lse)
-        close = torch.allclose(lse.double(), right, rtol=0.01, atol=0.01)
-        if short and close and not torch.allclose(lse.double(), right, rtol=1e-5, atol=1e-5):
+        if short and close(lse, right, 0.01) and not close(lse, right, 1e-5):
             reject(f"lse is rounded to {dtype}: the backward pass needs it in fp32")
 
 
@@ -104,10 +98,6 @@ def _require_row_sums(o, q, k, v, mask):
     p = torch.exp(s - torch.where(m == -INF, 0.0, m))
     sums = p.sum(dim=-1)
     sums = torch.where(sums == 0, 1.0, sums)
-    acc, o = (p @ v.double())[:, :, :n, :n], o[:, :, :n, :n].double()
-
-    def same(sums):
-        return torch.allclose(o, acc / sums, rtol=0.01, atol=0.01)
-
-    if same(sums[:, :, None, :n]) and not same(sums[:, :, :n, None]):
+    acc, o = (p @ v.double())[:, :, :n, :n], o[:, :, :n, :n]
+    if close(o, acc / sums[:, :, None, :n], 0.01) and not close(o, acc / sums[:, :, :n, None], 0.01):
         reject("o: column d is divided by the sum of row d: l_i[:, None] is a column, one sum for each row")

@@ -1,9 +1,9 @@
 """Checks the mended kernel; while it is wrong, says what its errors look like, and not which line makes them."""
 
 from common import make_qkv
-from common.learn.check.require import guarded, reject, require_verified, tiles_of
+from common.learn.check.require import close, guarded, reject, require_none, require_verified, tiles_of
 from common.verify.reference import naive_attention
-from phase3_forward.checks import BF16, FP32
+from phase3_forward.checks import BF16, FP32, indices
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,7 @@ def check(answer):
 
 
 def _same(results, expected):
-    return all(
-        torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-4) for a, b in zip(results, expected, strict=True)
-    )
+    return all(map(close, results, expected))
 
 
 def _require_keys(attention, seq_k):
@@ -46,22 +44,18 @@ def _require_keys(attention, seq_k):
         first = slice(0, seen * BLOCK_N)
         if _same(results, naive_attention(q, k[:, :, first], v[:, :, first])[:2]):
             reject(f"{what}: this is the attention to the first {seen} of {tiles} tiles; nothing else is wrong")
-    past = _with_zeros(q, k, v, -seq_k % BLOCK_N)
-    if seq_k % BLOCK_N and _same(results, past):
-        reject(f"{what}: keys past the end count, as logit 0: the last tile needs a mask of its own")
-    lse_right = torch.allclose(results[1].double(), right[1].double(), rtol=1e-4, atol=1e-4)
-    if lse_right:
-        reject(f"{what}: lse is right and o is wrong. So the logits and their mask are; what else enters o?")
-    reject(
-        f"{what}: o and lse are wrong, and no number of whole tiles explains them. Are k, v and the mask of one and "
-        "the same tile when attention_tile_step takes them? Compare with the twin after each tile"
-    )
-
-
-def _with_zeros(q, k, v, tail):
-    """(o, lse) where `tail` keys of zeros count behind the last one."""
-    longer = (F.pad(t, (0, 0, 0, tail)) for t in (k, v))
-    return naive_attention(q, *longer)[:2]
+    past = naive_attention(q, *(F.pad(t, (0, 0, 0, -seq_k % BLOCK_N)) for t in (k, v)))[:2]
+    signs = {
+        "keys past the end count, as logit 0: the last tile needs a mask of its own": (
+            seq_k % BLOCK_N and _same(results, past)
+        ),
+        "lse is right and o is wrong. So the logits and their mask are; what else enters o?": (
+            close(results[1], right[1])
+        ),
+        "o and lse are wrong, and no number of whole tiles explains them. Are k, v and the mask of one and "
+        "the same tile when attention_tile_step takes them? Compare with the twin after each tile": True,
+    }
+    require_none(signs, what)
 
 
 def _require_mask(attention, seq_k):
@@ -70,18 +64,14 @@ def _require_mask(attention, seq_k):
     o, lse = guarded(attention)(q, k, v, is_causal=True)
     if _same((o, lse), naive_attention(q, k, v, is_causal=True)[:2]):
         return
-    i, j = torch.arange(70)[:, None], torch.arange(seq_k)[None, :]
+    what = f"causal, {seq_k} keys"
+    (i, j), lse = indices(70, seq_k), lse.cpu()
     s = (q.double() @ k.double().mT / 4).cpu()
-    lse = lse.double().cpu()
     for shift in (-BLOCK_N, -1, 1, BLOCK_N):
         shifted = s.masked_fill(j > i + shift, -torch.inf).logsumexp(dim=-1)
-        if torch.allclose(lse, shifted, rtol=1e-4, atol=1e-4):
+        if close(lse, shifted):
             side = f"{-shift} keys too few" if shift < 0 else f"{shift} keys too many"
-            reject(
-                f"causal, {seq_k} keys: query i sees {side}, the last is i {shift:+d}. Calls without a mask are right"
-            )
-    if torch.allclose(lse, s.logsumexp(dim=-1), rtol=1e-4, atol=1e-4):
-        reject(f"causal, {seq_k} keys: every query sees every key. Calls without a mask are right")
-    reject(
-        f"causal, {seq_k} keys: wrong, where calls without a mask are right. Which tile is the causal mask made for?"
-    )
+            reject(f"{what}: query i sees {side}, the last is i {shift:+d}. Calls without a mask are right")
+    if close(lse, s.logsumexp(dim=-1)):
+        reject(f"{what}: every query sees every key. Calls without a mask are right")
+    reject(f"{what}: wrong, where calls without a mask are right. Which tile is the causal mask made for?")

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from common import make_qkv, runtime
-from common.learn.check.require import guarded, misread, reject, require_verified, tiles_of
+from common.learn.check.require import close, guarded, misread, reject, require_verified, tiles_of
 from phase3_forward.checks import BF16, FP16, FP32
 
 import torch
@@ -15,10 +15,8 @@ import torch
 def check(answer):
     def ask(unwritten, outside):
         if len(unwritten) == 2:
-            return (
-                "has every tile of every head its program? The tile runs fastest: pid_m is the number % tiles_m, and "
-                "the head comes from the number // tiles_m"
-            )
+            numbers = "pid_m is the number % tiles_m, and the head comes from the number // tiles_m"
+            return f"has every tile of every head its program? The tile runs fastest: {numbers}"
         name = (unwritten or outside)[0]
         where = f"where does {name}_ptr stand? b is the number of the head // heads_q, h is that % heads_q"
         if name == "o":
@@ -53,8 +51,8 @@ def _require_heads(what, o, lse, q, k, v, group):
     given = _Heads(q, k, v)
     for me in given.heads:
         right = me[0], me[1] // group
-        if _same(lse[me], given.lse(me, right)):
-            if not _same(o[me], given.o(me, right, right)):
+        if close(lse[me], given.lse(me, right)):
+            if not close(o[me], given.o(me, right, right)):
                 _reject_values(what, o[me], me, right, given)
         else:
             _reject_keys(what, lse[me], me, right, given)
@@ -79,35 +77,27 @@ class _Heads:
         return self.logits(of_q, of_k).softmax(dim=-1) @ v[of_v]
 
 
-def _same(a, b):
-    return torch.allclose(a.double(), b, rtol=1e-4, atol=1e-4)
-
-
 def _reject_values(what, o, me, right, given):
     """Where lse is right and o is not, if the values come from somewhere known."""
     for head in given.heads:
-        if _same(o, given.o(me, right, head)):
+        if close(o, given.o(me, right, head)):
             reject(f"{what}: {_other_head(me, right, head, 'v')}; k is found: look at v_ptr")
     for where, wrong in given.v_strided_like_k.items():
-        if _same(o, given.o(me, right, right, wrong)):
+        if close(o, given.o(me, right, right, wrong)):
             reject(f"{what}: v is read with the strides of k{where}: it has four of its own, stride_v")
 
 
 def _reject_keys(what, lse, me, right, given):
     """Where lse is wrong: of which heads it is."""
     for head in given.heads:
-        if _same(lse, given.lse(me, head)):
+        if close(lse, given.lse(me, head)):
             reject(f"{what}: {_other_head(me, right, head, 'k')}")
     for of_q, of_k in itertools.product(given.heads, given.heads):
-        if _same(lse, given.lse(of_q, of_k)):
-            reject(
-                f"{what}: the program of query head {me[1]} (batch {me[0]}) computes with query head {of_q[1]} of "
-                f"batch {of_q[0]}. Is q_ptr moved?"
-            )
-    reject(
-        f"{what}: query head {me[1]} of batch {me[0]} fits no head of q and k. Are q_ptr and k_ptr moved, each by "
-        "strides of its own?"
-    )
+        if close(lse, given.lse(of_q, of_k)):
+            theirs = f"computes with query head {of_q[1]} of batch {of_q[0]}. Is q_ptr moved?"
+            reject(f"{what}: the program of query head {me[1]} (batch {me[0]}) {theirs}")
+    moved = "Are q_ptr and k_ptr moved, each by strides of its own?"
+    reject(f"{what}: query head {me[1]} of batch {me[0]} fits no head of q and k. {moved}")
 
 
 def _other_head(me, right, head, name):
@@ -120,15 +110,15 @@ def _require_wide_offsets(fn):
     """Keys whose batches, then heads, lie 2^30 elements apart: a file of which only the touched pages exist."""
     if not runtime.INTERPRETED:
         return  # it would take gigabytes of GPU memory
-    far_apart = {
+    far_apart = {  # batch, heads, their strides
         "batches 2^30 elements apart: the third is not found. Is the program's number widened to 64 bits?": (
-            make_qkv(3, 1, 8, 16),
-            (2**30, 8 * 16),
+            (3, 1, 2**30, 8 * 16)
         ),
         "heads 2^30 elements apart: the third is not found. Is the number of the key head widened to 64 bits, before "
-        "it meets the stride?": (make_qkv(1, 3, 8, 16), (3 * 2**30, 2**30)),
+        "it meets the stride?": (1, 3, 3 * 2**30, 2**30),
     }
-    for message, ((q, k, v), strides) in far_apart.items():
+    for message, (batch, heads, *strides) in far_apart.items():
+        q, k, v = make_qkv(batch, heads, 8, 16)
         expected = fn(q, k, v, enable_gqa=True)[0]
         with tempfile.TemporaryDirectory() as folder:
             # An offset that wraps to -2^31 lands at the beginning of the file, on zeros.

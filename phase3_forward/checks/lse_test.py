@@ -63,42 +63,39 @@ def _check_sigma(answer):
 def _sigmas(s, rho):
     """The right sigma of each row, and those of well-known mistakes."""
     exponentials, of_sum, stored, p = _terms(s, rho)
-    everything = torch.full((len(s),), s.shape[1])
-    right = (exponentials + of_sum + stored).sqrt()
-    of_larger = torch.exp(s - s.amax(dim=-1, keepdim=True).nan_to_num(neginf=0.0))
     n = s.isfinite().sum(dim=-1).double()
-    rounded_p = ((2.0**-11 * p) ** 2).sum(dim=-1)
-    return right, {
-        "this is the variance: sigma is its square root": right**2,
-        "the exponentials are left out: each has the relative error rho": (of_sum + stored).sqrt(),
-        "the sum over keys is left out: fp32 rounds it too": (exponentials + stored).sqrt(),
-        "the store is left out: lse is rounded to fp32 once more": (exponentials + of_sum).sqrt(),
-        "an exponential counts with its weight p squared: (p rho)^2, not p rho^2": (
-            (p * rho**2).sum(dim=-1) + of_sum + stored
-        ).sqrt(),
-        "p is not divided by l, the sum of its row": (((of_larger * rho) ** 2).sum(dim=-1) + of_sum + stored).sqrt(),
-        "the error of a sum is never below 2 U32: max(2, ...)": (
-            exponentials + (U32 * n.sqrt() / 2) ** 2 + stored
-        ).sqrt(),
-        "the error of a sum grows with sqrt(n) / 2": (
-            exponentials + (U32 * n.sqrt().clamp(min=2.0)) ** 2 + stored
-        ).sqrt(),
-        "storing x costs U32 |x|": (exponentials + of_sum + U32**2).sqrt(),
-        "every exponential counts as much as the others: its share of l is p": (
-            (rho**2).masked_fill(s == -INF, 0.0).sum(dim=-1) + of_sum + stored
-        ).sqrt(),
-        "the errors are added up: they are independent, so their squares add up": (
-            exponentials.sqrt() + of_sum.sqrt() + stored.sqrt()
-        ),
+    of_larger = torch.exp(s - s.amax(dim=-1, keepdim=True).nan_to_num(neginf=0.0))
+    of_all_keys = _terms(s, rho, torch.full((len(s),), s.shape[1]))[1]
+    unweighted = (rho**2).masked_fill(s == -INF, 0.0).sum(dim=-1)
+    other_exponentials = {
+        "the exponentials are left out: each has the relative error rho": 0.0,
+        "an exponential counts with its weight p squared: (p rho)^2, not p rho^2": (p * rho**2).sum(dim=-1),
+        "p is not divided by l, the sum of its row": ((of_larger * rho) ** 2).sum(dim=-1),
+        "every exponential counts as much as the others: its share of l is p": unweighted,
         "the errors of exponentials are added up: they are independent, so their squares add up": (
-            (p * rho).sum(dim=-1) ** 2 + of_sum + stored
-        ).sqrt(),
-        "hidden keys are counted: n is the number of keys that the row sees": (
-            exponentials + _terms(s, rho, everything)[1] + stored
-        ).sqrt(),
+            (p * rho).sum(dim=-1) ** 2
+        ),
         "P is rounded to 16 bits for the product with V only: l adds up what was not rounded": (
-            exponentials + of_sum + stored + rounded_p
-        ).sqrt(),
+            exponentials + ((2.0**-11 * p) ** 2).sum(dim=-1)
+        ),
+    }
+    other_sums = {
+        "the sum over keys is left out: fp32 rounds it too": 0.0,
+        "the error of a sum is never below 2 U32: max(2, ...)": (U32 * n.sqrt() / 2) ** 2,
+        "the error of a sum grows with sqrt(n) / 2": (U32 * n.sqrt().clamp(min=2.0)) ** 2,
+        "hidden keys are counted: n is the number of keys that the row sees": of_all_keys,
+    }
+    variances = {sentence: other + of_sum + stored for sentence, other in other_exponentials.items()}
+    variances |= {sentence: exponentials + other + stored for sentence, other in other_sums.items()}
+    variances |= {
+        "the store is left out: lse is rounded to fp32 once more": exponentials + of_sum,
+        "storing x costs U32 |x|": exponentials + of_sum + U32**2,
+    }
+    right = (exponentials + of_sum + stored).sqrt()
+    added_up = exponentials.sqrt() + of_sum.sqrt() + stored.sqrt()
+    return right, {sentence: variance.sqrt() for sentence, variance in variances.items()} | {
+        "this is the variance: sigma is its square root": right**2,
+        "the errors are added up: they are independent, so their squares add up": added_up,
     }
 
 
@@ -109,16 +106,20 @@ def _check_verdict(answer):
     off, low = exact.clone(), exact.clone()
     off[1] += 0.5
     low[2] -= 0.75 - 2.0**-10
+
+    def with_row(row, value):
+        return exact.index_fill(0, torch.tensor([row]), value)
+
     # A comparison with NaN is False, whichever way it is asked.
     cases = [
         ("lse is the truth; one row sees no key, and has -inf", exact, (0.0, 0.0)),
         ("one row is two sigma too large", off, (2.0, 1.0)),
         ("one row is 5.99 sigma too small", low, (6 - 2.0**-7, 3 - 2.0**-8)),
-        ("one row is NaN", exact.index_fill(0, torch.tensor([0]), NAN), (INF, INF)),
-        ("one row is inf", exact.index_fill(0, torch.tensor([0]), INF), (INF, INF)),
-        ("one row is -inf, where the truth is finite", exact.index_fill(0, torch.tensor([0]), -INF), (INF, INF)),
+        ("one row is NaN", with_row(0, NAN), (INF, INF)),
+        ("one row is inf", with_row(0, INF), (INF, INF)),
+        ("one row is -inf, where the truth is finite", with_row(0, -INF), (INF, INF)),
         ("the row that sees no key has 0", exact.nan_to_num(neginf=0.0), (INF, INF)),
-        ("the row that sees no key has NaN", exact.index_fill(0, torch.tensor([3]), NAN), (INF, INF)),
+        ("the row that sees no key has NaN", with_row(3, NAN), (INF, INF)),
     ]
     few, at_limit = torch.zeros(200), exact.clone()
     few[7], at_limit[1] = 7.0, truth[1] + 6 * sigma[1]
@@ -136,8 +137,7 @@ def _check_verdict(answer):
         got = answer.verdict(lse.clone(), truth.clone(), sigma.clone())
         if not isinstance(got, tuple | list) or len(got) != 3:
             reject(f"verdict: expected (largest z, rms of z, passed), got {type(got).__name__}")
-        largest, rms, passed = (float(got[0]), float(got[1]), got[2])
-        right = expected[0] <= 6
+        (largest, rms), passed, right = map(float, got[:2]), got[2], expected[0] <= 6
         if bool(passed) != right:
             why = " A comparison with NaN is False." if math.isnan(largest) else ""
             reject(f"verdict, {what}: passed is {passed}, and should be {right}.{why}")

@@ -3,7 +3,16 @@
 import math
 
 from common import make_qkv, runtime
-from common.learn.check.require import guarded, masked_loads_undefined, misread, reject, require, tiles_of
+from common.learn.check.require import (
+    close,
+    guarded,
+    masked_loads_undefined,
+    misread,
+    reject,
+    require,
+    require_none,
+    tiles_of,
+)
 from common.measure import traffic
 from phase3_forward.checks import BF16, FP16, FP32, indices, verify_masked
 
@@ -11,14 +20,8 @@ import torch
 import torch.nn.functional as F
 
 LONGEST = 2**31 - 1
-WINDOWS = [  # seq_q, seq_k, window
-    (110, 100, 40),
-    (80, 90, 34),
-    (70, 75, 2),
-    (75, 70, 64),
-    (70, 50, 20),
-    (40, 45, LONGEST),
-]
+# seq_q, seq_k, window
+WINDOWS = [(110, 100, 40), (80, 90, 34), (70, 75, 2), (75, 70, 64), (70, 50, 20), (40, 45, LONGEST)]
 TILES = 32, 16  # queries, keys
 # dtype, seq_k, heads_kv, window, head_dim; at 136 tiles of keys are half as long as those of queries.
 INPUTS = [(FP16, 130, 1, 50, 40), (BF16, 60, 2, 20, 40), (FP16, 80, 1, 40, 136)]
@@ -52,10 +55,8 @@ def _attend(attention, q, k, v, window, **options):
     with masked_loads_undefined():
         results = guarded(attention)(q, k, v, window, **options)
     if results[0].isnan().any() and not attention(q, k, v, window, **options)[0].isnan().any():
-        reject(
-            "a load is masked but has no `other`: what it puts there is undefined, here NaN, and 0 * NaN is NaN. "
-            "Give it other=0.0"
-        )
+        undefined = "what it puts there is undefined, here NaN, and 0 * NaN is NaN. Give it other=0.0"
+        reject(f"a load is masked but has no `other`: {undefined}")
     return results
 
 
@@ -67,14 +68,14 @@ def _check_window(attend, seq_q, seq_k, window):
     i, j = indices(seq_q, seq_k)
     right = _masked_attention(q, k, v, (j <= i) & (i - j < window))
     if window == LONGEST:
-        if not torch.allclose(o.double(), right, rtol=1e-4, atol=1e-5):
+        if not close(o, right):
             reject("window 2^31 - 1: offs_n + window passes 2^31 and wraps around: compare offs_m - offs_n with window")
         return
     what = f"o ({seq_q} queries, {seq_k} keys, window {window})"
     if o.isnan().any():
         row = int(o.isnan().any(dim=-1).nonzero()[0, -1])
         reject(f"{what}: row {row} is NaN. Is it exp(-inf - -inf), in a tile that hides all its keys? A load unmasked?")
-    if o.shape == right.shape and torch.allclose(o.double(), right, rtol=1e-4, atol=1e-4):
+    if o.shape == right.shape and close(o, right):
         return
     mistakes = _wrong_masks(q, k, v, window)
     # What lies before a tensor: of k the head before, of v the batch before.
@@ -97,26 +98,25 @@ def _wrong_masks(q, k, v, window):
 
 
 def _walk(i):
-    """First and last query of the tile of query i, and a function: the tile of keys that holds a key."""
+    """First and last query of the tile of query i, and a function: the first key of the tile that holds a key."""
     block_m, block_n = _tiles()
     first = i // block_m * block_m
-    return first, first + block_m - 1, lambda key: key.clamp(min=0) // block_n
+    return first, first + block_m - 1, lambda key: key.clamp(min=0) // block_n * block_n
 
 
 def _wrong_edges(i, j, shifted, window):
     """{sentence: mask} where the walk is right and the mask is not."""
     first, last, tile_of = _walk(i)
-    begin = tile_of(first - window + 1) * _tiles()[1]
+    begin = tile_of(first - window + 1)
     walked = (j >= begin) & (j <= last)
+    bottom_right = walked & (j <= shifted) & (shifted - j < window)
     return {
         "the window shows one key too many: i - window < j, and not i - window <= j": (j <= i) & (i - j <= window),
         "the window shows one key too few: j = i - window + 1 is its first": (j <= i) & (i - j < window - 1),
         "this is causal attention without a window": j <= i,
         "the mask is the wrong way round: query i sees keys before it, j <= i": walked & (j >= i) & (j - i < window),
         "nothing is masked inside of the walk": walked,
-        "rows and columns are counted from the bottom right: wanted is the top left, j <= i": walked
-        & (j <= shifted)
-        & (shifted - j < window),
+        "rows and columns are counted from the bottom right: wanted is the top left, j <= i": bottom_right,
         "keys after the query's own are visible": (i - j < window) & (j <= last),
         "the tiles at the left edge of the band are not masked inside": (j <= i) & (j >= begin),
     }
@@ -126,30 +126,26 @@ def _wrong_walks(i, j, right, window):
     """{sentence: mask} where the mask is right and the walk leaves keys out."""
     block_m, block_n = _tiles()
     first, last, tile_of = _walk(i)
-    return {
-        "keys of earlier tiles are missing: the walk begins where the window of the tile's first query does": (
-            right & (j >= first)
-        ),
+    seen, seen_by_last = first - window + 1, last - window + 1
+    too_late, rounded_up = tile_of(seen + 1), tile_of(seen + block_n - 1)
+    in_block_m = tile_of(seen) // block_n * block_m
+    begins = {
+        "keys of earlier tiles are missing: the walk begins where the window of the tile's first query does": first,
         "the walk begins too late: it is the tile's first query whose window reaches back furthest": (
-            right & (j >= tile_of(last - window + 1) * block_n)
+            tile_of(seen_by_last)
         ),
-        "the walk begins one key too late: the tile's first query sees the key pid_m * BLOCK_M - window + 1": (
-            right & (j >= tile_of(first - window + 2) * block_n)
-        ),
-        "begin is rounded up: the tile of keys that holds the first key seen is left out": (
-            right & (j >= tile_of(first - window + block_n) * block_n)
-        ),
-        "begin is the number of a tile of keys, // BLOCK_N, times BLOCK_N: here it is times BLOCK_M": (
-            right & (j >= tile_of(first - window + 1) * block_m)
-        ),
-        "the walk ends at (pid_m + 1) * BLOCK_N, but pid_m counts tiles of queries: BLOCK_M": (
-            right & (j < (first // block_m + 1) * block_n)
-        ),
-        "the walk ends too early: the tile's last query sees its own key": right & (j < first),
-        "the walk ends with the tile's first query: its last one sees its own key": (
-            right & (j < tile_of(first + block_n) * block_n)
-        ),
+        "the walk begins one key too late: the tile's first query sees the key pid_m * BLOCK_M - window + 1": too_late,
+        "begin is rounded up: the tile of keys that holds the first key seen is left out": rounded_up,
+        "begin is the number of a tile of keys, // BLOCK_N, times BLOCK_N: here it is times BLOCK_M": in_block_m,
     }
+    of_keys, with_first = (first // block_m + 1) * block_n, tile_of(first + block_n)
+    ends = {
+        "the walk ends at (pid_m + 1) * BLOCK_N, but pid_m counts tiles of queries: BLOCK_M": of_keys,
+        "the walk ends too early: the tile's last query sees its own key": first,
+        "the walk ends with the tile's first query: its last one sees its own key": with_first,
+    }
+    masks = {sentence: right & (j >= begin) for sentence, begin in begins.items()}
+    return masks | {sentence: right & (j < end) for sentence, end in ends.items()}
 
 
 def _tiles():
@@ -194,10 +190,8 @@ def _require_end(attend):
         attend(q, k, v, LONGEST)
     needed = sum(-(-min(40, start_m + block_m) // block_n) for start_m in range(0, 320, block_m))
     if done.products > 2 * needed:
-        reject(
-            f"320 queries, 40 keys: {done.products // 2} tiles of keys are visited, where {needed} hold a key that is "
-            "seen: where do the keys end?"
-        )
+        visited = f"{done.products // 2} tiles of keys are visited, where {needed} hold a key that is seen"
+        reject(f"320 queries, 40 keys: {visited}: where do the keys end?")
 
 
 def _require_few_bytes(attend):
@@ -214,12 +208,11 @@ def _require_few_bytes(attend):
             number, end = max(0, start_m - window + 1) // block_n, min(seq, start_m + block_m)
             needed += end - number * block_n
             by_number += min(seq, number + math.ceil((end - number) / block_n) * block_n) - number
-        what = (
-            f"seq {seq}, window {window}: {loaded} keys are loaded, where the tiles that touch the band hold {needed}"
-        )
-        if loaded == by_number != needed:
-            reject(f"{what}. The walk begins at the number of a tile: begin is a key, a multiple of BLOCK_N")
-        if loaded > needed and window == 1:
-            reject(f"{what}. The first key seen by query i is i - window + 1")
-        if loaded > needed:
-            reject(f"{what}. Are there tiles before the window, or after the diagonal, in which nothing is visible?")
+        loads = f"{loaded} keys are loaded, where the tiles that touch the band hold {needed}"
+        early = loaded == by_number != needed
+        signs = {
+            "The walk begins at the number of a tile: begin is a key, a multiple of BLOCK_N": early,
+            "The first key seen by query i is i - window + 1": loaded > needed and window == 1,
+            "Are there tiles before the window, or after the diagonal, in which nothing is visible?": loaded > needed,
+        }
+        require_none({f"{loads}. {why}": shown for why, shown in signs.items()}, f"seq {seq}, window {window}")

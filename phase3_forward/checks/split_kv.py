@@ -3,7 +3,7 @@
 import math
 
 from common import make_qkv, runtime
-from common.learn.check.require import guarded, misread, reject, require, require_verified
+from common.learn.check.require import close, guarded, misread, reject, require, require_verified
 from phase3_forward.checks import BF16, FP16, FP32, INF, in_pieces, require_nothing_added
 
 import torch
@@ -14,9 +14,8 @@ def check(answer):
     in_pieces(answer, ("the merge", _check_merge), ("the sharing out of keys, begin_n and end_n,", _check_parts))
     cases = [(1, 300, 2, 4, FP16), (20, 90, 1, 7, BF16), (1, 17, 2, 1, FP32)]
     for seq_q, seq_k, heads_kv, splits, dtype in cases:
-        options = dict(heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, poison=True)
-        options |= dict(layout="bshd", layout_v="bhsd")
-        q, k, v = make_qkv(2, 2, seq_q, 40, **options)
+        memory = dict(poison=True, layout="bshd", layout_v="bhsd")
+        q, k, v = make_qkv(2, 2, seq_q, 40, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, **memory)
 
         def attention(q, k, v, splits=splits, **_):
             return guarded(answer.split_kv_attention)(q, k, v, splits, enable_gqa=True)
@@ -43,8 +42,7 @@ def _check_parts(answer):
             what = f"part {part} of {splits}, {seq_k} keys in tiles of {block}"
             right = s[..., begin:end].logsumexp(-1)
             taken = _keys_taken(lse_parts[part], s)
-            close = torch.allclose(lse_parts[part].double(), right, atol=1e-4)
-            if taken and taken != (begin, end) and not close:
+            if taken and taken != (begin, end) and not close(lse_parts[part], right):
                 reject(f"{what}: it took {_span(*taken)}; it should take {_span(begin, end)}")
             require(f"lse of {what}", lse_parts[part], right, atol=1e-4)
             part_keys = k[:, :, begin:end], v[:, :, begin:end]
@@ -57,8 +55,7 @@ def _require_v_found(what, o, p, v, wrong, begin, end):
     """Reject an o that holds v read with the strides of k; wrong: all of v, misread."""
     for where, misread_v in wrong.items():
         of_wrong, right = (p @ t.double() for t in (misread_v[:, :, begin:end], v))
-        found = torch.allclose(o.double(), right, rtol=0.01, atol=0.01)
-        if end > begin and not found and torch.allclose(o.double(), of_wrong, rtol=0.01, atol=0.01):
+        if end > begin and not close(o, right, 0.01) and close(o, of_wrong, 0.01):
             reject(f"{what}: v is read with the strides of k{where}: it has its own, stride_v")
 
 
@@ -87,13 +84,9 @@ def _check_merge(answer):
         "lse near -2000000": -2e6 + three,
         "lse far apart": 60 * torch.randn(4, 1, 2, 20, generator=generator),
     }
-    for name, empty in {
-        "the second part empty": [1],
-        "the first part empty": [0],
-        "all parts empty": [0, 1, 2],
-    }.items():
-        cases[name] = three.clone()
-        cases[name][empty] = -INF
+    for name, empty in {"the second part": [1], "the first part": [0], "all parts": [0, 1, 2]}.items():
+        cases[f"{name} empty"] = three.clone()
+        cases[f"{name} empty"][empty] = -INF
     for what, lse_parts in cases.items():
         o_parts = torch.randn(*lse_parts.shape, 24, generator=generator)
         o_parts[lse_parts == -INF] = 0
@@ -106,43 +99,32 @@ def _require_merged(what, o_got, lse_got, o_parts, lse_parts):
     if (lse == -INF).all() and (lse_got == -INF).all() and o_got.isnan().any():
         reject(f"{what}o is NaN: 0 / 0 at the end, l_i being 0?")
     if not (o_got.isfinite().all() and (lse_got < INF).all()):
-        reject(
-            f"{what}o or lse is not a number, or infinite. Is a maximum subtracted before exp, and is "
-            "exp(-inf - -inf) kept out?"
-        )
+        ask = "Is a maximum subtracted before exp, and is exp(-inf - -inf) kept out?"
+        reject(f"{what}o or lse is not a number, or infinite. {ask}")
     largest = lse_parts.amax(dim=0)
     shifted = torch.exp(lse_parts - torch.where(largest == -INF, 0.0, largest))[..., None]
     undivided, weights = (shifted * o_parts).sum(dim=0), shifted.sum(dim=0)
     mean, total = o_parts.mean(dim=0), o_parts.sum(dim=0)
-    no_acc, no_l, neither, unweighted, o_unweighted, l_unweighted = (
-        _merged_without(o_parts, lse_parts, *left_out)
-        for left_out in (
-            ("alpha of acc",),
-            ("alpha of l",),
-            ("alpha of acc", "alpha of l"),
-            ("weight of acc", "weight of l"),
-            ("weight of acc",),
-            ("weight of l",),
-        )
-    )
     mistakes = {
         "this is the mean of the parts: a part weighs exp(lse_a - lse)": mean,
         "this is the sum of the parts: a part weighs exp(lse_a - lse)": total,
         "the result is not divided by the sum of the weights": undivided,
         "this is the last part alone: is what was there before kept?": o_parts[-1],
-        "the old accumulator is not rescaled when the maximum grows": no_acc,
-        "the old sum l_i is not rescaled when the maximum grows": no_l,
-        "neither l_i nor acc is rescaled when the maximum grows": neither,
-        "every part is added with weight 1: a part weighs exp(lse_a - m_i)": unweighted,
-        "o of a part is added to acc without its weight exp(lse_a - m_i)": o_unweighted,
-        "every part adds 1 to l_i: it adds its weight exp(lse_a - m_i)": l_unweighted,
     }
+    left_out = {
+        "the old accumulator is not rescaled when the maximum grows": ["alpha of acc"],
+        "the old sum l_i is not rescaled when the maximum grows": ["alpha of l"],
+        "neither l_i nor acc is rescaled when the maximum grows": ["alpha of acc", "alpha of l"],
+        "every part is added with weight 1: a part weighs exp(lse_a - m_i)": ["weight of acc", "weight of l"],
+        "o of a part is added to acc without its weight exp(lse_a - m_i)": ["weight of acc"],
+        "every part adds 1 to l_i: it adds its weight exp(lse_a - m_i)": ["weight of l"],
+    }
+    mistakes |= {sentence: _merged_without(o_parts, lse_parts, *left) for sentence, left in left_out.items()}
     right = undivided / torch.where(weights == 0, 1.0, weights)
     require(f"{what}o", o_got, right, mistakes=mistakes)
-    sum_of_lse = lse_parts.sum(dim=0)
     mistakes = {
         "this is the largest lse of the parts": largest,
-        "this is the sum of the parts' lse: it is exp(lse) that adds up": sum_of_lse,
+        "this is the sum of the parts' lse: it is exp(lse) that adds up": lse_parts.sum(dim=0),
         "the maximum is missing: lse = m_i + log(l_i)": lse - largest,
     }
     require(f"{what}lse", lse_got, lse, mistakes=mistakes)
@@ -156,13 +138,8 @@ def _merged_without(o_parts, lse_parts, *left_out):
         new = torch.maximum(m, part)
         shift = torch.where(new == -INF, 0.0, new)
         alpha, weight = torch.exp(m - shift), torch.exp(part - shift)
-        one = torch.ones_like(m)
-        factors = {"alpha": alpha, "weight": weight}
-        of_l, of_acc = (
-            {name: one if f"{name} of {what}" in left_out else f for name, f in factors.items()}
-            for what in ("l", "acc")
-        )
-        l = of_l["alpha"] * l + of_l["weight"]
-        acc = of_acc["alpha"][..., None] * acc + of_acc["weight"][..., None] * o
-        m = new
+        factors = {"alpha of l": alpha, "alpha of acc": alpha, "weight of l": weight, "weight of acc": weight}
+        factors |= dict.fromkeys(left_out, torch.ones_like(m))
+        l, m = factors["alpha of l"] * l + factors["weight of l"], new
+        acc = factors["alpha of acc"][..., None] * acc + factors["weight of acc"][..., None] * o
     return acc / torch.where(l == 0, 1.0, l)[..., None]

@@ -11,8 +11,8 @@ from common.learn.check.require import (
     guarded,
     masked_loads_undefined,
     reject,
-    require_ieee,
-    require_narrow_products,
+    require_none,
+    require_tensor_cores,
     require_verified,
     tiles_of,
 )
@@ -69,8 +69,7 @@ def check(answer):
         for is_causal in (False, True):
             _require_few_tiles_and_loads(answer, is_causal)
     _require_one_launch(answer)
-    require_ieee(answer)
-    require_narrow_products(answer, lambda: answer.attention(*make_qkv(1, 1, 32, 16, dtype=FP16)))
+    require_tensor_cores(answer, lambda: answer.attention(*make_qkv(1, 1, 32, 16, dtype=FP16)))
     return f"{len(CASES)} calls against SDPA: strides, grouped heads, head_dim, masks, dtypes; no tile or load in vain"
 
 
@@ -110,24 +109,21 @@ def _require_few_tiles_and_loads(answer, is_causal):
     ends = [min(72, start_m + 32) if is_causal else 72 for start_m in range(0, 120, 32)]
     needed = sum(-(-end // 16) for end in ends)
     what = f"{'causal, ' * is_causal}120 queries, 72 keys, head_dim 24, tiles of 32 and 16"
-    if done.products < 2 * needed:
-        reject(
-            f"{what}: {done.products} products of tiles are computed by tl.dot, where {2 * needed} are "
-            "needed. Are the tiles those of runtime.tile_sizes?"
-        )
-    if done.products > 2 * needed:
-        reject(
-            f"{what}: {done.products // 2} tiles are visited, where {needed} have a visible pair: where does the walk "
-            "of a tile of queries end? Or are there programs without queries?"
-        )
+    signs = {
+        f"{done.products} products of tiles are computed by tl.dot, where {2 * needed} are needed. "
+        "Are the tiles those of runtime.tile_sizes?": done.products < 2 * needed,
+        f"{done.products // 2} tiles are visited, where {needed} have a visible pair: where does the walk "
+        "of a tile of queries end? Or are there programs without queries?": done.products > 2 * needed,
+    }
     keys = sum(min(72, -(-end // 16) * 16) for end in ends)
     for name, rows in dict(q=120, k=keys, v=keys).items():
         loaded = done.loaded_from[name] // q.element_size()
-        if loaded != rows * 24:
-            reject(
-                f"{what}: {loaded} elements of {name} are loaded, where the tiles hold {rows * 24}, {rows} rows of 24. "
-                "Does the mask of the load end at the last row and at HEAD_DIM, and is each tile loaded once?"
-            )
+        sentence = (
+            f"{loaded} elements of {name} are loaded, where the tiles hold {rows * 24}, {rows} rows of 24. "
+            "Does the mask of the load end at the last row and at HEAD_DIM, and is each tile loaded once?"
+        )
+        signs[sentence] = loaded != rows * 24
+    require_none(signs, what)
 
 
 def _require_one_launch(answer):

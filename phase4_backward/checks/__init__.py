@@ -5,7 +5,7 @@ from collections.abc import Callable
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.learn.check.require import misread, reject, require, require_ieee, require_narrow_products
+from common.learn.check.require import misread, reject, require, require_tensor_cores
 from common.measure import traffic
 from common.source import source
 from common.verify import Report, VerificationError
@@ -24,44 +24,23 @@ def roomy(t):
     return memory[: t.numel()].view(t.shape)
 
 
-class Stages:
-    """An answer with several kernels, which is checked although the later ones are not written yet.
+@contextlib.contextmanager
+def stages(answer, tensors_of, *, first):
+    """Yields the names of the tensors to check of an answer with several kernels, though the later ones may not be
+    written yet: inside, these are not launched, and at the end the answer is rejected, with what is right so far.
 
-    stages: kernel, by name, and the tensors that are right as soon as it is; in the order of writing. `names` are the
-    tensors to check, and inside `with stages:` what is not written is not launched.
+    tensors_of: kernel, by name: the tensors that are right as soon as it is; in the order of writing.
     """
-
-    def __init__(self, answer, stages, *, first):
-        written = []
-        for kernel in stages:
-            if "raise NotImplementedError" in source(getattr(answer, kernel)):
-                break
-            written.append(kernel)
-        self._answer, self._done = answer, [first, *written]
-        self._missing = [kernel for kernel in stages if kernel not in written]
-        self.names = [name for kernel in written for name in stages[kernel]]
-        self._active = contextlib.ExitStack()
-
-    def __enter__(self):
-        for kernel in self._missing:
-            self._active.enter_context(mock.patch.object(self._answer, kernel, _NotLaunched()))
-        return self
-
-    def __exit__(self, *exception):
-        self._active.close()
-
-    def require_all(self):
-        """Reject if a kernel is missing; the message says which ones are right."""
-        if self._missing:
-            reject(
-                f"right so far: {', '.join(self._done)}. Next: {self._missing[0]}, which still raises "
-                "NotImplementedError"
-            )
-
-
-class _NotLaunched:
-    def __getitem__(self, grid):
-        return lambda *arguments, **options: None
+    kernels = list(tensors_of)
+    unwritten = ["raise NotImplementedError" in source(getattr(answer, kernel)) for kernel in kernels]
+    written = unwritten.index(True) if any(unwritten) else len(kernels)
+    done, missing = kernels[:written], kernels[written:]
+    with contextlib.ExitStack() as replaced:
+        for kernel in missing:
+            replaced.enter_context(mock.patch.object(answer, kernel, mock.MagicMock()))
+        yield [name for kernel in done for name in tensors_of[kernel]]
+    if missing:
+        reject(f"right so far: {', '.join([first, *done])}. Next: {missing[0]}, which still raises NotImplementedError")
 
 
 def plain_inputs(heads_q, heads_kv, seq_q, seq_k, *, is_causal=True):
@@ -74,14 +53,11 @@ def plain_inputs(heads_q, heads_kv, seq_q, seq_k, *, is_causal=True):
 
 def wrong_strides(q, k, v, do, o, lse, visible, delta):
     """{sentence: gradients} where v or do is read with the strides of k or q."""
-    wrong_v, wrong_do = misread(v, k)[""], misread(do, q)[""]
+    usual = dict(q=q, k=k, v=v, do=do, o=o, lse=lse, visible=visible, delta=delta)
+    others = dict(v=("k", misread(v, k)[""]), do=("q", misread(do, q)[""]))
     return {
-        "v is read with the strides of k: it has four of its own": gradients(
-            q, k, wrong_v, do, o, lse, visible, delta=delta
-        )[0],
-        "do is read with the strides of q: it has four of its own": gradients(
-            q, k, v, wrong_do, o, lse, visible, delta=delta
-        )[0],
+        f"{name} is read with the strides of {other}: it has four of its own": gradients(**usual | {name: t})[0]
+        for name, (other, t) in others.items()
     }
 
 
@@ -100,19 +76,25 @@ def only_head_0(actual, right, rtol=1e-4, atol=1e-5):
 
 
 def verify(theirs, *sizes, tiles, is_causal=False, scale=None, do_layout="bhsd", **inputs):
-    """theirs(q, k, v, o, lse, do, delta, is_causal, scale) through verify_results; tiles: for
-    the message.
+    """The twin with gradients exchanged, through verify_results. tiles: for the message.
+
+    theirs(q, k, v, o, lse, do, delta, is_causal, scale) -> {name: gradient}
     """
     q, k, v = make_qkv(*sizes, **inputs)
     do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1))
     names = {}
 
     def attention(q, k, v, *, is_causal, scale, enable_gqa):
-        def called(*tensors):
-            names.update(theirs(*tensors, is_causal, scale))
-            return names
+        with torch.no_grad():
+            o, lse = tiled_attention(q, k, v, is_causal=is_causal, scale=scale)
 
-        return _Replaced.apply(q, k, v, is_causal, scale, called)
+        def gradients(do):
+            ours = tiled_attention_backward(q, k, v, o, lse, do, is_causal=is_causal, scale=scale)
+            delta = (do.float() * o.float()).sum(dim=-1)
+            names.update(theirs(q, k, v, o, roomy(lse), do, roomy(delta), is_causal, scale))
+            return (dict(zip(("dq", "dk", "dv"), ours, strict=True)) | names).values()
+
+        return Given.apply(q, k, v, o, gradients)
 
     options = dict(do=do, is_causal=is_causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1], compare_sdpa=False)
     report = verify_results(attention, q, k, v, **options)
@@ -123,29 +105,21 @@ def require_products(answer, run: Callable, products: int) -> None:
     """Reject products in TF32, off the tensor cores, or by other means than tl.dot. run(q, lse) runs the answer on (1,
     1, 32, 16) in fp16, which takes so many products of tiles.
     """
-    require_ieee(answer)
     q = make_tensor((1, 1, 32, 16), dtype=torch.float16)
-    require_narrow_products(answer, lambda: run(q, torch.zeros(1, 1, 32, device=q.device)), products)
+    require_tensor_cores(answer, lambda: run(q, torch.zeros(1, 1, 32, device=q.device)), products)
 
 
-class _Replaced(torch.autograd.Function):
-    """The PyTorch twin with gradients exchanged: theirs(q, k, v, o, lse, do, delta) -> {name: gradient}."""
+class Given(torch.autograd.Function):
+    """o as it is given; gradients(do) returns dq, dk, dv."""
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal, scale, theirs):
-        o, lse = tiled_attention(q, k, v, is_causal=is_causal, scale=scale)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options = is_causal, scale, theirs
-        return o
+    def forward(ctx, q, k, v, o, gradients):
+        ctx.gradients = gradients
+        return o.clone()
 
     @staticmethod
     def backward(ctx, do):
-        is_causal, scale, theirs = ctx.options
-        q, k, v, o, lse = ctx.saved_tensors
-        ours = tiled_attention_backward(q, k, v, o, lse, do, is_causal=is_causal, scale=scale)
-        delta = (do.float() * o.float()).sum(dim=-1)
-        theirs = theirs(q, k, v, o, roomy(lse), do, roomy(delta))
-        return (*(dict(zip(("dq", "dk", "dv"), ours, strict=True)) | theirs).values(), None, None, None)
+        return *ctx.gradients(do), None, None
 
 
 def reject_report(report, case, names=()):
@@ -192,22 +166,21 @@ def visible_pairs(walk, seq_q, seq_k, block_m, block_n, device):
     pid_m, pid_n = i // block_m, j // block_n
     row, col = pid_m * block_m, pid_n * block_n  # the first of their tiles
     walked = (col < row + block_m) & (i >= col // block_m * block_m)
+    bottom_right = walked & (j <= i + seq_k - seq_q)
     wrong = {
         "the diagonal is hidden: query i sees key i": j < i,
         "tiles on the diagonal are not masked inside": walked,
         "there is no causal mask": torch.ones_like(walked),
-        "the mask counts from the bottom right, j <= i + seq_k - seq_q: wanted is j <= i": walked
-        & (j <= i + seq_k - seq_q),
+        "the mask counts from the bottom right, j <= i + seq_k - seq_q: wanted is j <= i": bottom_right,
         "the mask is the wrong way round: query i sees keys j <= i": walked & (j >= i),
     }
     if walk == "over keys":
+        in_block_n = (j <= i) & (col < (pid_m + 1) * block_n)
         last = ((row + block_m).clamp(max=seq_k) - 1) // block_n  # tile of the walk
         wrong |= {
             "only the last tile of the walk is in dq: add each tile's product to it": (j <= i) & (pid_n == last),
             "the walk leaves out tiles on the diagonal: the tile's last query sees its own key": (j <= i) & (col < row),
-            "the walk ends at (pid_m + 1) * BLOCK_N, but pid_m counts tiles of queries: BLOCK_M": (
-                (j <= i) & (col < (pid_m + 1) * block_n)
-            ),
+            "the walk ends at (pid_m + 1) * BLOCK_N, but pid_m counts tiles of queries: BLOCK_M": in_block_n,
         }
     else:
         wrong |= {
@@ -232,8 +205,7 @@ def require_full(walk, run: Callable, names) -> None:
         wrong["the walk ends at the diagonal without IS_CAUSAL: it ends at seq_k"] = col < row + block_m
     else:
         for at, visible in (("diagonal", i >= col // block_m * block_m), ("tile's first key", i >= col)):
-            sentence = f"the walk starts at the {at} without IS_CAUSAL: it starts at query 0"
-            wrong[sentence] = visible
+            wrong[f"the walk starts at the {at} without IS_CAUSAL: it starts at query 0"] = visible
     right, _ = gradients(*inputs, everything)
     wrong = {sentence: gradients(*inputs, visible)[0] for sentence, visible in wrong.items()}
     delta = roomy((do * o).sum(-1))
@@ -242,6 +214,42 @@ def require_full(walk, run: Callable, names) -> None:
         mistakes = {sentence: grads[name] for sentence, grads in wrong.items()}
         what = f"{name}, full, 40 queries and 40 keys, tiles of {block_m} queries x {block_n} keys"
         require(what, actual, right[name], mistakes=mistakes)
+
+
+def known_mistakes(walk, inputs, delta, block_m, block_n, more=lambda visible: {}):
+    """{name: gradient} of a causal walk, and {name: {sentence: gradient}}. inputs: as of `plain_inputs`; more(visible):
+    {sentence: gradients} of other mistakes.
+    """
+    q, k, *_ = inputs
+    visible, masks = visible_pairs(walk, q.shape[2], k.shape[2], block_m, block_n, q.device)
+    right, mistakes = gradients(*inputs, visible)
+    wrong = {sentence: gradients(*inputs, mask)[0] for sentence, mask in masks.items()}
+    wrong |= more(visible) | wrong_strides(*inputs, visible, delta)
+    of_name = {name: {sentence: grad for (of, sentence), grad in mistakes.items() if of == name} for name in right}
+    return right, {n: of_name[n] | {sentence: grads[n] for sentence, grads in wrong.items()} for n in right}
+
+
+def check_kernel(answer, kernel, names, cases, *, walk, products, hint, in_tiles="") -> None:
+    """What the kernels of both walks are asked for: full calls, tensor cores, the backward pass in tiles of several
+    shapes and dtypes, and no more bytes than they need.
+
+    kernel(q, k, v, do, lse, delta, is_causal, scale, block_m=, block_n=) returns the gradients that `names` names;
+    cases: (sizes, options) of `verify`; hint, in_tiles: of `check_bytes`
+    """
+    require_full(walk, kernel, names)
+    require_products(answer, lambda q, lse: kernel(q, q, q, q, lse, lse, block_m=16, block_n=16), products)
+    for (block_m, block_n), dtype in zip(BLOCKS, runtime.DTYPES, strict=True):
+        tiles = dict(block_m=block_m, block_n=block_n)
+
+        def theirs(q, k, v, o, lse, do, delta, is_causal, scale, tiles=tiles):
+            return dict(zip(names, kernel(q, k, v, do, lse, delta, is_causal, scale, **tiles), strict=True))
+
+        def counted(q, lse, is_causal, tiles=tiles):
+            kernel(q, q, q, q, lse, lse, is_causal, **tiles)
+
+        for sizes, options in cases:
+            verify(theirs, *sizes, tiles=(block_m, block_n), dtype=dtype, **options)
+        check_bytes("".join(names), counted, **tiles, hint=hint, in_tiles=in_tiles)
 
 
 def gradients(q, k, v, do, o, lse, visible, *, modulo=False, delta=None, shared=False):

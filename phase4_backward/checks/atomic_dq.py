@@ -5,9 +5,10 @@ from collections import defaultdict
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime
-from common.learn.check.require import reject, require, require_verified
+from common.learn.check.require import close, reject, require, require_verified
 from common.verify import guard
 from common.verify.reference import naive_attention, naive_attention_backward
+from phase4_backward.checks import Given
 
 import numpy as np
 import torch
@@ -110,11 +111,9 @@ def _with_room(*size, zeros=torch.zeros, **options):
 def _require_no_race(launches, inputs):
     for touched in launches:
         added_to = sum(bool(by["add"]) for by in touched.values())
-        if added_to > inputs[0].numel():
-            reject(
-                f"{added_to} elements are added to, where dq_sum has {inputs[0].numel()}: is the mask there, of "
-                "rows and of columns?"
-            )
+        size, ask = inputs[0].numel(), "is the mask there, of rows and of columns?"
+        if added_to > size:
+            reject(f"{added_to} elements are added to, where dq_sum has {size}: {ask}")
         races = [_race(by) for by in touched.values()]
         for cause in _CAUSES:
             found = [programs for what, programs in filter(None, races) if what == cause]
@@ -145,17 +144,13 @@ def _race(by):
     changed = by["store"] | by["add"]
     if len(by["load"] | changed) < 2 or not changed or not (by["load"] | by["store"]):
         return None
-    both = sorted(by["load"] & by["store"])
-    if len(both) > 1:
-        return "lost", both[:2]
-    for cause, plain in (("overwritten", by["store"]), ("early", by["load"])):
-        pairs = [(a, b) for a in sorted(plain) for b in sorted(by["add"] - {a})]
-        if pairs:
-            return cause, pairs[0]
-    if by["load"] and by["load"] != by["store"]:
-        pairs = [(a, b) for a in sorted(by["load"]) for b in sorted(by["store"] - {a})]
-        return "lost", pairs[0]
-    return "stored twice", sorted(by["store"])[:2]
+    both = by["load"] & by["store"]
+    races = [("lost", both, both), ("overwritten", by["store"], by["add"]), ("early", by["load"], by["add"])]
+    races += [("lost", by["load"], by["store"]), ("stored twice", by["store"], by["store"])]
+    for cause, one, other in races:
+        for a in sorted(one):
+            for b in sorted(other - {a}):
+                return cause, (a, b)
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -181,23 +176,19 @@ def _check_result(answer):
         got = answer.attention_gradients(*inputs, block_m=32, block_n=32)
     scale = inputs[0].shape[-1] ** -0.5
     for (name, wanted), actual in zip(right.items(), got, strict=True):
-        mistakes = signs = {}
-        if name == "dq":
-            mistakes = {
-                "the scale is missing": wanted / scale,
-                "the scale is multiplied twice": wanted * scale,
-                "nothing has been added": torch.zeros_like(wanted),
-            }
-            signs = {
-                "it is NaN, as new memory holds anything: with which numbers does dq_sum begin, and who stores dq?": (
-                    isinstance(actual, torch.Tensor) and bool(actual.isnan().any())
-                )
-            }
-        require(name, actual, wanted, mistakes=mistakes, signs=signs)
+        nan = isinstance(actual, torch.Tensor) and bool(actual.isnan().any())
+        mistakes = {
+            "the scale is missing": wanted / scale,
+            "the scale is multiplied twice": wanted * scale,
+            "nothing has been added": torch.zeros_like(wanted),
+        }
+        new = "it is NaN, as new memory holds anything: with which numbers does dq_sum begin, and who stores dq?"
+        known = dict(mistakes=mistakes, signs={new: nan}) if name == "dq" else {}
+        require(name, actual, wanted, **known)
     if runtime.INTERPRETED:
         with _backwards():
             dq = answer.attention_gradients(*inputs, block_m=32, block_n=32)[0]
-        if not torch.allclose(dq.double(), right["dq"], rtol=1e-4, atol=1e-4):
+        if not close(dq, right["dq"]):
             reject(
                 "dq is wrong if the program with the highest number runs first: does a program rely on being the "
                 "first or the last one? What atomic_add returns is the sum so far, not the sum of all parts"
@@ -206,17 +197,23 @@ def _check_result(answer):
 
 def _check_whole(answer, dtype):
     def attention(q, k, v, *, is_causal, scale, enable_gqa):
-        return _Attention.apply(q, k, v, answer.attention_gradients)
+        with torch.no_grad():
+            o, lse, _ = naive_attention(*(t.float() for t in (q, k, v)))
+        o = o.to(q.dtype)
+
+        def gradients(do):
+            delta = (o.float() * do.float()).sum(-1)
+            return answer.attention_gradients(q, k, v, do.contiguous(), lse, delta)
+
+        return Given.apply(q, k, v, o, gradients), lse
 
     q, k, v = make_qkv(1, 2, 37, 40, seq_k=50, dtype=dtype)
     do = make_tensor(q.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
     with _added() as dtypes:
         require_verified(f"{dtype}", attention, q, k, v, do=do)
     if dtypes - {np.dtype(np.float32)}:
-        reject(
-            f"{dtype}: numbers are added in {', '.join(map(str, dtypes))}: dq_sum is fp32, and is rounded to dq once, "
-            "at the end"
-        )
+        added = f"numbers are added in {', '.join(map(str, dtypes))}"
+        reject(f"{dtype}: {added}: dq_sum is fp32, and is rounded to dq once, at the end")
 
 
 @contextlib.contextmanager
@@ -236,22 +233,3 @@ def _added():
 
     with mock.patch.object(builder, "create_atomic_rmw", noted):
         yield dtypes
-
-
-class _Attention(torch.autograd.Function):
-    """The reference's forward pass with the answer's gradients."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, gradients):
-        o, lse, _ = naive_attention(*(t.float() for t in (q, k, v)))
-        o = o.to(q.dtype)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.gradients = gradients
-        ctx.mark_non_differentiable(lse)
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, do, _):
-        q, k, v, o, lse = ctx.saved_tensors
-        delta = (o.float() * do.float()).sum(-1)
-        return *ctx.gradients(q, k, v, do.contiguous(), lse, delta), None

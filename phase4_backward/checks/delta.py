@@ -4,7 +4,7 @@ import functools
 import itertools
 
 from common import make_qkv, make_tensor, runtime
-from common.learn.check.require import counted, reject, require
+from common.learn.check.require import counted, reject, require, require_none
 from common.verify.harness import E
 from phase4_backward.checks import UNWRITTEN, roomy
 
@@ -48,9 +48,8 @@ class _NoPV(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         product = function.__name__.strip("_") in ("matmul", "rmatmul", "bmm", "einsum")
         if product and result.shape == self.shape:
-            reject(
-                "delta_over_keys: this goes through P V, which is O, so it is the sum over head_dim: wanted is P * dP"
-            )
+            through = "this goes through P V, which is O, so it is the sum over head_dim: wanted is P * dP"
+            reject(f"delta_over_keys: {through}")
         return result
 
 
@@ -66,10 +65,8 @@ def _check_leading_axes(answer):
     for lead in ((), (2, 1, 3)):
         p, do, v, o = (torch.ones(*lead, *sizes, dtype=torch.float64) for sizes in ((7, 11), (7, 5), (11, 5), (7, 5)))
         ones = torch.ones(*lead, 7, dtype=torch.float64)
-        for what, given, right in (
-            ("delta_over_keys", (p, do, v), 55 * ones),
-            ("delta_over_head_dim", (o, do), 5 * ones),
-        ):
+        asked = (("delta_over_keys", (p, do, v), 55 * ones), ("delta_over_head_dim", (o, do), 5 * ones))
+        for what, given, right in asked:
             try:
                 actual = getattr(answer, what)(*given)
             except (IndexError, RuntimeError) as error:
@@ -97,11 +94,11 @@ def _check_delta_kernel(answer, dtype, head_dim, layout, *, with_dlse):
         return torch.allclose(delta[part].double(), right[part], **exact)
 
     _require_stores(what, memory, delta, head_0_is_right=good(0, 0))
-    every = slice(None)
+    head_0, others = good(slice(None), 0), good(slice(None), slice(1, 3))
     signs = {
         "batch 0 is right, batch 1 is not: b * stride_o[0], b * stride_do[0]?": good(0) and not good(1),
         "head 0 is right, the others are not: h * stride_o[1], h * stride_do[1], dlse of this head?": (
-            good(every, 0) and not good(every, slice(1, 3))
+            head_0 and not others
         ),
         "NaN came in from outside: both loads need a mask, of rows < seq_q and columns offs_d < HEAD_DIM": (
             delta.isnan().any()
@@ -127,14 +124,16 @@ def _inputs(dtype, head_dim, layout, with_dlse):
 def _require_stores(what, memory, delta, *, head_0_is_right):
     """Every element of delta is stored, and nothing around it."""
     missing = delta == UNWRITTEN
-    if head_0_is_right and missing[0, 1].all():
-        reject(f"{what}: head 0 is right, head 1 is never written: delta_ptr is that of this head already")
-    if not ((memory[:64] == 7).all() and (memory[64 + ROWS :] == 7).all()):
-        reject(f"{what}: something was written behind the last row: does the store have a mask?")
-    if missing.any():
-        reject(
-            f"{what}: {int(missing.sum())} of {ROWS} elements are never written: does every program store all its rows?"
-        )
+    around = torch.cat([memory[:64], memory[64 + ROWS :]])
+    never = f"{int(missing.sum())} of {ROWS} elements are never written"
+    signs = {
+        "head 0 is right, head 1 is never written: delta_ptr is that of this head already": (
+            head_0_is_right and missing[0, 1].all()
+        ),
+        "something was written behind the last row: does the store have a mask?": (around != 7).any(),
+        f"{never}: does every program store all its rows?": missing.any(),
+    }
+    require_none(signs, what)
 
 
 def _right_and_mistakes(o, do, dlse, *, overread):
@@ -157,8 +156,7 @@ def _right_and_mistakes(o, do, dlse, *, overread):
         "the products are rounded before they are summed: convert o and do to fp32 first": rounded - less,
     }
     if overread:
-        past = (wide[0] * wide[1]).sum(-1)
-        mistakes["columns past head_dim are in the sum: mask offs_d < HEAD_DIM"] = past
+        mistakes["columns past head_dim are in the sum: mask offs_d < HEAD_DIM"] = (wide[0] * wide[1]).sum(-1)
     if dlse is not None:
         of_head_0 = product - less[:1, :1]
         mistakes |= {

@@ -1,37 +1,32 @@
 """Checks dk and dv of grouped heads for tiles of three shapes, full and causal, and that no query is read in vain."""
 
-from common import runtime
 from common.learn.check.require import require
 from phase4_backward.checks import (
-    BLOCKS,
     causal_case,
-    check_bytes,
+    check_kernel,
     gradients,
+    known_mistakes,
     only_head_0,
     plain_inputs,
-    require_full,
-    require_products,
     roomy,
-    verify,
-    visible_pairs,
-    wrong_strides,
 )
 
 import torch
+
+CASES = [
+    ((2, 2, 40, 40), dict(heads_kv=1, seq_k=37, poison=True, layout_v="bshd")),
+    ((1, 3, 37, 16), dict(heads_kv=1, seq_k=40, is_causal=True, scale=-0.4, layout="sliced")),
+]
 
 
 def check(answer):
     for blocks in ((32, 16), (16, 32)):
         _check_walk(answer.attention_dkdv, *blocks)
-
-    require_full("over queries", answer.attention_dkdv, ("dk", "dv"))
-
-    def run(q, lse):
-        answer.attention_dkdv(q, q, q, q, lse, lse, block_m=16, block_n=16)
-
-    require_products(answer, run, 4 * 2 * 2)
-    for blocks, dtype in zip(BLOCKS, runtime.DTYPES, strict=True):
-        _check_whole(answer.attention_dkdv, *blocks, dtype)
+    hint = "a tile of queries wholly before the tile's first key, pid_n * BLOCK_N, is read: where does the walk start?"
+    first = "Which is the first query of tile pid_n * BLOCK_N // BLOCK_M?"
+    in_tiles = f"the walk starts too early: start is a number of queries, not of tiles. {first}"
+    options = dict(walk="over queries", products=4 * 2 * 2, hint=hint, in_tiles=in_tiles)
+    check_kernel(answer, answer.attention_dkdv, ["dk", "dv"], CASES, **options)
     return "dk, dv in fp16, bf16, fp32, full and causal, grouped heads, three tile shapes; no query is read in vain"
 
 
@@ -39,15 +34,13 @@ def _check_walk(attention_dkdv, block_m, block_n):
     """One causal problem, 4 query heads on 2 key heads, in which many mistakes are known by their result."""
     inputs = q, k, v, do, o, lse = plain_inputs(4, 2, 70, 50)
     delta = roomy((do * o).sum(-1))
-    visible, masks = visible_pairs("over queries", 70, 50, block_m, block_n, q.device)
-    right, mistakes = gradients(*inputs, visible)
-    wrong = {sentence: gradients(*inputs, mask)[0] for sentence, mask in masks.items()}
-    wrong |= _wrong_heads(inputs, delta, visible, block_m)
-    wrong |= wrong_strides(*inputs, visible, delta)
+
+    def wrong_heads(visible):
+        return _wrong_heads(inputs, delta, visible, block_m)
+
+    right, mistakes = known_mistakes("over queries", inputs, delta, block_m, block_n, wrong_heads)
     dk, dv = attention_dkdv(q, k, v, do, lse, delta, True, block_m=block_m, block_n=block_n)
     for name, actual in dict(dv=dv, dk=dk).items():
-        candidates = {sentence: grad for (of, sentence), grad in mistakes.items() if of == name}
-        candidates |= {sentence: grads[name] for sentence, grads in wrong.items()}
         head_0 = only_head_0(actual, right[name])
         signs = {
             "key head 0 is right, key head 1 reads past the last query head: a pointer that is moved in the loop "
@@ -55,7 +48,7 @@ def _check_walk(attention_dkdv, block_m, block_n):
             "key head 0 is right, the other is not: do q, do, lse and delta belong to query head h?": head_0,
         }
         what = f"{name}, {causal_case(block_m, block_n, 70, 50)}"
-        require(what, actual, right[name], mistakes=candidates, signs=signs)
+        require(what, actual, right[name], mistakes=mistakes[name], signs=signs)
 
 
 def _wrong_heads(inputs, delta, visible, block_m):
@@ -67,8 +60,7 @@ def _wrong_heads(inputs, delta, visible, block_m):
     last_tile = torch.arange(70, device=lse.device)[:, None] >= 69 // block_m * block_m
     replaced = dict(visible=last["visible"] & last_tile)
     modulo, shared = dict(modulo=True), dict(shared=True)
-    lse_of_0 = dict(lse=lse[:, :1].expand_as(lse))
-    delta_of_0 = dict(delta=delta[:, :1].expand_as(delta))
+    lse_of_0, delta_of_0 = dict(lse=lse[:, :1].expand_as(lse)), dict(delta=delta[:, :1].expand_as(delta))
     changed = {
         "only the first query head of each group is in it: add up the group": first,
         "only the last query head of each group is in it: add up the group": last,
@@ -79,24 +71,3 @@ def _wrong_heads(inputs, delta, visible, block_m):
         "every head has the delta of head 0: delta_ptr + h * seq_q": delta_of_0,
     }
     return {sentence: gradients(**usual | options)[0] for sentence, options in changed.items()}
-
-
-def _check_whole(attention_dkdv, block_m, block_n, dtype):
-    tiles = dict(block_m=block_m, block_n=block_n)
-
-    def theirs(q, k, v, o, lse, do, delta, is_causal, scale):
-        dk, dv = attention_dkdv(q, k, v, do, lse, delta, is_causal, scale, **tiles)
-        return dict(dk=dk, dv=dv)
-
-    def counted(q, lse, is_causal):
-        attention_dkdv(q, q, q, q, lse, lse, is_causal, **tiles)
-
-    sizes = dict(tiles=(block_m, block_n), heads_kv=1, dtype=dtype)
-    verify(theirs, 2, 2, 40, 40, seq_k=37, poison=True, layout_v="bshd", **sizes)
-    verify(theirs, 1, 3, 37, 16, seq_k=40, is_causal=True, scale=-0.4, layout="sliced", **sizes)
-    hint = "a tile of queries wholly before the tile's first key, pid_n * BLOCK_N, is read: where does the walk start?"
-    in_tiles = (
-        "the walk starts too early: start is a number of queries, not of tiles. Which is the first "
-        "query of tile pid_n * BLOCK_N // BLOCK_M?"
-    )
-    check_bytes("dkdv", counted, **tiles, hint=hint, in_tiles=in_tiles)

@@ -3,9 +3,9 @@
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.learn.check.require import reject, require
+from common.learn.check.require import reject, require, require_none
 from common.verify.harness import UNIT_ROUNDOFF, E
-from phase4_backward.checks import Stages, only_head_0, reject_report, small_tiles
+from phase4_backward.checks import only_head_0, reject_report, small_tiles, stages
 
 import torch
 import triton
@@ -16,17 +16,15 @@ STAGES = {"_forward_kernel": ("o",), "_dkdv_kernel": ("dv", "dk"), "_dq_kernel":
 
 def check(answer):
     _check_mask(answer)
-    stages = Stages(answer, STAGES, first="kept")
 
     def undropped(q, k, v, *, is_causal, scale, enable_gqa):
         return answer.dropout_attention(q, k, v, 0.0, 3, is_causal, scale)
 
-    with mock.patch.object(runtime, "tile_sizes", small_tiles), stages:
-        sizes, half = (2, 2, 20, 40, 24, torch.float32), (1, 2, 33, 20, 16, torch.float16)
-        check_dropout(answer, *sizes, p=0.4, seed=2**40 + 5, names=stages.names)
-        options = dict(is_causal=True, scale=0.5, names=stages.names)
-        check_dropout(answer, *half, p=0.2, seed=6, **options)
-        stages.require_all()
+    with mock.patch.object(runtime, "tile_sizes", small_tiles):
+        with stages(answer, STAGES, first="kept") as names:
+            check_dropout(answer, 2, 2, 20, 40, 24, torch.float32, p=0.4, seed=2**40 + 5, names=names)
+            options = dict(is_causal=True, scale=0.5, names=names)
+            check_dropout(answer, 1, 2, 33, 20, 16, torch.float16, p=0.2, seed=6, **options)
         q, k, v = make_qkv(1, 1, 20, 16, seq_k=40)
         report = verify_results(undropped, q, k, v, do=q.flip(-1), is_causal=True, compare_sdpa=False)
         reject_report(report, f"with p_drop = 0, which drops nothing: {report.case}")
@@ -40,24 +38,21 @@ def _check_mask(answer):
         here = z[: rows - down, max(0, -right) : seq_k - max(0, right)]
         there = z[down:, max(0, right) : seq_k - max(0, -right)]
         if torch.equal(here, there):
-            reject(
-                f"the weights (i, j) and (i{down:+d}, j{right:+d}) are always dropped together: every (batch, head, "
-                "query, key) needs an offset of its own"
-            )
+            weights = f"the weights (i, j) and (i{down:+d}, j{right:+d}) are always dropped together"
+            reject(f"{weights}: every (batch, head, query, key) needs an offset of its own")
     rate, sigma = z.double().mean().item(), (p * (1 - p) / z.numel()) ** 0.5
-    if abs(rate - p) < 5 * sigma:
-        reject(f"with p_drop = {p}, {rate:.1%} of the weights are kept: this keeps what should be dropped")
-    if not abs(rate - (1 - p)) < 5 * sigma:
-        reject(f"with p_drop = {p}, {rate:.1%} of the weights are kept: is the comparison with p_drop?")
-    if not torch.equal(
-        answer.dropout_mask(32, seq_k, p, 11, first_row=50), answer.dropout_mask(96, seq_k, p, 11)[50:82]
-    ):
-        reject("the same rows, asked for in another tile, have another mask: the offset must not depend on tiles")
+    kept = f"with p_drop = {p}, {rate:.1%} of the weights are kept"
     far = answer.dropout_mask(32, seq_k, p, 11, first_row=2**32 // seq_k)
-    if torch.equal(far, z[:32]):
-        reject("after 2^32 weights the mask starts over: is the offset computed in int64?")
-    if torch.equal(answer.dropout_mask(32, seq_k, p, 12), z[:32]):
-        reject("another seed gives the same mask")
+    row_50, of_50 = answer.dropout_mask(32, seq_k, p, 11, first_row=50), answer.dropout_mask(96, seq_k, p, 11)[50:82]
+    other_tile = "the same rows, asked for in another tile, have another mask"
+    signs = {
+        f"{kept}: this keeps what should be dropped": abs(rate - p) < 5 * sigma,
+        f"{kept}: is the comparison with p_drop?": not abs(rate - (1 - p)) < 5 * sigma,
+        f"{other_tile}: the offset must not depend on tiles": not torch.equal(row_50, of_50),
+        "after 2^32 weights the mask starts over: is the offset computed in int64?": torch.equal(far, z[:32]),
+        "another seed gives the same mask": torch.equal(answer.dropout_mask(32, seq_k, p, 12), z[:32]),
+    }
+    require_none(signs)
     _require_offsets(answer, seq_k, far, p)
 
 
@@ -74,9 +69,8 @@ def _require_offsets(answer, seq_k, far, p):
         )
     equal = numbers[5, 7].item()
     if not answer.dropout_mask(32, seq_k, equal, seed)[5, 7]:
-        reject(
-            "a weight whose number is equal to p_drop is dropped: keep it if the number is at least p_drop, >=, not >"
-        )
+        at_least = "keep it if the number is at least p_drop, >=, not >"
+        reject(f"a weight whose number is equal to p_drop is dropped: {at_least}")
 
 
 def _numbers(seed, first_row, seq_k):
@@ -142,8 +136,7 @@ def _sizes(q, k, v, do, o, s, scale, kept):
     """
     rho = E * (2 + max(1.0, q.shape[-1] ** 0.5 / 2) * abs(scale) * (q.abs() @ k.abs().mT).max())
     p = torch.softmax(s, dim=-1)
-    ds = kept * (do.abs() @ v.abs().mT) + (do * o).abs().sum(-1, keepdim=True)
-    ds = abs(scale) * p * ds
+    ds = abs(scale) * p * (kept * (do.abs() @ v.abs().mT) + (do * o).abs().sum(-1, keepdim=True))
     sizes = dict(dq=ds @ k.abs(), dk=ds.mT @ q.abs(), dv=(p * kept).mT @ do.abs())
     return sizes | dict(o=(p * kept) @ v.abs()), rho.item()
 

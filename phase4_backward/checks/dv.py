@@ -10,28 +10,20 @@ import torch
 def check(answer):
     _check_full(answer.attention_dv)
     _check_long_sum(answer.attention_dv)
-    _check_products(answer)
+    # 32 queries in two tiles, 32 keys in one
+    require_products(answer, lambda q, lse: answer.attention_dv(q, q, q, lse), 2 * 2)
 
     def theirs(q, k, v, o, lse, do, delta, is_causal, scale):
         return dict(dv=answer.attention_dv(q, k, do, lse, scale))
 
+    tiles = dict(tiles=(16, 32))
     for dtype in runtime.DTYPES:
-        options = dict(seq_k=50, dtype=dtype, poison=True, do_layout="expanded")
-        verify(theirs, 2, 2, 37, 40, tiles=(16, 32), **options)
-    options = dict(seq_k=20, layout="sliced", do_layout="transposed", scale=-0.3)
-    verify(theirs, 1, 2, 50, 32, tiles=(16, 32), **options)
-    verify(theirs, 1, 1, 40, 16, tiles=(16, 32), kind="low")
+        verify(theirs, 2, 2, 37, 40, seq_k=50, dtype=dtype, poison=True, do_layout="expanded", **tiles)
+    verify(theirs, 1, 2, 50, 32, seq_k=20, layout="sliced", do_layout="transposed", scale=-0.3, **tiles)
+    verify(theirs, 1, 1, 40, 16, kind="low", **tiles)
     # A scale that is no power of two, and large logits: q * scale would lose bits in fp16.
-    options = dict(seq_k=80, dtype=torch.float16, scale=0.7, kind="peaked")
-    verify(theirs, 1, 1, 64, 32, tiles=(16, 32), **options)
+    verify(theirs, 1, 1, 64, 32, seq_k=80, dtype=torch.float16, scale=0.7, kind="peaked", **tiles)
     return "dv in fp16, bf16 and fp32, ragged lengths, strides, NaN all around, logits far below zero"
-
-
-def _check_products(answer):
-    def run(q, lse):
-        answer.attention_dv(q, q, q, lse)
-
-    require_products(answer, run, 2 * 2)  # 32 queries in two tiles, 32 keys in one
 
 
 def _check_long_sum(attention_dv):
@@ -42,9 +34,8 @@ def _check_long_sum(attention_dv):
     q, do = q.half(), do.half()
     dv = attention_dv(q, q[:, :, :1], do, lse.to(q.device))
     right = do.double().sum(dim=2, keepdim=True)
-    lost = torch.full_like(right, 2048)
-    sentence = "what is small is lost: dv is to be added up in fp32, and rounded once, when it is stored"
-    require("dv, 256 queries and 1 key", dv, right, mistakes={sentence: lost}, rtol=1e-3)
+    lost = "what is small is lost: dv is to be added up in fp32, and rounded once, when it is stored"
+    require("dv, 256 queries and 1 key", dv, right, mistakes={lost: torch.full_like(right, 2048)}, rtol=1e-3)
 
 
 def _check_full(attention_dv):

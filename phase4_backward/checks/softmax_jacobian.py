@@ -4,7 +4,7 @@ wrong.
 
 import warnings
 
-from common.learn.check.require import reject, require
+from common.learn.check.require import reject, require, require_none
 
 import torch
 from torch.autograd.gradcheck import GradcheckError
@@ -65,40 +65,40 @@ def _check_backward(function, s, dp):
     require(what, actual, right, mistakes=mistakes, **CLOSE)
 
 
-class _Diagonal(torch.autograd.Function):
-    """A softmax whose gradient is wrong: p * dp."""
+class _Softmax(torch.autograd.Function):
+    """A softmax with another gradient: gradient(p, dp)."""
 
     @staticmethod
-    def forward(ctx, s):
+    def forward(ctx, s, gradient):
         p = torch.softmax(s, dim=-1)
         ctx.save_for_backward(p)
+        ctx.gradient = gradient
         return p
 
     @staticmethod
     def backward(ctx, dp):
-        return ctx.saved_tensors[0] * dp
+        return ctx.gradient(*ctx.saved_tensors, dp), None
 
 
-class _PlainMean(_Diagonal):
-    """Another wrong gradient, which is right where all logits of a row are equal."""
+def _diagonal(s):
+    return _Softmax.apply(s, lambda p, dp: p * dp)
 
-    @staticmethod
-    def backward(ctx, dp):
-        return ctx.saved_tensors[0] * (dp - dp.mean(dim=-1, keepdim=True))
+
+def _plain_mean(s):  # right where all logits of a row are equal
+    return _Softmax.apply(s, lambda p, dp: p * (dp - dp.mean(dim=-1, keepdim=True)))
 
 
 def _check_is_right(is_right):
     for right, function, gradient in (
         (True, lambda s: torch.softmax(s, dim=-1), "right"),
-        (False, _Diagonal.apply, "p * dp, which is wrong"),
-        (False, _PlainMean.apply, "p * (dp - dp.mean()) in every row, which is wrong"),
+        (False, _diagonal, "p * dp, which is wrong"),
+        (False, _plain_mean, "p * (dp - dp.mean()) in every row, which is wrong"),
     ):
         said = f"is_right of a softmax whose gradient is {gradient}"
         seen = []
 
         def watched(s, function=function, seen=seen):
-            equal = torch.allclose(s, s[..., :1].expand_as(s), atol=1e-4)
-            seen.append((s.dtype, s.requires_grad, equal))
+            seen.append((s.dtype, torch.allclose(s, s[..., :1].expand_as(s), atol=1e-4)))
             return function(s)
 
         raised = False
@@ -110,26 +110,22 @@ def _check_is_right(is_right):
                 raised = True
             except ValueError as error:
                 reject(f"{said}: gradcheck says {error}: does the input require a gradient?")
-        if not seen:
-            reject(f"{said}: it never calls the function: give it to torch.autograd.gradcheck")
-        if seen[0][0] != torch.float64:
-            reject(
-                f"{said}: its logits are {seen[0][0]}, whose rounding hides the small steps that gradcheck "
-                "takes: finite differences need torch.float64"
-            )
-        if raised and right:
-            reject(
-                f"{said}: gradcheck finds it wrong, and raises an error. With its own eps, atol and rtol it accepts it"
-            )
-        if raised:
-            reject(
-                f"{said}: gradcheck finds the mistake, and reports it by an error, which is_right lets through. "
-                "is_right must return False here: give gradcheck raise_exception=False, or catch its error"
-            )
+        dtype, equal = seen[0] if seen else (None, None)
+        signs = {
+            "it never calls the function: give it to torch.autograd.gradcheck": not seen,
+            f"its logits are {dtype}, whose rounding hides the small steps that gradcheck "
+            "takes: finite differences need torch.float64": dtype != torch.float64,
+            "gradcheck finds it wrong, and raises an error. With its own eps, atol and rtol it accepts it": (
+                raised and right
+            ),
+            "gradcheck finds the mistake, and reports it by an error, which is_right lets through. "
+            "is_right must return False here: give gradcheck raise_exception=False, or catch its error": raised,
+        }
+        require_none(signs, said)
         if verdict is not right:
             why = ""
             if verdict is None:
                 why = ": return what gradcheck says"
-            elif verdict is True and seen[0][2]:
+            elif verdict is True and equal:
                 why = ". Equal logits hide it: the weights are equal too. Take random ones"
             reject(f"{said}: expected {right}, got {verdict!r}{why}")

@@ -7,7 +7,7 @@ from unittest import mock
 from common import make_tensor, runtime, verify_results
 from common.learn.check.require import reject
 from common.verify import Report, guard
-from phase4_backward.checks import Stages, reject_report, small_tiles
+from phase4_backward.checks import Given, reject_report, small_tiles, stages
 
 import torch
 import triton
@@ -18,14 +18,12 @@ STAGES = {"_forward_kernel": ("o",), "_dkdv_kernel": ("dk", "dv"), "_dq_kernel":
 
 def check(answer):
     _check_first_in_64_bits(answer.sequence)
-    stages = Stages(answer, STAGES, first="sequence")
-    with mock.patch.object(runtime, "tile_sizes", small_tiles), stages:
-        full, causal = dict(names=stages.names), dict(names=stages.names, is_causal=True)
+    with mock.patch.object(runtime, "tile_sizes", small_tiles), stages(answer, STAGES, first="sequence") as names:
+        full, causal = dict(names=names), dict(names=names, is_causal=True)
         check_varlen(answer, (20, 0, 40, 1, 17), (33, 7, 20, 0, 17), 2, 24, torch.float16, **full)
         check_varlen(answer, (5, 33, 18), (18, 40, 5), 2, 16, torch.float32, **causal)
         lengths, causal["neighbors"] = ((9, 21, 40), (9, 21, 3)), float("nan")
         check_varlen(answer, *lengths, 1, 16, torch.float16, **causal)
-        stages.require_all()
     return "o, dq, dk, dv of each sequence, full and causal, empty ones too; NaN in the neighbors stays there"
 
 
@@ -36,10 +34,8 @@ def _check_first_in_64_bits(sequence):
         warnings.simplefilter("ignore")  # numpy, about the overflow
         _first_kernel[(1,)](cu, at, SEQUENCE=sequence)
     if at.item() in (0, 4 * 7):
-        reject(
-            "sequence: with a first token of 2^30, first * 4 overflows: convert it to int64 before it is multiplied by "
-            "heads * head_dim"
-        )
+        convert = "convert it to int64 before it is multiplied by heads * head_dim"
+        reject(f"sequence: with a first token of 2^30, first * 4 overflows: {convert}")
 
 
 @triton.jit
@@ -104,10 +100,8 @@ def _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale):
 
 def _name_pointer(where, b, name, got, packed, ends_q, ends_k, **options):
     """Reject if the result of sequence b, which is wrong, is the one with a pointer moved by another first token."""
-    lengths = [
-        (*(right - left for left, right in pair),)
-        for pair in zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True)
-    ]
+    lengths_q, lengths_k = ([right - left for left, right in itertools.pairwise(ends)] for ends in (ends_q, ends_k))
+    lengths = list(zip(lengths_q, lengths_k, strict=True))
     packed = dict(zip(("q", "do", "k", "v"), packed, strict=True))
     if 0 in lengths[b]:
         return
@@ -169,7 +163,8 @@ def _report(results, inputs, **options):
     """The results of one sequence, (1, heads, seq, head_dim), held against the truth of its inputs."""
 
     def stored(q, k, v, *, is_causal, scale, enable_gqa):
-        return _Stored.apply(q, k, v, *results.values())
+        o, *gradients = results.values()
+        return Given.apply(q, k, v, o, lambda do: gradients)
 
     return verify_results(stored, **inputs, compare_sdpa=False, **options)
 
@@ -197,26 +192,11 @@ def _reject_unwritten(where, tensors, seq_q, seq_k):
             has, lacks = ("queries", "keys") if seq_q else ("keys", "queries")
             reject(f"{where}: it has {has} but no {lacks}: its {name} is 0, and somebody has to write it")
         if missing:
-            rows = f"rows {missing[0]} to {missing[-1]}"
-            reject(
-                f"{where}: {rows} of its {name} are never written: with which length is the tile compared before "
-                "`return`? It is the length of what the program writes"
-            )
+            rows = f"rows {missing[0]} to {missing[-1]} of its {name} are never written"
+            ask = "with which length is the tile compared before `return`? It is the length of what the program writes"
+            reject(f"{where}: {rows}: {ask}")
 
 
 def cumulative_lengths(lengths):
     ends = [0, *itertools.accumulate(lengths)]
     return torch.tensor(ends, dtype=torch.int32, device=runtime.DEVICE), ends
-
-
-class _Stored(torch.autograd.Function):
-    """Gives back what was computed before."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, o, dq, dk, dv):
-        ctx.save_for_backward(dq, dk, dv)
-        return o.clone()
-
-    @staticmethod
-    def backward(ctx, do):
-        return *ctx.saved_tensors, None, None, None, None

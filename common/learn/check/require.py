@@ -6,6 +6,7 @@ A check is a function `check` of the answer's module. It returns a few words on 
 
 import ast
 import contextlib
+import functools
 import inspect
 import itertools
 import math
@@ -35,6 +36,18 @@ class Rejected(Exception):
 
 def reject(message: str) -> None:
     raise Rejected(message)
+
+
+def require_none(signs: Mapping[str, bool], what: str = "") -> None:
+    """Reject by the first sentence whose sign is shown, with `what` in front of it. signs: sentence: whether it is."""
+    for sentence, shown in signs.items():
+        if shown:
+            reject(f"{what}: {sentence}" if what else sentence)
+
+
+def close(actual: torch.Tensor, right: torch.Tensor, tolerance: float = 1e-4) -> bool:
+    """Whether two tensors are alike, element by element, in fp64."""
+    return torch.allclose(actual.double(), right.double(), rtol=tolerance, atol=tolerance)
 
 
 def require(
@@ -140,10 +153,11 @@ def require_ieee(answer: ModuleType) -> None:
             )
 
 
-def require_narrow_products(answer: ModuleType, run: Callable[[], object], products=0) -> None:
-    """Reject products of two fp32 tiles where all inputs are fp16, and fewer tl.dot than `products`: either is right,
-    but not on the tensor cores. run() runs the answer's kernel on inputs in fp16.
+def require_tensor_cores(answer: ModuleType, run: Callable[[], object], products=0) -> None:
+    """Reject products in TF32, products of two fp32 tiles where all inputs are fp16, and fewer tl.dot than `products`:
+    each is right when interpreted, but not on the tensor cores. run() runs the answer's kernel on inputs in fp16.
     """
+    require_ieee(answer)
     if not runtime.INTERPRETED:
         return
     from triton.runtime.interpreter import InterpreterBuilder
@@ -162,17 +176,14 @@ def require_narrow_products(answer: ModuleType, run: Callable[[], object], produ
 
     with mock.patch.object(InterpreterBuilder, "create_dot", watched):
         run()
-    if done < products:
-        reject(
-            f"{done} products of tiles are computed by tl.dot, where {products} are needed: a product by tl.sum is "
-            "right, but not on the tensor cores"
-        )
-    if wide:
-        reject(
-            f"line {min(wide)}: this product takes two tiles in fp32, though all inputs are fp16. The result is right, "
-            "but on a GPU it leaves the tensor cores idle. Convert P or dS down to the dtype of the other tile, not "
-            "that one up; q and k go in as they are loaded"
-        )
+    signs = {
+        f"{done} products of tiles are computed by tl.dot, where {products} are needed: a product by tl.sum is "
+        "right, but not on the tensor cores": done < products,
+        f"line {min(wide, default=0)}: this product takes two tiles in fp32, though all inputs are fp16. The result is "
+        "right, but on a GPU it leaves the tensor cores idle. Convert P or dS down to the dtype of the other tile, not "
+        "that one up; q and k go in as they are loaded": wide,
+    }
+    require_none(signs)
 
 
 @contextlib.contextmanager
@@ -209,21 +220,29 @@ def tiles_of(block_m: int, block_n: int) -> contextlib.AbstractContextManager:
     return mock.patch.object(runtime, "tile_sizes", return_value=tiles)
 
 
-class NoHelp(TorchFunctionMode):
-    """Inside, a launcher that has PyTorch compute, or copy what the kernel should read in place, is rejected."""
+class NoCalls(TorchFunctionMode):
+    """Inside, calls of PyTorch are rejected. said: {names of functions: sentence}, each with {name} in it."""
 
-    COMPUTE = (
-        "softmax logsumexp exp exp2 matmul rmatmul mm bmm baddbmm addmm linear einsum pad scaled_dot_product_attention"
-    )
-    COPY = "contiguous clone repeat repeat_interleave"
+    def __init__(self, said: Mapping[str, str]):
+        super().__init__()
+        self.said = {name: sentence for names, sentence in said.items() for name in names.split()}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = function.__name__.strip("_")
-        if name in self.COMPUTE.split():
-            reject(f"PyTorch's {name} is called in the launcher: the kernel computes")
-        if name in self.COPY.split():
-            reject(f"PyTorch's {name} is called in the launcher: read the inputs in place, by their strides")
+        if name in self.said:
+            reject(self.said[name].format(name=name))
         return function(*args, **(kwargs or {}))
+
+
+_HELP = {
+    "softmax logsumexp exp exp2 matmul rmatmul mm bmm baddbmm addmm linear einsum pad "
+    "scaled_dot_product_attention": "PyTorch's {name} is called in the launcher: the kernel computes",
+    "contiguous clone repeat repeat_interleave": (
+        "PyTorch's {name} is called in the launcher: read the inputs in place, by their strides"
+    ),
+}
+# A launcher that has PyTorch compute, or copy what the kernel should read in place, is rejected.
+NoHelp = functools.partial(NoCalls, _HELP)
 
 
 def misread(x: torch.Tensor, like: torch.Tensor) -> dict[str, torch.Tensor]:
