@@ -87,13 +87,7 @@ def verify(
 def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")] = "") -> None:
     """The whole course on this machine: verify every phase, execute every notebook, print one summary."""
     _need_gpu_or_interpreter()
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     jobs = []
     for phase in _chosen(name):
         jobs.append(partial(_verify_phase, phase))
@@ -162,13 +156,13 @@ def _need_gpu_or_interpreter() -> None:
 
 @dataclass
 class _Step:
-    phase: str
+    phase: int
     checked: str
     cases: str
     z: float | None
     seconds: float
     passed: bool
-    error: str = ""
+    error: str
 
 
 def _print_summary(steps: list[_Step]) -> None:
@@ -177,7 +171,7 @@ def _print_summary(steps: list[_Step]) -> None:
         table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")
     for step in steps:
         z = "" if step.z is None else f"{step.z:.2f}"
-        table.add_row(step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed])
+        table.add_row(str(step.phase), step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed])
     console.print(table)
     for step in steps:
         if not step.passed:
@@ -211,15 +205,9 @@ def _verify_phase(phase: phases.Phase, progress: Progress) -> _Step:
     passed = sum(row["passed"] for row in rows)
     total = rows[-1]["of"] if rows else 0
     worst = max((row["z"] for row in rows if row["z"] is not None), default=None)
-    return _Step(
-        phase=str(phase.number),
-        checked="kernels",
-        cases=f"{passed}/{total}",
-        z=worst,
-        seconds=time.perf_counter() - start,
-        passed=child.code == 0 and bool(rows) and passed == total,
-        error="\n".join(errors),
-    )
+    right = child.code == 0 and bool(rows) and passed == total
+    seconds = time.perf_counter() - start
+    return _Step(phase.number, "kernels", f"{passed}/{total}", worst, seconds, right, "\n".join(errors))
 
 
 def _run_notebook(phase: phases.Phase, path: Path, progress: Progress) -> _Step:
@@ -234,15 +222,8 @@ def _run_notebook(phase: phases.Phase, path: Path, progress: Progress) -> _Step:
         progress.update(task, total=total, completed=done)
 
     error = notebooks.execute(path, on_cell=on_cell)
-    return _Step(
-        phase=str(phase.number),
-        checked=path.name,
-        cases=f"{ran[0]}/{ran[1]}",
-        z=None,
-        seconds=time.perf_counter() - start,
-        passed=error is None,
-        error=error or "",
-    )
+    seconds = time.perf_counter() - start
+    return _Step(phase.number, path.name, "{}/{}".format(*ran), None, seconds, error is None, error or "")
 
 
 class _Child:

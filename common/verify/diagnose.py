@@ -202,9 +202,8 @@ def _non_finite(name, actual, truth, misplaced, c: Context, rows) -> str:
     if actual[misplaced].isfinite().all():
         return f"{name} is finite where SDPA's is not: a NaN or infinity of the input must reach the result"
     if c.k.shape[2] == 0 or truth[misplaced].eq(NEG_INF).any() or (name == "o" and truth[misplaced].eq(0).all()):
-        return (
-            "a row that sees no key gives NaN: exp(-inf - -inf) or 0 / 0; guard the maximum and the sum of empty rows"
-        )
+        nan = "a row that sees no key gives NaN: exp(-inf - -inf) or 0 / 0"
+        return f"{nan}; guard the maximum and the sum of empty rows"
     row = int(misplaced.nonzero()[0][2])
     return (
         f"first non-finite value in row {row if rows is None else int(rows[row])}: are the loads past the end of the "
@@ -228,9 +227,8 @@ def _factor(name, actual, truth, wrong, c: Context) -> str | None:
     if (ratio - middle).abs().median().item() > min(0.01 * abs(middle), 0.1 * abs(middle - 1)):
         return None
     if abs(middle - 1) < 1e-3:
-        return (
-            f"wrong elements of {name} are off by {abs(middle - 1):.1g} of their size: a constant with too few digits?"
-        )
+        off = f"wrong elements of {name} are off by {abs(middle - 1):.1g} of their size"
+        return f"{off}: a constant with too few digits?"
     known = {
         c.scale: "the scale is applied once too often",
         1 / c.scale if c.scale else math.nan: "the scale is missing",
