@@ -86,13 +86,12 @@ def verify(
 @app.command()
 def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")] = "") -> None:
     """The whole course on this machine: verify every phase, execute every notebook, print one summary."""
-    _need_gpu_or_interpreter()
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     jobs = []
     for phase in _chosen(name):
         jobs.append(partial(_verify_phase, phase))
         jobs += [partial(_run_notebook, phase, path) for path in phase.notebook_paths]
-    with Progress(*columns, console=console) as progress, _at_once() as pool:
+    with _at_once() as pool, Progress(*columns, console=console) as progress:
         try:
             steps = list(pool.map(lambda job: job(progress), jobs))
         except KeyboardInterrupt:
@@ -141,17 +140,11 @@ def _at_once() -> ThreadPoolExecutor:
     """Two steps at a time where kernels are interpreted; one where a GPU is there: notebooks time it."""
     from common import runtime  # imports torch, which the other commands need not wait for
 
+    if runtime.CANNOT_RUN:
+        cli_exercises.refuse(f"{runtime.CANNOT_RUN}.")
     if runtime.INTERPRETED:  # tensors are small: threads would only wait for one another
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     return ThreadPoolExecutor(2 if runtime.INTERPRETED else 1)
-
-
-def _need_gpu_or_interpreter() -> None:
-    from common import runtime
-
-    if runtime.CANNOT_RUN:
-        console.print(f"{runtime.CANNOT_RUN}.", style="red", markup=False)
-        raise typer.Exit(2)
 
 
 @dataclass
@@ -185,8 +178,7 @@ def _chosen(name: str) -> list[phases.Phase]:
     phase = phases.find(name)
     if phase is None:
         known = ", ".join(f"{p.number} ({p.folder})" for p in phases.PHASES)
-        console.print(f"There is no phase {name!r}; there are {known}.", style="red", markup=False)
-        raise typer.Exit(2)
+        cli_exercises.refuse(f"There is no phase {name!r}; there are {known}.")
     return [phase]
 
 
@@ -233,13 +225,9 @@ class _Child:
         self.code = -1
         # Not a pipe: nobody reads it while the child runs, and a full one would stop the child.
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        command = [sys.executable, "-W", "ignore", "-m", *arguments]
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", *arguments],
-            cwd=phases.ROOT,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            errors="replace",
+            command, cwd=phases.ROOT, stdout=subprocess.PIPE, stderr=self._errors, text=True, errors="replace"
         )
 
     def rows(self) -> Iterator[dict]:

@@ -40,9 +40,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise. `section` is the heading where it belongs in a notebook: the phase's first, unless `chapter` names
-    another one.
-    """
+    """One exercise. section: where it belongs, a heading of `chapter`, by default the phase's first notebook."""
 
     phase: phases.Phase
     place: int  # in the manifest, from 1

@@ -69,15 +69,11 @@ def _client(notebook, path: Path, on_cell: Callable[[int, int], None] | None) ->
             on_cell(done, total)
 
     return NotebookClient(
-        notebook,
-        timeout=300,
-        kernel_name="python3",
-        extra_arguments=["--IPKernelApp.log_level=40"],  # errors only
+        notebook, timeout=300, kernel_name="python3", record_timing=False, on_cell_complete=count,
         resources={"metadata": {"path": str(path.parent)}},
-        record_timing=False,
+        extra_arguments=["--IPKernelApp.log_level=40"],  # errors only
         coalesce_streams=True,  # one output a cell, however often it flushes
-        on_cell_complete=count,
-    )
+    )  # fmt: skip
 
 
 def main() -> int:

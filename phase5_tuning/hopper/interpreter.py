@@ -62,20 +62,17 @@ class _Gl:
     static_range, to_tensor = range, staticmethod(scalar)
     constexpr = staticmethod(lambda value: value)
     exp2, log2 = torch.exp2, torch.log2
+    program_id = staticmethod(lambda axis: Number(me().program["id"]))
+    num_programs = staticmethod(lambda axis: Number(me().program["programs"]))
+    cdiv = staticmethod(lambda a, b: Number(-(-a // b)))
+    expand_dims = staticmethod(lambda x, axis: x.unsqueeze(axis))
+    convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
+    sum = staticmethod(lambda x, axis: x.sum(axis))
 
     def __getattr__(self, name):
         if name.endswith("Layout"):
             return lambda *args, **kwargs: None
         raise NotImplementedError(f"this interpreter does not know gl.{name}")
-
-    def program_id(self, axis):
-        return Number(me().program["id"])
-
-    def num_programs(self, axis):
-        return Number(me().program["programs"])
-
-    def cdiv(self, a, b):
-        return Number(-(-a // b))
 
     def minimum(self, a, b):
         return Number(min(a, b)) if isinstance(a, int) else torch.minimum(a, b)
@@ -97,18 +94,9 @@ class _Gl:
     def arange(self, start, end, layout=None):
         return tile(torch.arange(start, end))
 
-    def expand_dims(self, x, axis):
-        return x.unsqueeze(axis)
-
-    def convert_layout(self, x, layout, assert_trivial=False):
-        return x
-
     def max(self, x, axis):
         found = x.amax(axis)
         return found if found.dim() or found.is_floating_point() else Number(found)
-
-    def sum(self, x, axis):
-        return x.sum(axis)
 
     def store(self, pointer, value, mask=None):
         mask = torch.ones_like(value, dtype=torch.bool) if mask is None else mask
@@ -246,10 +234,6 @@ def _release_count(pointer):
     pointer.data[pointer.offset] += 1
 
 
-def _under_all_rows(row, columns, layout):
-    return row.load().expand(64, columns)
-
-
 STAND_INS = [  # (what a kernel's module has, what stands for it here)
     (gluon_language, _Gl()),
     (hopper.mbarrier, _Mbarrier),
@@ -262,7 +246,7 @@ STAND_INS = [  # (what a kernel's module has, what stands for it here)
     (hopper_parts.meet, _meet),
     (hopper_parts.await_count, _await_count),
     (hopper_parts.release_count, _release_count),
-    (hopper_parts.under_all_rows, _under_all_rows),
+    (hopper_parts.under_all_rows, lambda row, columns, layout: row.load().expand(64, columns)),
     (hopper_parts.in_pairs, lambda x, dtype: x.to(dtype)),
     (hopper_parts.out_of_pairs, lambda x: x.float()),
 ]
@@ -373,9 +357,7 @@ def _argument(known: bool, value):
 
 
 def changed(module: types.ModuleType, changes: dict[str, str]) -> types.ModuleType:
-    """A copy of a module, with text of its source replaced: {old: new}. Raises ValueError if an old text does not stand
-    there exactly once.
-    """
+    """A module with {old: new} replaced in its source. Raises ValueError unless each old text stands there once."""
     source = Path(module.__file__).read_text()
     for old, new in changes.items():
         source = replaced(source, old, new, of=module.__name__)
