@@ -43,21 +43,16 @@ def blocks(*, backward_pass: bool) -> tuple[int, int]:
 def kernels(seq) -> dict[str, int]:
     """Bytes of each of our kernels for one head, by formula."""
     sizes = seq, seq, HEAD_DIM
-    return {
-        "forward": traffic.tiled_attention_bytes(*sizes, *blocks(backward_pass=False), 2, lse=True),
-        **traffic.attention_backward_bytes(*sizes, *blocks(backward_pass=True), 2),
-    }
+    forward_bytes = traffic.tiled_attention_bytes(*sizes, *blocks(backward_pass=False), 2, lse=True)
+    return dict(forward=forward_bytes) | traffic.attention_backward_bytes(*sizes, *blocks(backward_pass=True), 2)
 
 
 def versions(seq) -> dict[str, int]:
     """Bytes of both passes in three versions, by formula. The fused one writes P once and reads it twice."""
     sizes = seq, seq, HEAD_DIM, tiling.MATMUL_BLOCK, 2
     ours = sum(kernels(seq).values())
-    return {
-        UNFUSED: traffic.unfused_attention_bytes(*sizes) + traffic.stored_backward_bytes(*sizes),
-        "fused, P stored": ours + seq * seq * (2 + 2 * 2),
-        RECOMPUTED: ours,
-    }
+    stored = traffic.unfused_attention_bytes(*sizes) + traffic.stored_backward_bytes(*sizes)
+    return {UNFUSED: stored, "fused, P stored": ours + seq * seq * (2 + 2 * 2), RECOMPUTED: ours}
 
 
 def counted(seq) -> dict[str, int]:
@@ -83,10 +78,7 @@ def _p_loaded(kernel, results, indent):
     return (kernel, *no_lse), (kernel, call, ("\n" + " " * indent).join(lines))
 
 
-P_LOADED = (
-    *_p_loaded("_attn_bwd_dq_kernel", "_, ds", indent=8),
-    *_p_loaded("_attn_bwd_dkdv_kernel", "p, ds", indent=12),
-)
+P_LOADED = *_p_loaded("_attn_bwd_dq_kernel", "_, ds", indent=8), *_p_loaded("_attn_bwd_dkdv_kernel", "p, ds", indent=12)
 
 
 def _launch(stage, q, k, v, do, lse_or_p, delta):

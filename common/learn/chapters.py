@@ -160,12 +160,8 @@ def _carry_over(old: dict[str, dict], new: dict[str, dict]) -> dict[str, list[di
         there = sorted(new, key=lambda name: name != file)  # first where it was
         behind = None  # the cell that a cell of the learner's own belongs behind, and the cells of its copy
         for cell in copy["cells"]:
-            free = [
-                (place, new[name]["cells"])
-                for name in there
-                for place in new[name]["cells"]
-                if not any(place is other for other in filled)
-            ]
+            places = [(place, new[name]["cells"]) for name in there for place in new[name]["cells"]]
+            free = [place for place in places if not any(place[0] is other for other in filled)]
             place = _place(cell, free, known)
             if _source(cell) in (_shipped(cell), ""):
                 behind = place or behind

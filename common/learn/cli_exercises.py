@@ -41,11 +41,9 @@ def overview() -> None:
         of_phase = [e for e in exercises.load() if e.phase == phase]
         solved = sum(map(so_far.solved, of_phase))
         bar = ProgressBar(total=max(1, len(of_phase)), completed=solved, width=20)
-        chapters = "".join(
-            f"\n   [dim]{phase.folder}/{name}, about {hours:g} h[/]"
-            for name, hours in zip(phase.chapters, phase.hours, strict=True)
-        )
-        title = f"[bold]{phase.number}  {phase.title}[/]{chapters}"
+        title = f"[bold]{phase.number}  {phase.title}[/]"
+        for name, hours in zip(phase.chapters, phase.hours, strict=True):
+            title += f"\n   [dim]{phase.folder}/{name}, about {hours:g} h[/]"
         table.add_row(title, bar, f"{solved} of {len(of_phase)}")
     console.print(table)
     console.line()

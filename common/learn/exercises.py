@@ -135,9 +135,8 @@ def find(name: str) -> Exercise | None:
     shipped one, seen from here or from the root of the course.
     """
     files = {*map(os.path.realpath, (name, phases.ROOT / name))}
-    return next(
-        (e for e in load() if name in (e.number, e.name) or files & {*map(os.path.realpath, (e.path, e.shipped))}), None
-    )
+    found = (e for e in load() if name in (e.number, e.name) or files & {*map(os.path.realpath, (e.path, e.shipped))})
+    return next(found, None)
 
 
 def similar(name: str) -> list[str]:

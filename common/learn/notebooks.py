@@ -22,10 +22,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-METADATA = {
-    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-    "language_info": {"name": "python"},
-}
+KERNEL = dict(display_name="Python 3", language="python", name="python3")
+METADATA = dict(kernelspec=KERNEL, language_info=dict(name="python"))
 
 
 def find(names: list[str] | None = None) -> list[Path]:

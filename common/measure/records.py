@@ -56,9 +56,8 @@ def _called(function) -> list:
         return []
     used = [function.__globals__.get(name) for name in function.__code__.co_names]
     used += [member for u in used for member in getattr(u, "hash_attrs", ())]
-    return [u for u in used if hasattr(u, "fn")] + [
-        u for u in used if inspect.isfunction(u) and u.__module__ == function.__module__
-    ]
+    plain = [u for u in used if inspect.isfunction(u) and u.__module__ == function.__module__]
+    return [u for u in used if hasattr(u, "fn")] + plain
 
 
 def kernel_name(kernel) -> str:
@@ -88,10 +87,9 @@ def provenance(
     on beside the kernels and the clock, as for settings_fingerprint; if there are none, no hash is recorded. Raises
     RuntimeError if nvidia-smi does not answer, FileNotFoundError if there is none.
     """
-    query = "name,driver_version,clocks.max.sm,clocks.max.mem"
-    smi = subprocess.run(
-        ["nvidia-smi", "-i", gpu_id(), f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
-    )
+    query = "--query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem"
+    asked = ["nvidia-smi", "-i", gpu_id(), query, "--format=csv,noheader"]
+    smi = subprocess.run(asked, capture_output=True, text=True)
     if smi.returncode:
         said = (smi.stdout + smi.stderr).strip()
         raise RuntimeError(f"a record names its GPU, but nvidia-smi -i {gpu_id()} failed ({said}): make that run first")

@@ -382,10 +382,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, is_causal, scale, enable_gqa, options):
         scale, sign = positive_scale(check_qkv(q, k, v, scale, is_causal, enable_gqa))
         if q.dtype.itemsize != 2 or q.shape[3] > 128 or q.shape[3] % 8 or not (q.numel() and k.numel()):
-            raise ValueError(
-                f"expected fp16 or bf16, head_dim a multiple of 8 up to 128, and no empty tensor, got "
-                f"{q.dtype}, {tuple(q.shape)}, {tuple(k.shape)}"
-            )
+            got = f"{q.dtype}, {tuple(q.shape)}, {tuple(k.shape)}"
+            raise ValueError(f"expected fp16 or bf16, head_dim a multiple of 8 up to 128, no empty tensor, got {got}")
         module = options.get("forward", hopper_forward)
         with interpreted(**options):
             o, lse = module.plan(q, k, v, is_causal, scale, sign)(q, k, v)

@@ -53,10 +53,8 @@ class Transfer:
             self.meanwhile = self._rank.computed[self._begun :]
             self._rank.log.append(("waited", self._kind))
             if self._sent is not None and self._sent._version != self._version:
-                raise Race(
-                    f"rank {self._rank.number} changed the tensor of its send {self._number + 1} before it had "
-                    "waited for that send"
-                )
+                changed = f"rank {self._rank.number} changed the tensor of its send {self._number + 1}"
+                raise Race(f"{changed} before it had waited for that send")
         return self._other_end()._copy if self._kind == "receive" else None
 
 

@@ -136,9 +136,8 @@ def _without_verdict(path: Path, report: Path, code: int | None, limit: float) -
 def _innermost_line(path: Path, stack: Path) -> str:
     """The line of the answer at which its process was last seen; "" where it was elsewhere."""
     try:
-        line, function = re.search(
-            rf'File "{re.escape(str(path))}", line (\d+) in (\S+)\n', stack.read_text("utf-8")
-        ).groups()
+        pattern = rf'File "{re.escape(str(path))}", line (\d+) in (\S+)\n'
+        line, function = re.search(pattern, stack.read_text("utf-8")).groups()
         with tokenize.open(path) as answer:  # in the encoding that Python takes it for
             return f"line {line}, in {function}: {answer.readlines()[int(line) - 1].strip()}"
     except (OSError, ValueError, AttributeError, IndexError, SyntaxError):
