@@ -15,9 +15,7 @@ def _double_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
-    """x + x for a contiguous tensor, in x's dtype: bf16 is *not* protected here, which is what
-    the doctor looks at.
-    """
+    """x + x for a contiguous tensor, in its dtype: bf16 is *not* protected here, which the doctor looks at."""
     y = torch.empty_like(x)
     with runtime.on_device_of(x):
         _double_kernel[(triton.cdiv(x.numel(), 256),)](x, y, x.numel(), BLOCK=256)

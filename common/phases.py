@@ -10,13 +10,12 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Phase:
-    """One folder of the course; `python -m folder` verifies it. `kernels`, as (module, name), are those to compare with
-    other phases' of the same kind."""
+    """One folder of the course, which `python -m folder` verifies."""
 
     folder: str
     title: str
     modules: tuple[str, ...]  # in reading order
-    kernels: dict[str, tuple[str, str]]
+    kernels: dict[str, tuple[str, str]]  # by kind, as (module, name): to compare with those of other phases
     chapters: tuple[str, ...]  # its notebooks, in reading order
     hours: tuple[float, ...] = ()  # to read each of them, without the exercises: estimated
 
@@ -57,56 +56,29 @@ RUNGS = {
 
 PHASES = (
     Phase(
-        "phase1_softmax",
-        "Softmax while the row streams by",
-        ("online_softmax",),
-        dict(softmax=("online_softmax", "_softmax_online_kernel")),
-        ("softmax.ipynb",),
-        (2.5,),
+        "phase1_softmax", "Softmax while the row streams by", ("online_softmax",),
+        dict(softmax=("online_softmax", "_softmax_online_kernel")), ("softmax.ipynb",), (2.5,),
     ),
     Phase(
-        "phase2_tiling",
-        "Attention in tiles",
-        ("tiling",),
-        dict(forward=("tiling", "_attention_tiled_kernel")),
-        ("tiling.ipynb",),
-        (2.5,),
+        "phase2_tiling", "Attention in tiles", ("tiling",),
+        dict(forward=("tiling", "_attention_tiled_kernel")), ("tiling.ipynb",), (2.5,),
     ),
     Phase(
-        "phase3_forward",
-        "A forward pass that models can call",
-        ("forward",),
-        dict(forward=("forward", "_attn_fwd_kernel")),
-        ("forward.ipynb",),
-        (3,),
+        "phase3_forward", "A forward pass that models can call", ("forward",),
+        dict(forward=("forward", "_attn_fwd_kernel")), ("forward.ipynb",), (3,),
     ),
     Phase(
-        "phase4_backward",
-        "Recompute instead of remember",
-        ("backward",),
+        "phase4_backward", "Recompute instead of remember", ("backward",),
         dict(dkdv=("backward", "_attn_bwd_dkdv_kernel"), dq=("backward", "_attn_bwd_dq_kernel")),
-        ("backward.ipynb",),
-        (3.5,),
+        ("backward.ipynb",), (3.5,),
     ),
     Phase(
-        "phase5_tuning",
-        "From correct to fast, measured",
-        (
-            "ladder.forward",
-            "ladder.dkdv",
-            "ladder.dq",
-            "launch.configs",
-            "launch.plans",
-            "passes.forward",
-            "passes.backward",
-            "attention",
-            "passes.rungs",
-        ),
-        RUNGS["descriptors"],
-        ("tuning.ipynb", "hopper.ipynb", "context_parallel.ipynb"),
-        (5, 4, 2),
+        "phase5_tuning", "From correct to fast, measured",
+        ("ladder.forward", "ladder.dkdv", "ladder.dq", "launch.configs", "launch.plans", "passes.forward",
+         "passes.backward", "attention", "passes.rungs"),
+        RUNGS["descriptors"], ("tuning.ipynb", "hopper.ipynb", "context_parallel.ipynb"), (5, 4, 2),
     ),
-)
+)  # fmt: skip
 
 
 # What the last phase offers to `course`, by name, since common imports no phase.
@@ -121,9 +93,8 @@ def as_read(chapter: str) -> str:
 
 def find(name: str) -> Phase | None:
     """The phase called by its number ("3"), its folder, or a beginning of it that no other phase shares."""
-    matches = [p for p in PHASES if name in (str(p.number), p.folder)] or [
-        p for p in PHASES if p.folder.startswith(name)
-    ]
+    named = [p for p in PHASES if name in (str(p.number), p.folder)]
+    matches = named or [p for p in PHASES if p.folder.startswith(name)]
     return matches[0] if len(matches) == 1 else None
 
 

@@ -60,9 +60,8 @@ DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 # Why no kernel can run in this process; "" where kernels can.
 CANNOT_RUN = ""
 if not INTERPRETED and DEVICE == "cpu":
-    CANNOT_RUN = (
-        f"TRITON_INTERPRET={os.environ['TRITON_INTERPRET']} asks for compiled kernels, and there is no GPU: unset it"
-    )
+    _SET = os.environ["TRITON_INTERPRET"]
+    CANNOT_RUN = f"TRITON_INTERPRET={_SET} asks for compiled kernels, and there is no GPU: unset it"
 
 recording = False  # True while common.measure.offline notes launches down instead of making them
 

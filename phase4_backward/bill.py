@@ -1,10 +1,4 @@
-"""Section 5.2's bill: the bytes of attention with P stored and with P recomputed, by formula and counted.
-
-kernels(seq)      bytes of each of our kernels for one head, by formula
-versions(seq)     bytes of a forward and a backward pass in three versions, by formula
-counted(seq)      the same for two of the three, as the interpreter counts them
-both_ways(seq)    our two backward kernels, and the same with P loaded instead of recomputed
-"""
+"""Section 5.2's bill: the bytes of attention with P stored and with P recomputed, by formula and counted."""
 
 import contextlib
 
@@ -47,34 +41,28 @@ def blocks(*, backward_pass: bool) -> tuple[int, int]:
 
 
 def kernels(seq) -> dict[str, int]:
-    """Bytes of each of our kernels, by formula."""
+    """Bytes of each of our kernels for one head, by formula."""
     sizes = seq, seq, HEAD_DIM
-    return {
-        "forward": traffic.tiled_attention_bytes(*sizes, *blocks(backward_pass=False), 2, lse=True),
-        **traffic.attention_backward_bytes(*sizes, *blocks(backward_pass=True), 2),
-    }
+    forward_bytes = traffic.tiled_attention_bytes(*sizes, *blocks(backward_pass=False), 2, lse=True)
+    return dict(forward=forward_bytes) | traffic.attention_backward_bytes(*sizes, *blocks(backward_pass=True), 2)
 
 
 def versions(seq) -> dict[str, int]:
-    """Bytes of the three versions, by formula. The fused one writes P once and reads it twice."""
+    """Bytes of both passes in three versions, by formula. The fused one writes P once and reads it twice."""
     sizes = seq, seq, HEAD_DIM, tiling.MATMUL_BLOCK, 2
     ours = sum(kernels(seq).values())
-    return {
-        UNFUSED: traffic.unfused_attention_bytes(*sizes) + traffic.stored_backward_bytes(*sizes),
-        "fused, P stored": ours + seq * seq * (2 + 2 * 2),
-        RECOMPUTED: ours,
-    }
+    stored = traffic.unfused_attention_bytes(*sizes) + traffic.stored_backward_bytes(*sizes)
+    return {UNFUSED: stored, "fused, P stored": ours + seq * seq * (2 + 2 * 2), RECOMPUTED: ours}
 
 
 def counted(seq) -> dict[str, int]:
-    """Bytes of the unfused and of our version, as the interpreter counts them. The elementwise step of the unfused one
-    is done in PyTorch and added by hand: it reads P and dP and writes dS.
-    """
+    """Bytes of the unfused and of our version, as the interpreter counts them."""
     q, k, v, do = inputs(seq)
     with traffic.measure() as theirs:
         unfused(*(t[0, 0] for t in (q, k, v, do)))
     with traffic.measure() as ours:
         backward.attention_backward(q, k, v, *forward.attention_forward(q, k, v), do)
+    # The elementwise step of the unfused version is PyTorch's and not counted: it reads P and dP and writes dS.
     return {UNFUSED: theirs.total + seq * seq * (2 + 4 + 2), RECOMPUTED: ours.total}
 
 
@@ -90,10 +78,7 @@ def _p_loaded(kernel, results, indent):
     return (kernel, *no_lse), (kernel, call, ("\n" + " " * indent).join(lines))
 
 
-P_LOADED = (
-    *_p_loaded("_attn_bwd_dq_kernel", "_, ds", indent=8),
-    *_p_loaded("_attn_bwd_dkdv_kernel", "p, ds", indent=12),
-)
+P_LOADED = *_p_loaded("_attn_bwd_dq_kernel", "_, ds", indent=8), *_p_loaded("_attn_bwd_dkdv_kernel", "p, ds", indent=12)
 
 
 def _launch(stage, q, k, v, do, lse_or_p, delta):
@@ -103,11 +88,9 @@ def _launch(stage, q, k, v, do, lse_or_p, delta):
     sizes = 1, 1, q.shape[2], k.shape[2], HEAD_DIM**-0.5  # heads, group, seq_q, seq_k, scale
     options = dict(HEAD_DIM=HEAD_DIM, BLOCK_D=HEAD_DIM, BLOCK_M=64, BLOCK_N=64, IS_CAUSAL=False)
     columns, rows = ((triton.cdiv(t.shape[2], 64),) for t in (k, q))
-    strides_dkdv = dk.stride(), dv.stride()
-    stage["_attn_bwd_dkdv_kernel"][columns](
-        q, k, v, do, lse_or_p, delta, dk, dv, *read, *strides_dkdv, *sizes, **options
-    )
-    stage["_attn_bwd_dq_kernel"][rows](q, k, v, do, lse_or_p, delta, dq, *read, dq.stride(), *sizes, **options)
+    given = q, k, v, do, lse_or_p, delta
+    stage["_attn_bwd_dkdv_kernel"][columns](*given, dk, dv, *read, dk.stride(), dv.stride(), *sizes, **options)
+    stage["_attn_bwd_dq_kernel"][rows](*given, dq, *read, dq.stride(), *sizes, **options)
     return dq, dk, dv
 
 

@@ -1,7 +1,4 @@
-"""Section 6.3's question: AdamW cancels a constant factor of a gradient, so why does dQ times 8 end higher?
-
-report()     four short runs, with and without clipping, and gradients in the rightly trained model
-"""
+"""Section 6.3's question: AdamW cancels a constant factor of a gradient, so why does dQ times 8 end higher?"""
 
 import math
 from unittest import mock

@@ -17,13 +17,10 @@ weights, the batches, the optimizer.
 
 import contextlib
 import itertools
-import json
 import math
 import platform
 import random
-import subprocess
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 from common import runtime
 from common.arguments import arguments, refuse
@@ -37,7 +34,6 @@ from phase4_backward.backward import _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel,
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 KERNELS = (_attn_fwd_kernel, _delta_kernel, _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel)
@@ -118,15 +114,7 @@ def precision(dtype: torch.dtype):
 
 
 def train(
-    attention: Callable,
-    steps: int,
-    *,
-    seed: int = 0,
-    batch: int = 2,
-    rate: float = 3e-3,
-    dtype: torch.dtype = torch.float32,
-    on_step: Callable[[int, float], None] | None = None,
-    **sizes,
+    attention: Callable, steps: int, *, seed: int = 0, batch: int = 2, rate: float = 3e-3, dtype=torch.float32, **sizes
 ) -> tuple[list[float], GPT]:
     """Train a `GPT(attention, **sizes)` on the text. Returns the losses (nats a character, one a step) and the model.
 
@@ -141,7 +129,7 @@ def train(
     rise = 0.2 if steps > 5 else 0.3  # at five steps and 0.2 the schedule divides by zero
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=rise)
     losses = []
-    for step in range(steps):
+    for _ in range(steps):
         starts = torch.randint(len(data) - model.context - 1, (batch,), generator=chosen)
         window = torch.stack([data[s : s + model.context + 1] for s in starts.tolist()]).to(runtime.DEVICE)
         with precision(dtype):
@@ -153,8 +141,6 @@ def train(
         optimizer.step()
         schedule.step()
         losses.append(loss.detach())
-        if on_step:
-            on_step(step, loss.item())
     return torch.stack(losses).tolist(), model
 
 
@@ -255,23 +241,12 @@ def emulation() -> str:
 
 def record_on_cpu(name: str) -> int:
     """Train with wrong gradients and write the losses, with what they were computed by."""
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    provenance = dict(
-        gpu="none: computed on a CPU",
-        driver="none",
-        cpu=f"{platform.machine()}, {torch.get_num_threads()} thread",
-        torch=torch.__version__,
-        triton=triton.__version__,
-        commit=git.stdout.strip() or "unknown",
-        command=f"python -m phase4_backward.train --mutants {name}",
-        kernels={"common.verify.emulator": emulation()},
-        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    )
-    rows = ",\n  ".join(json.dumps(row) for row in wrong_gradients())
-    head = json.dumps(dict(provenance=provenance), indent=1).removesuffix("\n}")
+    cpu = f"{platform.machine()}, {torch.get_num_threads()} thread"
+    provenance = dict(gpu="none: computed on a CPU", driver="none", cpu=cpu, **records.versions())
+    provenance |= dict(commit=records.commit_here(), command=f"python -m phase4_backward.train --mutants {name}")
+    provenance |= dict(kernels={"common.verify.emulator": emulation()}, date=records.date())
     path = ROOT / "phase4_backward" / "results" / "cpu" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
+    records.write(path, dict(provenance=provenance), wrong_gradients())
     print(f"wrote {path.relative_to(ROOT)}")
     return 0
 

@@ -24,9 +24,7 @@ ALIKE = 0.6  # of two texts, from 0 to 1, that are taken for one cell before and
 
 
 def update() -> list[str]:
-    """Make or renew the copies, the pages that lead to them and the files of the exercises. Returns what there is to
-    say of it, in sentences.
-    """
+    """Make or renew the copies, their pages and the files of the exercises. Returns what to say of it, in sentences."""
     said, old, new = [], {}, {}
     for file in _chapters():
         shipped, edited = _committed(file), _notebook(phases.ROOT / file)
@@ -145,9 +143,7 @@ def _as_shipped(notebook: dict, file: str) -> dict:
 
 
 def _with_shipped(notebook: dict, fresh: dict) -> dict:
-    """A chapter that was filled in where it is shipped, or brought to work/ by hand: its cells are taken for those that
-    they are most alike.
-    """
+    """A chapter that was filled in elsewhere: its cells are taken for those that they are most alike."""
     sources, shipped = list(map(_source, notebook["cells"])), list(map(_shipped, fresh["cells"]))
     others = [source for source in shipped if source not in sources]
     for cell, source in zip(notebook["cells"], sources, strict=True):
@@ -164,12 +160,8 @@ def _carry_over(old: dict[str, dict], new: dict[str, dict]) -> dict[str, list[di
         there = sorted(new, key=lambda name: name != file)  # first where it was
         behind = None  # the cell that a cell of the learner's own belongs behind, and the cells of its copy
         for cell in copy["cells"]:
-            free = [
-                (place, new[name]["cells"])
-                for name in there
-                for place in new[name]["cells"]
-                if not any(place is other for other in filled)
-            ]
+            places = [(place, new[name]["cells"]) for name in there for place in new[name]["cells"]]
+            free = [place for place in places if not any(place[0] is other for other in filled)]
             place = _place(cell, free, known)
             if _source(cell) in (_shipped(cell), ""):
                 behind = place or behind
@@ -188,9 +180,7 @@ def _carry_over(old: dict[str, dict], new: dict[str, dict]) -> dict[str, list[di
 
 
 def _place(cell: dict, free: list[tuple[dict, list]], known: set[str]) -> tuple[dict, list] | None:
-    """Where a cell is now: in a cell of the same source, or else, if anything is written in it, in one that is new and
-    alike.
-    """
+    """Where a cell is now: in one of the same source or, if anything is written in it, in a new one that is alike."""
     shipped = _shipped(cell)
     same = [place for place in free if shipped and _shipped(place[0]) == shipped]
     if same or shipped in ("", _source(cell)):

@@ -86,19 +86,12 @@ def verify(
 @app.command()
 def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")] = "") -> None:
     """The whole course on this machine: verify every phase, execute every notebook, print one summary."""
-    _need_gpu_or_interpreter()
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     jobs = []
     for phase in _chosen(name):
         jobs.append(partial(_verify_phase, phase))
         jobs += [partial(_run_notebook, phase, path) for path in phase.notebook_paths]
-    with Progress(*columns, console=console) as progress, _at_once() as pool:
+    with _at_once() as pool, Progress(*columns, console=console) as progress:
         try:
             steps = list(pool.map(lambda job: job(progress), jobs))
         except KeyboardInterrupt:
@@ -147,28 +140,22 @@ def _at_once() -> ThreadPoolExecutor:
     """Two steps at a time where kernels are interpreted; one where a GPU is there: notebooks time it."""
     from common import runtime  # imports torch, which the other commands need not wait for
 
+    if runtime.CANNOT_RUN:
+        cli_exercises.refuse(f"{runtime.CANNOT_RUN}.")
     if runtime.INTERPRETED:  # tensors are small: threads would only wait for one another
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     return ThreadPoolExecutor(2 if runtime.INTERPRETED else 1)
 
 
-def _need_gpu_or_interpreter() -> None:
-    from common import runtime
-
-    if runtime.CANNOT_RUN:
-        console.print(f"{runtime.CANNOT_RUN}.", style="red", markup=False)
-        raise typer.Exit(2)
-
-
 @dataclass
 class _Step:
-    phase: str
+    phase: int
     checked: str
     cases: str
     z: float | None
     seconds: float
     passed: bool
-    error: str = ""
+    error: str
 
 
 def _print_summary(steps: list[_Step]) -> None:
@@ -177,7 +164,7 @@ def _print_summary(steps: list[_Step]) -> None:
         table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")
     for step in steps:
         z = "" if step.z is None else f"{step.z:.2f}"
-        table.add_row(step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed])
+        table.add_row(str(step.phase), step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed])
     console.print(table)
     for step in steps:
         if not step.passed:
@@ -191,8 +178,7 @@ def _chosen(name: str) -> list[phases.Phase]:
     phase = phases.find(name)
     if phase is None:
         known = ", ".join(f"{p.number} ({p.folder})" for p in phases.PHASES)
-        console.print(f"There is no phase {name!r}; there are {known}.", style="red", markup=False)
-        raise typer.Exit(2)
+        cli_exercises.refuse(f"There is no phase {name!r}; there are {known}.")
     return [phase]
 
 
@@ -211,15 +197,9 @@ def _verify_phase(phase: phases.Phase, progress: Progress) -> _Step:
     passed = sum(row["passed"] for row in rows)
     total = rows[-1]["of"] if rows else 0
     worst = max((row["z"] for row in rows if row["z"] is not None), default=None)
-    return _Step(
-        phase=str(phase.number),
-        checked="kernels",
-        cases=f"{passed}/{total}",
-        z=worst,
-        seconds=time.perf_counter() - start,
-        passed=child.code == 0 and bool(rows) and passed == total,
-        error="\n".join(errors),
-    )
+    right = child.code == 0 and bool(rows) and passed == total
+    seconds = time.perf_counter() - start
+    return _Step(phase.number, "kernels", f"{passed}/{total}", worst, seconds, right, "\n".join(errors))
 
 
 def _run_notebook(phase: phases.Phase, path: Path, progress: Progress) -> _Step:
@@ -234,15 +214,8 @@ def _run_notebook(phase: phases.Phase, path: Path, progress: Progress) -> _Step:
         progress.update(task, total=total, completed=done)
 
     error = notebooks.execute(path, on_cell=on_cell)
-    return _Step(
-        phase=str(phase.number),
-        checked=path.name,
-        cases=f"{ran[0]}/{ran[1]}",
-        z=None,
-        seconds=time.perf_counter() - start,
-        passed=error is None,
-        error=error or "",
-    )
+    seconds = time.perf_counter() - start
+    return _Step(phase.number, path.name, "{}/{}".format(*ran), None, seconds, error is None, error or "")
 
 
 class _Child:
@@ -252,13 +225,9 @@ class _Child:
         self.code = -1
         # Not a pipe: nobody reads it while the child runs, and a full one would stop the child.
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        command = [sys.executable, "-W", "ignore", "-m", *arguments]
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", *arguments],
-            cwd=phases.ROOT,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            errors="replace",
+            command, cwd=phases.ROOT, stdout=subprocess.PIPE, stderr=self._errors, text=True, errors="replace"
         )
 
     def rows(self) -> Iterator[dict]:

@@ -2,7 +2,7 @@
 
 import time
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from common import phases
 from common.learn import exercises, progress
@@ -41,11 +41,9 @@ def overview() -> None:
         of_phase = [e for e in exercises.load() if e.phase == phase]
         solved = sum(map(so_far.solved, of_phase))
         bar = ProgressBar(total=max(1, len(of_phase)), completed=solved, width=20)
-        chapters = "".join(
-            f"\n   [dim]{phases.as_read(f'{phase.folder}/{name}')}, about {hours:g} h[/]"
-            for name, hours in zip(phase.chapters, phase.hours, strict=True)
-        )
-        title = f"[bold]{phase.number}  {phase.title}[/]{chapters}"
+        title = f"[bold]{phase.number}  {phase.title}[/]"
+        for name, hours in zip(phase.chapters, phase.hours, strict=True):
+            title += f"\n   [dim]{phases.as_read(f'{phase.folder}/{name}')}, about {hours:g} h[/]"
         table.add_row(title, bar, f"{solved} of {len(of_phase)}")
     console.print(table)
     console.line()
@@ -141,13 +139,13 @@ def diff(
     for name, known in zip((old, new), chosen, strict=True):
         if known is None:
             names = ", ".join([*(str(p.number) for p in phases.PHASES), *phases.RUNGS])
-            _refuse(f"There is no phase or rung {name!r}; there are {names}.")
+            refuse(f"There is no phase or rung {name!r}; there are {names}.")
     both = [kind for kind in chosen[0][1] if kind in chosen[1][1]]
     phases_only = all(phases.find(name) for name in (old, new))  # these are compared in any case
     if kernel not in both if kernel else not both and not phases_only:
         have = [", ".join(made) for _, made in chosen]
         which = f"kernel {kernel!r}" if kernel else "kind of kernel"
-        _refuse(f"No {which} in common: {old} has {have[0]}; {new} has {have[1]}.")
+        refuse(f"No {which} in common: {old} has {have[0]}; {new} has {have[1]}.")
     owners = [phase for phase, _ in chosen]
     kind = kernel or (both[0] if both else "")
     kernels = [made[kind] if kind else next(iter(made.values())) for _, made in chosen]
@@ -165,7 +163,7 @@ def _print_diff(old: str, new: str) -> None:
         console.print(line, style=style, markup=False, soft_wrap=True)
 
 
-def _refuse(message: str) -> None:
+def refuse(message: str) -> NoReturn:
     console.print(message, markup=False, style="red")
     raise typer.Exit(2)
 
@@ -205,9 +203,7 @@ def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
 
 
 def _chosen(name: str) -> Exercise:
-    """The exercise that is meant, with its file created; the next one without a name. Ends the command where there is
-    none.
-    """
+    """The exercise that is meant, or the next one, with its file created. Ends the command where there is none."""
     exercise = _found(name)
     progress.begin(exercise)
     return exercise
@@ -224,8 +220,7 @@ def _found(name: str) -> Exercise:
     if exercise is None:
         similar = exercises.similar(name)
         meant = f" Did you mean {' or '.join(similar)}?" if similar else _known()
-        console.print(f"There is no exercise {name!r}.{meant}", style="red", markup=False)
-        raise typer.Exit(2)
+        refuse(f"There is no exercise {name!r}.{meant}")
     return exercise
 
 

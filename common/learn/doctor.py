@@ -17,6 +17,7 @@ from common.arguments import arguments
 # torch release -> the Triton release that it is built for and that this course was run with
 PAIRS = {"2.13": "3.7.1", "2.11": "3.6.0"}
 OK, NOTE, PROBLEM = "ok", "note", "problem"
+REINSTALL = "reinstall: make clean, then make course"
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,9 @@ def check_canary() -> Finding:
     import torch
 
     x = torch.arange(1000, dtype=torch.float32, device=runtime.DEVICE)
-    right = bool((double(x) == 2 * x).all())
-    if right:
+    if (double(x) == 2 * x).all():
         return Finding("canary kernel", OK, "1000 additions in blocks of 256, all right")
-    return Finding(
-        "canary kernel", PROBLEM, "wrong result from a vector add", "reinstall: make clean, then make course"
-    )
+    return Finding("canary kernel", PROBLEM, "wrong result from a vector add", REINSTALL)
 
 
 def check_bf16() -> Finding:
@@ -149,11 +147,9 @@ def check_compiler() -> Finding:
         launches = offline.record_launches(lambda: double(torch.empty(1000)))
         (made,) = offline.compile_launches(launches, ["sm_90"])
     except (RuntimeError, OSError) as error:
-        return Finding(
-            "compiler", PROBLEM, str(error).strip().splitlines()[-1], "reinstall triton: make clean, make course"
-        )
+        return Finding("compiler", PROBLEM, str(error).strip().splitlines()[-1], REINSTALL)
     if made.error:
-        return Finding("compiler", PROBLEM, str(made), "reinstall triton: make clean, make course")
+        return Finding("compiler", PROBLEM, str(made), REINSTALL)
     return Finding("compiler", OK, f"Triton compiles for sm_90 without a GPU ({made.registers} registers)")
 
 
@@ -190,8 +186,7 @@ def check_line_ends() -> Finding:
 
 
 def check_cpp() -> Finding:
-    compiler = next((c for c in ("g++", "clang++") if shutil.which(c)), None)
-    if compiler:
+    if compiler := next(filter(shutil.which, ("g++", "clang++")), None):
         return Finding("C++ compiler", OK, f"{compiler}: torch.compile can use its default backend")
     return Finding("C++ compiler", NOTE, "none", 'torch.compile needs one, or use torch.compile(backend="aot_eager")')
 

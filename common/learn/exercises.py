@@ -40,9 +40,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise. `section` is the heading where it belongs in a notebook: the phase's first, unless `chapter` names
-    another one.
-    """
+    """One exercise. section: where it belongs, a heading of `chapter`, by default the phase's first notebook."""
 
     phase: phases.Phase
     place: int  # in the manifest, from 1
@@ -137,9 +135,8 @@ def find(name: str) -> Exercise | None:
     shipped one, seen from here or from the root of the course.
     """
     files = {*map(os.path.realpath, (name, phases.ROOT / name))}
-    return next(
-        (e for e in load() if name in (e.number, e.name) or files & {*map(os.path.realpath, (e.path, e.shipped))}), None
-    )
+    found = (e for e in load() if name in (e.number, e.name) or files & {*map(os.path.realpath, (e.path, e.shipped))})
+    return next(found, None)
 
 
 def similar(name: str) -> list[str]:

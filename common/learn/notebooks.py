@@ -6,7 +6,6 @@
 Stored outputs come from the interpreter on a CPU, whatever machine stores them.
 """
 
-import argparse
 import os
 import re
 import signal
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from common.arguments import arguments, refuse
 from common.learn import exercises
 from common.phases import PHASES, ROOT
 
@@ -22,10 +22,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-METADATA = {
-    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-    "language_info": {"name": "python"},
-}
+KERNEL = dict(display_name="Python 3", language="python", name="python3")
+METADATA = dict(kernelspec=KERNEL, language_info=dict(name="python"))
 
 
 def find(names: list[str] | None = None) -> list[Path]:
@@ -69,33 +67,27 @@ def _client(notebook, path: Path, on_cell: Callable[[int, int], None] | None) ->
             on_cell(done, total)
 
     return NotebookClient(
-        notebook,
-        timeout=300,
-        kernel_name="python3",
-        extra_arguments=["--IPKernelApp.log_level=40"],  # errors only
+        notebook, timeout=300, kernel_name="python3", record_timing=False, on_cell_complete=count,
         resources={"metadata": {"path": str(path.parent)}},
-        record_timing=False,
+        extra_arguments=["--IPKernelApp.log_level=40"],  # errors only
         coalesce_streams=True,  # one output a cell, however often it flushes
-        on_cell_complete=count,
-    )
+    )  # fmt: skip
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Execute the course's notebooks.")
-    parser.add_argument("names", nargs="*", help="part of a path, such as phase1; default: all")
-    parser.add_argument("--store", action="store_true", help="write the outputs into the notebooks")
-    args = parser.parse_args()
-    if args.store:
+    names = dict(nargs="*", help="parts of paths, such as phase1; without: all")
+    typed = arguments(names=names, store="write the outputs into the notebooks")
+    if typed.store:
         os.environ["TRITON_INTERPRET"] = "1"
         if answered := [e.file for e in exercises.load() if e.answer not in (None, e.stub.encode())]:
-            parser.error(
+            refuse(
                 f"--store would store the verdicts on your answers: move {', '.join(answered)} away, or bring them "
                 "back as shipped by course reset"
             )
-    chosen = find(args.names)
+    chosen = find(typed.names)
     if not chosen:
         known = ", ".join(str(path.relative_to(ROOT)) for path in find())
-        parser.error(f"names: no notebook's path contains {' or '.join(args.names)}; there are {known}")
+        refuse(f"names: no notebook's path contains {' or '.join(typed.names)}; there are {known}")
     failed = 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # In a thread, since nbclient would take signals over in the main one, and fails at them.
@@ -103,7 +95,7 @@ def main() -> int:
         try:
             for path in chosen:
                 start = time.perf_counter()
-                error = pool.submit(execute, path, store=args.store).result()
+                error = pool.submit(execute, path, store=typed.store).result()
                 failed += error is not None
                 seconds = time.perf_counter() - start
                 print(f"{path.relative_to(ROOT)}: {error or 'ok'}, {seconds:.0f} s", flush=True)

@@ -107,9 +107,7 @@ def edited(exercise: Exercise) -> bool:
 
 
 def begin(exercise: Exercise) -> None:
-    """Create the learner's file from the stub. One that has been edited is left alone; one that has not follows the
-    stub when the course is updated.
-    """
+    """Create the learner's file from the stub, or renew it if nobody has edited it. One that is edited stays."""
     as_shipped = exercise.answer == exercise.stub.encode()
     if not (as_shipped or edited(exercise)):
         _write_stub(exercise)

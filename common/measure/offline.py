@@ -155,13 +155,8 @@ def _in_child(jobs: list[dict]) -> list[Compiled]:
     env = os.environ | {"TRITON_INTERPRET": "0"}
     folders = [str(ROOT), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    child = subprocess.run(
-        [sys.executable, "-m", "common.measure.offline"],
-        input=json.dumps(jobs),
-        capture_output=True,
-        text=True,
-        env=env,
-    )
+    command = [sys.executable, "-m", "common.measure.offline"]
+    child = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True, env=env)
     if child.returncode:
         raise RuntimeError(f"offline compilation failed:\n{child.stderr.strip()}")
     return [Compiled(**row) for row in json.loads(child.stdout)]
@@ -243,9 +238,8 @@ def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
         try:
             made = triton.compile(source, target=gpu, options=launch["options"])
         except OSError as error:  # the compiler was not asked
-            raise OSError(
-                f"{error}. Is Triton's cache yours to write in? TRITON_CACHE_DIR names another folder"
-            ) from error
+            advice = "Is Triton's cache yours to write in? TRITON_CACHE_DIR names another folder"
+            raise OSError(f"{error}. {advice}") from error
         except Exception as error:  # the compiler raises many types; its message is the result
             return Compiled(launch["name"], target, error=_message(error))
     return (_of_nvidia if nvidia else _of_amd)(launch["name"], target, made, sass)

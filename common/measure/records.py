@@ -16,6 +16,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 from common import runtime
 from common.arguments import Typed, arguments
@@ -55,9 +56,8 @@ def _called(function) -> list:
         return []
     used = [function.__globals__.get(name) for name in function.__code__.co_names]
     used += [member for u in used for member in getattr(u, "hash_attrs", ())]
-    return [u for u in used if hasattr(u, "fn")] + [
-        u for u in used if inspect.isfunction(u) and u.__module__ == function.__module__
-    ]
+    plain = [u for u in used if inspect.isfunction(u) and u.__module__ == function.__module__]
+    return [u for u in used if hasattr(u, "fn")] + plain
 
 
 def kernel_name(kernel) -> str:
@@ -87,31 +87,33 @@ def provenance(
     on beside the kernels and the clock, as for settings_fingerprint; if there are none, no hash is recorded. Raises
     RuntimeError if nvidia-smi does not answer, FileNotFoundError if there is none.
     """
-    query = "name,driver_version,clocks.max.sm,clocks.max.mem"
-    smi = subprocess.run(
-        ["nvidia-smi", "-i", gpu_id(), f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
-    )
+    query = "--query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem"
+    asked = ["nvidia-smi", "-i", gpu_id(), query, "--format=csv,noheader"]
+    smi = subprocess.run(asked, capture_output=True, text=True)
     if smi.returncode:
         said = (smi.stdout + smi.stderr).strip()
         raise RuntimeError(f"a record names its GPU, but nvidia-smi -i {gpu_id()} failed ({said}): make that run first")
     gpu, driver, sm, mem = (field.strip() for field in smi.stdout.splitlines()[0].split(","))
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     # The module as it was started with -m; sys.argv[0] would be a path of this machine.
     command = " ".join(["python -m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]])
-    return dict(
-        gpu=gpu,
-        driver=driver,
-        max_clocks=f"SM {sm}, memory {mem}",
-        torch=torch.__version__,
-        triton=triton.__version__,
-        cuda=torch.version.cuda,
-        commit=commit or git.stdout.strip() or "unknown",
-        command=command,
-        kernels={kernel_name(k): fingerprint(k) for k in kernels},
-        date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        **({"settings": settings_fingerprint(settings)} if settings else {}),
-        **({"packages": {package: _version(package) for package in packages}} if packages else {}),
-    )
+    made = dict(gpu=gpu, driver=driver, max_clocks=f"SM {sm}, memory {mem}", **versions(), cuda=torch.version.cuda)
+    made |= dict(commit=commit or commit_here(), command=command)
+    made |= dict(kernels={kernel_name(k): fingerprint(k) for k in kernels}, date=date())
+    made |= dict(settings=settings_fingerprint(settings)) if settings else {}
+    return made | (dict(packages={package: _version(package) for package in packages}) if packages else {})
+
+
+def versions() -> dict[str, str]:
+    return dict(torch=torch.__version__, triton=triton.__version__)
+
+
+def commit_here() -> str:
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    return git.stdout.strip() or "unknown"
+
+
+def date() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _version(package: str) -> str:
@@ -140,13 +142,9 @@ def without_gpu() -> bool:
 
 
 def main(
-    folder: str,
-    kernels: Iterable,
-    run: Callable[[], list[dict]],
-    typed: Typed | None = None,
-    packages: Sequence[str] = (),
-    settings: Sequence[object] = (),
-) -> int:
+    folder: str, kernels: Iterable, run: Callable[[], list[dict]], typed: Typed | None = None,
+    packages: Sequence[str] = (), settings: Sequence[object] = (),
+) -> int:  # fmt: skip
     """`python -m phaseN_x.bench [--name h200] [--commit HASH]`: measure and write folder/results/NAME.json.
 
     typed: what was typed for NAME and COMMIT, where a module takes more; without a name nothing is stored then.
@@ -159,13 +157,17 @@ def main(
         return 0
     start = time.perf_counter()
     head = dict(provenance=provenance(kernels, typed.commit, packages, settings), ceilings=ceilings())
-    rows = ",\n  ".join(json.dumps(row) for row in run())
-    path = ROOT / folder / "results" / f"{typed.name}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n')
+    write(path := ROOT / folder / "results" / f"{typed.name}.json", head, run())
     print(f"wrote {path.relative_to(ROOT)} in {time.perf_counter() - start:.0f} s")
     print(f'to see it in a notebook instead of the recorded run: records.load("{folder}", "{typed.name}")')
     return 0
+
+
+def write(path: Path, head: dict, rows: list[dict]) -> None:
+    """Store a record, one row a line."""
+    lines = ",\n  ".join(map(json.dumps, rows))
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
 def load(folder: str, name: str = "h200") -> dict:

@@ -22,9 +22,7 @@ import triton
 
 @dataclass
 class Traffic:
-    """Bytes loaded and stored, and the same by tensor for the tensors that were named to `measure`; how many products
-    of tiles (tl.dot) were computed.
-    """
+    """Bytes loaded and stored, also by tensor for those that `measure` was given; and products of tiles (tl.dot)."""
 
     loaded: int = 0
     stored: int = 0
@@ -46,9 +44,7 @@ def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
     that do not exist yet, under "other". (bf16 is computed in fp32 when interpreted: count with fp16.)
     """
     if not runtime.INTERPRETED:
-        raise RuntimeError(
-            "bytes are counted by the interpreter, but kernels are compiled here: set TRITON_INTERPRET=1"
-        )
+        raise RuntimeError("bytes are counted by the interpreter; kernels are compiled here: set TRITON_INTERPRET=1")
     from triton.runtime.interpreter import interpreter_builder as builder
 
     traffic = Traffic()
@@ -119,11 +115,8 @@ def least_unfused_attention_bytes(seq_q: int, seq_k: int, head_dim: int, size: i
 
 def _rows_of_keys(seq_q: int, seq_k: int, block_m: int, block_n: int, is_causal: bool) -> int:
     """The rows of k that all tiles of queries read together."""
-    rows = 0
-    for start_m in range(0, seq_q, block_m):
-        end_n = min(seq_k, start_m + block_m) if is_causal else seq_k
-        rows += min(seq_k, triton.cdiv(end_n, block_n) * block_n)
-    return rows
+    ends = [min(seq_k, start_m + block_m) if is_causal else seq_k for start_m in range(0, seq_q, block_m)]
+    return sum(min(seq_k, triton.cdiv(end, block_n) * block_n) for end in ends)
 
 
 def tiled_attention_bytes(
@@ -147,9 +140,8 @@ def attention_backward_bytes(
     """
     row = 2 * head_dim * size  # of two tensors: o and do, k and v, q and do, dk and dv
     delta = seq_q * (row + 4)
-    q_rows = 0
-    for start_n in range(0, seq_k, block_n):
-        q_rows += max(0, seq_q - (start_n // block_m * block_m if is_causal else 0))
+    starts = [start_n // block_m * block_m if is_causal else 0 for start_n in range(0, seq_k, block_n)]
+    q_rows = sum(max(0, seq_q - start) for start in starts)
     dkdv = 2 * seq_k * row + q_rows * (row + 8)
     kv_rows = _rows_of_keys(seq_q, seq_k, block_m, block_n, is_causal)
     dq = seq_q * (3 * head_dim * size + 8) + kv_rows * row

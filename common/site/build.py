@@ -84,18 +84,15 @@ def _anchor(path: str) -> str:
 def index() -> str:
     chapters = [str(p.relative_to(ROOT).with_suffix("")) for phase in PHASES for p in phase.notebook_paths]
     rest = ["exercises", "pictures", "glossary", "why_slow", "records", "code", "api", "contributing", "versions"]
-    trees = "".join(
-        f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```\n"
-        for caption, names in (("Chapters", chapters), ("Beside them", rest))
-    )
-    return linked((ROOT / "README.md").read_text()) + trees
+    page = linked((ROOT / "README.md").read_text())
+    for caption, names in (("Chapters", chapters), ("Beside them", rest)):
+        page += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```\n"
+    return page
 
 
 def exercise_page() -> str:
-    parts = [
-        "# Exercises\n",
-        "Each is a file of the course to complete. `course next` brings it, `course check` judges it.\n",
-    ]
+    said = "Each is a file of the course to complete. `course next` brings it, `course check` judges it."
+    parts = ["# Exercises\n", f"{said}\n"]
     for phase in PHASES:
         parts.append(f"## Phase {phase.number}: {phase.title}\n")
         for e in (e for e in exercises.load() if e.phase == phase):

@@ -35,12 +35,8 @@ def describe_figures(app, doctree):
         return
     outputs = (o for c in nbformat.read(path, as_version=4).cells for o in c.get("outputs", ()))
     texts = [o.metadata.get("image/png", {}).get("alt", "") for o in outputs if "image/png" in o.get("data", {})]
-    figures = [
-        image
-        for box in doctree.findall(nodes.container)
-        if box.get("nb_element") == "mime_bundle"
-        for image in box.findall(nodes.image)
-    ]
+    boxes = (box for box in doctree.findall(nodes.container) if box.get("nb_element") == "mime_bundle")
+    figures = [image for box in boxes for image in box.findall(nodes.image)]
     if len(figures) != len(texts):
         raise ValueError(f"{path.name}: {len(figures)} figures on the page, {len(texts)} stored")
     for image, text in zip(figures, texts, strict=True):

@@ -16,11 +16,9 @@ from PIL import Image
 FOLDER = Path(__file__).parent / "pictures"
 WIDTH = 760  # of a still, in pixels of a page: a notebook's outputs are about so wide
 TITLES = {
-    "softmax": "The online softmax",
-    "tiles": "Tiles and bytes",
-    "masks": "Masks and the grid",
+    "softmax": "The online softmax", "tiles": "Tiles and bytes", "masks": "Masks and the grid",
     "pipeline": "The pipeline of a multiprocessor",
-}
+}  # fmt: skip
 ALTS = {  # what the stills show
     "softmax": "Four logits as bars; the third, 5, is a new maximum. l and acc, as bars below, shrink by "
     "exp(3 - 5) = 0.135; then the new term is added",
@@ -68,8 +66,5 @@ def framed(name: str) -> str:
     with Image.open(still(name)) as image:
         height = image.height * WIDTH // image.width
     page = html.escape((FOLDER / f"{name}.html").read_text(), quote=False).replace("'", "&#39;")
-    return (
-        f'<iframe title="{TITLES[name]}" sandbox="allow-scripts" '
-        f'style="width: 100%; height: {height}px; border: 0" '
-        f"srcdoc='{page}'>{INSTEAD}</iframe>"
-    )
+    style = f'style="width: 100%; height: {height}px; border: 0"'
+    return f"""<iframe title="{TITLES[name]}" sandbox="allow-scripts" {style} srcdoc='{page}'>{INSTEAD}</iframe>"""

@@ -53,10 +53,8 @@ def _draw_tiles(ax) -> None:
 
 def _draw_chip(ax) -> None:
     """What a program keeps for each query row, and what leaves it."""
-    chip = FancyBboxPatch(
-        (5.7, 1.0), 5.2, 4.3, boxstyle="round,pad=0.1", facecolor="none", edgecolor=COLORS["state"], lw=1.8
-    )
-    ax.add_patch(chip)
+    look = dict(boxstyle="round,pad=0.1", facecolor="none", edgecolor=COLORS["state"], lw=1.8)
+    ax.add_patch(FancyBboxPatch((5.7, 1.0), 5.2, 4.3, **look))
     ax.text(8.3, 4.95, "on chip, for each query row", ha="center", va="center", color=COLORS["state"], fontsize=10)
     for y, name, meaning in (
         (4.1, "m", "largest logit so far"),

@@ -202,9 +202,8 @@ def _non_finite(name, actual, truth, misplaced, c: Context, rows) -> str:
     if actual[misplaced].isfinite().all():
         return f"{name} is finite where SDPA's is not: a NaN or infinity of the input must reach the result"
     if c.k.shape[2] == 0 or truth[misplaced].eq(NEG_INF).any() or (name == "o" and truth[misplaced].eq(0).all()):
-        return (
-            "a row that sees no key gives NaN: exp(-inf - -inf) or 0 / 0; guard the maximum and the sum of empty rows"
-        )
+        nan = "a row that sees no key gives NaN: exp(-inf - -inf) or 0 / 0"
+        return f"{nan}; guard the maximum and the sum of empty rows"
     row = int(misplaced.nonzero()[0][2])
     return (
         f"first non-finite value in row {row if rows is None else int(rows[row])}: are the loads past the end of the "
@@ -216,10 +215,8 @@ def _non_finite(name, actual, truth, misplaced, c: Context, rows) -> str:
 def _factor(name, actual, truth, wrong, c: Context) -> str | None:
     """Elements that are all off by the same factor."""
     if (actual[wrong].abs() < 0.01 * truth[wrong].abs()).double().mean() > 0.9:
-        return (
-            f"what is wrong in {name} is 0 or nearly so: was it never written, its tile skipped, or did exp underflow "
-            "(is the maximum that of the scaled logits)?"
-        )
+        exp = "did exp underflow (is the maximum that of the scaled logits)"
+        return f"what is wrong in {name} is 0 or nearly so: was it never written, its tile skipped, or {exp}?"
     usable = wrong & (truth.abs() > 1e-3 * truth[wrong].abs().max())
     if usable.sum() < 8:
         return None
@@ -228,9 +225,8 @@ def _factor(name, actual, truth, wrong, c: Context) -> str | None:
     if (ratio - middle).abs().median().item() > min(0.01 * abs(middle), 0.1 * abs(middle - 1)):
         return None
     if abs(middle - 1) < 1e-3:
-        return (
-            f"wrong elements of {name} are off by {abs(middle - 1):.1g} of their size: a constant with too few digits?"
-        )
+        off = f"wrong elements of {name} are off by {abs(middle - 1):.1g} of their size"
+        return f"{off}: a constant with too few digits?"
     known = {
         c.scale: "the scale is applied once too often",
         1 / c.scale if c.scale else math.nan: "the scale is missing",
@@ -262,11 +258,8 @@ def _place(name, error, wrong, rows) -> str | None:
         return f"{total} of {wrong.numel()} elements wrong, the rest right: a store that overlaps, an index off by one?"
     bad_rows = wrong.any(dim=-1).any(dim=0).any(dim=0).nonzero().flatten().tolist()
     first, last = bad_rows[0], bad_rows[-1]
-    return (
-        _some_heads(error, wrong, last, rows)
-        or (_rows_from(first, error, wrong) if rows is None else None)
-        or _some_columns(error, wrong)
-    )
+    from_a_row = _rows_from(first, error, wrong) if rows is None else None
+    return _some_heads(error, wrong, last, rows) or from_a_row or _some_columns(error, wrong)
 
 
 def _stands_out(error, inside) -> bool:
@@ -282,14 +275,10 @@ def _some_heads(error, wrong, last, rows) -> str | None:
     place = tuple(bad_heads.nonzero()[0].tolist())
     spilled = last < seq - 1 and any(seq % tile and last < tile - seq % tile for tile in TILE_SIZES)
     if spilled and rows is None and not bad_heads.flatten()[0]:
-        return (
-            f"rows 0 to {last} of (batch, head) {place} are wrong, the first head is right: does the partial tile "
-            "of the head before it store past its end?"
-        )
-    return (
-        f"only some (batch, head) are wrong, first {place}: are base pointers, each tensor's own strides and the "
-        "head mapping right?"
-    )
+        rows_are = f"rows 0 to {last} of (batch, head) {place} are wrong, the first head is right"
+        return f"{rows_are}: does the partial tile of the head before it store past its end?"
+    only = f"only some (batch, head) are wrong, first {place}"
+    return f"{only}: are base pointers, each tensor's own strides and the head mapping right?"
 
 
 def _rows_from(first, error, wrong) -> str | None:

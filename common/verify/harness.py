@@ -417,9 +417,7 @@ def _check_gradients(q, k, v, do) -> None:
     if do is None:
         return
     if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "do: there are no gradients inside torch.inference_mode(); call outside of it, or without do"
-        )
+        raise RuntimeError("do: torch.inference_mode() gives no gradients; call outside of it, or without do")
     for name, t in dict(q=q, k=k, v=v).items():
         if t.is_inference():
             raise RuntimeError(f"{name}: a tensor made inside torch.inference_mode() has no gradient; pass its clone()")
@@ -517,9 +515,8 @@ def _compare(name, actual, expected, dtype, context, *, drop=0, sdpa_z=None) -> 
         out_of_place = int((actual.isfinite() != truth.isfinite()).sum())
         problem = f"{out_of_place} elements are non-finite in one of result and truth"
     hint = None if passed or context is None else diagnose.hint(name, actual, truth, ~(z <= Z_MAX), context, rows)
-    values = (actual.flatten()[flat].item(), truth.flatten()[flat].item(), sigma.flatten()[flat].item())
+    values = (t.flatten()[flat].item() for t in (actual, truth, sigma))
+    rms_z = z.square().mean().sqrt().item()
     if rows is not None:
         at[2] = int(rows[at[2]])
-    return TensorResult(
-        name, dtype, worst, passed, tuple(at[drop:]), *values, sdpa_z, problem, hint, z.square().mean().sqrt().item()
-    )
+    return TensorResult(name, dtype, worst, passed, tuple(at[drop:]), *values, sdpa_z, problem, hint, rms_z)

@@ -4,7 +4,15 @@ from common import runtime
 
 import torch
 
-KINDS = ("normal", "positive", "peaked", "flat", "large", "low")
+_FROM_NORMAL = {
+    "normal": lambda x: x,
+    "positive": torch.abs,
+    "peaked": lambda x: 3 * x,
+    "flat": lambda x: 1 + x / 1000,
+    "large": lambda x: 30 * x,
+    "low": lambda x: -30 + x / 8,
+}
+KINDS = tuple(_FROM_NORMAL)
 LAYOUTS = ("bhsd", "bshd", "transposed", "sliced", "expanded")
 
 
@@ -32,17 +40,8 @@ def make_tensor(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype: expected a dtype such as torch.float16, got {dtype!r}")
     batch, heads, seq, head_dim = shape
-    device = device or runtime.DEVICE
     x = torch.randn(batch, heads, seq, head_dim, generator=generator, dtype=torch.float32)
-    x = {
-        "normal": lambda: x,
-        "positive": lambda: x.abs(),
-        "peaked": lambda: 3 * x,
-        "flat": lambda: 1 + x / 1000,
-        "large": lambda: 30 * x,
-        "low": lambda: -30 + x / 8,
-    }[kind]()
-    x = x.to(device=device, dtype=dtype)
+    x = _FROM_NORMAL[kind](x).to(device=device or runtime.DEVICE, dtype=dtype)
     if poison:
         if layout == "bshd":
             big = x.new_full((batch, seq + 6, heads, head_dim + 8), float("nan"))
@@ -68,21 +67,9 @@ def make_tensor(
 
 
 def make_qkv(
-    batch=1,
-    heads_q=2,
-    seq_q=64,
-    head_dim=64,
-    *,
-    heads_kv=None,
-    seq_k=None,
-    dtype=torch.float16,
-    kind="normal",
-    layout="bhsd",
-    layout_v=None,
-    poison=False,
-    seed=0,
-    device=None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    batch=1, heads_q=2, seq_q=64, head_dim=64, *, heads_kv=None, seq_k=None, dtype=torch.float16, kind="normal",
+    layout="bhsd", layout_v=None, poison=False, seed=0, device=None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Random q (batch, heads_q, seq_q, head_dim) and k, v (batch, heads_kv, seq_k, head_dim), the same for a seed on
     every machine. heads_kv defaults to heads_q, seq_k to seq_q; kind, layout, poison as in `make_tensor`. layout_v:
     another layout for v, so that its strides are not k's.
@@ -97,17 +84,13 @@ def make_qkv(
             raise ValueError(f"{name}: expected a whole number from 0 upwards, got {size!r}")
     generator = torch.Generator().manual_seed(seed)
 
-    def make(heads, seq, this_kind, layout=layout):
-        shape = (batch, heads, seq, head_dim)
-        return make_tensor(
-            shape, dtype=dtype, kind=this_kind, layout=layout, poison=poison, generator=generator, device=device
-        )
+    of_all = dict(dtype=dtype, poison=poison, generator=generator, device=device)
+
+    def make(heads, seq, kind, layout=layout):
+        return make_tensor((batch, heads, seq, head_dim), kind=kind, layout=layout, **of_all)
 
     kinds = ("positive", "low", "normal") if kind == "low" else (kind, kind, kind)
     # Peaked and large logits come from q and k; v stays of ordinary size.
     kind_v = "normal" if kind in ("peaked", "large") else kinds[2]
-    return (
-        make(heads_q, seq_q, kinds[0]),
-        make(heads_kv, seq_k, kinds[1]),
-        make(heads_kv, seq_k, kind_v, layout_v or layout),
-    )
+    q, k = make(heads_q, seq_q, kinds[0]), make(heads_kv, seq_k, kinds[1])
+    return q, k, make(heads_kv, seq_k, kind_v, layout_v or layout)

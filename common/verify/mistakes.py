@@ -173,10 +173,12 @@ LOWER = Case(kind="low", scale=100.0)  # all logits below -5e4
 LOWEST = Case(kind="low", scale=2000.0, is_causal=True, seq_k=96)  # all logits below -1e6
 EXACT = Case(dtype=FP32)
 MANY_TILES = Case(seq_q=32, seq_k=4096)
+MANY_TILES_BF16 = replace(MANY_TILES, dtype=BF16)
 GRAD = Case(grad=True, seq_q=70)
 GRAD_CAUSAL = replace(GRAD, is_causal=True)
 GRAD_GROUPED = replace(GRAD, heads_q=6, heads_kv=2)
 GRAD_EXACT = replace(GRAD, dtype=FP32)
+GRAD_WIDE = replace(GRAD, head_dim=64)
 GRAD_POSITIVE = Case(grad=True, seq_q=100, head_dim=128, kind="positive")
 
 # fmt: off
@@ -264,8 +266,7 @@ MISTAKES: dict[str, Mistake] = dict(
     q_rounded=_mistake("q scaled, then rounded to fp16", FULL, logits=_round_q),
     sum_of_rounded=_mistake("row sum of the rounded P", FULL, summand=lambda p, rounded: rounded),
     acc_fp16=_mistake("accumulator in fp16", MANY_TILES, acc=lambda acc, dtype: acc.half().float()),
-    acc_bf16=_mistake(
-        "accumulator in bf16", replace(MANY_TILES, dtype=BF16), acc=lambda acc, dtype: acc.bfloat16().float()),
+    acc_bf16=_mistake("accumulator in bf16", MANY_TILES_BF16, acc=lambda acc, dtype: acc.bfloat16().float()),
     o_through_bf16=_mistake("o rounded to bf16", FULL, normalize=lambda acc, l: (acc / l).bfloat16()),
     tf32=_mistake("TF32 products", EXACT, product=lambda a, b: _tf32(a) @ _tf32(b)),
     exp_cubic=_mistake("exp with relative error 1e-4", EXACT, exp=_exp_cubic),
@@ -305,20 +306,14 @@ MISTAKES: dict[str, Mistake] = dict(
     ds_through_bf16=_mistake("dS rounded to bf16", GRAD, round_ds=lambda ds, dtype: ds.bfloat16()),
     ds_through_fp16=_mistake("dS rounded to fp16", GRAD_EXACT, round_ds=lambda ds, dtype: ds.half()),
     # not mistakes after all: on these inputs the result is as good as that of a correct kernel
-    one_element_bf16=_mistake(
-        "one element off by 2 %, in bf16", Case(dtype=BF16), normalize=_nudge,
+    one_element_bf16=_mistake("one element off by 2 %, in bf16", Case(dtype=BF16), normalize=_nudge,
         benign="rounding o to bf16 may cost 0.4 % and is one sigma: 2 % is at most 5.1"),
-    p_unrounded=_mistake(
-        "P not rounded", GRAD, round_p=lambda p, dtype: p,
-        benign="more precise than it need be"),
-    q_rounded_exactly=_mistake(
-        "q scaled, then rounded to fp16, head_dim 64", replace(GRAD, head_dim=64), logits=_round_q,
+    p_unrounded=_mistake("P not rounded", GRAD, round_p=lambda p, dtype: p, benign="more precise than it need be"),
+    q_rounded_exactly=_mistake("q scaled, then rounded to fp16, head_dim 64", GRAD_WIDE, logits=_round_q,
         benign="the scale is 1/8: multiplying by a power of two rounds nothing"),
-    hidden_is_1e6_near=_mistake(
-        "hidden logits set to -1e6, logits near 0", GRAD_CAUSAL, hidden=-1e6,
+    hidden_is_1e6_near=_mistake("hidden logits set to -1e6, logits near 0", GRAD_CAUSAL, hidden=-1e6,
         benign="exp underflows to 0 all the same, and every row sees a key"),
-    max_of_tile_near=_mistake(
-        "maximum of the tile alone, logits near 0", GRAD, running_max=_tile_max,
+    max_of_tile_near=_mistake("maximum of the tile alone, logits near 0", GRAD, running_max=_tile_max,
         benign="softmax is the same whatever is subtracted, while nothing overflows"),
     tail_unmasked_backward=_mistake(
         "keys past the end not masked in the backward pass", GRAD, in_bounds_backward=lambda j, n: j >= 0,

@@ -28,10 +28,9 @@ def causal_mask(seq_q: int, seq_k: int, *, first_row: int = 0, device=None) -> t
 
 def sdpa_reference(q, k, v, *, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:
     """The truth: o of SDPA's "math" backend, in fp64, on the inputs as they are (their rounding is not an error)."""
+    q, k, v = q.double(), k.double(), v.double()
     with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(
-            q.double(), k.double(), v.double(), is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def naive_attention(q, k, v, *, is_causal=False, scale=None):

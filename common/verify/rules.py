@@ -57,15 +57,14 @@ def rule_table(of: Mapping[str, Mistake] = MISTAKES) -> tuple[list[dict], dict[s
     rows = [dict(mistake=name, what=m.what) | _accepted_by(m.case, m.attention) for name, m in wrong.items()]
     cases = dict.fromkeys(replace(m.case, dtype=dtype) for m in wrong.values() for dtype in (FP16, BF16, FP32))
     correct = [_accepted_by(case, emulate) for case in cases]
+    in_bf16 = [row for case, row in zip(cases, correct, strict=True) if case.dtype == BF16]
     counts = {
         rule: dict(
             let_through=sum(row[rule] for row in rows),
             mistakes=len(rows),
             correct_rejected=sum(not row[rule] for row in correct),
             correct=len(correct),
-            correct_rejected_bf16=sum(
-                case.dtype == BF16 and not row[rule] for case, row in zip(cases, correct, strict=True)
-            ),
+            correct_rejected_bf16=sum(not row[rule] for row in in_bf16),
         )
         for rule in (*CUSTOMARY_RULES, DEFAULTS, OURS)
     }

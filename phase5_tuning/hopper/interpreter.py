@@ -31,25 +31,10 @@ from common.edited import replaced
 from common.validate import check_qkv
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.hopper import machine
 from phase5_tuning.hopper import parts as hopper_parts
 from phase5_tuning.hopper import tma as hopper_tma
-from phase5_tuning.hopper.machine import (
-    Barrier,
-    Descriptor,
-    Load,
-    Number,
-    Pointer,
-    Product,
-    Scheduler,
-    Shared,
-    Store,
-    Thread,
-    Unfenced,
-    inside,
-    me,
-    scalar,
-    tile,
-)
+from phase5_tuning.hopper.machine import Barrier, Load, Number, Scheduler, Shared, Unfenced, inside, me, scalar, tile
 from phase5_tuning.hopper.model import Deadlock, Race
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Launch, positive_scale
@@ -60,16 +45,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 __all__ = [
-    "STAND_INS",
-    "Deadlock",
-    "Interpreted",
-    "Race",
-    "Unfenced",
-    "attention",
-    "changed",
-    "function",
-    "interpreted",
-]
+    "STAND_INS", "Deadlock", "Interpreted", "Race", "Unfenced", "attention", "changed", "function", "interpreted",
+]  # fmt: skip
 
 _one_at_a_time = threading.RLock()  # there is one scheduler, and one set of patched kernels
 
@@ -85,20 +62,17 @@ class _Gl:
     static_range, to_tensor = range, staticmethod(scalar)
     constexpr = staticmethod(lambda value: value)
     exp2, log2 = torch.exp2, torch.log2
+    program_id = staticmethod(lambda axis: Number(me().program["id"]))
+    num_programs = staticmethod(lambda axis: Number(me().program["programs"]))
+    cdiv = staticmethod(lambda a, b: Number(-(-a // b)))
+    expand_dims = staticmethod(lambda x, axis: x.unsqueeze(axis))
+    convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
+    sum = staticmethod(lambda x, axis: x.sum(axis))
 
     def __getattr__(self, name):
         if name.endswith("Layout"):
             return lambda *args, **kwargs: None
         raise NotImplementedError(f"this interpreter does not know gl.{name}")
-
-    def program_id(self, axis):
-        return Number(me().program["id"])
-
-    def num_programs(self, axis):
-        return Number(me().program["programs"])
-
-    def cdiv(self, a, b):
-        return Number(-(-a // b))
 
     def minimum(self, a, b):
         return Number(min(a, b)) if isinstance(a, int) else torch.minimum(a, b)
@@ -120,18 +94,9 @@ class _Gl:
     def arange(self, start, end, layout=None):
         return tile(torch.arange(start, end))
 
-    def expand_dims(self, x, axis):
-        return x.unsqueeze(axis)
-
-    def convert_layout(self, x, layout, assert_trivial=False):
-        return x
-
     def max(self, x, axis):
         found = x.amax(axis)
         return found if found.dim() or found.is_floating_point() else Number(found)
-
-    def sum(self, x, axis):
-        return x.sum(axis)
 
     def store(self, pointer, value, mask=None):
         mask = torch.ones_like(value, dtype=torch.bool) if mask is None else mask
@@ -158,7 +123,7 @@ class _Gl:
         for i, (job, args) in enumerate(jobs):
             number = f" {functions[:i].count(job)}" if functions.count(job) > 1 else ""
             name = f"{job.__name__.strip('_')}{number} of program {program['id']}"
-            threads.append(Thread(Scheduler.running, name, lambda job=job, args=args: job(*args), program))
+            threads.append(machine.Thread(Scheduler.running, name, lambda job=job, args=args: job(*args), program))
         Scheduler.running.threads += threads
         me().wait(lambda: all(t.done for t in threads))
 
@@ -207,7 +172,7 @@ class _Tma:
     @staticmethod
     def async_copy_shared_to_global(descriptor, place, shared):
         me().wait()
-        Store(descriptor, place, shared, adds=False)
+        machine.Store(descriptor, place, shared, adds=False)
 
     @staticmethod
     def store_wait(n):
@@ -220,12 +185,12 @@ class _Tma:
 
 def _tma_add(descriptor, place, shared):
     me().wait()
-    Store(descriptor, place, shared, adds=True)
+    machine.Store(descriptor, place, shared, adds=True)
 
 
 def _warpgroup_mma(a, b, total, use_acc=True, is_async=False):
     me().wait()
-    product = Product(a, b, total if use_acc else None)
+    product = machine.Product(a, b, total if use_acc else None)
     return product if is_async else _warpgroup_mma_wait(0, (product,))
 
 
@@ -233,7 +198,7 @@ def _warpgroup_mma_wait(n, deps):
     me().wait()
     while len(me().products) > n:
         me().products[0].happen()
-    values = [p.value if isinstance(p, Product) and p.value is not None else p for p in deps]
+    values = [p.value if isinstance(p, machine.Product) and p.value is not None else p for p in deps]
     return values if len(values) > 1 else values[0]
 
 
@@ -269,10 +234,6 @@ def _release_count(pointer):
     pointer.data[pointer.offset] += 1
 
 
-def _under_all_rows(row, columns, layout):
-    return row.load().expand(64, columns)
-
-
 STAND_INS = [  # (what a kernel's module has, what stands for it here)
     (gluon_language, _Gl()),
     (hopper.mbarrier, _Mbarrier),
@@ -285,7 +246,7 @@ STAND_INS = [  # (what a kernel's module has, what stands for it here)
     (hopper_parts.meet, _meet),
     (hopper_parts.await_count, _await_count),
     (hopper_parts.release_count, _release_count),
-    (hopper_parts.under_all_rows, _under_all_rows),
+    (hopper_parts.under_all_rows, lambda row, columns, layout: row.load().expand(64, columns)),
     (hopper_parts.in_pairs, lambda x, dtype: x.to(dtype)),
     (hopper_parts.out_of_pairs, lambda x: x.float()),
 ]
@@ -311,17 +272,15 @@ class Interpreted:
     def __getitem__(self, grid):
         if any(n != 1 for n in grid[1:]):
             raise ValueError(f"expected a grid of one axis, got {grid}")
-        return lambda *args, **options: self._run(grid[0], [*map(_argument, self._known(), args)])
+        known = ["constexpr" in str(p.annotation) for p in self.kernel.signature.parameters.values()]  # by the compiler
 
-    def _known(self) -> list[bool]:
-        """Which arguments are known when the kernel is compiled."""
-        return ["constexpr" in str(p.annotation) for p in self.kernel.signature.parameters.values()]
+        def run(*args, **options):
+            with _one_at_a_time:
+                self._run(grid[0], [*map(_argument, known, args)])
+
+        return run
 
     def _run(self, programs, args):
-        with _one_at_a_time:
-            self._run_alone(programs, args)
-
-    def _run_alone(self, programs, args):
         scheduler = Scheduler.running = Scheduler(self.seed)
         body = self._function(self.kernel)
         order = list(range(programs))
@@ -336,12 +295,12 @@ class Interpreted:
         def multiprocessor():
             while order:
                 program = dict(id=order.pop(), programs=programs, stored=dict(fence={}, arrival={}))
-                thread = Thread(scheduler, f"program {program['id']}", lambda p=program: whole(p), program)
+                thread = machine.Thread(scheduler, f"program {program['id']}", lambda p=program: whole(p), program)
                 scheduler.threads.append(thread)
                 scheduler.now.wait(lambda thread=thread: thread.done)
 
         for _ in range(self.resident):
-            scheduler.threads.append(Thread(scheduler, "a multiprocessor", multiprocessor, {}))
+            scheduler.threads.append(machine.Thread(scheduler, "a multiprocessor", multiprocessor, {}))
         try:
             scheduler.run()
         finally:
@@ -393,14 +352,12 @@ def _argument(known: bool, value):
     if known:
         return value
     if hasattr(value, "block_shape"):
-        return Descriptor(value)
-    return Pointer(value) if isinstance(value, torch.Tensor) else scalar(value)
+        return machine.Descriptor(value)
+    return machine.Pointer(value) if isinstance(value, torch.Tensor) else scalar(value)
 
 
 def changed(module: types.ModuleType, changes: dict[str, str]) -> types.ModuleType:
-    """A copy of a module, with text of its source replaced: {old: new}. Raises ValueError if an old text does not stand
-    there exactly once.
-    """
+    """A module with {old: new} replaced in its source. Raises ValueError unless each old text stands there once."""
     source = Path(module.__file__).read_text()
     for old, new in changes.items():
         source = replaced(source, old, new, of=module.__name__)
@@ -425,10 +382,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, is_causal, scale, enable_gqa, options):
         scale, sign = positive_scale(check_qkv(q, k, v, scale, is_causal, enable_gqa))
         if q.dtype.itemsize != 2 or q.shape[3] > 128 or q.shape[3] % 8 or not (q.numel() and k.numel()):
-            raise ValueError(
-                f"expected fp16 or bf16, head_dim a multiple of 8 up to 128, and no empty tensor, got "
-                f"{q.dtype}, {tuple(q.shape)}, {tuple(k.shape)}"
-            )
+            got = f"{q.dtype}, {tuple(q.shape)}, {tuple(k.shape)}"
+            raise ValueError(f"expected fp16 or bf16, head_dim a multiple of 8 up to 128, no empty tensor, got {got}")
         module = options.get("forward", hopper_forward)
         with interpreted(**options):
             o, lse = module.plan(q, k, v, is_causal, scale, sign)(q, k, v)
@@ -457,13 +412,7 @@ def attention(**options) -> Callable:
 
 
 @contextlib.contextmanager
-def interpreted(
-    seed: int = 0,
-    multiprocessors: int = 2,
-    forward=hopper_forward,
-    backward=hopper_backward,
-    replaced: Sequence[tuple] = (),
-):
+def interpreted(seed=0, multiprocessors=2, forward=hopper_forward, backward=hopper_backward, replaced=()):
     """Plans that are made inside run their Gluon kernels here. What torch.empty returns is full of NaN.
 
     forward, backward: the modules whose plans they are. multiprocessors: of the GPU that plans are made for. replaced:
@@ -479,10 +428,8 @@ def interpreted(
             patched.enter_context(mock.patch.object(module, name, kernel))
         patched.enter_context(mock.patch.object(Launch, "compile"))
         patched.enter_context(mock.patch.object(configs, "multiprocessors", return_value=multiprocessors))
-        patched.callback(
-            torch.use_deterministic_algorithms,
-            torch.are_deterministic_algorithms_enabled(),
-            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
+        warns = torch.is_deterministic_algorithms_warn_only_enabled()
+        before = torch.are_deterministic_algorithms_enabled()
+        patched.callback(torch.use_deterministic_algorithms, before, warn_only=warns)
         torch.use_deterministic_algorithms(True)
         yield

@@ -303,9 +303,8 @@ class Shared:
         self.check(f"{me().name} reads", writing=False)
         for part, thread in self.stored["arrival"].values():
             if thread is not me() and part.meets(self):
-                raise Race(
-                    f"{me().name} reads {self.name}, which {thread.name} has stored and not arrived at a barrier since"
-                )
+                stored = f"{thread.name} has stored and not arrived at a barrier since"
+                raise Race(f"{me().name} reads {self.name}, which {stored}")
         if not self.dtype.is_floating_point and (self.data == -1).all():
             raise Race(f"{me().name} reads {self.name}, where nobody has stored anything")
         return tile(self.data.clone())

@@ -1,14 +1,7 @@
 """A model of one Hopper multiprocessor in plain Python, so that asynchronous programs can be tried without a GPU.
 
-Actors, one for each group of warps, are generator functions. What they yield is an operation:
-
-    load(barrier, size)       the TMA fetches a tile; the barrier counts an arrival when it is there
-    wait(barrier, parity)     until the phase with this parity is complete
-    arrive(barrier)           one arrival
-    product(flop, is_async)   on the tensor cores, which take an instruction of each actor in turn
-    wait_products(pending)    until at most so many of the actor's products are under way
-    exponentials(count)       on the unit that all actors share
-    work(clocks)              other instructions, in the actor's own time
+Actors, one for each group of warps, are generator functions. What they yield are operations: `load`, `wait`, `arrive`,
+`product`, `wait_products`, `exponentials`, `work`.
 
 `simulate` runs actors together and returns a `Timeline`. Times are in microseconds. The lower half of the file has the
 programs of hopper/forward.py and, for comparison, of a plain Triton kernel; the order in which hopper/backward.py adds
@@ -104,7 +97,9 @@ class Operation:
 
 
 def load(barrier: Barrier, size: float, text: str = "", into=()) -> Operation:
-    """Fetch `size` bytes; returns at once. into: pairs of a `Place` and the tile that it gets."""
+    """The TMA fetches `size` bytes; the barrier counts an arrival when they are there. The actor goes on at once. into:
+    pairs of a `Place` and the tile that it gets.
+    """
     return Operation("load", size, text, barrier, tiles=tuple(into))
 
 
@@ -118,7 +113,8 @@ def arrive(barrier: Barrier) -> Operation:
 
 
 def product(flop: float, text: str = "", is_async: bool = False, reads=()) -> Operation:
-    """A product on the tensor cores. reads: pairs of a `Place` and the tile that must be there.
+    """A product on the tensor cores, which take an instruction of each actor in turn. reads: pairs of a `Place` and the
+    tile that must be there.
 
     With is_async the actor goes on at once, otherwise when the product is done.
     """
@@ -131,6 +127,7 @@ def wait_products(pending: int = 0) -> Operation:
 
 
 def exponentials(count: float, text: str = "") -> Operation:
+    """On the unit that all actors share."""
     return Operation("exponentials", count, text)
 
 

@@ -86,24 +86,11 @@ class DqSchedule:
 
 
 def dq_schedule(
-    tiles_m: int,
-    tiles_n: int,
-    block_m: int = 128,
-    block_n: int = 128,
-    is_causal: bool = False,
-    slots: int = 132,
-    hop: float = 1.0,
-    step: float = 1.0,
-    *,
-    heads: int = 1,
-    group: int = 1,
-    together: int = 1,
-    writers: int = 2,
-    late: Sequence[float] = (),
-    take_tile: Callable[[int], tuple[int, int, int]] | None = None,
-    walk: Callable[[int, int], Sequence[int]] | None = None,
-    order: Callable[[int, int, int], int] | None = None,
-) -> DqSchedule:
+    tiles_m: int, tiles_n: int, block_m: int = 128, block_n: int = 128, is_causal: bool = False,
+    slots: int = 132, hop: float = 1.0, step: float = 1.0, *,
+    heads: int = 1, group: int = 1, together: int = 1, writers: int = 2, late: Sequence[float] = (),
+    take_tile: Callable | None = None, walk: Callable | None = None, order: Callable | None = None,
+) -> DqSchedule:  # fmt: skip
     """Run the programs of all tiles of keys, and return when each computed, added and ended.
 
     slots: how many programs run at once; another begins when one ends. step: how long a program computes a part. hop:

@@ -69,9 +69,7 @@ def heartbeat(group: dist.ProcessGroup | None = None, interval: float = 1.0, lim
 
 
 class Pulse:
-    """The signs of all ranks, as one of them sees them. Time is counted in ticks of its own, so that a process that was
-    stopped itself blames nobody.
-    """
+    """The signs of all ranks, as one sees them. It counts ticks of its own: one that was stopped blames nobody."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, limit: int):
         self.store, self.rank, self.limit = store, rank, limit
@@ -91,17 +89,13 @@ class Pulse:
         self.ticks = [ticks + 1 for ticks in self.ticks]
 
     def lost(self) -> list[str]:
-        """What to say of the ranks whose sign has been the same for too long: of the silent ones, or if there are none,
-        of those that have raised.
-        """
+        """What to say of the ranks that have been silent for too long or, if there are none, have raised."""
         if self.signs[self.rank] and self.ticks[self.rank] > self.limit:
             return [NO_STORE]
         return self._names(r for r in self._others() if self.ticks[r] > self.limit)
 
     def blamed(self, mine: str, interval: float) -> list[str]:
-        """Wait until each other rank has given a new sign or is lost. Say which are lost, or which have raised
-        something else.
-        """
+        """Wait until each other rank gives a sign or is lost. Say which are lost, or raised something else."""
         try:
             self.give(mine)
             self.listen()  # a lost rank may have given signs since we last heard it

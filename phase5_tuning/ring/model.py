@@ -53,10 +53,8 @@ class Transfer:
             self.meanwhile = self._rank.computed[self._begun :]
             self._rank.log.append(("waited", self._kind))
             if self._sent is not None and self._sent._version != self._version:
-                raise Race(
-                    f"rank {self._rank.number} changed the tensor of its send {self._number + 1} before it had "
-                    "waited for that send"
-                )
+                changed = f"rank {self._rank.number} changed the tensor of its send {self._number + 1}"
+                raise Race(f"{changed} before it had waited for that send")
         return self._other_end()._copy if self._kind == "receive" else None
 
 
@@ -73,17 +71,17 @@ class Rank:
 
     def send(self, x: torch.Tensor) -> Transfer:
         """Start to send x to the next rank. x must not change before `wait` has returned."""
-        self.log.append(("send", ""))
-        self.sends.append(Transfer(self._ring, self, "send", len(self.sends), x))
-        self._ring.look_again()
-        return self.sends[-1]
+        return self._start("send", self.sends, x)
 
     def receive(self) -> Transfer:
         """Start to receive from the rank before; `wait` returns the tensor."""
-        self.log.append(("receive", ""))
-        self.receives.append(Transfer(self._ring, self, "receive", len(self.receives)))
-        self._ring.look_again()
-        return self.receives[-1]
+        return self._start("receive", self.receives)
+
+    def _start(self, kind: str, ends: list[Transfer], x=None) -> Transfer:
+        self.log.append((kind, ""))
+        ends.append(Transfer(self._ring, self, kind, len(ends), x))
+        self._ring.lock.notify_all()
+        return ends[-1]
 
     def attend(self, q, kv, is_causal=False) -> tuple[torch.Tensor, torch.Tensor]:
         """(o, lse) of q (seq_q, head_dim) over keys and values kv (2, seq_k, head_dim), in fp32; under a causal mask
@@ -112,17 +110,14 @@ class _Ring:
     """Who runs: the thread that holds the lock. Who waits gives it away."""
 
     def __init__(self, ranks: int):
-        self._lock, self._waiting, self._dead = threading.Condition(), {}, None
+        self.lock, self._waiting, self._dead = threading.Condition(), {}, None
         self.ranks = [Rank(self, number, ranks) for number in range(ranks)]
         self._running = set(range(ranks))
-
-    def look_again(self) -> None:
-        self._lock.notify_all()
 
     def wait_for(self, transfer: Transfer) -> None:
         self._waiting[transfer._rank.number] = transfer
         self._find_deadlock()
-        self._lock.wait_for(lambda: transfer._other_end() is not None or self._dead)
+        self.lock.wait_for(lambda: transfer._other_end() is not None or self._dead)
         del self._waiting[transfer._rank.number]
         if transfer._other_end() is None:
             raise Deadlock(self._dead)
@@ -132,13 +127,13 @@ class _Ring:
         stuck = len(waiting) == len(self._running) and all(t._other_end() is None for t in waiting)
         if stuck and not self._dead:
             self._dead = "; ".join(map(str, waiting))
-            self._lock.notify_all()
+            self.lock.notify_all()
 
     def run(self, program: Callable, inputs: Sequence) -> list:
         results, errors = [None] * len(self.ranks), [None] * len(self.ranks)
 
         def live(rank):
-            with self._lock:
+            with self.lock:
                 try:
                     results[rank.number] = program(rank, inputs[rank.number])
                 except BaseException as error:
@@ -148,7 +143,7 @@ class _Ring:
                     self._find_deadlock()
 
         threads = [threading.Thread(target=live, args=(rank,)) for rank in self.ranks]
-        with self._lock:
+        with self.lock:
             for thread in threads:
                 thread.start()
         for thread in threads:

@@ -17,9 +17,7 @@ import torch
 
 
 def load(path: Path, name: str = "answer") -> ModuleType:
-    """The module in a file, executed anew each time. PyTorch's defaults stay as they were: a check's own tensors follow
-    them.
-    """
+    """The module in a file, executed anew. PyTorch's defaults stay as they were, as a check's tensors follow them."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     dtype, grad = torch.get_default_dtype(), torch.is_grad_enabled()

@@ -29,14 +29,11 @@ def _chain(error: BaseException, path: Path | None = None) -> list[BaseException
 
 
 def _raised_in(error: BaseException, path: Path) -> bool:
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename) == path
+    return any(Path(frame.filename) == path for frame in traceback.extract_tb(error.__traceback__)[-1:])
 
 
 def is_stub(error: BaseException) -> bool:
-    """True for the `raise NotImplementedError` of a file as shipped; PyTorch's own say what is
-    not implemented.
-    """
+    """True for the `raise NotImplementedError` of a file as shipped; PyTorch's own say what is not implemented."""
     return isinstance(error, NotImplementedError) and not str(error)
 
 
@@ -50,11 +47,8 @@ def described(error: BaseException, path: Path) -> str:
     own = next((own for e in reversed(_chain(error, path)) if (own := _own_frames(e, path))), None)
     if is_stub(root):
         so_far = "".join(getattr(root, "__notes__", ()))
-        return so_far + (
-            f"line {own[-1].lineno} still raises NotImplementedError (in {own[-1].name})"
-            if own
-            else "there is still something to write"
-        )
+        at = own and f"line {own[-1].lineno} still raises NotImplementedError (in {own[-1].name})"
+        return so_far + (at or "there is still something to write")
     if own and isinstance(root, bdb.BdbQuit):
         return f"line {own[-1].lineno}: no debugger under check, where nobody can type: take breakpoint() out, or print"
     if isinstance(root, SyntaxError):
@@ -108,7 +102,8 @@ def _place(package: str, name: str) -> str:
 
 def of_the_course(error: BaseException) -> str:
     """What is said of an error in the course's own files, before the answer is loaded."""
-    frame = [f for f in traceback.extract_tb(error.__traceback__) if _ships(f.filename)][-1]
+    files = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    frame = [f for f in files if Path(f.filename).is_relative_to(phases.ROOT)][-1]
     what = "".join(traceback.format_exception_only(error)).strip()
     return (
         f"{Path(frame.filename).relative_to(phases.ROOT)}, line {frame.lineno}: {what}\n"
@@ -116,66 +111,35 @@ def of_the_course(error: BaseException) -> str:
     )
 
 
-def _ships(file: str) -> bool:
-    return Path(file).is_relative_to(phases.ROOT) and "site-packages" not in file
-
-
 # Patterns in an error and in the line of the answer that raised it, and what may help; the first that fits counts.
+# fmt: off
 _ADVICE = (
-    (
-        "make_shape_compatible|equal reduction dimensions|could not be broadcast|argument to have shape|"
-        "cannot be block type",
-        "",
-        "The shapes of two blocks do not fit. A number for each row is a column beside a tile, [:, None]. The "
-        "pointers, the mask and the values of a load or store have one shape. In a product, is one to be transposed, "
-        "tl.trans?",
-    ),
-    (
-        "must match the size of tensor",
-        "",
-        "If one of the two holds a number for each row, x[..., None] makes it a column, with one axis more",
-    ),
-    (
-        "type pointer<",
-        "",
-        "A pointer is an address, not the number that lies there: fetch it first, tl.load(pointer, mask=...)",
-    ),
-    (
-        "Unsupported ptr type",
-        "",
-        "The first argument of tl.load and tl.store is a pointer or a block of them, such as x_ptr + offsets",
-    ),
-    (
-        "'int' object is not iterable|unsupported tensor index|only 0-dimensional arrays",
-        r"\w\[[^\]]*\]\s*=[^=]|ptrs?\[",
-        "Elements cannot be picked by [ ] in a kernel: read them by tl.load(x_ptr + offsets, mask=...), and write them "
-        "by tl.store(x_ptr + offsets, values, mask=...)",
-    ),
-    (
-        "only 0-dimensional arrays",
-        "",
-        "Python's float(), int() and math take one number, and this is a block: x.to(tl.float32) converts a block, and "
-        "tl.exp takes the exponential of each of its elements",
-    ),
-    (
-        "must be of type tl.constexpr",
-        "",
-        "The compiler must know this number: an argument that the kernel declares as `BLOCK: tl.constexpr`, or a "
-        "literal. What a program only learns when it runs is added: start + tl.arange(0, BLOCK)",
-    ),
-    (
-        r"out of bounds for shape|maximum\(\) got an unexpected",
-        "",
-        "tl.max(s, axis=1) reduces one block along an axis; tl.maximum(a, b) takes the larger of two, element by "
-        "element",
-    ),
-    (
-        "must be Tensor, not tensor|'tensor' object has no attribute|argument 'dim'|'builtin_function_or_method'",
-        "",
-        "Inside a kernel there are blocks of Triton, not PyTorch's tensors: tl.exp, tl.where, tl.maximum(a, b), and "
-        "tl.max(s, axis=1) or tl.sum(s, axis=1), with axis for PyTorch's dim",
-    ),
+    ("make_shape_compatible|equal reduction dimensions|could not be broadcast|argument to have shape|"
+     "cannot be block type", "",
+     "The shapes of two blocks do not fit. A number for each row is a column beside a tile, [:, None]. The pointers, "
+     "the mask and the values of a load or store have one shape. In a product, is one to be transposed, tl.trans?"),
+    ("must match the size of tensor", "",
+     "If one of the two holds a number for each row, x[..., None] makes it a column, with one axis more"),
+    ("type pointer<", "",
+     "A pointer is an address, not the number that lies there: fetch it first, tl.load(pointer, mask=...)"),
+    ("Unsupported ptr type", "",
+     "The first argument of tl.load and tl.store is a pointer or a block of them, such as x_ptr + offsets"),
+    ("'int' object is not iterable|unsupported tensor index|only 0-dimensional arrays", r"\w\[[^\]]*\]\s*=[^=]|ptrs?\[",
+     "Elements cannot be picked by [ ] in a kernel: read them by tl.load(x_ptr + offsets, mask=...), and write them "
+     "by tl.store(x_ptr + offsets, values, mask=...)"),
+    ("only 0-dimensional arrays", "",
+     "Python's float(), int() and math take one number, and this is a block: x.to(tl.float32) converts a block, and "
+     "tl.exp takes the exponential of each of its elements"),
+    ("must be of type tl.constexpr", "",
+     "The compiler must know this number: an argument that the kernel declares as `BLOCK: tl.constexpr`, or a "
+     "literal. What a program only learns when it runs is added: start + tl.arange(0, BLOCK)"),
+    (r"out of bounds for shape|maximum\(\) got an unexpected", "",
+     "tl.max(s, axis=1) reduces one block along an axis; tl.maximum(a, b) takes the larger of two, element by element"),
+    ("must be Tensor, not tensor|'tensor' object has no attribute|argument 'dim'|'builtin_function_or_method'", "",
+     "Inside a kernel there are blocks of Triton, not PyTorch's tensors: tl.exp, tl.where, tl.maximum(a, b), and "
+     "tl.max(s, axis=1) or tl.sum(s, axis=1), with axis for PyTorch's dim"),
 )
+# fmt: on
 
 
 def _own_frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:

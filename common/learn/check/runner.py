@@ -99,13 +99,12 @@ def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "verdict.json"
         command = [sys.executable, "-W", "ignore", "-m", "common.learn.check.judge"]
+        given = [exercise.phase.folder, exercise.name, exercise.path, report, str(limit)]
+        environment = os.environ | dict(TRITON_INTERPRET=str(int(interpret)), PYTHONUNBUFFERED="1")
         child = subprocess.Popen(
-            [*command, exercise.phase.folder, exercise.name, str(exercise.path), str(report), str(limit)],
-            cwd=phases.ROOT,
-            env=os.environ | dict(TRITON_INTERPRET=str(int(interpret)), PYTHONUNBUFFERED="1"),
-            stdin=subprocess.DEVNULL,
+            [*command, *given], cwd=phases.ROOT, env=environment, stdin=subprocess.DEVNULL,
             start_new_session=True,  # so that what it starts can be stopped with it
-        )
+        )  # fmt: skip
         try:
             code = child.wait(limit + STARTING)
         except subprocess.TimeoutExpired:  # it ends itself at its limit, unless it did not come to its answer
@@ -137,9 +136,8 @@ def _without_verdict(path: Path, report: Path, code: int | None, limit: float) -
 def _innermost_line(path: Path, stack: Path) -> str:
     """The line of the answer at which its process was last seen; "" where it was elsewhere."""
     try:
-        line, function = re.search(
-            rf'File "{re.escape(str(path))}", line (\d+) in (\S+)\n', stack.read_text("utf-8")
-        ).groups()
+        pattern = rf'File "{re.escape(str(path))}", line (\d+) in (\S+)\n'
+        line, function = re.search(pattern, stack.read_text("utf-8")).groups()
         with tokenize.open(path) as answer:  # in the encoding that Python takes it for
             return f"line {line}, in {function}: {answer.readlines()[int(line) - 1].strip()}"
     except (OSError, ValueError, AttributeError, IndexError, SyntaxError):
