@@ -34,25 +34,17 @@ class Phase:
 # Phase 5's rungs: the kernels that each of them changed, as (module, name).
 # The rung "tiles" is not here: it has the kernels of phases 3 and 4.
 RUNGS = {
-    "base2": dict(
-        forward=("ladder.forward", "_attn_fwd_base2_kernel"),
-        dkdv=("ladder.dkdv", "_attn_bwd_dkdv_base2_kernel"),
-        dq=("ladder.dq", "_attn_bwd_dq_base2_kernel"),
-    ),
+    "base2": dict(forward=("ladder.forward", "_attn_fwd_base2_kernel"),
+                  dkdv=("ladder.dkdv", "_attn_bwd_dkdv_base2_kernel"), dq=("ladder.dq", "_attn_bwd_dq_base2_kernel")),
     "late-sums": dict(forward=("ladder.forward", "_attn_fwd_late_sums_kernel")),
-    "edges": dict(
-        forward=("ladder.forward", "_attn_fwd_edges_kernel"),
-        dkdv=("ladder.dkdv", "_attn_bwd_dkdv_edges_kernel"),
-        dq=("ladder.dq", "_attn_bwd_dq_edges_kernel"),
-    ),
+    "edges": dict(forward=("ladder.forward", "_attn_fwd_edges_kernel"),
+                  dkdv=("ladder.dkdv", "_attn_bwd_dkdv_edges_kernel"), dq=("ladder.dq", "_attn_bwd_dq_edges_kernel")),
     "transposed": dict(dkdv=("ladder.dkdv", "_attn_bwd_dkdv_transposed_kernel")),
     "heavy-first": dict(forward=("ladder.forward", "_attn_fwd_heavy_first_kernel")),
-    "descriptors": dict(
-        forward=("ladder.forward", "_attn_fwd_descriptors_kernel"),
-        dkdv=("ladder.dkdv", "_attn_bwd_dkdv_descriptors_kernel"),
-        dq=("ladder.dq", "_attn_bwd_dq_descriptors_kernel"),
-    ),
-}
+    "descriptors": dict(forward=("ladder.forward", "_attn_fwd_descriptors_kernel"),
+                        dkdv=("ladder.dkdv", "_attn_bwd_dkdv_descriptors_kernel"),
+                        dq=("ladder.dq", "_attn_bwd_dq_descriptors_kernel")),
+}  # fmt: skip
 
 PHASES = (
     Phase(

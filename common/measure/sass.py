@@ -59,10 +59,7 @@ class Instruction:
 
     @property
     def what(self) -> str:
-        for beginning, what in WHAT.items():
-            if self.opcode.startswith(beginning):
-                return what
-        return ARITHMETIC
+        return next((what for beginning, what in WHAT.items() if self.opcode.startswith(beginning)), ARITHMETIC)
 
     @property
     def left_in_registers(self) -> bool:
@@ -166,13 +163,11 @@ def outline(body: list[Instruction]) -> str:
             merged.append([kind_, list(group)])
     lines, position = [], {x.address: n for n, x in enumerate(body, start=1)}
     for kind_, group in merged:
-        text = kind_
-        exponentials = sum(x.what == "exponential" for x in group)
-        if exponentials:
-            text += f", {exponentials} exponentials among them"
         if kind_ == ARITHMETIC and len(group) < 12:
             continue
-        lines.append(f"{position[group[0].address]:>5}{len(group):>5}  {text}")
+        if exponentials := sum(x.what == "exponential" for x in group):
+            kind_ += f", {exponentials} exponentials among them"
+        lines.append(f"{position[group[0].address]:>5}{len(group):>5}  {kind_}")
     return "\n".join(["   at    n  what", *lines])
 
 

@@ -417,7 +417,7 @@ def _check_gradients(q, k, v, do) -> None:
     if do is None:
         return
     if torch.is_inference_mode_enabled():
-        raise RuntimeError("do: torch.inference_mode() gives no gradients; call outside of it, or without do")
+        raise RuntimeError("do: there are no gradients inside torch.inference_mode(); call outside it, or without do")
     for name, t in dict(q=q, k=k, v=v).items():
         if t.is_inference():
             raise RuntimeError(f"{name}: a tensor made inside torch.inference_mode() has no gradient; pass its clone()")

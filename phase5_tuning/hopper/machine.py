@@ -54,9 +54,6 @@ class Thread:
         self.done = True
         self.scheduler.back.release()
 
-    def waits_for(self) -> str:
-        return self.why() if callable(self.why) else self.why
-
     def wait(self, ready: Callable[[], bool] | None = None, why: str | Callable[[], str] = "") -> None:
         """Let others run, until ready() is true. why: in words, or what returns them later."""
         self.ready, self.why = ready, why
@@ -101,7 +98,8 @@ class Scheduler:
             elif able:
                 self._step(self.random.choices(able, [t.speed for t in able])[0])
             else:
-                said = (f"{t.name} waits for {t.waits_for()}" for t in self.threads if t.why)
+                why = ((t, t.why() if callable(t.why) else t.why) for t in self.threads if t.why)
+                said = (f"{t.name} waits for {text}" for t, text in why)
                 raise Deadlock(f"nobody can go on: {'; '.join(said)}")
         raise Deadlock(f"the kernel has not ended after {STEPS} turns")
 

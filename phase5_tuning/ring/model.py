@@ -36,11 +36,9 @@ class Transfer:
         self._begun, self.meanwhile = len(rank.computed), []
 
     def _other_end(self):
-        rank, ranks = self._rank.number, self._rank.ranks
-        if self._kind == "send":
-            ends = self._ring.ranks[(rank + 1) % ranks].receives
-        else:
-            ends = self._ring.ranks[(rank - 1) % ranks].sends
+        sends, rank, ranks = self._kind == "send", self._rank.number, self._ring.ranks
+        other = ranks[(rank + 1 if sends else rank - 1) % len(ranks)]
+        ends = other.receives if sends else other.sends
         return ends[self._number] if self._number < len(ends) else None
 
     def __str__(self):
