@@ -2,8 +2,8 @@
 
     from phase5_tuning import flash_attention as scaled_dot_product_attention
 
-Builds on: this phase's `passes`. The operator is made as in phase 4: two custom ops that torch.compile
-takes whole, and an autograd.Function that saves q, k, v, o and the LSE.
+Builds on: this phase's `passes`. The operator is made as in phase 4: two custom ops that torch.compile takes whole, and
+an autograd.Function that saves q, k, v, o and the LSE.
 """
 
 from common import validate
@@ -18,7 +18,7 @@ NAMES = "query", "key", "value"
 
 
 def _traced(*tensors) -> bool:
-    """True if somebody looks on and must see operators: a compiler, a tracer, a dispatch mode, a tensor without memory.
+    """True where operators must be seen: by a compiler, a tracer or a dispatch mode, or for a tensor without memory.
 
     Otherwise the passes are called directly: an operator takes longer to call than some kernels run.
     """
@@ -102,7 +102,7 @@ def _save_for_backward(ctx, inputs, output):
     ctx.options = inputs[3:]
 
 
-# Who differentiates the operator itself, as an exported program does, gets the same backward pass.
+# An exported program differentiates the operator itself, by the same backward pass.
 _forward_op.register_autograd(
     lambda ctx, do, dlse: FlashAttention.backward(ctx, do, dlse)[:5], setup_context=_save_for_backward
 )

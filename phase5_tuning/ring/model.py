@@ -105,7 +105,7 @@ class Rank:
 
 
 class _Ring:
-    """Who runs: the thread that holds the lock. Who waits gives it away."""
+    """Which thread runs: the one that holds the lock. A thread that waits lets it go."""
 
     def __init__(self, ranks: int):
         self.lock, self._waiting, self._dead = threading.Condition(), {}, None
