@@ -43,7 +43,7 @@ def overview() -> None:
         bar = ProgressBar(total=max(1, len(of_phase)), completed=solved, width=20)
         title = f"[bold]{phase.number}  {phase.title}[/]"
         for name, hours in zip(phase.chapters, phase.hours, strict=True):
-            title += f"\n   [dim]{phases.as_read(f'{phase.folder}/{name}')}, about {hours:g} h[/]"
+            title += f"\n   [dim]{phases.as_read(f'{phase.folder}/{name}')}, {hours:g} h[/]"
         table.add_row(title, bar, f"{solved} of {len(of_phase)}")
     console.print(table)
     console.line()
