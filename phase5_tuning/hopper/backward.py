@@ -21,6 +21,7 @@ from phase2_tiling.tiling import head_base, load_tile, store_tile
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper import tma
 from phase5_tuning.hopper.forward import ROWS, columns_of
+from phase5_tuning.hopper.order import turns
 from phase5_tuning.hopper.parts import (
     aggregate,
     await_count,
@@ -137,7 +138,7 @@ class Work:
     tiles_m: gl.tensor
     tiles_n: gl.tensor
     n: gl.tensor  # this program's tile of keys
-    toward: gl.tensor  # 1 if it walks to later queries, -1 to earlier ones
+    toward: gl.tensor  # causal: 1 if later keys of its head come before it, -1 if earlier ones
     b: gl.tensor
     h: gl.tensor  # its head of keys
     BLOCK_M: gl.constexpr
@@ -172,9 +173,13 @@ class Work:
 
     @gluon.jit
     def tile_m(self, i):
-        """The i-th of them on this program's walk."""
-        start = gl.where(self.toward > 0, self.first_m(), self.tiles_m - 1)
-        return start + self.toward * i
+        """The i-th of them on this program's walk. Without groups it may begin at its diagonal, where it never waits.
+        Else all programs of a head begin at the same queries, and use the same tiles at about the same time.
+        """
+        m = self.first_m() + i
+        if self.IS_CAUSAL:
+            m = gl.where((self.toward > 0) & (self.group == 1), m, self.tiles_m - 1 - i)
+        return m
 
     @gluon.jit
     def query_tile(self, member, m):
@@ -183,11 +188,8 @@ class Work:
 
     @gluon.jit
     def order(self, m):
-        """How many programs add to query tile m before this one.
-
-        Programs that begin at their diagonal: the one whose diagonal m is comes first, since from there on whoever
-        comes after it has more to do before. Programs that begin at the same tile of queries: the first tile of keys.
-        They wait only for lower tickets (`_take_tile`).
+        """How many programs add to query tile m before this one: that of the first tile of keys comes first, or that of
+        the last one that m sees, as they took their tickets (`_take_tile`). Nobody waits for a higher ticket.
         """
         before = self.n
         if self.IS_CAUSAL:
@@ -229,15 +231,14 @@ class Memory:
 
 
 @gluon.jit
-def _take_tile(ticket, tiles_n, heads, together, IS_CAUSAL: gl.constexpr):
+def _take_tile(ticket, tiles_n, heads, together, back, IS_CAUSAL: gl.constexpr):
     """(n, head, toward) of a ticket. Tickets are numbered as programs begin, and nobody waits for a higher one.
 
     The tiles of a head follow each other in the order in which they add to dQ. Heads take turns, so that programs that
     end together do not begin together in one head again.
 
-    Under a causal mask the first keys have the longest walks. They come last, as programs that begin at their diagonal
-    never wait. In the last heads they come first, and walk back from the last queries: else the GPU would end with a
-    few long walks.
+    Under a causal mask the first keys have the longest walks. They come last, since then short walks need not wait for
+    long ones. In the `back` last heads they come first: else the GPU would end with a few long walks.
     """
     first = ticket // (tiles_n * together) * together
     taking_turns = gl.minimum(together, heads - first)
@@ -245,7 +246,7 @@ def _take_tile(ticket, tiles_n, heads, together, IS_CAUSAL: gl.constexpr):
     n = within // taking_turns
     toward = 1
     if IS_CAUSAL:
-        toward = gl.where(first + together < heads, 1, -1)
+        toward = gl.where(first + back < heads, 1, -1)
         n = gl.where(toward > 0, tiles_n - 1 - n, n)
     return n, first + within % taking_turns, toward
 
@@ -435,7 +436,7 @@ def _consume(work, memory, scale, scale_log2, MASKED: gl.constexpr, ME: gl.const
 @gluon.jit
 def _attn_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, count_ptr,
-    heads_q, heads_kv, group, seq_k, tiles_m, tiles_n, heads, together, scale, scale_log2,
+    heads_q, heads_kv, group, seq_k, tiles_m, tiles_n, heads, together, back, scale, scale_log2,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
@@ -450,7 +451,7 @@ def _attn_bwd_hopper_kernel(
     BLOCK_N: gl.constexpr = CONSUMERS * ROWS
     DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ticket = gl.atomic_add(count_ptr + heads * group * tiles_m, 1)
-    n, bh, toward = _take_tile(ticket, tiles_n, heads, together, IS_CAUSAL)
+    n, bh, toward = _take_tile(ticket, tiles_n, heads, together, back, IS_CAUSAL)
     work = Work(
         q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, count_ptr,
         gl.to_tensor(heads_q), gl.to_tensor(group), gl.to_tensor(seq_k), gl.to_tensor(tiles_m), gl.to_tensor(tiles_n),
@@ -497,7 +498,6 @@ def _attn_bwd_hopper_kernel(
 BLOCK_M = {64: 128, 128: 64}  # by head_dim, padded
 FEW = {64: 1.5, 128: 1.5}  # as hopper_forward's
 STAGES = 2
-MOST_TOGETHER = 16
 
 
 def in_order() -> bool:
@@ -567,9 +567,8 @@ def plan(
     tiles_m, tiles_n = cdiv(seq_q, block_m), cdiv(seen_k, block_n)
     padded_q = tiles_m * block_m
     padded_rows, tiles, heads = (batch * heads_q * padded_q, batch * heads_q * tiles_m, batch * heads_kv)
-    # Programs that run at once are of twice as many heads as they would fill.
-    together = 2 * configs.multiprocessors(q.device.index) // tiles_n
-    together = max(1, min(together, MOST_TOGETHER, heads))
+    of_call = heads, heads_q // heads_kv, seq_q, tiles_n, 2 * head_dim * q.itemsize + 4 * columns
+    together, back = turns(*of_call, is_causal, configs.multiprocessors(q.device.index))
 
     dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
     row_lse = torch.empty(padded_rows, dtype=torch.float32, device=q.device)
@@ -583,7 +582,7 @@ def plan(
     dq_launch = Launch(_attn_bwd_hopper_dq_kernel, tiles, dq_sizes, {})
     sizes = tile | common | dict(
         heads_kv=heads_kv, group=heads_q // heads_kv, seq_k=seen_k, tiles_m=tiles_m, tiles_n=tiles_n, heads=heads,
-        together=together, scale=scale, scale_log2=scale * LOG2E.value, STAGES=STAGES,
+        together=together, back=back, scale=scale, scale_log2=scale * LOG2E.value, STAGES=STAGES,
         IS_CAUSAL=is_causal, MASKED=is_causal or seen_k % block_n != 0,
     )  # fmt: skip
     boxes = [

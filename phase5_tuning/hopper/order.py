@@ -1,13 +1,46 @@
-"""A model of the order in which programs of hopper/backward.py add to dQ, in plain Python.
+"""The order in which programs of hopper/backward.py begin and add to dQ: a call's choice, and a model in plain Python.
 
 A program owns a tile of keys, walks over the tiles of queries that see it, and adds a part to the dQ of each. The order
 of those additions is fixed; so a program may have to wait for others. The model says how long, and whether everybody
-gets done.
+gets done. `turns` chooses an order in which what programs use at once stays in the cache.
 """
 
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+MOST_TOGETHER = 16
+SHARING = 5  # programs of a head that run at once, at least, if they are to share tiles of queries
+CACHED = 16 * 2**20  # bytes of Q, dO and the sum of dQ in use at once, on average: a third of an H100's L2
+
+
+def turns(
+    heads: int, group: int, seq_q: int, tiles_n: int, row_bytes: int, is_causal: bool, programs: int, block_n: int = 128
+) -> tuple[int, int]:
+    """(together, back): how many heads of keys take turns, and in how many of the last heads the first keys come first.
+
+    heads: batch x heads_kv. group: heads of queries for each. row_bytes: of a query in Q, dO and the sum of dQ.
+    programs: how many run at once.
+
+    Under a causal mask a program's walk is one tile of keys shorter than that of its neighbour. Both begin at the last
+    queries of a head. If the shorter one need not wait, it is ahead by another tile in each further head of the group:
+    by (group - 1) / 2 tiles on average. Where so much of the queries does not stay in the cache for all programs, the
+    longer walks come first, and the shorter ones wait for them at the beginning of each head. They wait for less if
+    more heads take turns, since then the programs of a head that run at once have walks of about the same length; but
+    fewer of them share what is in the cache.
+    """
+    filled, twice = programs // tiles_n, 2 * programs // tiles_n
+    if is_causal and (group - 1) * programs * block_n * row_bytes > 2 * CACHED:
+        batches = -(-heads // (programs // SHARING))
+        return -(-heads // batches), heads
+    if not is_causal:
+        together = twice
+    elif group > 1:
+        together = filled
+    else:
+        together = min(twice, max(2, CACHED // (seq_q * row_bytes)))
+    together = max(1, min(together, MOST_TOGETHER, heads))
+    return together, together
 
 
 class Deadlock(RuntimeError):
@@ -19,11 +52,12 @@ def first_m(n: int, block_m: int, block_n: int, is_causal: bool) -> int:
     return n * block_n // block_m if is_causal else 0
 
 
-def walk(n: int, tiles_m: int, block_m: int, block_n: int, is_causal: bool, toward: int = 1) -> range:
-    """The tiles of queries that see key tile n, in the order of the kernel's `Work.tile_m`. toward: 1 from the first to
-    the last, -1 from the last to the first.
+def walk(n: int, tiles_m: int, block_m: int, block_n: int, is_causal: bool, toward: int = 1, group: int = 1) -> range:
+    """The tiles of queries that see key tile n, in the order of the kernel's `Work.tile_m`: from the first to the last,
+    or, under a causal mask with toward -1 or with groups, from the last to the first.
     """
-    return range(first_m(n, block_m, block_n, is_causal), tiles_m)[::toward]
+    back = is_causal and (toward < 0 or group > 1)
+    return range(first_m(n, block_m, block_n, is_causal), tiles_m)[:: -1 if back else 1]
 
 
 def order(m: int, n: int, tiles_n: int, block_m: int, block_n: int, is_causal: bool, toward: int = 1) -> int:
@@ -34,15 +68,18 @@ def order(m: int, n: int, tiles_n: int, block_m: int, block_n: int, is_causal: b
     return min(last, tiles_n - 1) - n
 
 
-def take_tile(ticket: int, tiles_n: int, heads: int, together: int, is_causal: bool) -> tuple[int, int, int]:
-    """(key tile, head, which way it walks) of a ticket, as the kernel's `_take_tile`."""
+def take_tile(
+    ticket: int, tiles_n: int, heads: int, together: int, is_causal: bool, back: int | None = None
+) -> tuple[int, int, int]:
+    """(key tile, head, toward) of a ticket, as the kernel's `_take_tile`. back: as `turns`; None: together."""
+    back = together if back is None else back
     first = ticket // (tiles_n * together) * together
     taking_turns = min(together, heads - first)
     within = ticket - first * tiles_n
     n, head = within // taking_turns, first + within % taking_turns
     if not is_causal:
         return n, head, 1
-    return (tiles_n - 1 - n, head, 1) if first + together < heads else (n, head, -1)
+    return (tiles_n - 1 - n, head, 1) if first + back < heads else (n, head, -1)
 
 
 @dataclass
@@ -53,7 +90,7 @@ class Program:
     slot: int
     n: int  # its tile of keys
     head: int  # of keys
-    toward: int  # 1 if it walks to later queries, -1 to earlier ones
+    toward: int  # causal: 1 if later keys of its head come before it, -1 if earlier ones
     start: float
     finish: float = 0.0
     waited: float = 0.0  # how much later than if it had been alone
@@ -88,7 +125,8 @@ class DqSchedule:
 def dq_schedule(
     tiles_m: int, tiles_n: int, block_m: int = 128, block_n: int = 128, is_causal: bool = False,
     slots: int = 132, hop: float = 1.0, step: float = 1.0, *,
-    heads: int = 1, group: int = 1, together: int = 1, writers: int = 2, late: Sequence[float] = (),
+    heads: int = 1, group: int = 1, together: int = 1, back: int | None = None,
+    writers: int = 2, late: Sequence[float] = (),
     take_tile: Callable | None = None, walk: Callable | None = None, order: Callable | None = None,
 ) -> DqSchedule:  # fmt: skip
     """Run the programs of all tiles of keys, and return when each computed, added and ended.
@@ -98,20 +136,20 @@ def dq_schedule(
     added. late: how long after it got its slot the i-th program takes its ticket; 0 where the list ends. So tickets
     need not be taken in the order in which programs are dispatched.
 
-    heads: batch x heads_kv. group: heads of queries for each. together: heads that take turns. take_tile(ticket),
-    walk(n, toward), order(m, n, toward): the kernel's rules unless others are given. Raises Deadlock if programs are
-    left and all of them wait.
+    heads: batch x heads_kv. group: heads of queries for each. together, back: as `turns`; back None: together.
+    take_tile(ticket), walk(n, toward), order(m, n, toward): the kernel's rules unless others are given. Raises Deadlock
+    if programs are left and all of them wait.
     """
     blocks = block_m, block_n, is_causal
-    rules = _rules(take_tile, walk, order, tiles_m, tiles_n, blocks, heads, together)
+    rules = _rules(take_tile, walk, order, tiles_m, tiles_n, blocks, heads, group, together, back)
     return _Run(tiles_n * heads, slots, hop, step, group, writers, late, rules).run()
 
 
-def _rules(own_take, own_walk, own_order, tiles_m, tiles_n, blocks, heads, together):
+def _rules(own_take, own_walk, own_order, tiles_m, tiles_n, blocks, heads, group, together, back):
     """Those that are given, else the kernel's."""
     return {
-        "take": own_take or (lambda ticket: take_tile(ticket, tiles_n, heads, together, blocks[-1])),
-        "walk": own_walk or (lambda n, toward: walk(n, tiles_m, *blocks, toward)),
+        "take": own_take or (lambda ticket: take_tile(ticket, tiles_n, heads, together, blocks[-1], back)),
+        "walk": own_walk or (lambda n, toward: walk(n, tiles_m, *blocks, toward, group)),
         "order": own_order or (lambda m, n, toward: order(m, n, tiles_n, *blocks, toward)),
     }
 

@@ -68,14 +68,14 @@ def as_python(function, old="", new="", **others):
 class Rules:
     """The kernel's rules for one set of sizes, as `dq_schedule` takes them. edits: function: (old, new)."""
 
-    def __init__(self, tiles_m, tiles_n, block_m, is_causal, heads, together, edits=None):
+    def __init__(self, tiles_m, tiles_n, block_m, is_causal, heads, group, together, back, edits=None):
         edits = edits or {}
         take = as_python(hopper_backward._take_tile, *edits.get("_take_tile", ()))
         names = "first_m", "steps", "tile_m", "order"
         rules = {name: as_python(getattr(hopper_backward.Work, name), *edits.get(name, ())) for name in names}
 
         def work(n, toward):
-            sizes = dict(tiles_m=tiles_m, tiles_n=tiles_n, BLOCK_M=block_m, IS_CAUSAL=is_causal)
+            sizes = dict(tiles_m=tiles_m, tiles_n=tiles_n, group=group, BLOCK_M=block_m, IS_CAUSAL=is_causal)
             made = SimpleNamespace(n=n, toward=toward, **sizes)
             for name, rule in rules.items():
                 setattr(made, name, functools.partial(rule, made))
@@ -85,7 +85,7 @@ class Rules:
             of_program = work(n, toward)
             return [of_program.tile_m(i) for i in range(of_program.steps())]
 
-        self.take_tile = lambda ticket: take(ticket, tiles_n, heads, together, is_causal)
+        self.take_tile = lambda ticket: take(ticket, tiles_n, heads, together, back, is_causal)
         self.walk = walk
         self.order = lambda m, n, toward: work(n, toward).order(m)
 
@@ -104,6 +104,7 @@ def check_schedule(drawn, tiles_m, tiles_n, block_m, is_causal, edits=None):
     """Run the kernel's rules on drawn heads, slots and an order of dispatch. Raises where one is wrong."""
     heads, group, slots = drawn.randint(1, 5), drawn.randint(1, 3), drawn.choice((1, 1, 2, 3, 5, 8, 40))
     together = drawn.randint(1, min(4, heads))
+    back = drawn.choice((together, heads))
     programs = heads * tiles_n
     dispatch = drawn.choice(("in order", "reversed", "any"))
     late = [0.0] * programs
@@ -111,10 +112,10 @@ def check_schedule(drawn, tiles_m, tiles_n, block_m, is_causal, edits=None):
         late = [0.01 * (programs - i) for i in range(programs)]
     elif dispatch == "any":
         late = [drawn.choice((0.0, 0.1, 3.0)) for _ in range(programs)]
-    rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, together, edits)
+    rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, group, together, back, edits)
     schedule = dq_schedule(
         tiles_m, tiles_n, block_m, BLOCK_N, is_causal, slots, drawn.choice((0.3, 1.0, 2.5)), 1.0,
-        heads=heads, group=group, together=together, late=late,
+        heads=heads, group=group, together=together, back=back, late=late,
         take_tile=rules.take_tile, walk=rules.walk, order=rules.order,
     )  # fmt: skip
     assert sorted((p.n, p.head) for p in schedule.programs) == list(itertools.product(range(tiles_n), range(heads)))
@@ -150,8 +151,7 @@ def test_programs_add_to_dq_in_a_fixed_order_and_nobody_waits_for_ever():
         ("order", "- self.n", "- self.n + 1"),
         ("order", "toward > 0", "toward < 0"),
         ("tile_m", "self.tiles_m - 1", "self.tiles_m"),
-        ("tile_m", "self.toward * i", "i"),
-        ("tile_m", "toward > 0", "toward < 0"),
+        ("tile_m", "- 1 - i", "- 1 + i"),
         ("steps", "self.first_m()", "self.first_m() - 1"),
         ("first_m", "// self.BLOCK_M", "// self.BLOCK_M + 1"),
         ("first_m", "if self.IS_CAUSAL", "if not self.IS_CAUSAL"),
@@ -169,14 +169,15 @@ def test_a_mistake_in_the_kernels_rules_is_found(function, old, new):
 
 def test_the_models_rules_are_the_kernels():
     for tiles_m, tiles_n, block_m, is_causal in SIZES:
-        for heads, together in ((1, 1), (5, 2), (4, 4)):
-            rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, together)
+        for heads, together, back in ((1, 1, 1), (5, 2, 2), (5, 2, 5), (4, 4, 4)):
+            rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, 1, together, back)
             for ticket in range(tiles_n * heads):
                 given = ticket, tiles_n, heads, together, is_causal
-                assert rules.take_tile(ticket) == hopper_order.take_tile(*given)
+                assert rules.take_tile(ticket) == hopper_order.take_tile(*given, back)
         blocks = block_m, BLOCK_N, is_causal
-        for n, toward in itertools.product(range(tiles_n), (1, -1) if is_causal else (1,)):
-            visited = list(hopper_order.walk(n, tiles_m, *blocks, toward))
+        for n, toward, group in itertools.product(range(tiles_n), (1, -1) if is_causal else (1,), (1, 3)):
+            rules = Rules(tiles_m, tiles_n, block_m, is_causal, 1, group, 1, 1)
+            visited = list(hopper_order.walk(n, tiles_m, *blocks, toward, group))
             assert rules.walk(n, toward) == visited
             for m in visited:
                 assert rules.order(m, n, toward) == hopper_order.order(m, n, tiles_n, *blocks, toward)
@@ -228,7 +229,7 @@ def test_writers_take_the_parts_in_the_order_in_which_consumers_make_them(is_cau
         )  # fmt: skip
         write(work, nothing, True, 0)
         write(work, nothing, True, 1)
-        walk = range(work.first_m(), 7)[::toward]
+        walk = hopper_order.walk(n, 7, block_m, BLOCK_N, is_causal, toward, group)
         steps = [(member, m) for member in range(group) for m in walk]
         right = [mock.call(work.query_tile(member, m), work.order(m)) for member, m in steps]
         assert await_count.mock_calls == right[0::2] + right[1::2]
