@@ -76,21 +76,23 @@ def calls() -> Iterator[tuple[dict, object]]:
 
 
 def calls_in_turns() -> Iterator[tuple[dict, object]]:
-    """(case, a function that makes one call) for 8 heads of keys and for as many as of queries, and for each number of
-    heads that take turns. "chosen": the kernel's own number.
+    """(case, a function that makes one call) for 8 heads of keys, their groups whole or in two parts, and for as many
+    as of queries; and for each number of heads that take turns. "chosen": as the kernel does it.
     """
     batch, heads, seq, head_dim = (GROUPED[name] for name in ("batch", "heads", "seq", "head_dim"))
     q, *_, do = (t.detach() for t in peers.inputs(batch, heads, seq, head_dim, GROUPED["dtype"]))
-    for heads_kv in (8, heads):
+    for heads_kv, split in (8, 1), (8, 2), (heads, 1):
         k, v = (torch.randn_like(q[:, :heads_kv]) for _ in range(2))
         saved = q, k, v, *attention_forward(q, k, v, True, enable_gqa=True), do, None
         of_call = *saved, True, head_dim**-0.5, 1
         chosen = hopper_backward.plan(*of_call).fused.rest
         for together in TOGETHER:
-            if together <= batch * heads_kv:
-                with mock.patch.object(hopper_backward, "turns", return_value=(together, together)):
+            if together <= batch * heads_kv * split:
+                given = dict(split_group=lambda *_, split=split: split, turns=lambda *_, together=together: together)
+                with mock.patch.multiple(hopper_backward, **given):
                     plan = hopper_backward.plan(*of_call)
-                case = GROUPED | dict(heads_kv=heads_kv, together=together, chosen=plan.fused.rest == chosen)
+                case = GROUPED | dict(heads_kv=heads_kv, split=split, together=together)
+                case |= dict(chosen=plan.fused.rest == chosen)
                 yield case, lambda plan=plan, saved=saved: plan(*saved)
 
 

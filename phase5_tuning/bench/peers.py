@@ -53,8 +53,8 @@ HOPPER_SETTINGS = (
     hopper_forward.SHAPES, hopper_forward.REGISTERS, hopper_forward.BLOCK_N, hopper_forward.CACHED,
     hopper_forward.SHORT, hopper_forward.SHORT_KEYS,
     hopper_backward.BLOCK_M, hopper_backward.STAGES,
-    hopper_order.MOST_TOGETHER, hopper_order.SHARING, hopper_order.CACHED,
-    hopper_forward.plan, hopper_backward.plan, hopper_order.turns,
+    hopper_order.MOST_TOGETHER, hopper_order.CACHED,
+    hopper_forward.plan, hopper_backward.plan, hopper_order.split_group, hopper_order.turns,
 )  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # of the forward pass

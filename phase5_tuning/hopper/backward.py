@@ -21,7 +21,7 @@ from phase2_tiling.tiling import head_base, load_tile, store_tile
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper import tma
 from phase5_tuning.hopper.forward import ROWS, columns_of
-from phase5_tuning.hopper.order import turns
+from phase5_tuning.hopper.order import split_group, turns
 from phase5_tuning.hopper.parts import (
     aggregate,
     await_count,
@@ -140,7 +140,8 @@ class Work:
     n: gl.tensor  # this program's tile of keys
     toward: gl.tensor  # causal: 1 if later keys of its head come before it, -1 if earlier ones
     b: gl.tensor
-    h: gl.tensor  # its head of keys
+    h: gl.tensor  # its head of keys, times the parts of a group, and its part
+    split: gl.tensor  # parts of a group
     BLOCK_M: gl.constexpr
     BLOCK_D: gl.constexpr
     IS_CAUSAL: gl.constexpr
@@ -148,13 +149,13 @@ class Work:
     @gluon.constexpr_function
     def __init__(
         self, q, k, v, do, lse, delta, dq_sum, dk, dv, count_ptr, heads_q, group, seq_k, tiles_m, tiles_n,
-        n, toward, b, h, BLOCK_M, BLOCK_D, IS_CAUSAL,
+        n, toward, b, h, split, BLOCK_M, BLOCK_D, IS_CAUSAL,
     ):  # fmt: skip
         self.q, self.k, self.v, self.do, self.lse, self.delta = q, k, v, do, lse, delta
         self.dq_sum, self.dk, self.dv, self.count_ptr = dq_sum, dk, dv, count_ptr
         self.heads_q, self.group, self.seq_k = heads_q, group, seq_k
         self.tiles_m, self.tiles_n, self.n, self.toward = tiles_m, tiles_n, n, toward
-        self.b, self.h = b, h
+        self.b, self.h, self.split = b, h, split
         self.BLOCK_M, self.BLOCK_D = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_D)
         self.IS_CAUSAL = gl.constexpr(IS_CAUSAL)
 
@@ -173,9 +174,7 @@ class Work:
 
     @gluon.jit
     def tile_m(self, i):
-        """The i-th of them on this program's walk. Without groups it may begin at its diagonal, where it never waits.
-        Else all programs of a head begin at the same queries, and use the same tiles at about the same time.
-        """
+        """The i-th of them on its walk: from its diagonal, or from the end, with groups and in the last causal heads."""
         m = self.first_m() + i
         if self.IS_CAUSAL:
             m = gl.where((self.toward > 0) & (self.group == 1), m, self.tiles_m - 1 - i)
@@ -231,14 +230,13 @@ class Memory:
 
 
 @gluon.jit
-def _take_tile(ticket, tiles_n, heads, together, back, IS_CAUSAL: gl.constexpr):
+def _take_tile(ticket, tiles_n, heads, together, IS_CAUSAL: gl.constexpr):
     """(n, head, toward) of a ticket. Tickets are numbered as programs begin, and nobody waits for a higher one.
 
     The tiles of a head follow each other in the order in which they add to dQ. Heads take turns, so that programs that
     end together do not begin together in one head again.
-
     Under a causal mask the first keys have the longest walks. They come last, since then short walks need not wait for
-    long ones. In the `back` last heads they come first: else the GPU would end with a few long walks.
+    long ones. In the last heads they come first: else the GPU would end with a few long walks.
     """
     first = ticket // (tiles_n * together) * together
     taking_turns = gl.minimum(together, heads - first)
@@ -246,7 +244,7 @@ def _take_tile(ticket, tiles_n, heads, together, back, IS_CAUSAL: gl.constexpr):
     n = within // taking_turns
     toward = 1
     if IS_CAUSAL:
-        toward = gl.where(first + back < heads, 1, -1)
+        toward = gl.where(first + together < heads, 1, -1)
         n = gl.where(toward > 0, tiles_n - 1 - n, n)
     return n, first + within % taking_turns, toward
 
@@ -257,8 +255,9 @@ def _produce(work, memory):
     BLOCK_M: gl.constexpr = work.BLOCK_M
     start_n = work.n * (CONSUMERS * ROWS)
     mbarrier.expect(memory.kv_full, 2 * work.k.block_type.nbytes)
-    tma.async_copy_global_to_shared(work.k, [work.b, work.h, start_n, 0], memory.kv_full, memory.k)
-    tma.async_copy_global_to_shared(work.v, [work.b, work.h, start_n, 0], memory.kv_full, memory.v)
+    kv = work.h // work.split
+    tma.async_copy_global_to_shared(work.k, [work.b, kv, start_n, 0], memory.kv_full, memory.k)
+    tma.async_copy_global_to_shared(work.v, [work.b, kv, start_n, 0], memory.kv_full, memory.v)
     step = 0
     for member in range(work.group):
         h = work.h * work.group + member
@@ -436,27 +435,26 @@ def _consume(work, memory, scale, scale_log2, MASKED: gl.constexpr, ME: gl.const
 @gluon.jit
 def _attn_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, count_ptr,
-    heads_q, heads_kv, group, seq_k, tiles_m, tiles_n, heads, together, back, scale, scale_log2,
+    heads_q, heads_kv, group, seq_k, tiles_m, tiles_n, heads, together, split, scale, scale_log2,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV, and the sum of dQ, without its scale. Grid: (tiles_n * batch * heads_kv,). scale > 0; scale_log2:
-    times log2(e).
+    """dK and dV, and the sum of dQ, without its scale. Grid: (tiles_n * heads,). scale > 0; scale_log2: times log2(e).
 
     count_ptr: for each tile of queries how many programs have added to it, then the next ticket; all 0 when the kernel
-    begins. heads: batch x heads_kv.
+    begins. A group is split into parts of `group` heads, which count as heads_kv. heads: batch x heads_kv.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     BLOCK_N: gl.constexpr = CONSUMERS * ROWS
     DS: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ticket = gl.atomic_add(count_ptr + heads * group * tiles_m, 1)
-    n, bh, toward = _take_tile(ticket, tiles_n, heads, together, back, IS_CAUSAL)
+    n, bh, toward = _take_tile(ticket, tiles_n, heads, together, IS_CAUSAL)
     work = Work(
         q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, count_ptr,
         gl.to_tensor(heads_q), gl.to_tensor(group), gl.to_tensor(seq_k), gl.to_tensor(tiles_m), gl.to_tensor(tiles_n),
         gl.to_tensor(n), gl.to_tensor(toward), gl.to_tensor(bh // heads_kv), gl.to_tensor(bh % heads_kv),
-        BLOCK_M, BLOCK_D, IS_CAUSAL,
+        gl.to_tensor(split), BLOCK_M, BLOCK_D, IS_CAUSAL,
     )  # fmt: skip
     memory = Memory(
         gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_N, BLOCK_D], k_desc.layout),
@@ -509,8 +507,7 @@ def in_order() -> bool:
 class HopperBackwardPlan:
     """A function of the saved tensors, for all calls of one kind.
 
-    seen_k: keys past it are seen by no query, and their gradients are 0. All that programs count or add up belongs to
-    one call.
+    seen_k: keys past it are seen by no query: gradients of 0. All that programs count or add up belongs to one call.
     """
 
     rows: Launch
@@ -521,15 +518,15 @@ class HopperBackwardPlan:
     columns: int
     tiles: int  # of queries, in all heads
     sign: int  # of the scale
+    parts: tuple[int, int, int, int]  # shape of dK and of dV, a head once for each part of its group
 
     def __call__(self, q, k, v, o, lse, do, dlse):
         if dlse is not None:
             dlse = dlse.resolve_neg().contiguous()
-        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        dq, dk, dv = (torch.empty(s, dtype=q.dtype, device=q.device) for s in (q.shape, self.parts, self.parts))
         if self.sign != 1:
             q = self.sign * q
-        row_lse = torch.empty(self.padded_rows, dtype=torch.float32, device=q.device)
-        delta = torch.empty_like(row_lse)
+        row_lse, delta = (torch.empty(self.padded_rows, dtype=torch.float32, device=q.device) for _ in range(2))
         dq_sum = torch.empty(self.padded_rows, self.columns, dtype=torch.float32, device=q.device)
         count = torch.empty(self.tiles + 1, dtype=torch.int32, device=q.device)
         if self.seen_k < k.shape[2]:
@@ -538,6 +535,8 @@ class HopperBackwardPlan:
             self.rows(o.resolve_neg(), do, lse.resolve_neg(), dlse, row_lse, delta, dq_sum, count)
             self.fused(q, k, v, do, row_lse, delta, dq_sum, dk, dv, count)
             self.dq(dq_sum, dq)
+        if dk.shape != k.shape:
+            dk, dv = (t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))
         return dq, dk, dv
 
 
@@ -566,11 +565,12 @@ def plan(
     seen_k = min(seq_k, seq_q) if is_causal else seq_k
     tiles_m, tiles_n = cdiv(seq_q, block_m), cdiv(seen_k, block_n)
     padded_q = tiles_m * block_m
-    padded_rows, tiles, heads = (batch * heads_q * padded_q, batch * heads_q * tiles_m, batch * heads_kv)
-    of_call = heads, heads_q // heads_kv, seq_q, tiles_n, 2 * head_dim * q.itemsize + 4 * columns
-    together, back = turns(*of_call, is_causal, configs.multiprocessors(q.device.index))
-
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    row_bytes, programs = 2 * head_dim * q.itemsize + 4 * columns, configs.multiprocessors(q.device.index)
+    split = split_group(heads_q // heads_kv, row_bytes, is_causal, programs)
+    parts = batch, heads_kv * split, seq_k, head_dim
+    group, heads = heads_q // parts[1], batch * parts[1]
+    padded_rows, tiles = batch * heads_q * padded_q, batch * heads_q * tiles_m
+    dq, dk, dv = (torch.empty(s, dtype=q.dtype, device=q.device) for s in (q.shape, parts, parts))
     row_lse = torch.empty(padded_rows, dtype=torch.float32, device=q.device)
     dq_sum = torch.empty(padded_rows, columns, dtype=torch.float32, device=q.device)
     count = torch.empty(tiles + 1, dtype=torch.int32, device=q.device)
@@ -581,9 +581,9 @@ def plan(
     dq_sizes = tile | common | dict(stride_dq=dq.stride(), scale=sign * scale)
     dq_launch = Launch(_attn_bwd_hopper_dq_kernel, tiles, dq_sizes, {})
     sizes = tile | common | dict(
-        heads_kv=heads_kv, group=heads_q // heads_kv, seq_k=seen_k, tiles_m=tiles_m, tiles_n=tiles_n, heads=heads,
-        together=together, back=back, scale=scale, scale_log2=scale * LOG2E.value, STAGES=STAGES,
-        IS_CAUSAL=is_causal, MASKED=is_causal or seen_k % block_n != 0,
+        heads_kv=parts[1], group=group, split=split, seq_k=seen_k, tiles_m=tiles_m, tiles_n=tiles_n, heads=heads,
+        together=turns(heads, group, seq_q * row_bytes, tiles_n, is_causal, programs), scale=scale,
+        scale_log2=scale * LOG2E.value, STAGES=STAGES, IS_CAUSAL=is_causal, MASKED=is_causal or seen_k % block_n != 0,
     )  # fmt: skip
     boxes = [
         in_heads(q, block_m, columns), in_heads(k, block_n, columns), in_heads(v, block_n, columns),
@@ -596,4 +596,4 @@ def plan(
             rows.compile(o, do, lse, dlse, row_lse, row_lse, dq_sum, count)
             fused.compile(q, k, v, do, row_lse, row_lse, dq_sum, dk, dv, count)
             dq_launch.compile(dq_sum, dq)
-    return HopperBackwardPlan(rows, fused, dq_launch, seen_k, padded_rows, columns, tiles, sign)
+    return HopperBackwardPlan(rows, fused, dq_launch, seen_k, padded_rows, columns, tiles, sign, parts)

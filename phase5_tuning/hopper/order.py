@@ -2,7 +2,7 @@
 
 A program owns a tile of keys, walks over the tiles of queries that see it, and adds a part to the dQ of each. The order
 of those additions is fixed; so a program may have to wait for others. The model says how long, and whether everybody
-gets done. `turns` chooses an order in which what programs use at once stays in the cache.
+gets done. `split_group` and `turns` choose an order in which what programs use at once stays in the cache.
 """
 
 import heapq
@@ -10,37 +10,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 MOST_TOGETHER = 16
-SHARING = 5  # programs of a head that run at once, at least, if they are to share tiles of queries
-CACHED = 16 * 2**20  # bytes of Q, dO and the sum of dQ in use at once, on average: a third of an H100's L2
+CACHED = 50 * 2**20 // 3  # bytes of Q, dO and the sum of dQ in use at once: a third of an H100's L2
 
 
-def turns(
-    heads: int, group: int, seq_q: int, tiles_n: int, row_bytes: int, is_causal: bool, programs: int, block_n: int = 128
-) -> tuple[int, int]:
-    """(together, back): how many heads of keys take turns, and in how many of the last heads the first keys come first.
+def split_group(group: int, row_bytes: int, is_causal: bool, programs: int, block_n: int = 128) -> int:
+    """Into how many parts a group of heads is split. Each part has programs of its own, which make a dK and a dV.
 
-    heads: batch x heads_kv. group: heads of queries for each. row_bytes: of a query in Q, dO and the sum of dQ.
-    programs: how many run at once.
+    row_bytes: of a query in Q, dO and the sum of dQ. programs: how many run at once.
 
-    Under a causal mask a program's walk is one tile of keys shorter than that of its neighbour. Both begin at the last
-    queries of a head. If the shorter one need not wait, it is ahead by another tile in each further head of the group:
-    by (group - 1) / 2 tiles on average. Where so much of the queries does not stay in the cache for all programs, the
-    longer walks come first, and the shorter ones wait for them at the beginning of each head. They wait for less if
-    more heads take turns, since then the programs of a head that run at once have walks of about the same length; but
-    fewer of them share what is in the cache.
+    Under a causal mask a program's walk is one tile of keys shorter than its neighbour's. Both begin at the last
+    queries, and the shorter one is ahead by another tile in each further head of the part: by (heads - 1) / 2 tiles on
+    average. So many rows, for all programs, have to stay in the cache between a program and its neighbour.
     """
-    filled, twice = programs // tiles_n, 2 * programs // tiles_n
-    if is_causal and (group - 1) * programs * block_n * row_bytes > 2 * CACHED:
-        batches = -(-heads // (programs // SHARING))
-        return -(-heads // batches), heads
     if not is_causal:
-        together = twice
-    elif group > 1:
-        together = filled
-    else:
-        together = min(twice, max(2, CACHED // (seq_q * row_bytes)))
-    together = max(1, min(together, MOST_TOGETHER, heads))
-    return together, together
+        return 1
+    most = 1 + 2 * CACHED // (programs * block_n * row_bytes)  # heads in a part
+    return min(split for split in range(1, group + 1) if group % split == 0 and group // split <= most)
+
+
+def turns(heads: int, group: int, head_bytes: int, tiles_n: int, is_causal: bool, programs: int) -> int:
+    """How many heads of keys take turns.
+
+    heads: batch x heads_kv, a head once for each part of its group. group: heads of queries in a part. head_bytes: of a
+    head in Q, dO and the sum of dQ.
+
+    Twice as many as the programs that run at once would fill. Under a causal mask those of a head are at different
+    queries, and all of its queries are in use: no more heads than fit into the cache, or than the programs fill.
+    """
+    filled, together = programs // tiles_n, 2 * programs // tiles_n
+    if is_causal:
+        together = filled if group > 1 else min(together, max(2, CACHED // head_bytes))
+    return max(1, min(together, MOST_TOGETHER, heads))
 
 
 class Deadlock(RuntimeError):
@@ -68,18 +68,15 @@ def order(m: int, n: int, tiles_n: int, block_m: int, block_n: int, is_causal: b
     return min(last, tiles_n - 1) - n
 
 
-def take_tile(
-    ticket: int, tiles_n: int, heads: int, together: int, is_causal: bool, back: int | None = None
-) -> tuple[int, int, int]:
-    """(key tile, head, toward) of a ticket, as the kernel's `_take_tile`. back: as `turns`; None: together."""
-    back = together if back is None else back
+def take_tile(ticket: int, tiles_n: int, heads: int, together: int, is_causal: bool) -> tuple[int, int, int]:
+    """(key tile, head, toward) of a ticket, as the kernel's `_take_tile`."""
     first = ticket // (tiles_n * together) * together
     taking_turns = min(together, heads - first)
     within = ticket - first * tiles_n
     n, head = within // taking_turns, first + within % taking_turns
     if not is_causal:
         return n, head, 1
-    return (tiles_n - 1 - n, head, 1) if first + back < heads else (n, head, -1)
+    return (tiles_n - 1 - n, head, 1) if first + together < heads else (n, head, -1)
 
 
 @dataclass
@@ -125,8 +122,7 @@ class DqSchedule:
 def dq_schedule(
     tiles_m: int, tiles_n: int, block_m: int = 128, block_n: int = 128, is_causal: bool = False,
     slots: int = 132, hop: float = 1.0, step: float = 1.0, *,
-    heads: int = 1, group: int = 1, together: int = 1, back: int | None = None,
-    writers: int = 2, late: Sequence[float] = (),
+    heads: int = 1, group: int = 1, together: int = 1, writers: int = 2, late: Sequence[float] = (),
     take_tile: Callable | None = None, walk: Callable | None = None, order: Callable | None = None,
 ) -> DqSchedule:  # fmt: skip
     """Run the programs of all tiles of keys, and return when each computed, added and ended.
@@ -136,19 +132,19 @@ def dq_schedule(
     added. late: how long after it got its slot the i-th program takes its ticket; 0 where the list ends. So tickets
     need not be taken in the order in which programs are dispatched.
 
-    heads: batch x heads_kv. group: heads of queries for each. together, back: as `turns`; back None: together.
-    take_tile(ticket), walk(n, toward), order(m, n, toward): the kernel's rules unless others are given. Raises Deadlock
-    if programs are left and all of them wait.
+    heads: batch x heads_kv. group: heads of queries for each. together: heads that take turns. take_tile(ticket),
+    walk(n, toward), order(m, n, toward): the kernel's rules unless others are given. Raises Deadlock if programs are
+    left and all of them wait.
     """
     blocks = block_m, block_n, is_causal
-    rules = _rules(take_tile, walk, order, tiles_m, tiles_n, blocks, heads, group, together, back)
+    rules = _rules(take_tile, walk, order, tiles_m, tiles_n, blocks, heads, group, together)
     return _Run(tiles_n * heads, slots, hop, step, group, writers, late, rules).run()
 
 
-def _rules(own_take, own_walk, own_order, tiles_m, tiles_n, blocks, heads, group, together, back):
+def _rules(own_take, own_walk, own_order, tiles_m, tiles_n, blocks, heads, group, together):
     """Those that are given, else the kernel's."""
     return {
-        "take": own_take or (lambda ticket: take_tile(ticket, tiles_n, heads, together, blocks[-1], back)),
+        "take": own_take or (lambda ticket: take_tile(ticket, tiles_n, heads, together, blocks[-1])),
         "walk": own_walk or (lambda n, toward: walk(n, tiles_m, *blocks, toward, group)),
         "order": own_order or (lambda m, n, toward: order(m, n, tiles_n, *blocks, toward)),
     }

@@ -68,7 +68,7 @@ def as_python(function, old="", new="", **others):
 class Rules:
     """The kernel's rules for one set of sizes, as `dq_schedule` takes them. edits: function: (old, new)."""
 
-    def __init__(self, tiles_m, tiles_n, block_m, is_causal, heads, group, together, back, edits=None):
+    def __init__(self, tiles_m, tiles_n, block_m, is_causal, heads, group, together, edits=None):
         edits = edits or {}
         take = as_python(hopper_backward._take_tile, *edits.get("_take_tile", ()))
         names = "first_m", "steps", "tile_m", "order"
@@ -85,7 +85,7 @@ class Rules:
             of_program = work(n, toward)
             return [of_program.tile_m(i) for i in range(of_program.steps())]
 
-        self.take_tile = lambda ticket: take(ticket, tiles_n, heads, together, back, is_causal)
+        self.take_tile = lambda ticket: take(ticket, tiles_n, heads, together, is_causal)
         self.walk = walk
         self.order = lambda m, n, toward: work(n, toward).order(m)
 
@@ -104,7 +104,6 @@ def check_schedule(drawn, tiles_m, tiles_n, block_m, is_causal, edits=None):
     """Run the kernel's rules on drawn heads, slots and an order of dispatch. Raises where one is wrong."""
     heads, group, slots = drawn.randint(1, 5), drawn.randint(1, 3), drawn.choice((1, 1, 2, 3, 5, 8, 40))
     together = drawn.randint(1, min(4, heads))
-    back = drawn.choice((together, heads))
     programs = heads * tiles_n
     dispatch = drawn.choice(("in order", "reversed", "any"))
     late = [0.0] * programs
@@ -112,10 +111,10 @@ def check_schedule(drawn, tiles_m, tiles_n, block_m, is_causal, edits=None):
         late = [0.01 * (programs - i) for i in range(programs)]
     elif dispatch == "any":
         late = [drawn.choice((0.0, 0.1, 3.0)) for _ in range(programs)]
-    rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, group, together, back, edits)
+    rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, group, together, edits)
     schedule = dq_schedule(
         tiles_m, tiles_n, block_m, BLOCK_N, is_causal, slots, drawn.choice((0.3, 1.0, 2.5)), 1.0,
-        heads=heads, group=group, together=together, back=back, late=late,
+        heads=heads, group=group, together=together, late=late,
         take_tile=rules.take_tile, walk=rules.walk, order=rules.order,
     )  # fmt: skip
     assert sorted((p.n, p.head) for p in schedule.programs) == list(itertools.product(range(tiles_n), range(heads)))
@@ -169,14 +168,14 @@ def test_a_mistake_in_the_kernels_rules_is_found(function, old, new):
 
 def test_the_models_rules_are_the_kernels():
     for tiles_m, tiles_n, block_m, is_causal in SIZES:
-        for heads, together, back in ((1, 1, 1), (5, 2, 2), (5, 2, 5), (4, 4, 4)):
-            rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, 1, together, back)
+        for heads, together in ((1, 1), (5, 2), (4, 4)):
+            rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, 1, together)
             for ticket in range(tiles_n * heads):
                 given = ticket, tiles_n, heads, together, is_causal
-                assert rules.take_tile(ticket) == hopper_order.take_tile(*given, back)
+                assert rules.take_tile(ticket) == hopper_order.take_tile(*given)
         blocks = block_m, BLOCK_N, is_causal
         for n, toward, group in itertools.product(range(tiles_n), (1, -1) if is_causal else (1,), (1, 3)):
-            rules = Rules(tiles_m, tiles_n, block_m, is_causal, 1, group, 1, 1)
+            rules = Rules(tiles_m, tiles_n, block_m, is_causal, 1, group, 1)
             visited = list(hopper_order.walk(n, tiles_m, *blocks, toward, group))
             assert rules.walk(n, toward) == visited
             for m in visited:
