@@ -174,7 +174,7 @@ class Work:
 
     @gluon.jit
     def tile_m(self, i):
-        """The i-th of them on its walk: from its diagonal, or from the end, with groups and in the last causal heads."""
+        """The i-th of them on its walk: from its diagonal; from the end with groups and in the last causal heads."""
         m = self.first_m() + i
         if self.IS_CAUSAL:
             m = gl.where((self.toward > 0) & (self.group == 1), m, self.tiles_m - 1 - i)
