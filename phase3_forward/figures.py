@@ -329,7 +329,7 @@ def two_numbers(z: Mapping[str, Sequence[tuple[float, float]]], limit: float) ->
 def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> None:
     """Wrong kernels that at least one acceptance rule lets through, and which rules those are.
 
-    rows, counts  as returned by common.verify.rules.rule_table
+    rows, counts  as returned by common.verify.mistakes.rules.rule_table
     """
     names = list(counts)
     slipping = [row for row in rows if any(row[name] for name in names)]

@@ -4,7 +4,7 @@ from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
 from common.learn.check.require import reject, require, require_none
-from common.verify.harness import UNIT_ROUNDOFF, E
+from common.verify.expected import UNIT_ROUNDOFF, E
 from phase4_backward.checks import only_head_0, reject_report, small_tiles, stages
 
 import torch

@@ -5,7 +5,8 @@ import math
 
 from common import make_qkv, runtime
 from common.learn.check.require import reject, require
-from common.verify.harness import UNIT_ROUNDOFF, Z_MAX, E
+from common.verify.expected import UNIT_ROUNDOFF, E
+from common.verify.harness import Z_MAX
 from common.verify.reference import naive_attention
 from phase5_tuning.checks import BF16, FP16, FP32, INF
 

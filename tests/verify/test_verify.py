@@ -10,10 +10,13 @@ import random
 import re
 from fractions import Fraction
 
-from common.verify import VerificationError, diagnose, harness, verify_results, verify_softmax
-from common.verify.emulator import Steps, emulate
+from common.verify import VerificationError, harness, verify_results, verify_softmax
+from common.verify import expected as model
 from common.verify.inputs import KINDS, LAYOUTS, make_qkv, make_tensor
-from common.verify.mistakes import BF16, FP16, FP32, MISTAKES, Case
+from common.verify.mistakes import diagnose
+from common.verify.mistakes.emulator import Steps, emulate
+from common.verify.mistakes.rules import CUSTOMARY_RULES, DEFAULTS, OURS, rule_table, verify
+from common.verify.mistakes.table import BF16, FP16, FP32, MISTAKES, Case
 from common.verify.reference import (
     NEG_INF,
     causal_mask,
@@ -23,7 +26,6 @@ from common.verify.reference import (
     tiled_attention,
     tiled_attention_backward,
 )
-from common.verify.rules import CUSTOMARY_RULES, DEFAULTS, OURS, rule_table, verify
 
 import pytest
 import torch
@@ -72,7 +74,7 @@ def test_benign_mutant_is_accepted(name):
 
 def test_two_per_cent_is_within_the_rounding_of_bf16():
     """The reason given for the one benign mutant that changes a number: 2 % of u = 2^-8 is 5.12 sigma at most."""
-    assert mutant_report("one_element_bf16").z <= 0.02 / harness.UNIT_ROUNDOFF[BF16] < harness.Z_MAX
+    assert mutant_report("one_element_bf16").z <= 0.02 / model.UNIT_ROUNDOFF[BF16] < harness.Z_MAX
 
 
 # --- correct kernels ----------------------------------------------------------------------------------------------
@@ -240,7 +242,7 @@ def model_by_the_book(q, k, v, do, is_causal, scale):
 def test_error_model_formulas(dtype, is_causal, group, kind):
     case = Case(1, group, 30, 40, heads_kv=1, seq_k=50, dtype=dtype, kind=kind, grad=True)
     q, k, v, do = case.inputs()
-    expected = harness._expected(q, k, v, do, is_causal, -0.3)
+    expected = model.expected(q, k, v, do, is_causal, -0.3)
     for name, (truth, sigma) in model_by_the_book(q, k, v, do, is_causal, -0.3).items():
         torch.testing.assert_close(expected[name].truth.reshape(truth.shape), truth, rtol=1e-10, atol=1e-13)
         torch.testing.assert_close(expected[name].sigma.reshape(sigma.shape), sigma, rtol=1e-10, atol=0)
@@ -269,7 +271,7 @@ def test_sums_of_o_that_lean_one_way_are_expected():
         @staticmethod
         def forward(ctx, q, k, v, options):
             o, lse = naive_attention(q, k, v, **options)[:2]
-            o = o * (1 - 3.5 * harness.sum_error(k.shape[2]))
+            o = o * (1 - 3.5 * model.sum_error(k.shape[2]))
             ctx.save_for_backward(q, k, v, o, lse)
             ctx.options = options
             return o
@@ -334,9 +336,9 @@ def test_a_scale_of_zero_is_zero_and_not_the_default():
 def test_truth_in_chunks_is_sdpa_and_the_textbook(monkeypatch, is_causal, scale):
     q, k, v, do = Case(2, 6, 50, 40, heads_kv=2, seq_k=70, grad=True).inputs()
     true_scale = 40**-0.5 if scale is None else scale
-    whole = harness._expected(q, k, v, do, is_causal, true_scale)
-    monkeypatch.setattr(harness, "CHUNK_ELEMENTS", 3 * 70 * 7)  # seven query rows at a time
-    parts = harness._expected(q, k, v, do, is_causal, true_scale)
+    whole = model.expected(q, k, v, do, is_causal, true_scale)
+    monkeypatch.setattr(model, "CHUNK_ELEMENTS", 3 * 70 * 7)  # seven query rows at a time
+    parts = model.expected(q, k, v, do, is_causal, true_scale)
     for name in whole:
         torch.testing.assert_close(parts[name].truth, whole[name].truth, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(parts[name].sigma, whole[name].sigma, rtol=1e-12, atol=0)
@@ -362,7 +364,7 @@ def test_subnormal_gradients_are_not_held_against_a_kernel():
 
 # --- long rows ----------------------------------------------------------------------------------------------------
 
-LONG = dict(heads_q=1, seq_q=600, head_dim=16, seq_k=harness.SAMPLE_ABOVE_KEYS + 1, dtype=FP32)
+LONG = dict(heads_q=1, seq_q=600, head_dim=16, seq_k=model.SAMPLE_ABOVE_KEYS + 1, dtype=FP32)
 
 
 def long_attention(row=None, error=1e-3):
@@ -380,8 +382,8 @@ def long_attention(row=None, error=1e-3):
 def test_long_rows_are_sampled():
     q, k, v = make_qkv(1, **LONG)
     assert verify_results(long_attention(), q, k, v, compare_sdpa=False).passed
-    rows = harness._sample_rows(600, "cpu")
-    assert len(rows) == len(rows.unique()) == harness.SAMPLE_ROWS
+    rows = model._sample_rows(600, "cpu")
+    assert len(rows) == len(rows.unique()) == model.SAMPLE_ROWS
     for row in (0, 599, int(rows[len(rows) // 2])):
         report = verify_results(long_attention(row), q, k, v, compare_sdpa=False)
         assert not report["o"].passed
@@ -405,8 +407,8 @@ def test_the_rows_of_a_sample_see_the_keys_before_them_and_no_other():
 
 
 def test_gradients_of_long_rows_are_checked_in_full():
-    q, k, v, do = Case(1, 1, 300, 16, seq_k=harness.SAMPLE_ABOVE_KEYS + 1, dtype=FP32, grad=True).inputs()
-    left_out = next(row for row in range(300) if row not in harness._sample_rows(300, "cpu"))
+    q, k, v, do = Case(1, 1, 300, 16, seq_k=model.SAMPLE_ABOVE_KEYS + 1, dtype=FP32, grad=True).inputs()
+    left_out = next(row for row in range(300) if row not in model._sample_rows(300, "cpu"))
 
     def fn(q, k, v, *, is_causal, scale, enable_gqa):
         o = sdpa_reference(q, k, v).float()
@@ -601,7 +603,7 @@ def test_an_lse_that_is_not_a_number_fails():
 
 def test_rms_z_is_the_root_of_the_mean_square():
     truth = torch.zeros(1, 1, 1, 2, dtype=torch.float64)
-    actual, expected = truth + torch.tensor([3.0, -4.0]), harness._Expected(truth, torch.ones_like(truth))
+    actual, expected = truth + torch.tensor([3.0, -4.0]), model.Expected(truth, torch.ones_like(truth))
     result = harness._compare("o", actual, expected, FP32, None)
     assert (result.z, result.rms_z) == (4, pytest.approx(12.5**0.5))
 
@@ -609,18 +611,18 @@ def test_rms_z_is_the_root_of_the_mean_square():
 def test_nan_z_fails():
     truth = torch.ones(1, 1, 2, 2, dtype=torch.float64)
     sigma = torch.tensor([[[[1.0, 1.0], [math.nan, 1.0]]]], dtype=torch.float64)
-    result = harness._compare("o", truth + 1e-9, harness._Expected(truth, sigma), FP32, None)
+    result = harness._compare("o", truth + 1e-9, model.Expected(truth, sigma), FP32, None)
     assert math.isnan(result.z)
     assert not result.passed
     assert math.isnan(harness.Report("", (result,)).z)
     q, k, v = (torch.ones(1, 1, 2, 2) for _ in range(3))
     context = diagnose.Context(q, k, v, None, False, 1.0)
-    assert harness._compare("o", truth + 1e-9, harness._Expected(truth, sigma), FP32, context).hint  # and is diagnosed
+    assert harness._compare("o", truth + 1e-9, model.Expected(truth, sigma), FP32, context).hint  # and is diagnosed
 
 
 def test_an_element_equal_to_the_truth_has_z_0():
     truth = torch.tensor([[[[math.inf, -math.inf, math.nan, 0.0]]]], dtype=torch.float64)
-    expected = harness._Expected(truth, torch.full_like(truth, math.nan))
+    expected = model.Expected(truth, torch.full_like(truth, math.nan))
     assert harness._compare("o", truth, expected, FP32, None).z == 0
     assert not harness._compare("o", -truth, expected, FP32, None).passed
 
