@@ -149,12 +149,12 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def descriptors_allowed(*tensors: torch.Tensor) -> bool:
-    """True if the tensor memory accelerator can fetch tiles of all tensors, and is there (Hopper and later).
+    """True if the current GPU has a tensor memory accelerator (Hopper and later) that can fetch tiles of all tensors.
 
     It wants rows that are contiguous, do not overlap, and begin at multiples of 16 bytes. In fp32 the products want
     their operands in registers, and tiles that arrive in shared memory only make the compiler spill.
     """
-    here = runtime.INTERPRETED or (not torch.version.hip and configs.capability(tensors[0].device.index) >= (9, 0))
+    here = runtime.INTERPRETED or (not torch.version.hip and configs.capability() >= (9, 0))
     return here and all(_rows_aligned(t) for t in tensors)
 
 
