@@ -30,6 +30,14 @@ class Expected:
     sigma: torch.Tensor
     rows: torch.Tensor | None = None  # the query rows that truth and sigma cover; None: all
 
+    @property
+    def axes(self) -> int:
+        return self.truth.dim()
+
+    def of_rows(self, actual: torch.Tensor) -> torch.Tensor:
+        """What of a whole result is compared."""
+        return actual if self.rows is None else actual.index_select(2, self.rows)
+
 
 def expected(q, k, v, do, is_causal, scale) -> dict[str, Expected]:
     """Truth and sigma of every tensor, fp64. Works through one kv head and a chunk of query rows at a time."""

@@ -35,6 +35,7 @@ from phase5_tuning.launch.plans import (
     remembered,
     tuned,
 )
+from phase5_tuning.passes.forward import BASE_E, HOPPER, NOTHING
 
 import torch
 
@@ -104,6 +105,29 @@ class BackwardPlan:
         return dq, dk, dv
 
 
+def choose(given, converted, scale: float, needs, kernels, tiles):
+    """What takes a call: NOTHING, BASE_E, HOPPER, or the kernels of a rung (dK and dV's, dQ's).
+
+    given: the saved tensors as they came. converted: as plain kernels take them. scale: its absolute value. needs,
+    kernels, tiles: of both kernels, as for `attention_backward`.
+    """
+    q, k, v, _, lse, do, _ = given
+    if lse.numel() == 0 or k.shape[2] == 0:
+        return NOTHING
+    if scale * LOG2E.value > validate.MAX_SCALE:  # in base 2 it would be infinite
+        return BASE_E
+    # From a number of tiles on the fused kernel is faster than any rung; it makes all gradients at once.
+    as_usual = all(needs) and not any((*kernels, *tiles))
+    if as_usual and hopper_backward.takes(q, k, v, do) and hopper_backward.pays(q, k):
+        return HOPPER
+    # The rungs before fetch tiles by pointers, which may have any stride and alignment.
+    q, k, v, _, _, do, _ = converted
+    last = (_attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel)
+    before = (_attn_bwd_dkdv_transposed_kernel, _attn_bwd_dq_edges_kernel)
+    best = last if descriptors_allowed(q, k, v, do) else before
+    return tuple(best[i] if kernel in (None, last[i]) else kernel for i, kernel in enumerate(kernels))
+
+
 def rows_of(o, do, head_dim: int, unit: float) -> Launch:
     """The launch of the kernel that makes delta and the LSE, times `unit`, for the others."""
     batch, heads_q, seq_q, _ = o.shape
@@ -139,44 +163,35 @@ def seen_keys(q, k, is_causal: bool) -> int:
 def _plan(
     q, k, v, o, lse, do, dlse, is_causal, scale, needs, dkdv_kernel, dq_kernel, dkdv_config, dq_config
 ) -> Callable:
-    """The plan of a call: what takes it, and with what arguments. Arguments as for `attention_backward`, checked."""
     given, converted = (q, k, v, o, lse, do, dlse), _as_kernels_take(q, k, v, o, lse, do, dlse)
-    if lse.numel() == 0 or k.shape[2] == 0:
-        return partial(_nothing_depends, needs=needs)
-    if abs(scale) * LOG2E.value > validate.MAX_SCALE:  # in base 2 it would be infinite
-        return partial(backward_in_base_e, is_causal=is_causal, scale=scale, needs=needs)
     with runtime.on_device_of(q):
-        # From a number of tiles on the fused kernel is faster than any rung; it makes all gradients at once.
-        as_usual = all(needs) and not any((dkdv_kernel, dq_kernel, dkdv_config, dq_config))
-        if as_usual and hopper_backward.takes(q, k, v, do) and hopper_backward.pays(q, k):
+        kernels = choose(given, converted, abs(scale), needs, (dkdv_kernel, dq_kernel), (dkdv_config, dq_config))
+        if kernels == NOTHING:
+            return partial(_nothing_depends, needs=needs)
+        if kernels == BASE_E:
+            return partial(backward_in_base_e, is_causal=is_causal, scale=scale, needs=needs)
+        if kernels == HOPPER:
             return hopper_backward.plan(*given, is_causal, *positive_scale(scale))
         q, k, v, o, lse, do, dlse = converted
-        # The rungs before fetch tiles by pointers, which may have any stride and alignment.
-        last = (_attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel)
-        before = (_attn_bwd_dkdv_transposed_kernel, _attn_bwd_dq_edges_kernel)
-        best = last if descriptors_allowed(q, k, v, do) else before
-        if dkdv_kernel in (None, last[0]):
-            dkdv_kernel = best[0]
-        if dq_kernel in (None, last[1]):
-            dq_kernel = best[1]
         (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
         delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
         gradients = dq, dk, dv = _empty(q), _empty(k), _empty(v)
         seen_k = seen_keys(q, k, is_causal)
+        last = _attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel
 
         def planned(kind, kernel, config, made, tiles):
             case = kind, head_dim, q.dtype, kernel in last
             make = partial(launch_of, kind, kernel, q, k, v, do, gradients, is_causal, scale)
             return tuned(case, is_causal, tiles, make, (q, k, v, do, row_lse, delta, *made), config)
 
-        rows = rows_of(o, do, head_dim, 1.0 if dkdv_kernel is _attn_bwd_dkdv_kernel else LOG2E.value)
+        rows = rows_of(o, do, head_dim, 1.0 if kernels[0] is _attn_bwd_dkdv_kernel else LOG2E.value)
         if runtime.DEVICE == "cuda" and not runtime.recording:
             rows.compile(o, do, lse, dlse, delta, row_lse)
         dkdv_launch = dq_launch = None
         if needs[1]:
-            dkdv_launch = planned("dkdv", dkdv_kernel, dkdv_config, (dk, dv), batch * heads_kv * cdiv(seen_k, 64))
+            dkdv_launch = planned("dkdv", kernels[0], dkdv_config, (dk, dv), batch * heads_kv * cdiv(seen_k, 64))
         if needs[0]:
-            dq_launch = planned("dq", dq_kernel, dq_config, (dq,), batch * heads_q * cdiv(seq_q, 64))
+            dq_launch = planned("dq", kernels[1], dq_config, (dq,), batch * heads_q * cdiv(seq_q, 64))
     as_given = all(a is b for a, b in zip(given, converted, strict=True))
     return BackwardPlan(rows, dkdv_launch, dq_launch, seen_k, as_given)
 

@@ -27,6 +27,9 @@ from phase5_tuning.launch.plans import (
 
 import torch
 
+# What takes a call, beside the kernels of rungs.
+NOTHING, BASE_E, HOPPER = "nothing", "base e", "hopper"
+
 
 def attention_forward(
     q: torch.Tensor,
@@ -96,6 +99,26 @@ class ForwardPlan:
             return o.copy_(out), lse
 
 
+def choose(given, converted, scale: float, kernel=None, config: configs.Config | None = None):
+    """What takes a call: NOTHING, BASE_E, HOPPER, or the kernel of a rung.
+
+    given: q, k and v as they came. converted: as plain kernels take them. scale: its absolute value. kernel, config: as
+    for `attention_forward`.
+    """
+    q, k, _ = given
+    if 0 in q.shape[:3] or k.shape[2] == 0:
+        return NOTHING
+    if scale * LOG2E.value > validate.MAX_SCALE:  # in base 2 it would be infinite
+        return BASE_E
+    # From a number of tiles on the Hopper kernel is faster than any rung (FEW and NARROW in hopper/forward.py).
+    if kernel is None and config is None and hopper_forward.takes(*given) and hopper_forward.pays(q, q.shape[2]):
+        return HOPPER
+    if kernel not in (None, _attn_fwd_descriptors_kernel):
+        return kernel
+    # The rung before the last one fetches tiles by pointers, which may have any stride and alignment.
+    return _attn_fwd_descriptors_kernel if descriptors_allowed(*converted) else _attn_fwd_heavy_first_kernel
+
+
 def launch_of(kernel, q, k, v, o, is_causal: bool, scale: float, config: configs.Config) -> Launch:
     """A rung's launch with given tiles: its grid, and all its arguments but the tensors."""
     (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
@@ -111,21 +134,17 @@ def launch_of(kernel, q, k, v, o, is_causal: bool, scale: float, config: configs
 
 
 def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
-    """The plan of a call: what takes it, and with what arguments. Arguments as for `attention_forward`, checked."""
     scale, sign = positive_scale(scale)
     given, converted = (q, k, v), _as_kernels_take(q, k, v, sign)
-    if 0 in q.shape[:3] or k.shape[2] == 0:
-        return _nothing_to_see
-    if scale * LOG2E.value > validate.MAX_SCALE:  # in base 2 it would be infinite
-        return partial(forward_in_base_e, is_causal=is_causal, scale=sign * scale, enable_gqa=True)
     with runtime.on_device_of(q):
-        # From a number of tiles on the Hopper kernel is faster than any rung (FEW and NARROW in hopper/forward.py).
-        if kernel is None and config is None and hopper_forward.takes(q, k, v) and hopper_forward.pays(q, q.shape[2]):
+        kernel = choose(given, converted, scale, kernel, config)
+        if kernel == NOTHING:
+            return _nothing_to_see
+        if kernel == BASE_E:
+            return partial(forward_in_base_e, is_causal=is_causal, scale=sign * scale, enable_gqa=True)
+        if kernel == HOPPER:
             return hopper_forward.plan(q, k, v, is_causal, scale, sign)
         q, k, v = converted
-        if kernel in (None, _attn_fwd_descriptors_kernel):
-            # The rung before the last one fetches tiles by pointers, which may have any stride and alignment.
-            kernel = _attn_fwd_descriptors_kernel if descriptors_allowed(q, k, v) else _attn_fwd_heavy_first_kernel
         (batch, heads_q, seq_q, head_dim), rows = q.shape, q.shape[:3]
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
