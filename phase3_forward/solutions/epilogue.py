@@ -19,9 +19,9 @@ offs_col, rows, cols, tile)` stores a tile in the dtype of the matrix.
 Notebook: phase3_forward/forward.ipynb, section 5.1.
 """
 
-from common import runtime, validate
+from common import validate
 from phase2_tiling.tiling import attention_tile_step, head_base, load_tile, store_tile
-from phase3_forward.given import heads_of, work_of
+from phase3_forward.given import heads_of, launch, work_of
 
 import torch
 import triton
@@ -74,17 +74,4 @@ def bottom_right_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sc
     Raises TypeError or ValueError naming the argument.
     """
     scale = validate.check_qkv(q, k, v, scale)
-    batch, heads, seq_q, head_dim = q.shape
-    o = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return o, lse
-    tiles = runtime.tile_sizes(head_dim, q.dtype)
-    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
-    grid = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads,)
-    with runtime.on_device_of(q):
-        _attn_bottom_right_kernel[grid](
-            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(), heads, seq_q, k.shape[2], scale,
-            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), **tiles,
-        )  # fmt: skip
-    return out.to(o.dtype), lse
+    return launch(_attn_bottom_right_kernel, q, k, v, *q.shape[1:3], k.shape[2], scale)

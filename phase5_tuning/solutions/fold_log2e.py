@@ -21,6 +21,7 @@ import math
 
 from common import runtime, validate
 from phase2_tiling.tiling import head_base, load_tile, store_tile
+from phase3_forward.given import launch
 
 import torch
 import triton
@@ -95,22 +96,10 @@ def attention(q, k, v, is_causal=False, scale=None):
     scale = validate.check_qkv(q, k, v, scale, is_causal)
     if not scale > 0:
         raise ValueError(f"scale: expected a positive number, got {scale}")
-    batch, heads, seq_q, head_dim = q.shape
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return o, lse
-    tiles = runtime.tile_sizes(head_dim, q.dtype)
-    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
     # your code: the scale for the kernel
     scale *= LOG2E.value
     # end of your code
-    with runtime.on_device_of(q):
-        _attention_base2_kernel[(triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads,)](
-            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(), heads, seq_q, k.shape[2], scale,
-            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), IS_CAUSAL=is_causal, **tiles,
-        )  # fmt: skip
-    return out.to(o.dtype), lse
+    return launch(_attention_base2_kernel, q, k, v, *q.shape[1:3], k.shape[2], scale, IS_CAUSAL=is_causal)
 
 
 # --- to try them on ------------------------------------------------------------------------------------------------
