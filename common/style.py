@@ -44,7 +44,6 @@ def use() -> None:
             "axes.titlelocation": "left",
             "axes.spines.top": False,
             "axes.spines.right": False,
-            "axes.grid": False,
             "lines.linewidth": 2,
             "legend.frameon": False,
         }

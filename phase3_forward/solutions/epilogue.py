@@ -10,11 +10,10 @@ Write what follows: store o, in the dtype of o, and lse in fp32, the natural log
 rest is given. Its causal mask is aligned bottom-right as in exercise 3.2, so that with seq_q > seq_k the first rows see
 no key and arrive with m_i = -inf, l_i = 0, acc = 0. They must leave with o = 0 and lse = -inf.
 
-At that point o_ptr and lse_ptr stand at the beginning of this program's head already. lse is
-contiguous, o has the strides in stride_o, whatever they are. Rows from seq_q on and columns from
-HEAD_DIM on do not exist: nothing may be stored there. `store_tile(base_ptr, stride, offs_row,
-offs_col, rows, cols, tile)` stores a tile in the dtype of the matrix.
-`finish` in phase3_forward/given.py is what you are about to write, so leave it aside.
+At that point o_ptr and lse_ptr stand at the beginning of this program's head already. lse is contiguous, o has the
+strides in stride_o, whatever they are. Rows from seq_q on and columns from HEAD_DIM on do not exist: nothing may be
+stored there. `store_tile(base_ptr, stride, offs_row, offs_col, rows, cols, tile)` stores a tile in the dtype of the
+matrix. `finish` in phase3_forward/given.py is what you are about to write, so leave it aside.
 
 Notebook: phase3_forward/forward.ipynb, section 5.1.
 """
@@ -70,8 +69,7 @@ def bottom_right_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sc
 
     q (batch, heads, seq_q, head_dim), k and v (batch, heads, seq_k, head_dim): fp16, bf16 or fp32, any strides,
     head_dim up to 256. Returns o like q, as `empty_like` makes it, and lse (batch, heads, seq_q) in fp32; a row that
-    sees no key has o = 0 and lse = -inf.
-    Raises TypeError or ValueError naming the argument.
+    sees no key has o = 0 and lse = -inf. Raises TypeError or ValueError naming the argument.
     """
     scale = validate.check_qkv(q, k, v, scale)
     return launch(_attn_bottom_right_kernel, q, k, v, *q.shape[1:3], k.shape[2], scale)
