@@ -65,8 +65,9 @@ def drawing(width: float, height: float, columns: int = 1, rows: int = 1, *, asp
     return figure, axes
 
 
-def show(figure, alt: str) -> None:
-    """Display a figure in a notebook, with an alternative text: what the picture shows, in words.
+def show(figure, alt: str, *provenances: str) -> None:
+    """Display a figure in a notebook, with an alternative text: what the picture shows, in words. provenances: where
+    its numbers come from, `records.describe` of each record, to stand under it.
 
     The text stands in the output's text/plain, and as "alt" in its metadata. JupyterLab and GitHub show the image
     without it; pages made from a notebook can take it from there. A picture inside HTML would carry it, but both remove
@@ -74,6 +75,9 @@ def show(figure, alt: str) -> None:
     """
     if not alt.strip():
         raise ValueError("alt: say in words what the picture shows")
+    if provenances:
+        lines = [line for words in provenances for line in textwrap.wrap(words.replace("`", ""), 115)]
+        figure.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])
     shell = get_ipython()
     if shell is None:  # a script
         plt.show()
@@ -87,10 +91,8 @@ def show(figure, alt: str) -> None:
 
 def blank(ax) -> None:
     """For drawings: no ticks, no frame."""
-    ax.set_xticks([])
-    ax.set_yticks([])
-    for side in ax.spines.values():
-        side.set_visible(False)
+    ax.set(xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
 
 
 def box(
@@ -107,9 +109,3 @@ def arrow(ax, start, end, color=COLORS["ink"], *, both=False) -> None:
     """An arrow from point to point; both: with a head at each end."""
     look = dict(arrowstyle="<|-|>" if both else "-|>", mutation_scale=11, shrinkA=0, shrinkB=0)
     ax.add_patch(FancyArrowPatch(start, end, color=color, lw=1.3, **look))
-
-
-def sign(figure, *provenances: str) -> None:
-    """Write under a figure where its numbers come from: `records.describe` of each record."""
-    lines = [line for words in provenances for line in textwrap.wrap(words.replace("`", ""), 115)]
-    figure.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])
