@@ -32,22 +32,13 @@ TINT = {"q": "#BFDCEE", "k": "#FBE3B3", "v": "#BFE5D9", "o": "#F1D9E6", "s": "#D
 
 def use() -> None:
     """Set the look: called by every picture; white background, so that pages with a dark theme show it well."""
-    mpl.rcParams.update(
-        {
-            "figure.dpi": 110,
-            "figure.facecolor": "white",
-            "savefig.facecolor": "white",
-            "savefig.bbox": "tight",
-            "font.size": 10,
-            "axes.titlesize": 11,
-            "axes.titleweight": "bold",
-            "axes.titlelocation": "left",
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "lines.linewidth": 2,
-            "legend.frameon": False,
-        }
-    )
+    mpl.rc("figure", dpi=110, facecolor="white")
+    mpl.rc("savefig", facecolor="white", bbox="tight")
+    mpl.rc("font", size=10)
+    mpl.rc("axes", titlesize=11, titleweight="bold", titlelocation="left")
+    mpl.rc("axes.spines", top=False, right=False)
+    mpl.rc("lines", linewidth=2)
+    mpl.rc("legend", frameon=False)
 
 
 def new(width: float = 8, height: float = 3.2, columns: int = 1, rows: int = 1, **kwargs):
