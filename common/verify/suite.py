@@ -95,11 +95,11 @@ def as_table(title: str, cases: Sequence[Case], columns: Sequence[str] = COLUMNS
     for reason, whats in reasons.items():
         console.print("; ".join(whats), style="bold red", markup=False, highlight=False, soft_wrap=True)
         console.print(reason, markup=False, highlight=False, soft_wrap=True)
+    failures = sum(not report.passed for _, report in outcomes)
     without = sum(isinstance(report, Stopped) and report.passed for _, report in outcomes)
-    passed = sum(report.passed for _, report in outcomes) - without
     cannot = f", {without} cannot run here" if without else ""
-    console.print(f"{passed} of {len(cases)} cases passed{cannot}", highlight=False)
-    return int(passed + without < len(cases))
+    console.print(f"{len(cases) - failures - without} of {len(cases)} cases passed{cannot}", highlight=False)
+    return int(bool(failures))
 
 
 def _reason(report: Report | Stopped) -> str:

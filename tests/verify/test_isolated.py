@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -99,15 +100,17 @@ def test_a_result_that_cannot_be_pickled_is_an_error():
         isolated(lambda: lambda: None)
 
 
-def test_what_is_printed_is_printed_once_and_no_exit_handler_runs(capfd):
-    print("before", end=" ")  # still in the buffer of a file
-    atexit.register(print, "at exit")
-    try:
-        isolated(lambda: print("inside"))
-    finally:
-        atexit.unregister(print)
-    print("after")
-    assert capfd.readouterr().out == "before inside\nafter\n"
+def test_what_is_printed_is_printed_once_and_no_exit_handler_runs(tmp_path, monkeypatch):
+    with open(tmp_path / "printed", "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        atexit.register(print, "at exit")
+        print("before", end=" ")  # stays in the buffer
+        try:
+            isolated(lambda: print("inside"))
+        finally:
+            atexit.unregister(print)
+        print("after")
+    assert (tmp_path / "printed").read_text() == "before inside\nafter\n"
 
 
 def test_ctrl_c_ends_the_child_too(tmp_path):
@@ -116,15 +119,15 @@ def test_ctrl_c_ends_the_child_too(tmp_path):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    def never_ends():
+    def takes_long():
         (tmp_path / "started").write_text(str(os.getpid()))
-        while True:
-            time.sleep(1)
+        time.sleep(20)
 
-    thread = threading.Thread(target=interrupt)
+    thread, start = threading.Thread(target=interrupt), time.monotonic()
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        isolated(never_ends)
+        isolated(takes_long)
+    assert time.monotonic() - start < 15
     thread.join()
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "started").read_text()), 0)
