@@ -46,6 +46,8 @@ SCALE = 0.3  # of the case that is not 1 / sqrt(head_dim)
 
 @dataclass(frozen=True)
 class Shape:
+    """q (batch, heads_q, seq_q, head_dim), k and v (batch, heads_kv, seq_k, head_dim)."""
+
     batch: int
     heads_q: int
     heads_kv: int

@@ -21,7 +21,7 @@ import torch
 T = TypeVar("T")
 _MEMORY = "a load or store left all memory: is it masked, and is its offset that of this tensor?"
 _CAUSES = dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGABRT"), _MEMORY) | dict(SIGKILL="was there too little memory?")
-_NOT_OWN = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parents[1]), "<")
+_NOT_OWN = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]), "<")
 
 
 class Died(Exception):
@@ -101,12 +101,12 @@ def _portable(error):
 
 
 def own_line(frames: Iterable[tuple[str, int | str, str]]) -> str:
-    """The first of these frames that is in no package and not in common, as one line; "" without one.
+    """The first of these frames that is in no installed package and not in common, as one line; "" without one.
 
     frames: (file, line, function), innermost first.
     """
     for file, line, function in frames:
-        if not file.startswith(_NOT_OWN):
+        if not file.startswith(_NOT_OWN) and "-packages/" not in file:
             return f"{Path(file).name}, line {line}, in {function}: {linecache.getline(file, int(line)).strip()}"
     return ""
 
