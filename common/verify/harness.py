@@ -348,26 +348,17 @@ class _Trial:
 
     def results(self) -> list[TensorResult]:
         """Of the inputs that were written, of every tensor that was returned, and of what else was stored beside."""
-        call = self.calls[0]
-        written = [
-            _failed(
-                name, copy.tensor, f"fn {'wrote into' if copy.written_inside else 'stored beside'} this input", WRITTEN
-            )
-            for name, copy in call.inputs.items()
-            if copy.written
-        ]
-        returned = [self._result(name) for name in call.got]
-        others = [
-            _failed(
-                "memory",
-                r.tensor,
-                f"fn stored beside a tensor of {tuple(r.tensor.shape)}: {r.where_outside()}",
-                STORED_OUTSIDE,
-            )
-            for r in call.allocated
-            if r.stored_outside and not any(_share_memory(r.memory, t) for t in call.got.values())
-        ]
-        return written + returned + others
+        call, results = self.calls[0], []
+        for name, copy in call.inputs.items():
+            if copy.written:
+                what = "wrote into" if copy.written_inside else "stored beside"
+                results.append(_failed(name, copy.tensor, f"fn {what} this input", WRITTEN))
+        results += map(self._result, call.got)
+        for r in call.allocated:
+            if r.stored_outside and not any(_share_memory(r.memory, t) for t in call.got.values()):
+                problem = f"fn stored beside a tensor of {tuple(r.tensor.shape)}: {r.where_outside()}"
+                results.append(_failed("memory", r.tensor, problem, STORED_OUTSIDE))
+        return results
 
     def _result(self, name) -> TensorResult:
         """The worse of a tensor's two verdicts, with a hint if it failed."""
@@ -416,7 +407,7 @@ class _Trial:
     def _hint(self, name, result, call) -> str | None:
         """What the errors look like; where they are NaN or infinite, without what was loaded from beside the inputs."""
         hint = self._verdict(name, call, explained=True).hint
-        if math.isfinite(result.z):
+        if not math.isinf(result.z):
             return hint
         calm = self._call(spoiled=())
         if not self._verdict(name, calm).passed:
