@@ -26,8 +26,8 @@ from common import runtime
 from common.arguments import arguments, refuse
 from common.measure import records
 from common.phases import ROOT
-from common.verify import emulator
-from common.verify.mistakes import MISTAKES
+from common.verify.mistakes import emulator
+from common.verify.mistakes.table import MISTAKES
 from phase3_forward.forward import _attn_fwd_kernel
 from phase4_backward.backward import _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel, _delta_kernel, flash_attention
 
@@ -194,7 +194,7 @@ def record(steps: int = 2000) -> list[dict]:
     return rows
 
 
-# Mistakes of a backward pass, by their names in common.verify.mistakes: of logic, and of precision.
+# Mistakes of a backward pass, by their names in common.verify.mistakes.table: of logic, and of precision.
 LOGIC = (
     "delta_zero", "delta_unnormalized", "delta_shifted", "delta_outside", "p_without_lse", "p_shifted",
     "causal_forgotten", "dq_unscaled", "dk_unscaled", "dk_scaled_twice", "dq_last_tile", "dv_from_ds",
@@ -244,7 +244,7 @@ def record_on_cpu(name: str) -> int:
     cpu = f"{platform.machine()}, {torch.get_num_threads()} thread"
     provenance = dict(gpu="none: computed on a CPU", driver="none", cpu=cpu, **records.versions())
     provenance |= dict(commit=records.commit_here(), command=f"python -m phase4_backward.train --mutants {name}")
-    provenance |= dict(kernels={"common.verify.emulator": emulation()}, date=records.date())
+    provenance |= dict(kernels={"common.verify.mistakes.emulator": emulation()}, date=records.date())
     path = ROOT / "phase4_backward" / "results" / "cpu" / f"{name}.json"
     records.write(path, dict(provenance=provenance), wrong_gradients())
     print(f"wrote {path.relative_to(ROOT)}")

@@ -128,16 +128,16 @@ def flash_attention(
         raise NotImplementedError("attn_mask: expected None; of masks only is_causal=True is supported")
     if dropout_p != 0:
         raise NotImplementedError(f"dropout_p: expected 0, got {dropout_p!r}; exercise 4.7 has a kernel for it")
+    traced = _traced(query, key, value)
     query, key, value = validate.cast_like_sdpa(query, key, value)
     validate.refuse_transforms(query, key, value)
     options = scale, is_causal, enable_gqa
-    if _traced(query, key, value):  # torch.export loses the Function and keeps the operator
+    if traced:  # torch.export loses the Function and keeps the operator
         validate.check_qkv(query, key, value, *options, names=NAMES)
         return _forward_op(query, key, value, is_causal, scale)[0]
+    attention = FlashAttention.apply if torch.is_grad_enabled() else attention_forward
     try:
-        if torch.is_grad_enabled():
-            return FlashAttention.apply(query, key, value, is_causal, scale, enable_gqa)[0]
-        return attention_forward(query, key, value, is_causal, scale, enable_gqa)[0]
+        return attention(query, key, value, is_causal, scale, enable_gqa)[0]
     except (TypeError, ValueError) as error:
         wrong = error
     validate.check_qkv(query, key, value, *options, names=NAMES)  # the same, in SDPA's names

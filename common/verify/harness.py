@@ -30,29 +30,21 @@ rho grows with the logits, as their fp32 sums do. At logits of 1e4 and more the 
 of a careful kernel. In the millions a logit's rounding exceeds 1, and any gradient is excused: zeros pass.
 """
 
-import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from common.validate import check_scale
-from common.verify import diagnose
-from common.verify.reference import NEG_INF
+from common.verify import guard
+from common.verify import isolated as child
+from common.verify.expected import UNIT_ROUNDOFF, expected, expected_softmax
+from common.verify.foreign import interpretable
+from common.verify.mistakes import diagnose
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Z_MAX = 6.0
-E = 2.0**-24  # unit roundoff of fp32, in which every kernel accumulates
-UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: E}
-HALF_SUBNORMAL = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134, torch.float32: 2.0**-150}
-# The smallest normal fp32 number: what exp returns below it may be flushed to zero.
-TINY = 2.0**-126
-
-CHUNK_ELEMENTS = 2**21  # entries of S handled at once: keeps the fp64 temporaries near 300 MB
-# Longer rows: o and lse are checked on a sample of rows, gradients always on all.
-SAMPLE_ABOVE_KEYS = 4096
-SAMPLE_ROWS = 256
 
 
 class VerificationError(AssertionError):
@@ -73,14 +65,19 @@ class TensorResult:
     sigma: float = math.nan
     # The same measure for PyTorch's SDPA in this dtype, where it returns such a tensor.
     sdpa_z: float | None = None
-    # Wrong shape, wrong dtype, or a non-finite element where the truth has none.
+    # Wrong shape or dtype, never stored, or non-finite where the truth is not.
     problem: str | None = None
     hint: str | None = None
     rms_z: float = math.nan  # root mean square of z over the tensor
+    # Between two calls with the same inputs, the largest difference in units of sigma; 0: the same bits.
+    varies: float = 0.0
 
     def __str__(self):
         line = f"{self.name:<4}{'PASS' if self.passed else 'FAIL'}  "
-        line += self.problem or f"z = {self.z:.3g} (limit {Z_MAX:g}, rms {self.rms_z:.2g})"
+        z = "" if math.isnan(self.z) else f"z = {self.z:.3g} (limit {Z_MAX:g}, rms {self.rms_z:.2g})"
+        line += "; ".join(filter(None, (self.problem, z)))
+        if self.varies:
+            line += f"  two calls differ by {self.varies:.2g} sigma"
         if self.index:
             at = ", ".join(map(str, self.index))
             line += f"  worst at [{at}]: {self.actual:.6g}, truth {self.truth:.6g}, sigma {self.sigma:.1e}"
@@ -95,6 +92,7 @@ class Report:
 
     case: str
     results: tuple[TensorResult, ...] = field(default_factory=tuple)
+    notes: tuple[str, ...] = ()  # what differs from a run on a GPU
 
     @property
     def passed(self) -> bool:
@@ -118,7 +116,7 @@ class Report:
         return {r.name: r for r in self.results}[name]
 
     def __str__(self):
-        return "\n".join([self.case, *(f"  {r}" for r in self.results)])
+        return "\n".join([self.case, *(f"  {line}" for line in (*self.notes, *self.results))])
 
     __repr__ = __str__
 
@@ -134,53 +132,63 @@ class Report:
         return self
 
 
-def verify_results(fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_gqa=False, compare_sdpa=True) -> Report:
+def verify_results(
+    fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_gqa=False, compare_sdpa=True, isolated=False
+) -> Report:
     """Hold `fn` against SDPA in fp64, element by element (see the module's docstring).
 
     fn            called as fn(q, k, v, is_causal=, scale=, enable_gqa=); returns o, or (o, lse) with lse in fp32
     q, k, v       (batch, heads, seq, head_dim), fp16, bf16 or fp32; or (seq, head_dim) for a single head
     do            gradient of o: when given, dq, dk, dv from o.backward(do) are checked too
     compare_sdpa  also run PyTorch's SDPA in the same dtype, to print its z beside ours
+    isolated      on the CPU, run in a forked process: a kernel that kills its process, as a load outside of all memory
+                  does, is then a failure like others. (On a GPU it raises, and no later launch works.)
 
     Returns a Report; `.check()` raises VerificationError if anything failed. Nothing is printed. Above 4096 keys o and
-    lse are compared on 256 query rows (the first, the last, and random ones between), gradients always on all. An input
-    that fn wrote into is a failure of its own, and the truth is that of the inputs as they were.
+    lse are compared on 256 query rows (the first, the last, and random ones between), gradients always on all.
+
+    fn is called twice, with copies of the inputs that have their strides. NaN lies around the copies and between their
+    rows, and fills what fn allocates. So an element that is never stored fails, a store outside of a result or into an
+    input fails, and what is loaded from beside an input fails where it reaches a result. Where the two calls differ,
+    the worse is shown, and by how much they do.
+
+    A function of another form wants an adapter:
+        lambda q, k, v, is_causal, **_: F.apply(q, k, v, is_causal)                      an autograd.Function F
+        lambda q, k, v, **_: f(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)  (batch, seq, heads, head_dim)
+        lambda q, k, v, **_: f(*(t.flatten(0, 1) for t in (q, k, v))).view(q.shape)      (batch * heads, seq, head_dim)
     """
     _check_arguments(fn, q, k, v, do, is_causal, enable_gqa)
     true_scale = check_scale(scale, q.shape[-1])
     _check_gradients(q, k, v, do)
-    kwargs = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    options = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    flags = "".join(f", {n}" for n, on in (("causal", is_causal), (f"scale={scale}", scale is not None)) if on)
+    case = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {str(q.dtype).removeprefix('torch.')}{flags}"
+    if isolated and not q.is_cuda:
+        again = partial(verify_results, fn, q, k, v, do=do, **options, compare_sdpa=compare_sdpa)
+        try:
+            return child.isolated(again)
+        except child.Died as died:
+            return Report(case, (TensorResult("fn", q.dtype, math.nan, False, problem=str(died), hint=died.hint),))
+
+    def context(inputs):
+        q, k, v, *do = (_with_axes(t, 4) for t in inputs.values())
+        return diagnose.Context(q, k, v, do[0] if do else None, is_causal, true_scale)
+
     inputs = {name: t.detach() for name, t in dict(q=q, k=k, v=v, do=do).items() if t is not None}
-    before = {name: t.clone() for name, t in inputs.items()}
-    got = run_attention(fn, q, k, v, do, kwargs)
-    results = _written_inputs(inputs, before)
-    q, k, v, do = map(before.get, ("q", "k", "v", "do"))  # fn may have resized what it was given
-    lead = (1,) * (4 - q.dim())
-    q4, k4, v4 = (t.detach().reshape(lead + t.shape) for t in (q, k, v))
-    do4 = None if do is None else do.reshape(lead + do.shape)
-    expected = _expected(q4, k4, v4, do4, is_causal, true_scale)
-    sdpa = {}
+    given = context(inputs)
+    wanted = expected(given.q, given.k, given.v, given.do, is_causal, true_scale)
+    shapes = dict(o=q.shape, lse=q.shape[:-1], dq=q.shape, dk=k.shape, dv=v.shape)
+    kinds = {name: (shape, torch.float32 if name == "lse" else q.dtype) for name, shape in shapes.items()}
+    trial = _Trial(partial(run_attention, fn, kwargs=options), inputs, wanted, kinds, case, context)
+    results = trial.results()
     if compare_sdpa and q.numel() > 0:
         # On fresh copies: torch 2.11's fused backends read rows at odd addresses wrongly, or stop the GPU over them.
-        copies = (t.clone(memory_format=torch.contiguous_format) for t in (q4, k4, v4))
-        do_copy = None if do is None else do4.clone(memory_format=torch.contiguous_format)
-        kwargs["scale"] = None if scale is None else true_scale  # SDPA takes no Fraction
-        sdpa = run_attention(F.scaled_dot_product_attention, *copies, do_copy, kwargs)
-
-    context = diagnose.Context(q4, k4, v4, do4, is_causal, true_scale)
-    shapes = dict(o=q.shape, lse=q.shape[:-1], dq=q.shape, dk=k.shape, dv=v.shape)
-    for name, actual in got.items():
-        dtype = torch.float32 if name == "lse" else q.dtype
-        problem = _wrong_kind(name, actual, shapes[name], dtype, q.device)
-        if problem:
-            results.append(TensorResult(name, dtype, math.nan, False, problem=problem))
-            continue
-        actual4 = actual.detach().reshape(lead + actual.shape)
-        sdpa_z = _compare(name, sdpa[name], expected[name], dtype, None).z if name in sdpa else None
-        results.append(_compare(name, actual4, expected[name], dtype, context, drop=len(lead), sdpa_z=sdpa_z))
-    sizes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {str(q.dtype).removeprefix('torch.')}"
-    flags = "".join(f", {n}" for n, on in (("causal", is_causal), (f"scale={scale}", scale is not None)) if on)
-    return Report(sizes + flags, tuple(results))
+        copies = [t if t is None else t.contiguous().clone() for t in (given.q, given.k, given.v, given.do)]
+        options["scale"] = None if scale is None else true_scale  # SDPA takes no Fraction
+        sdpa = run_attention(F.scaled_dot_product_attention, *copies, options)
+        z = {name: _compare(name, t, wanted[name], q.dtype, None).z for name, t in sdpa.items()}
+        results = [replace(r, sdpa_z=z.get(r.name)) for r in results]
+    return Report(case, tuple(results), trial.notes)
 
 
 def verify_softmax(fn, x, *, kind="softmax") -> Report:
@@ -188,7 +196,8 @@ def verify_softmax(fn, x, *, kind="softmax") -> Report:
 
     x: (..., n), fp16, bf16 or fp32. The truth for a softmax is SDPA as well, in fp64: with K = V = identity and scale =
     1, S = X and O = P. Rows longer than 4096 use torch.softmax in fp64, as the identity would fill the memory. A row of
-    -inf alone has softmax 0 and logsumexp -inf, as attention wants it (torch.softmax returns NaN).
+    -inf alone has softmax 0 and logsumexp -inf, as attention wants it (torch.softmax returns NaN). fn is called as
+    `verify_results` does.
 
     The rounding of the row's sum is left out: in fp32, a right kernel may be rejected in rows of more than 1e5 equal
     logits.
@@ -201,179 +210,13 @@ def verify_softmax(fn, x, *, kind="softmax") -> Report:
         raise ValueError(f'expected kind "softmax" or "logsumexp" and x in fp16, bf16 or fp32, got {kind!r}, {x.dtype}')
     if x.dim() == 0 or x.layout != torch.strided or x.is_meta:
         raise ValueError(f"x: expected a dense tensor of 1 dimension or more, got {_described(x)}")
-    inputs, before = {"x": x.detach()}, x.detach().clone()
-    actual = fn(x)
-    written = _written_inputs(inputs, {"x": before})
-    x = before
-    s = x.double().reshape(x.shape[:-1].numel(), x.shape[-1])
-    lse = torch.logsumexp(s, dim=-1, keepdim=True)
-    finite_lse = torch.where(lse.isfinite(), lse, 0.0)
-    rho = E * (2 + torch.where(s.isfinite(), s, 0.0).abs() + finite_lse.abs())
-    p = torch.exp(s - torch.where(lse == NEG_INF, 0.0, lse))
-    if kind == "softmax":
-        name, dtype, shape = "p", x.dtype, x.shape
-        usual = 0 < x.shape[-1] <= SAMPLE_ABOVE_KEYS and x.isfinite().all()
-        truth = _softmax_by_sdpa(s) if usual else torch.where(lse == NEG_INF, 0.0, torch.softmax(s, dim=-1))
-        var = p**2 * (UNIT_ROUNDOFF[dtype] ** 2 + rho**2) + HALF_SUBNORMAL[dtype] ** 2 + TINY**2
-    else:
-        name, dtype, shape = "lse", torch.float32, x.shape[:-1]
-        truth = lse[:, 0]
-        var = _lse_variance(s, p, rho, finite_lse[:, 0])
-    problem = _wrong_kind(name, actual, shape, dtype, x.device)
-    if problem:
-        result = TensorResult(name, dtype, math.nan, False, problem=problem)
-    else:
-        expected = _Expected(truth.reshape(shape), var.sqrt().reshape(shape))
-        result = _compare(name, actual, expected, dtype, None)
-    return Report(f"x {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}", (*written, result))
-
-
-# --- the truth and the predicted error of a correct kernel --------------------------------------------------------
-
-
-@dataclass
-class _Expected:
-    truth: torch.Tensor
-    sigma: torch.Tensor
-    rows: torch.Tensor | None = None  # the query rows that truth and sigma cover; None: all
-
-
-def _expected(q, k, v, do, is_causal, scale) -> dict[str, _Expected]:
-    """Truth and sigma of every tensor, fp64. Works through one kv head and a chunk of query rows at a time."""
-    batch, heads_q, seq_q, head_dim = q.shape
-    heads_kv, seq_k = k.shape[1], k.shape[2]
-    group = heads_q // max(1, heads_kv)
-    rows = _sample_rows(seq_q, q.device) if do is None and seq_k > SAMPLE_ABOVE_KEYS else torch.arange(seq_q)
-    rows = rows.to(q.device)
-    u, h = UNIT_ROUNDOFF[q.dtype], HALF_SUBNORMAL[q.dtype]
-
-    f64 = dict(dtype=torch.float64, device=q.device)
-    shapes = dict(o=(batch, heads_q, len(rows), head_dim), lse=(batch, heads_q, len(rows)))
-    if do is not None:
-        shapes |= dict(dq=tuple(q.shape), dk=tuple(k.shape), dv=tuple(v.shape))
-    truth = {name: torch.zeros(shape, **f64) for name, shape in shapes.items()}
-    var = {name: torch.zeros(shape, **f64) for name, shape in shapes.items()}
-
-    chunk = max(1, CHUNK_ELEMENTS // max(1, group * seq_k))
-    for b, hk in itertools.product(range(batch), range(heads_kv)):
-        heads = slice(hk * group, (hk + 1) * group)
-        k1, v1 = k[b, hk].double(), v[b, hk].double()
-        # Absolute values of the terms, over all query rows and heads of the group.
-        sum_dk = sum_dv = shift_dk = lean_dk = 0.0
-        for start in range(0, len(rows), chunk):
-            part = slice(start, start + chunk)
-            q1 = q[b, heads, rows[part]].double()  # (group, rows, head_dim)
-            do1 = None if do is None else do[b, heads, rows[part]].double()
-            mask = rows[part, None] >= torch.arange(seq_k, device=q.device) if is_causal else None
-            t = _truth(q1, k1, v1, do1, mask, scale)
-            m = _variances(q1, k1, v1, do1, mask, scale, t, q.dtype)
-            for name in ("o", "lse", "dq") if do is not None else ("o", "lse"):
-                truth[name][b, heads, part], var[name][b, heads, part] = t[name], m[name]
-            if do is not None:
-                for name in ("dk", "dv"):
-                    truth[name][b, hk] += t[name]
-                    var[name][b, hk] += m[name]
-                sum_dk, sum_dv = sum_dk + m["sum_dk"], sum_dv + m["sum_dv"]
-                shift_dk, lean_dk = shift_dk + m["shift_dk"], lean_dk + m["lean_dk"]
-        if do is not None:
-            error = sum_error(group * seq_q)
-            var["dk"][b, hk] += u**2 * truth["dk"][b, hk] ** 2 + (error * sum_dk) ** 2
-            var["dk"][b, hk] += shift_dk**2 + lean_dk**2
-            var["dv"][b, hk] += u**2 * truth["dv"][b, hk] ** 2 + (error * sum_dv) ** 2
-    for name in var:
-        var[name] += (HALF_SUBNORMAL[torch.float32] if name == "lse" else h) ** 2
-    sampled = rows if len(rows) < seq_q else None
-    return {n: _Expected(truth[n], var[n].sqrt(), sampled if n in ("o", "lse") else None) for n in truth}
-
-
-def _truth(q, k, v, do, mask, scale) -> dict[str, torch.Tensor]:
-    """SDPA (math, fp64) on one kv head: q (group, rows, head_dim); k, v (seq_k, head_dim); mask (rows, seq_k)."""
-    grad = do is not None
-    q, k, v = (t.detach().requires_grad_(grad) for t in (q, k, v))
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        wide = (t.expand(1, q.shape[0], *t.shape) for t in (k, v))
-        o = F.scaled_dot_product_attention(q[None], *wide, attn_mask=mask, scale=scale)[0]
-    s = scale * (q.detach() @ k.detach().T)
-    if mask is not None:
-        s = s.masked_fill(~mask, NEG_INF)
-    result = dict(o=o.detach(), s=s, lse=torch.logsumexp(s, dim=-1))
-    if grad:
-        result |= zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), do), strict=True)
-    return result
-
-
-def sum_error(terms: int) -> float:
-    """Error of an fp32 sum, in units of the sum of the terms' absolute values.
-
-    Added up one after the other, as a chain of fused multiply-adds does, n terms are rounded n times. The roundings are
-    independent, so that their effect grows like sqrt(n); measured on such chains of positive terms, it stays below.
-    """
-    return E * max(2.0, math.sqrt(terms) / 2)
-
-
-def _variances(q, k, v, do, mask, scale, truth, dtype) -> dict[str, torch.Tensor]:
-    """The squared rounding error of a correct kernel: every line names the rounding that it stands for."""
-    u, h = UNIT_ROUNDOFF[dtype], HALF_SUBNORMAL[dtype]
-    s, lse = truth["s"], truth["lse"]
-    head_dim, seq_k = k.shape[1], k.shape[0]
-    finite_lse = torch.where(lse.isfinite(), lse, 0.0)
-    visible = torch.ones_like(s) if mask is None else mask.double().expand_as(s)
-    p = torch.exp(s - torch.where(lse == NEG_INF, 0.0, lse)[..., None])
-    logit_sum = abs(scale) * (q.abs() @ k.abs().T)
-    # Relative error of P: the logit's fp32 sum, exp, and the LSE subtracted.
-    rho = E * (2 + max(1.0, math.sqrt(head_dim) / 2) * logit_sum + finite_lse.abs()[..., None])
-    rho = torch.where(p == 0, 0.0, rho)
-    # P recomputed, and rounded to the input dtype before a product.
-    w = p**2 * (u**2 + rho**2) + TINY**2 * visible
-    var = {"lse": _lse_variance(s, p, rho, finite_lse)}
-    o = truth["o"]
-    # An error of a logit changes P, and the sum that P is divided by.
-    r = (p * torch.expm1(rho.clamp(max=20.0))) ** 2
-    var["o"] = (
-        (p**2 * u**2 + TINY**2 * visible) @ v**2  # P rounded to the input dtype, or flushed to zero
-        # r weighs (v - o)^2.
-        + (r @ v**2 - 2 * o * (r @ v) + o**2 * r.sum(dim=-1, keepdim=True)).clamp(min=0.0)
-        + u**2 * o**2  # the result rounded to its dtype
-        + h**2 * (visible @ v**2)  # P too small for the dtype's normal numbers
-        + (sum_error(seq_k) * (p @ v.abs())) ** 2  # the fp32 sum over keys
-    )
-    if do is None:
-        return var
-
-    var["dv"] = (w.mT @ do**2 + h**2 * (visible.mT @ do**2)).sum(dim=0)
-    var["sum_dv"] = (p.mT @ do.abs()).sum(dim=0)
-    abs_delta = (do * truth["o"]).abs().sum(dim=-1)
-    dp = do @ v.T
-    # O rounded when it is stored; the rounding of P before P V, which reaches all columns of O.
-    var_delta = (do**2 * u**2 * truth["o"] ** 2).sum(dim=-1) + (w * dp**2).sum(dim=-1)
-    # Of the fp32 sums over head_dim and, within O, over keys.
-    of_sums = (sum_error(seq_k) * do.abs() * (p @ v.abs())).sum(dim=-1)
-    var_delta += (sum_error(head_dim) * abs_delta) ** 2 + of_sums**2
-    delta = (do * truth["o"]).sum(dim=-1, keepdim=True)
-    size = do.abs() @ v.abs().T + abs_delta[..., None]  # what dP - delta is the small difference of
-    e_ds = w * (dp - delta) ** 2 + h**2 * visible + (sum_error(head_dim) * p * size) ** 2
-    abs_ds = (p * (dp - delta)).abs()
-    var["dq"] = scale**2 * (e_ds @ k**2 + var_delta[..., None] * (p @ k) ** 2) + u**2 * truth["dq"] ** 2
-    var["dq"] += (scale * sum_error(seq_k) * (abs_ds @ k.abs())) ** 2
-    var["sum_dk"] = abs(scale) * (abs_ds.mT @ q.abs()).sum(dim=0)
-    var["dk"] = scale**2 * (e_ds.mT @ q**2 + (p**2 * var_delta[..., None]).mT @ q**2).sum(dim=0)
-    # Where rows of O are alike, so are their errors, and they add up: of the fp32 sums over keys
-    # (their sign is not known), and of the rounding before delta.
-    var["lean_dk"] = abs(scale) * ((p * of_sums[..., None]).mT @ q.abs()).sum(dim=0)
-    of_o = (o.to(dtype).double() - o).nan_to_num(0.0, 0.0, 0.0)
-    var["shift_dk"] = scale * ((p * (do * of_o).sum(dim=-1, keepdim=True)).mT @ q).sum(dim=0)
-    return var
-
-
-def _lse_variance(s, p, rho, finite_lse):
-    largest = torch.where(s.isfinite(), s, 0.0).abs().amax(dim=-1) if s.shape[-1] else torch.zeros_like(finite_lse)
-    return (2 * E * (4 + largest + finite_lse.abs())) ** 2 + (p * rho**2).sum(dim=-1)
-
-
-def _softmax_by_sdpa(s):
-    eye = torch.eye(s.shape[-1], dtype=torch.float64, device=s.device)
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(s[None], eye[None], eye[None], scale=1.0)[0]
+    name, dtype = ("p", x.dtype) if kind == "softmax" else ("lse", torch.float32)
+    wanted = expected_softmax(x.detach(), kind)
+    kinds = {name: (wanted.truth.shape, dtype)}
+    case = f"x {tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}"
+    trial = _Trial(lambda x: {name: fn(x)}, {"x": x.detach()}, {name: wanted}, kinds, case)
+    results = trial.results()
+    return Report(case, tuple(results), trial.notes)
 
 
 def _check_arguments(fn, q, k, v, do, is_causal, enable_gqa) -> None:
@@ -435,71 +278,199 @@ def _described(t) -> str:
     return f"{layout}, {t.dtype}, {t.device}"
 
 
-def _sample_rows(seq_q: int, device) -> torch.Tensor:
-    if seq_q <= SAMPLE_ROWS:
-        return torch.arange(seq_q)
-    edge = SAMPLE_ROWS // 4
-    middle = torch.randperm(seq_q - 2 * edge, generator=torch.Generator().manual_seed(0))[: SAMPLE_ROWS - 2 * edge]
-    return torch.cat([torch.arange(edge), edge + middle.sort().values, torch.arange(seq_q - edge, seq_q)])
-
-
 # --- running and comparing ----------------------------------------------------------------------------------------
 
+LEFT_OUT = "left out: from such an o there is no gradient"
+NEVER_STORED = "has every row a program (a ceiling division in the grid), and does a store reach every element?"
+STORED_OUTSIDE = (
+    "is every store masked where its sequence and head_dim end, and is its base that of this tensor and head?"
+)
+DIFFERENT = (
+    "two calls with the same inputs gave different results: do programs write to one place, is memory read before it "
+    "is stored, or does a call leave something behind for the next?"
+)
+WRITTEN = "only results may be written: are the pointers of an input and an output swapped, is an operation in place?"
 
-def run_attention(fn, q, k, v, do, kwargs) -> dict[str, torch.Tensor]:
+
+def run_attention(fn, q, k, v, do=None, kwargs=None) -> dict[str, torch.Tensor]:
     """Call fn and name what it returns; with do, run its backward pass on fresh leaves of the same layout."""
     if do is None:
         with torch.no_grad():
-            out = fn(q, k, v, **kwargs)
+            out = fn(q, k, v, **(kwargs or {}))
     else:
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
         with torch.enable_grad():
-            out = fn(q, k, v, **kwargs)
+            out = fn(q, k, v, **(kwargs or {}))
     if isinstance(out, tuple) and len(out) != 2:
         raise TypeError(f"fn: expected o or (o, lse), got a tuple of {len(out)}")
     got = dict(zip(("o", "lse"), out, strict=True)) if isinstance(out, tuple) else {"o": out}
-    if do is not None and not _wrong_kind("o", got["o"], q.shape, q.dtype, q.device):
-        reached = got["o"].requires_grad
-        grads = torch.autograd.grad(got["o"], (q, k, v), do, allow_unused=True) if reached else (None, None, None)
+    if do is not None:
+        o, _ = _fitted("o", got["o"], q.shape, q.dtype, q.device)
+        grads = (LEFT_OUT if o is None else None,) * 3
+        if o is not None and o.requires_grad:
+            grads = torch.autograd.grad(o, (q, k, v), do.to(o.dtype), allow_unused=True)
         got |= zip(("dq", "dk", "dv"), grads, strict=True)
     return got
 
 
-def _written_inputs(inputs, before) -> list[TensorResult]:
-    """A failed result for every input that is no longer what it was."""
-    hint = "only results may be written: are the pointers of an input and an output swapped, is an operation in place?"
-    return [
-        TensorResult(name, t.dtype, math.nan, False, problem="fn wrote into this input", hint=hint)
-        for name, t in inputs.items()
-        if not torch.allclose(t, before[name], rtol=0, atol=0, equal_nan=True)
-    ]
+@dataclass(frozen=True)
+class _Call:
+    """What a function returned, by name, the copies that it was given, what it allocated, and what is to be said."""
+
+    got: dict[str, object]
+    inputs: dict[str, guard.Placed]
+    allocated: list[guard.Result]
+    notes: list[str]
 
 
-def _wrong_kind(name, actual, shape, dtype, device) -> str | None:
+class _Trial:
+    """Calls of the function under test, fn(**inputs) -> results by name, and the verdicts on them.
+
+    wanted: the truth of each result. kinds: its shape and dtype. case: the inputs in words. context(inputs): what hints
+    are looked for in.
+    """
+
+    def __init__(self, fn, inputs, wanted, kinds, case, context=lambda inputs: None):
+        self.fn, self.inputs, self.wanted, self.kinds = fn, inputs, wanted, kinds
+        self.case, self.context = case, context
+        self.calls = [self._call(), self._call()]
+        self.notes = tuple(dict.fromkeys(self.calls[0].notes))
+
+    def _call(self, spoiled=None) -> _Call:
+        """Call fn with NaN around its inputs, or around those that are `spoiled` and zeros around the others."""
+        around = {name: math.nan if spoiled is None or name in spoiled else 0.0 for name in self.inputs}
+        copies = {name: guard.placed(t, around[name]) for name, t in self.inputs.items()}
+        child.note(self.case)
+        with guard.watched() as allocated, interpretable() as notes:
+            got = self.fn(**{name: copy.tensor.detach() for name, copy in copies.items()})
+        child.note("")
+        return _Call(got, copies, allocated, notes)
+
+    def results(self) -> list[TensorResult]:
+        """Of the inputs that were written, of every tensor that was returned, and of what else was stored beside."""
+        call, results = self.calls[0], []
+        for name, copy in call.inputs.items():
+            if copy.written:
+                what = "wrote into" if copy.written_inside else "stored beside"
+                results.append(_failed(name, copy.tensor, f"fn {what} this input", WRITTEN))
+        results += map(self._result, call.got)
+        for r in call.allocated:
+            if r.stored_outside and not any(_share_memory(r.memory, t) for t in call.got.values()):
+                problem = f"fn stored beside a tensor of {tuple(r.tensor.shape)}: {r.where_outside()}"
+                results.append(_failed("memory", r.tensor, problem, STORED_OUTSIDE))
+        return results
+
+    def _result(self, name) -> TensorResult:
+        """The worse of a tensor's two verdicts, with a hint if it failed."""
+        same = _same_bits(*(call.got.get(name) for call in self.calls))
+        judged = [(self._verdict(name, call), call) for call in (self.calls[:1] if same else self.calls)]
+        result, call = max(judged, key=lambda of: (not of[0].passed, of[0].z))
+        if not same:
+            result = replace(result, varies=self._varies(name))
+        if result.passed or result.hint:
+            return result
+        return replace(result, hint=DIFFERENT if result.varies > Z_MAX else self._hint(name, result, call))
+
+    def _verdict(self, name, call, explained=False) -> TensorResult:
+        """On a tensor of one call. explained: with a hint of what its errors look like."""
+        (shape, dtype), wanted = self.kinds[name], self.wanted[name]
+        device = next(iter(self.inputs.values())).device
+        actual, problem = _fitted(name, call.got.get(name), shape, dtype, device)
+        if actual is None:
+            return TensorResult(name, dtype, math.nan, False, problem=problem)
+        context = self.context({n: copy.tensor for n, copy in call.inputs.items()}) if explained else None
+        lead = wanted.axes - actual.dim()
+        result = _compare(name, _with_axes(actual, wanted.axes), wanted, dtype, context, drop=lead)
+        hint = result.hint
+        missing = guard.never_stored(actual)
+        outside = [r for r in call.allocated if r.stored_outside and _share_memory(r.memory, actual)]
+        if missing.any():
+            at = ", ".join(map(str, missing.nonzero()[0].tolist()))
+            problem = f"{int(missing.sum())} of {missing.numel()} elements were never stored, [{at}] first"
+            hint = NEVER_STORED
+        elif outside:
+            problem, hint = f"fn stored outside of it: {outside[0].where_outside()}", STORED_OUTSIDE
+        if not problem:
+            return result
+        return replace(result, passed=False, problem=problem, hint=hint)
+
+    def _varies(self, name) -> float:
+        """The largest difference between the two calls, in units of sigma; infinite where they cannot be compared."""
+        wanted = self.wanted[name]
+        pair = [call.got.get(name) for call in self.calls]
+        if not all(isinstance(t, torch.Tensor) and t.shape == self.kinds[name][0] for t in pair):
+            return math.inf
+        first, second = (wanted.of_rows(_with_axes(t.detach(), wanted.axes).double()) for t in pair)
+        same = (first == second) | (first.isnan() & second.isnan())
+        return torch.where(same, 0.0, (first - second).abs() / wanted.sigma).nan_to_num(nan=math.inf).max().item()
+
+    def _hint(self, name, result, call) -> str | None:
+        """What the errors look like; where they are NaN or infinite, without what was loaded from beside the inputs."""
+        hint = self._verdict(name, call, explained=True).hint
+        if not math.isinf(result.z):
+            return hint
+        calm = self._call(spoiled=())
+        if not self._verdict(name, calm).passed:
+            return self._verdict(name, calm, explained=True).hint or hint
+        spoil = [n for n in self.inputs if not self._verdict(name, self._call(spoiled=(n,))).passed]
+        return (
+            f"{name} is right where zeros lie around {' and '.join(spoil)}, and wrong where NaN does: loads from there "
+            "must be masked with other=0, since 0 * NaN is NaN"
+        )
+
+
+def _failed(name, t, problem, hint) -> TensorResult:
+    return TensorResult(name, t.dtype, math.nan, False, problem=problem, hint=hint)
+
+
+def _with_axes(t, axes: int):
+    return t.reshape((1,) * (axes - t.dim()) + t.shape)
+
+
+def _share_memory(memory, t) -> bool:
+    is_tensor = isinstance(t, torch.Tensor) and t.layout == torch.strided
+    return is_tensor and memory.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
+
+
+def _same_bits(first, second) -> bool:
+    pair = first, second
+    if not all(isinstance(t, torch.Tensor) and t.layout == torch.strided and not t.is_meta for t in pair):
+        return True  # what has no elements to compare fails as such
+    alike = first.shape == second.shape and first.dtype == second.dtype
+    return alike and torch.equal(*map(guard.bits, pair))
+
+
+def _fitted(name, actual, shape, dtype, device) -> tuple[torch.Tensor | None, str | None]:
+    """A result in the layout of the truth, None where it cannot be compared, and what is wrong with its kind."""
     if actual is None and name in ("dq", "dk", "dv"):
-        return "no gradient arrives: is the input used, and every step on the way differentiable?"
+        return None, "no gradient arrives: is the input used, and every step on the way differentiable?"
+    if actual is LEFT_OUT:
+        return None, LEFT_OUT
     if not isinstance(actual, torch.Tensor):
-        return f"expected a tensor, got {type(actual).__name__}"
+        return None, f"expected a tensor, got {type(actual).__name__}"
     if actual.layout != torch.strided or actual.is_nested:
-        return "expected a dense tensor, got " + _described(actual)
-    if actual.shape != shape:
-        return f"expected shape {tuple(shape)}, got {tuple(actual.shape)}"
-    if actual.dtype != dtype:
-        return f"expected {dtype}, got {actual.dtype}"
+        return None, "expected a dense tensor, got " + _described(actual)
     if actual.device != device:
-        return f"expected device {device}, got {actual.device}"
-    return None
+        return None, f"expected device {device}, got {actual.device}"
+    problems = [] if actual.dtype == dtype else [f"expected {dtype}, got {actual.dtype}"]
+    if actual.shape != shape:
+        problems.append(f"expected shape {tuple(shape)}, got {tuple(actual.shape)}")
+        seq = -1 if name == "lse" else -2
+        if actual.dim() == len(shape) > 2 and actual.transpose(seq, seq - 1).shape == shape:
+            actual = actual.transpose(seq, seq - 1)
+            problems[-1] += ", compared with seq and heads exchanged"
+        else:
+            actual = None
+    return actual, "; ".join(problems) or None
 
 
-def _compare(name, actual, expected, dtype, context, *, drop=0, sdpa_z=None) -> TensorResult:
+def _compare(name, actual, wanted, dtype, context, *, drop=0) -> TensorResult:
     """The worst element of one tensor. `drop` leading axes of length 1 are left out of the index shown."""
-    rows = expected.rows
-    actual = actual.detach().double()
-    if rows is not None:
-        actual = actual.index_select(2, rows)
+    rows = wanted.rows
+    actual = wanted.of_rows(actual.detach().double())
     if actual.numel() == 0:
-        return TensorResult(name, dtype, 0.0, True, sdpa_z=sdpa_z, rms_z=0.0)
-    truth, sigma = expected.truth, expected.sigma
+        return TensorResult(name, dtype, 0.0, True, rms_z=0.0)
+    truth, sigma = wanted.truth, wanted.sigma
     same = (actual == truth) | (actual.isnan() & truth.isnan())
     if name == "lse":  # a logit of +inf: inf in the limit, NaN as computed, like its row of o
         same |= actual.isnan() & (truth == torch.inf)
@@ -519,4 +490,4 @@ def _compare(name, actual, expected, dtype, context, *, drop=0, sdpa_z=None) -> 
     rms_z = z.square().mean().sqrt().item()
     if rows is not None:
         at[2] = int(rows[at[2]])
-    return TensorResult(name, dtype, worst, passed, tuple(at[drop:]), *values, sdpa_z, problem, hint, rms_z)
+    return TensorResult(name, dtype, worst, passed, tuple(at[drop:]), *values, None, problem, hint, rms_z)

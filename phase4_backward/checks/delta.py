@@ -5,7 +5,7 @@ import itertools
 
 from common import make_qkv, make_tensor, runtime
 from common.learn.check.require import counted, reject, require, require_none
-from common.verify.harness import E
+from common.verify.expected import E
 from phase4_backward.checks import UNWRITTEN, roomy
 
 import torch

@@ -26,6 +26,7 @@ from common.arguments import listed, size
 from common.measure import records, timing
 from common.verify import verify_results
 from common.verify.inputs import make_qkv
+from phase3_forward.bench import sdpa
 from phase4_backward import backward as phase4
 from phase5_tuning.attention import FlashAttention
 from phase5_tuning.hopper import backward as hopper_backward
@@ -38,7 +39,7 @@ from phase5_tuning.passes.rungs import LADDER
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 _OF_RUNGS = [kernel for rung in LADDER for kernel in (rung.forward, rung.dkdv, rung.dq)]
 KERNELS = *dict.fromkeys(_OF_RUNGS), _attn_bwd_rows_kernel
@@ -71,11 +72,6 @@ def naive(q, k, v, is_causal):
     if is_causal:
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), float("-inf"))
     return torch.softmax(s, dim=-1) @ v
-
-
-def sdpa(backend, q, k, v, is_causal):
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
 @functools.cache

@@ -339,8 +339,7 @@ def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
         ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=np.arange(columns) + 0.5, xticklabels=range(columns))
         ax.set(yticks=np.arange(rows) + 0.5, yticklabels=range(rows))
         ax.tick_params(length=0)
-        for side in ax.spines.values():
-            side.set_visible(False)
+        ax.spines[:].set_visible(False)
         ax.set_title(title, fontsize=10)
         ax.set_xlabel(xlabel)
     axes[0, 0].set_ylabel(ylabel)

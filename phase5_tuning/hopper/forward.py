@@ -442,15 +442,15 @@ def enabled() -> bool:
 
 
 def takes(*tensors: torch.Tensor) -> bool:
-    """True if the Hopper kernels can take these tensors on this GPU: compute capability 9.0, fp16 or bf16, head_dim a
-    multiple of 8 up to 128, rows as descriptors want them.
+    """True if the Hopper kernels can take these tensors on the current GPU: compute capability 9.0, fp16 or bf16,
+    head_dim a multiple of 8 up to 128, rows as descriptors want them.
     """
     q = tensors[0]
     return (
         enabled()
         and not runtime.INTERPRETED
         and torch.version.hip is None
-        and configs.capability(q.device.index) == (9, 0)
+        and configs.capability() == (9, 0)
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[3] <= 128
         and q.shape[3] % 8 == 0
@@ -460,11 +460,11 @@ def takes(*tensors: torch.Tensor) -> bool:
 
 
 def pays(q: torch.Tensor, length: int, few: dict[int, float] = FEW) -> bool:
-    """True if the Hopper kernels are faster than the last rung. length: of the rows that programs share out, queries or
-    keys.
+    """True if the Hopper kernels are faster than the last rung on the current GPU. length: of the rows that programs
+    share out, queries or keys.
     """
     tiles = q.shape[0] * q.shape[1] * cdiv(length, 64)
-    enough = tiles >= few[columns_of(q.shape[3])] * configs.multiprocessors(q.device.index)
+    enough = tiles >= few[columns_of(q.shape[3])] * configs.multiprocessors(torch.cuda.current_device())
     return q.shape[3] > NARROW and enough
 
 

@@ -204,9 +204,8 @@ def was_measured(device: int) -> bool:
     return hopper and multiprocessors(device) == 132
 
 
-@cache
-def capability(device: int) -> tuple[int, int]:
-    """Compute capability of a GPU, remembered: asking takes a few microseconds."""
+def capability(device: int | None = None) -> tuple[int, int]:
+    """Compute capability of a GPU; None: of the current one."""
     return torch.cuda.get_device_capability(device)
 
 

@@ -105,22 +105,6 @@ class Launch:
         return [*(d.at(t) for d, t in zip(self.described, tensors, strict=False)), *tensors[count:]]
 
 
-def prepared(make: Callable[[configs.Config], Launch], tried: Sequence[configs.Config], *tensors) -> Launch:
-    """The launch with the first of the configs that compiles and fits this GPU.
-
-    What fitted when it was measured may not fit now: how much a tile needs depends on mask, strides and head_dim too.
-    Raises as `configs.fitting` does; for a single config, Triton's own error. Interpreted, any config fits.
-    """
-    launches = {config: make(config) for config in dict.fromkeys(tried)}
-    first = launches[tried[0]]
-    if runtime.DEVICE != "cuda" or runtime.recording:
-        return first
-    if len(launches) > 1:
-        return launches[configs.fitting(lambda config: launches[config].compile(*tensors), launches)]
-    first.compile(*tensors)
-    return first
-
-
 def tuned(
     case: tuple, is_causal: bool, tiles: int, make: Callable[[configs.Config], Launch], tensors: tuple,
     config: configs.Config | None = None,
@@ -129,12 +113,23 @@ def tuned(
 
     case: (kernel, head_dim, dtype, tma) as for `configs.candidates`. tiles: as for `configs.choose`. make: from a
     config, its launch.
+
+    Chosen tiles give way to the first candidate that compiles and fits this GPU: what fitted when it was measured may
+    not fit now, as how much a tile needs depends on mask, strides and head_dim too. Raises as `configs.fitting` does;
+    for a single config, Triton's own error. Interpreted, any config fits.
     """
     tried = [config]
     if config is None:
         chosen = configs.choose(*case, is_causal, tiles, lambda c: make(c)(*tensors))
         tried = [chosen, *configs.candidates(*case)]
-    return prepared(make, tried, *tensors)
+    launches = {c: make(c) for c in dict.fromkeys(tried)}
+    first = launches[tried[0]]
+    if runtime.DEVICE != "cuda" or runtime.recording:
+        return first
+    if len(launches) > 1:
+        return launches[configs.fitting(lambda c: launches[c].compile(*tensors), launches)]
+    first.compile(*tensors)
+    return first
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -154,12 +149,12 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def descriptors_allowed(*tensors: torch.Tensor) -> bool:
-    """True if the tensor memory accelerator can fetch tiles of all tensors, and is there (Hopper and later).
+    """True if the current GPU has a tensor memory accelerator (Hopper and later) that can fetch tiles of all tensors.
 
     It wants rows that are contiguous, do not overlap, and begin at multiples of 16 bytes. In fp32 the products want
     their operands in registers, and tiles that arrive in shared memory only make the compiler spill.
     """
-    here = runtime.INTERPRETED or (not torch.version.hip and configs.capability(tensors[0].device.index) >= (9, 0))
+    here = runtime.INTERPRETED or (not torch.version.hip and configs.capability() >= (9, 0))
     return here and all(_rows_aligned(t) for t in tensors)
 
 

@@ -66,7 +66,8 @@ def attention_backward(
     if plan is None:
         scale = validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
         validate.check_needs(choices[0])
-        plan = remember(key, _plan(*tensors[:6], dlse, is_causal, scale, *choices))
+        plan = _plan(*tensors[:6], dlse, is_causal, scale, *choices)
+        remember(key, plan)
     return plan(q, k, v, o, lse, do, dlse)
 
 
@@ -163,36 +164,36 @@ def _plan(
     q, k, v, o, lse, do, dlse, is_causal, scale, needs, dkdv_kernel, dq_kernel, dkdv_config, dq_config
 ) -> Callable:
     given, converted = (q, k, v, o, lse, do, dlse), _as_kernels_take(q, k, v, o, lse, do, dlse)
-    kernels = choose(given, converted, abs(scale), needs, (dkdv_kernel, dq_kernel), (dkdv_config, dq_config))
-    if kernels == NOTHING:
-        return partial(_nothing_depends, needs=needs)
-    if kernels == BASE_E:
-        return partial(backward_in_base_e, is_causal=is_causal, scale=scale, needs=needs)
-    if kernels == HOPPER:
-        return hopper_backward.plan(*given, is_causal, *positive_scale(scale))
-    q, k, v, o, lse, do, dlse = converted
-    (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
-    delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
-    gradients = dq, dk, dv = _empty(q), _empty(k), _empty(v)
-    seen_k = seen_keys(q, k, is_causal)
-
-    def planned(kind, kernel, config, made, tiles):
-        case = kind, head_dim, q.dtype, kernel in (_attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel)
-        make = partial(launch_of, kind, kernel, q, k, v, do, gradients, is_causal, scale)
-        return tuned(case, is_causal, tiles, make, (q, k, v, do, row_lse, delta, *made), config)
-
-    rows = rows_of(o, do, head_dim, 1.0 if kernels[0] is _attn_bwd_dkdv_kernel else LOG2E.value)
-    dkdv_launch = dq_launch = None
     with runtime.on_device_of(q):
+        kernels = choose(given, converted, abs(scale), needs, (dkdv_kernel, dq_kernel), (dkdv_config, dq_config))
+        if kernels == NOTHING:
+            return partial(_nothing_depends, needs=needs)
+        if kernels == BASE_E:
+            return partial(backward_in_base_e, is_causal=is_causal, scale=scale, needs=needs)
+        if kernels == HOPPER:
+            return hopper_backward.plan(*given, is_causal, *positive_scale(scale))
+        q, k, v, o, lse, do, dlse = converted
+        (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
+        delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
+        gradients = dq, dk, dv = _empty(q), _empty(k), _empty(v)
+        seen_k = seen_keys(q, k, is_causal)
+        last = _attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel
+
+        def planned(kind, kernel, config, made, tiles):
+            case = kind, head_dim, q.dtype, kernel in last
+            make = partial(launch_of, kind, kernel, q, k, v, do, gradients, is_causal, scale)
+            return tuned(case, is_causal, tiles, make, (q, k, v, do, row_lse, delta, *made), config)
+
+        rows = rows_of(o, do, head_dim, 1.0 if kernels[0] is _attn_bwd_dkdv_kernel else LOG2E.value)
         if runtime.DEVICE == "cuda" and not runtime.recording:
             rows.compile(o, do, lse, dlse, delta, row_lse)
+        dkdv_launch = dq_launch = None
         if needs[1]:
             dkdv_launch = planned("dkdv", kernels[0], dkdv_config, (dk, dv), batch * heads_kv * cdiv(seen_k, 64))
         if needs[0]:
             dq_launch = planned("dq", kernels[1], dq_config, (dq,), batch * heads_q * cdiv(seq_q, 64))
-    return BackwardPlan(
-        rows, dkdv_launch, dq_launch, seen_k, all(a is b for a, b in zip(given, converted, strict=True))
-    )
+    as_given = all(a is b for a, b in zip(given, converted, strict=True))
+    return BackwardPlan(rows, dkdv_launch, dq_launch, seen_k, as_given)
 
 
 def _empty(t: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,8 @@ def attention_forward(
         raise
     if plan is None:
         scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
-        plan = remember(key, _plan(q, k, v, is_causal, scale, kernel, config))
+        plan = _plan(q, k, v, is_causal, scale, kernel, config)
+        remember(key, plan)
     return plan(q, k, v)
 
 
@@ -135,20 +136,20 @@ def launch_of(kernel, q, k, v, o, is_causal: bool, scale: float, config: configs
 def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
     scale, sign = positive_scale(scale)
     given, converted = (q, k, v), _as_kernels_take(q, k, v, sign)
-    kernel = choose(given, converted, scale, kernel, config)
-    if kernel == NOTHING:
-        return _nothing_to_see
-    if kernel == BASE_E:
-        return partial(forward_in_base_e, is_causal=is_causal, scale=sign * scale, enable_gqa=True)
-    if kernel == HOPPER:
-        return hopper_forward.plan(q, k, v, is_causal, scale, sign)
-    q, k, v = converted
-    (batch, heads_q, seq_q, head_dim), rows = q.shape, q.shape[:3]
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    case = "forward", head_dim, q.dtype, kernel is _attn_fwd_descriptors_kernel
-    make = partial(launch_of, kernel, q, k, v, o, is_causal, scale)
     with runtime.on_device_of(q):
+        kernel = choose(given, converted, scale, kernel, config)
+        if kernel == NOTHING:
+            return _nothing_to_see
+        if kernel == BASE_E:
+            return partial(forward_in_base_e, is_causal=is_causal, scale=sign * scale, enable_gqa=True)
+        if kernel == HOPPER:
+            return hopper_forward.plan(q, k, v, is_causal, scale, sign)
+        q, k, v = converted
+        (batch, heads_q, seq_q, head_dim), rows = q.shape, q.shape[:3]
+        o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+        case = "forward", head_dim, q.dtype, kernel is _attn_fwd_descriptors_kernel
+        make = partial(launch_of, kernel, q, k, v, o, is_causal, scale)
         launch = tuned(case, is_causal, batch * heads_q * cdiv(seq_q, 64), make, (q, k, v, o, lse), config)
     return ForwardPlan(launch, rows, sign, all(a is b for a, b in zip(given, converted, strict=True)))
 

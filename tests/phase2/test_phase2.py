@@ -1,7 +1,7 @@
 """Phase 2: attention of one head in tiles, the two versions that lead there, and the matrix product."""
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.verify.harness import HALF_SUBNORMAL, UNIT_ROUNDOFF, E
+from common.verify.expected import HALF_SUBNORMAL, UNIT_ROUNDOFF, E
 from common.verify.inputs import KINDS
 from phase2_tiling import attention, attention_resident, attention_unfused, matmul
 

@@ -102,7 +102,7 @@ def test_the_record_of_wrong_gradients_is_whole_and_of_the_emulation_as_it_is():
     record = records.load("phase4_backward", "cpu/mutants")
     assert all(record["provenance"].values())
     assert len(record["provenance"]["commit"]) == 40
-    assert record["provenance"]["kernels"] == {"common.verify.emulator": train.emulation()}
+    assert record["provenance"]["kernels"] == {"common.verify.mistakes.emulator": train.emulation()}
     assert {row["attention"] for row in record["rows"]} == {"SDPA", "right", *train.LOGIC, *train.PRECISION}
     for row in record["rows"]:
         assert len(row["losses"]) == row["steps"] or row["attention"] == "causal_forgotten"

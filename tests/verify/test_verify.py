@@ -8,12 +8,16 @@ import functools
 import math
 import random
 import re
+import threading
 from fractions import Fraction
 
-from common.verify import VerificationError, diagnose, harness, verify_results, verify_softmax
-from common.verify.emulator import Steps, emulate
+from common.verify import VerificationError, guard, harness, verify_results, verify_softmax
+from common.verify import expected as model
 from common.verify.inputs import KINDS, LAYOUTS, make_qkv, make_tensor
-from common.verify.mistakes import BF16, FP16, FP32, MISTAKES, Case
+from common.verify.mistakes import diagnose
+from common.verify.mistakes.emulator import Steps, emulate
+from common.verify.mistakes.rules import CUSTOMARY_RULES, DEFAULTS, OURS, rule_table, verify
+from common.verify.mistakes.table import BF16, FP16, FP32, MISTAKES, Case
 from common.verify.reference import (
     NEG_INF,
     causal_mask,
@@ -23,10 +27,12 @@ from common.verify.reference import (
     tiled_attention,
     tiled_attention_backward,
 )
-from common.verify.rules import CUSTOMARY_RULES, DEFAULTS, OURS, rule_table, verify
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from helpers import interpreted_only
 
 torch.set_num_threads(1)
 
@@ -72,7 +78,7 @@ def test_benign_mutant_is_accepted(name):
 
 def test_two_per_cent_is_within_the_rounding_of_bf16():
     """The reason given for the one benign mutant that changes a number: 2 % of u = 2^-8 is 5.12 sigma at most."""
-    assert mutant_report("one_element_bf16").z <= 0.02 / harness.UNIT_ROUNDOFF[BF16] < harness.Z_MAX
+    assert mutant_report("one_element_bf16").z <= 0.02 / model.UNIT_ROUNDOFF[BF16] < harness.Z_MAX
 
 
 # --- correct kernels ----------------------------------------------------------------------------------------------
@@ -240,7 +246,7 @@ def model_by_the_book(q, k, v, do, is_causal, scale):
 def test_error_model_formulas(dtype, is_causal, group, kind):
     case = Case(1, group, 30, 40, heads_kv=1, seq_k=50, dtype=dtype, kind=kind, grad=True)
     q, k, v, do = case.inputs()
-    expected = harness._expected(q, k, v, do, is_causal, -0.3)
+    expected = model.expected(q, k, v, do, is_causal, -0.3)
     for name, (truth, sigma) in model_by_the_book(q, k, v, do, is_causal, -0.3).items():
         torch.testing.assert_close(expected[name].truth.reshape(truth.shape), truth, rtol=1e-10, atol=1e-13)
         torch.testing.assert_close(expected[name].sigma.reshape(sigma.shape), sigma, rtol=1e-10, atol=0)
@@ -269,7 +275,7 @@ def test_sums_of_o_that_lean_one_way_are_expected():
         @staticmethod
         def forward(ctx, q, k, v, options):
             o, lse = naive_attention(q, k, v, **options)[:2]
-            o = o * (1 - 3.5 * harness.sum_error(k.shape[2]))
+            o = o * (1 - 3.5 * model.sum_error(k.shape[2]))
             ctx.save_for_backward(q, k, v, o, lse)
             ctx.options = options
             return o
@@ -334,9 +340,9 @@ def test_a_scale_of_zero_is_zero_and_not_the_default():
 def test_truth_in_chunks_is_sdpa_and_the_textbook(monkeypatch, is_causal, scale):
     q, k, v, do = Case(2, 6, 50, 40, heads_kv=2, seq_k=70, grad=True).inputs()
     true_scale = 40**-0.5 if scale is None else scale
-    whole = harness._expected(q, k, v, do, is_causal, true_scale)
-    monkeypatch.setattr(harness, "CHUNK_ELEMENTS", 3 * 70 * 7)  # seven query rows at a time
-    parts = harness._expected(q, k, v, do, is_causal, true_scale)
+    whole = model.expected(q, k, v, do, is_causal, true_scale)
+    monkeypatch.setattr(model, "CHUNK_ELEMENTS", 3 * 70 * 7)  # seven query rows at a time
+    parts = model.expected(q, k, v, do, is_causal, true_scale)
     for name in whole:
         torch.testing.assert_close(parts[name].truth, whole[name].truth, rtol=1e-12, atol=1e-14)
         torch.testing.assert_close(parts[name].sigma, whole[name].sigma, rtol=1e-12, atol=0)
@@ -362,7 +368,7 @@ def test_subnormal_gradients_are_not_held_against_a_kernel():
 
 # --- long rows ----------------------------------------------------------------------------------------------------
 
-LONG = dict(heads_q=1, seq_q=600, head_dim=16, seq_k=harness.SAMPLE_ABOVE_KEYS + 1, dtype=FP32)
+LONG = dict(heads_q=1, seq_q=600, head_dim=16, seq_k=model.SAMPLE_ABOVE_KEYS + 1, dtype=FP32)
 
 
 def long_attention(row=None, error=1e-3):
@@ -380,8 +386,8 @@ def long_attention(row=None, error=1e-3):
 def test_long_rows_are_sampled():
     q, k, v = make_qkv(1, **LONG)
     assert verify_results(long_attention(), q, k, v, compare_sdpa=False).passed
-    rows = harness._sample_rows(600, "cpu")
-    assert len(rows) == len(rows.unique()) == harness.SAMPLE_ROWS
+    rows = model._sample_rows(600, "cpu")
+    assert len(rows) == len(rows.unique()) == model.SAMPLE_ROWS
     for row in (0, 599, int(rows[len(rows) // 2])):
         report = verify_results(long_attention(row), q, k, v, compare_sdpa=False)
         assert not report["o"].passed
@@ -405,8 +411,8 @@ def test_the_rows_of_a_sample_see_the_keys_before_them_and_no_other():
 
 
 def test_gradients_of_long_rows_are_checked_in_full():
-    q, k, v, do = Case(1, 1, 300, 16, seq_k=harness.SAMPLE_ABOVE_KEYS + 1, dtype=FP32, grad=True).inputs()
-    left_out = next(row for row in range(300) if row not in harness._sample_rows(300, "cpu"))
+    q, k, v, do = Case(1, 1, 300, 16, seq_k=model.SAMPLE_ABOVE_KEYS + 1, dtype=FP32, grad=True).inputs()
+    left_out = next(row for row in range(300) if row not in model._sample_rows(300, "cpu"))
 
     def fn(q, k, v, *, is_causal, scale, enable_gqa):
         o = sdpa_reference(q, k, v).float()
@@ -528,8 +534,11 @@ def test_a_tensor_of_the_wrong_kind_fails(change, name, problem, grad):
     report = verify_results(bent(change), q, k, v, do=do if grad else None)
     assert not report[name].passed
     assert report[name].problem == problem
-    assert math.isnan(report.z)
+    assert math.isnan(report[name].z) == (not problem.startswith("expected torch"))  # another dtype is compared
     assert not report.passed
+    if grad:
+        left_out = "left out" in str(report["dq"].problem)
+        assert left_out == (name == "o" and math.isnan(report["o"].z))
     with pytest.raises(VerificationError, match=name):
         report.check()
 
@@ -541,12 +550,14 @@ def test_writing_into_an_input_fails(name, when):
     tensors = dict(zip(("q", "k", "v", "do"), Case(1, 2, 30, 32, seq_k=30, grad=True).inputs(), strict=True))
 
     def fn(q, k, v, **options):
-        shared = dict(q=q.detach(), k=k.detach(), v=v.detach(), do=tensors["do"])[name]
-        if when == "before":
-            shared.mul_(2)
+        shared = dict(q=q.detach(), k=k.detach(), v=v.detach())
+        if name != "do" and when == "before":
+            shared[name].mul_(2)
         out = emulate(*(t.clone() for t in (q, k, v)), **options)
-        if when == "after":
-            shared.mul_(2)
+        if name == "do":
+            out[0].register_hook(lambda do: do.mul_(2))
+        elif when == "after":
+            shared[name].mul_(2)
         return out
 
     report = verify_results(fn, **tensors)
@@ -601,7 +612,7 @@ def test_an_lse_that_is_not_a_number_fails():
 
 def test_rms_z_is_the_root_of_the_mean_square():
     truth = torch.zeros(1, 1, 1, 2, dtype=torch.float64)
-    actual, expected = truth + torch.tensor([3.0, -4.0]), harness._Expected(truth, torch.ones_like(truth))
+    actual, expected = truth + torch.tensor([3.0, -4.0]), model.Expected(truth, torch.ones_like(truth))
     result = harness._compare("o", actual, expected, FP32, None)
     assert (result.z, result.rms_z) == (4, pytest.approx(12.5**0.5))
 
@@ -609,18 +620,18 @@ def test_rms_z_is_the_root_of_the_mean_square():
 def test_nan_z_fails():
     truth = torch.ones(1, 1, 2, 2, dtype=torch.float64)
     sigma = torch.tensor([[[[1.0, 1.0], [math.nan, 1.0]]]], dtype=torch.float64)
-    result = harness._compare("o", truth + 1e-9, harness._Expected(truth, sigma), FP32, None)
+    result = harness._compare("o", truth + 1e-9, model.Expected(truth, sigma), FP32, None)
     assert math.isnan(result.z)
     assert not result.passed
     assert math.isnan(harness.Report("", (result,)).z)
     q, k, v = (torch.ones(1, 1, 2, 2) for _ in range(3))
     context = diagnose.Context(q, k, v, None, False, 1.0)
-    assert harness._compare("o", truth + 1e-9, harness._Expected(truth, sigma), FP32, context).hint  # and is diagnosed
+    assert harness._compare("o", truth + 1e-9, model.Expected(truth, sigma), FP32, context).hint  # and is diagnosed
 
 
 def test_an_element_equal_to_the_truth_has_z_0():
     truth = torch.tensor([[[[math.inf, -math.inf, math.nan, 0.0]]]], dtype=torch.float64)
-    expected = harness._Expected(truth, torch.full_like(truth, math.nan))
+    expected = model.Expected(truth, torch.full_like(truth, math.nan))
     assert harness._compare("o", truth, expected, FP32, None).z == 0
     assert not harness._compare("o", -truth, expected, FP32, None).passed
 
@@ -1004,3 +1015,186 @@ def test_a_scale_may_be_any_real_number():
     report = verify_results(lambda q, k, v, *, scale, **_: emulate(q, k, v, scale=float(scale)), q, k, v, scale=HALVED)
     assert report.passed
     assert report["o"].sdpa_z is not None
+
+
+# --- poisoned memory, two calls -----------------------------------------------------------------------------------
+
+
+def rounded_sdpa(q, k, v, *, is_causal=False, scale=None, enable_gqa=False):
+    return sdpa_reference(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa).to(q.dtype)
+
+
+def test_rows_that_are_never_stored_fail_although_the_allocator_may_hand_out_the_right_answer():
+    def floors(q, k, v, **options):
+        """Rows 0 to 63 of 65, as a grid of 65 // 32 programs stores them."""
+        o = torch.empty_like(q)
+        o[:, :, :64] = rounded_sdpa(q, k, v, **options)[:, :, :64]
+        return o
+
+    report = verify_results(floors, *make_qkv(1, 2, 65, 16))
+    assert report["o"].problem == "32 of 2080 elements were never stored, [0, 0, 64, 0] first"
+    assert "ceiling division" in report.hint
+
+
+def test_gradients_that_are_never_stored_fail():
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            ctx.save_for_backward(q, k, v)
+            return rounded_sdpa(q, k, v)
+
+        @staticmethod
+        def backward(ctx, do):
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+                dq, dk, dv = torch.autograd.grad(rounded_sdpa(*leaves), leaves, do)
+            out = torch.empty_like(dk)
+            out[:, :, 1:] = dk[:, :, 1:]
+            return dq, out, dv
+
+    q, k, v = make_qkv(1, 1, 20, 16)
+    report = verify_results(lambda q, k, v, **_: Attention.apply(q, k, v), q, k, v, do=torch.ones_like(q))
+    assert report.verdict == "o PASS, dq PASS, dk FAIL, dv PASS"
+    assert report["dk"].problem == "16 of 320 elements were never stored, [0, 0, 0, 0] first"
+
+
+@pytest.mark.parametrize("returned", [True, False], ids=["a result", "another tensor"])
+def test_a_store_outside_of_what_fn_allocates_fails(returned):
+    def strays(q, k, v, **options):
+        o, other = rounded_sdpa(q, k, v, **options), torch.empty_like(q)
+        other.copy_(o)
+        other.as_strided((3,), (1,), other.storage_offset() + other.numel()).fill_(1.0)
+        return other if returned else o
+
+    report = verify_results(strays, *make_qkv(1, 2, 20, 16))
+    assert not report.passed
+    assert "3 behind it" in report["o" if returned else "memory"].problem
+    assert "is every store masked" in report.hint
+    assert report["o"].passed != returned
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_store_beside_an_input_fails(name):
+    def strays(q, k, v, **options):
+        t = dict(q=q, k=k, v=v)[name]
+        t.as_strided((1,), (1,), t.storage_offset() - 1).fill_(1.0)
+        return rounded_sdpa(q, k, v, **options)
+
+    report = verify_results(strays, *make_qkv(1, 2, 20, 16))
+    assert report[name].problem == "fn stored beside this input"
+
+
+def test_what_is_loaded_from_beside_v_is_named_where_it_spoils_a_right_result():
+    def whole_tiles(q, k, v, **options):
+        """Weights past the end are 0, but what they are multiplied by is loaded: 0 * NaN is NaN."""
+        past = v.as_strided((1, 2, 4, 16), v.stride(), v.storage_offset() + v.stride(2) * v.shape[2])
+        return rounded_sdpa(q, k, v, **options) + (0.0 * past).sum(dim=2, keepdim=True)
+
+    report = verify_results(whole_tiles, *make_qkv(1, 2, 28, 16))
+    assert not report.passed
+    assert report.hint.startswith("o is right where zeros lie around v, and wrong where NaN does")
+
+
+def test_two_calls_that_differ_are_told_and_the_worse_is_judged():
+    calls = []
+
+    def first_call_alone(q, k, v, **options):
+        calls.append(1)
+        return rounded_sdpa(q, k, v, **options) * (1 if len(calls) == 1 else 2)
+
+    report = verify_results(first_call_alone, *make_qkv(1, 2, 20, 16))
+    assert not report.passed
+    assert report["o"].varies > 100
+    assert "two calls with the same inputs" in report.hint
+
+    def last_bit(q, k, v, **options):
+        calls.append(1)
+        return rounded_sdpa(q, k, v, **options) * (1 + 2.0**-10 * (len(calls) % 2))
+
+    report = verify_results(last_bit, *make_qkv(1, 2, 20, 16))
+    assert report.passed
+    assert 0 < report["o"].varies < 6
+    assert "two calls differ by" in str(report)
+
+
+def test_two_calls_of_a_right_kernel_have_the_same_bits():
+    report = verify_results(emulate, *Case(grad=True, seq_k=20).inputs()[:3])
+    assert {r.varies for r in report.results} == {0.0}
+    assert "differ" not in str(report)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_input_is_placed_with_its_strides_and_alignment(layout):
+    x = make_tensor((2, 3, 5, 7), layout=layout)
+    copy = guard.placed(x)
+    assert torch.equal(copy.tensor, x)
+    assert copy.tensor.stride() == x.stride()
+    assert copy.tensor.data_ptr() % 16 == x.data_ptr() % 16
+    assert not copy.written
+    assert copy.memory.numel() > 2 * guard.GUARD
+    negated = torch.view_as_complex(torch.ones(4, 2)).conj().imag
+    assert torch.equal(guard.placed(negated).tensor, negated)
+    far = torch.zeros(2**22).as_strided((2, 2), (2**21, 1))
+    assert guard.placed(far).tensor is far  # no 8 MB for four numbers
+
+
+def test_a_result_in_another_layout_is_compared_all_the_same():
+    q, k, v = make_qkv(2, 3, 20, 16)
+    report = verify_results(lambda q, k, v, **_: rounded_sdpa(q, k, v).transpose(1, 2).float(), q, k, v)
+    got = "expected shape (2, 3, 20, 16), got (2, 20, 3, 16), compared with seq and heads exchanged"
+    assert report["o"].problem == f"expected torch.float16, got torch.float32; {got}"
+    assert report["o"].z < 6
+
+
+@triton.jit
+def _copy_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < n), mask=offs < n)
+
+
+@interpreted_only
+def test_a_foreign_kernel_that_gets_bf16_is_refused_and_not_judged():
+    def fn(q, k, v, **options):
+        o, out = rounded_sdpa(q, k, v, **options).contiguous(), torch.empty(q.shape, dtype=q.dtype)
+        _copy_kernel[(1,)](o, out, o.numel(), BLOCK=1024)
+        return out
+
+    assert verify_results(fn, *make_qkv(1, 2, 20, 16)).passed
+    with pytest.raises(
+        TypeError, match="_copy_kernel: gets a tensor in bf16, which Triton's interpreter computes wrong"
+    ):
+        verify_results(fn, *make_qkv(1, 2, 20, 16, dtype=BF16))
+
+
+@interpreted_only
+def test_a_foreign_kernel_that_is_autotuned_runs_with_its_first_configuration():
+    tuned = triton.autotune([triton.Config(dict(BLOCK=1024)), triton.Config(dict(BLOCK=16))], key=["n"])(_copy_kernel)
+
+    def fn(q, k, v, **options):
+        o, out = rounded_sdpa(q, k, v, **options).contiguous(), torch.empty_like(q)
+        tuned[(1,)](o, out, o.numel())
+        return out
+
+    report = verify_results(fn, *make_qkv(1, 2, 20, 16))
+    assert report.passed
+    assert report.notes == ("_copy_kernel is autotuned on a GPU; here it ran with its first configuration",)
+    assert report.notes[0] in str(report)
+
+
+def test_what_is_watched_in_two_threads_ends_with_the_last():
+    """Each would put back what it found: the other's allocator, for ever."""
+    allocate, inside, out = torch.empty, threading.Event(), threading.Event()
+
+    def longer():
+        with guard.watched():
+            inside.set()
+            out.wait()
+
+    with guard.watched():
+        thread = threading.Thread(target=longer)
+        thread.start()
+        inside.wait()
+    assert torch.empty is not allocate
+    out.set()
+    thread.join()
+    assert torch.empty is allocate

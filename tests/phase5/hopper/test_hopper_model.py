@@ -27,7 +27,6 @@ from phase5_tuning.hopper.model import (
     Race,
     Timeline,
     arrive,
-    dq_schedule,
     exponentials,
     forward,
     load,
@@ -40,6 +39,7 @@ from phase5_tuning.hopper.model import (
     wait_products,
     work,
 )
+from phase5_tuning.hopper.order import dq_schedule
 from phase5_tuning.launch.plans import cdiv
 
 import matplotlib.pyplot as plt

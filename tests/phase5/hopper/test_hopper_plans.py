@@ -25,6 +25,7 @@ def on_a_gpu(capability=(9, 0), multiprocessors=132):
         mock.patch.object(runtime, "INTERPRETED", False),
         mock.patch.object(configs, "capability", return_value=capability),
         mock.patch.object(configs, "multiprocessors", return_value=multiprocessors),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
     ):
         yield
 
@@ -403,7 +404,7 @@ def test_trap38_a_call_is_planned_and_launched_on_the_gpu_of_its_tensors(hopper,
         return lambda *_, **__: seen.append((what, current[-1])) or value
 
     def of_device(value):
-        return lambda device: asked.add(device) or value
+        return lambda device=None: asked.add(current[-1] if device is None else device) or value
 
     tensors = [t.half() for t in make_qkv(1, 2, 100, 64)]
     with without_plans(), contextlib.ExitStack() as stack:

@@ -360,7 +360,7 @@ def test_an_error_while_planning_leaves_nothing_remembered(module, fresh_plans):
         return attention_backward(q, k, v, o, lse, o)
 
     with (
-        mock.patch.object(launch, "prepared", side_effect=RuntimeError("no room")),
+        mock.patch.object(module, "tuned", side_effect=RuntimeError("no room")),
         pytest.raises(RuntimeError, match="no room"),
     ):
         call()
@@ -410,11 +410,14 @@ def test_a_launch_that_is_recorded_is_not_made():
 
 
 def test_while_launches_are_recorded_nothing_is_compiled():
-    config = configs.Config(64, 64, 4, 1)
+    def tuned():
+        case = "forward", 64, torch.float16, True
+        return launch.tuned(case, False, 1, lambda config: mock.Mock(), ("q",), configs.Config(64, 64, 4, 1))
+
     with mock.patch.object(runtime, "recording", True), mock.patch.object(runtime, "DEVICE", "cuda"):
-        assert not launch.prepared(lambda config: mock.Mock(), [config], "q").compile.called
+        assert not tuned().compile.called
     with mock.patch.object(runtime, "DEVICE", "cuda"):
-        launch.prepared(lambda config: mock.Mock(), [config], "q").compile.assert_called_once_with("q")
+        tuned().compile.assert_called_once_with("q")
 
 
 @interpreted_only

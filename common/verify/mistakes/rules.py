@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from common.verify.emulator import emulate
 from common.verify.harness import Report, run_attention, verify_results
-from common.verify.mistakes import BF16, FP16, FP32, MISTAKES, Case, Mistake
+from common.verify.mistakes.emulator import emulate
+from common.verify.mistakes.table import BF16, FP16, FP32, MISTAKES, Case, Mistake
 from common.verify.reference import naive_attention, naive_attention_backward
 
 import torch

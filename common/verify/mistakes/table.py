@@ -1,7 +1,7 @@
 """The mistakes that kernels have: what each of them changes, a case in which it matters, and how a hint words it.
 
-A mistake is the emulator with exactly one decision replaced (see common.verify.emulator). As a kernel that is wrong on
-purpose it proves that verify_results would notice; `diagnose` looks for it in the result of a kernel that failed.
+A mistake is the emulator (emulator.py) with exactly one decision replaced. As a kernel that is wrong on purpose it
+proves that verify_results would notice; `diagnose` looks for it in the result of a kernel that failed.
 """
 
 import math
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from common.verify.emulator import Steps, emulate
 from common.verify.inputs import make_qkv, make_tensor
+from common.verify.mistakes.emulator import Steps, emulate
 
 import torch
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.verify.emulator import Steps, backward, forward
-from common.verify.mistakes import MISTAKES, summed_modulo, tiles_skipped, tiles_unmasked, whole_tiles
+from common.verify.mistakes.emulator import Steps, backward, forward
+from common.verify.mistakes.table import MISTAKES, summed_modulo, tiles_skipped, tiles_unmasked, whole_tiles
 from common.verify.reference import NEG_INF
 
 import torch
