@@ -31,6 +31,7 @@ from phase4_backward import backward as phase4
 from phase5_tuning.attention import FlashAttention
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.hopper import order as hopper_order
 from phase5_tuning.ladder.dkdv import _attn_bwd_rows_kernel
 from phase5_tuning.launch import configs, plans
 from phase5_tuning.passes.forward import attention_forward
@@ -52,8 +53,9 @@ HOPPER_KERNELS = (
 HOPPER_SETTINGS = (
     hopper_forward.SHAPES, hopper_forward.REGISTERS, hopper_forward.BLOCK_N, hopper_forward.CACHED,
     hopper_forward.SHORT, hopper_forward.SHORT_KEYS,
-    hopper_backward.BLOCK_M, hopper_backward.STAGES, hopper_backward.MOST_TOGETHER,
-    hopper_forward.plan, hopper_backward.plan,
+    hopper_backward.BLOCK_M, hopper_backward.STAGES,
+    hopper_order.MOST_TOGETHER, hopper_order.CACHED,
+    hopper_forward.plan, hopper_backward.plan, hopper_order.split_group, hopper_order.turns,
 )  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # of the forward pass
