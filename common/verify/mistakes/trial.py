@@ -23,7 +23,6 @@ import torch
 
 LEFT = 0.35  # the part of the error that a mistake may leave unexplained
 ALIKE = 2.0  # hypotheses whose remaining errors differ by less than this factor explain a result equally well
-MOST_NAMED = 3
 # Of what is left of a mistake of logic, in units of its rounding: the largest element and the root mean square.
 MOST_SIGMA, MOST_RMS = 12.0, 2.0  # of right ones, measured: 9.2 and 1.05
 # A mistake must show in this many rows, as a few may be near anything.
@@ -153,10 +152,6 @@ def _worded(found: list[tuple[float, Hypothesis]]) -> str | None:
     for left, h in found:
         if left <= ALIKE * best + 1e-12:
             tiles.setdefault(h.sentence, []).extend([] if h.tile is None else [h.tile])
-    if len(tiles) > MOST_NAMED:
-        return (
-            f"{len(tiles)} known mistakes give this result, as the inputs are short or alike: try longer, random ones"
-        )
     return "; or ".join(sentence.format(tiles=_or(sorted(set(of)))) for sentence, of in tiles.items())
 
 
