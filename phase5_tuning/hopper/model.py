@@ -9,6 +9,7 @@ to dQ is modelled in hopper/order.py.
 """
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -442,7 +443,7 @@ def own_rings(
     q = Barrier("q_full")
     actors = {"producer": _produce_apart(k, v, q, consumers, head_dim, tiles_n)}
     for me in range(consumers):
-        actors[f"consumer {me}"] = _after_queries(q, walk(Consumer(k, v, head_dim), tiles_n))
+        actors[f"consumer {me}"] = itertools.chain([wait(q, 0)], walk(Consumer(k, v, head_dim), tiles_n))
     return actors
 
 
@@ -456,11 +457,6 @@ def _produce_apart(k, v, q, consumers, head_dim, tiles_n):
                 yield load(ring.full[slot], size, f"{name}{j}", [(ring.places[slot], j)])
         if step == 0:
             yield load(q, consumers * ROWS * head_dim * ITEMSIZE, "Q")
-
-
-def _after_queries(q, walk):
-    yield wait(q, 0)
-    yield from walk
 
 
 def plain(head_dim: int, programs: int = 2, stages: int = 2, tiles_n: int = 8) -> dict[str, Iterator[Operation]]:

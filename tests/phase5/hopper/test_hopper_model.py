@@ -526,10 +526,10 @@ def test_pictures_show_every_program(monkeypatch):
     drawn = []
     monkeypatch.setattr(plt, "show", lambda: drawn.append(plt.gcf()))
     one, two = (simulate(forward(64, consumers, 2, True, tiles_n=3)) for consumers in (1, 2))
-    hopper_figures.timeline(one)
+    hopper_figures.timeline({"one": one})
     hopper_figures.timeline({"one": one, "two": two}, 1.0, 3.0)
     schedule = dq_schedule(3, 3, slots=2)
-    hopper_figures.dq_order(schedule)
+    hopper_figures.dq_order({"full": schedule})
     hopper_figures.dq_order({"full": schedule, "causal": dq_schedule(3, 3, is_causal=True)})
     labels = [[label.get_text() for ax in figure.axes for label in ax.get_yticklabels()] for figure in drawn]
     plt.close("all")
