@@ -279,7 +279,11 @@ WRONG = {
         ),
         Wrong("no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf subtracted from -inf"),
         Wrong("0 divided by 0", {"norm = tl.where(l == 0.0, 1.0, l)": "norm = l"}, "is NaN"),
-        Wrong("the store is not masked", {", mask=offs_d < head_dim)": ")"}, "stored outside of the results"),
+        Wrong(
+            "the store is not masked",
+            {", mask=offs_d < head_dim)": ")"},
+            "something was stored outside of o: 8 behind it",
+        ),
         Wrong(
             "a load is not masked",
             {"s_ptrs, mask=offs_n < n, other=": "s_ptrs, mask=offs_n < n + 1, other="},
