@@ -22,9 +22,9 @@ the root mean square of z over the tensor: 0.3 to 1 for a correct kernel in 16 b
 cautious), and half as much again where P has lost a bit.
 
 Gradients of peaked inputs show it best. Logits near 20 that are rounded to fp16, or an LSE, or k * scale * log2(e),
-move every P of a row by up to 1 %: rows of dq and dv are off 3 to 15 times as far as a correct kernel's (rms_z 1.4 to
-6.6 beside 0.4, z 7 to 30 beside 2). The error's norm does not tell: where S, P and dP are all kept in fp16, it is as
-large, and z is 15 to 40.
+move P by up to 1 %, and the gradients are 3 to 16 times as far off as a correct kernel's: rms_z is 1.4 to 6.6 where
+SDPA's is 0.4, and z 7 to 30. Half of the squared error of dq lies in 5 % of its rows. That dq is off by no more than
+where S, P, dP and dS are all kept in fp16 is no excuse: z is 15 to 40 there.
 
 Roundings count as independent, but for the errors of O in dk. Rows of q that are equal, or nearly, round alike, and
 their errors add up in dk and dv: 46 equal queries with P near 1e-24 gave a right kernel in fp32 a z of 6.6. So do equal

@@ -485,7 +485,12 @@ WRONG = {
             {"* batch * heads_q,)\n    with": "* batch * heads_q + 1,)\n    with"},
             "stored outside",
         ),
-        Wrong("bf16 as it is", {"runtime.to_kernel_dtype(q, k, v, o)": "(q, k, v, o)"}, "bf16"),
+        Wrong(
+            "bf16 as it is",
+            {"runtime.to_kernel_dtype(q, k, v, o)": "(q, k, v, o)"},
+            "convert before the launch",
+            kind="error",
+        ),
         Wrong(
             "o as q lies",
             {"o = torch.empty(q.shape, dtype=q.dtype, device=q.device)": "o = torch.empty_like(q)"},
