@@ -35,17 +35,9 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-# Shared memory that one program may use, in bytes (CUDA C++ Programming Guide, compute capabilities; CDNA 3 ISA: LDS).
-SHARED_LIMIT = {
-    "sm_75": 64 * 1024,
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "sm_120": 99 * 1024,
-    "gfx942": 64 * 1024,
-}
+# Shared memory that one program may use (CUDA C++ Programming Guide, compute capabilities; CDNA 3 ISA: LDS).
+_KIB = dict(sm_75=64, sm_80=163, sm_86=99, sm_89=99, sm_90=227, sm_100=227, sm_120=99, gfx942=64)
+SHARED_LIMIT = {target: 1024 * kib for target, kib in _KIB.items()}  # in bytes
 
 # What to count, and the expression that finds it in PTX (NVIDIA) or in the assembly (AMD).
 INSTRUCTIONS = {

@@ -61,49 +61,30 @@ def _cases():
     v, w = _apart(randn(100, 24, seed=1), more=106), _apart(randn(400, 8, seed=2))
     falling = _apart(randn(5, 100).sort(descending=True).values)
     ramp = torch.linspace(-30, 30, 400).expand(2, 400)
+    seen = randn(4, 100)
+    seen[0, 30:] = seen[1, :70] = seen[3] = -INF
+    column_major = _apart(randn(24, 100, seed=1)).t()
+    five, wide = randn(70, 5, seed=1), randn(70, 200, seed=1)
     rescale = "the same rows falling are right: is everything that was summed under an old maximum rescaled?"
+    strides = "is every element found by its own tensor's strides?"
     return [
         ("5 rows of 100 falling logits", falling, v, ALL, "what does the second tile do to m, l and acc?"),
         ("400 falling logits a row", ramp.flip(1), w, ONE, "is the end of the row reached?"),
         ("400 rising logits a row", ramp, w, ONE, rescale),
         ("400 logits a row", randn(2, 400), w, ALL, rescale),
-        *_values(v),
-        *_layouts(v),
-        *_other_sizes(v),
-    ]
-
-
-def _other_sizes(v):
-    five, wide = randn(70, 5, seed=1), randn(70, 200, seed=1)
-    return [
+        ("logits near 1000", randn(2, 100) + 1000, v, ONE, "is the maximum subtracted before exp?"),
+        ("logits near -10000", randn(2, 100) - 10000, v, ONE, "does m start from -inf?"),
+        ("logits near -20000", randn(2, 100) - 20000, v, ONE, "what is subtracted: is -1e4 larger than m?"),
+        ("masked logits and a row without any other", seen, v, ALL, "what is subtracted where m is -inf?"),
+        ("s transposed", _apart(randn(100, 3)).t(), v, ONE, strides),
+        ("v transposed", randn(3, 100), column_major, ONE, strides),
+        ("every other logit of a row", randn(3, 200)[:, ::2], v, ONE, strides),
+        ("one row, expanded to 3", randn(1, 100).expand(3, 100), v, ONE, strides),
         ("rows of one logit", randn(3, 1), randn(1, 16), ONE, "what fills the rest of a tile?"),
         ("head_dim 5", randn(3, 70), five, ONE, "is the last axis masked?"),
         ("head_dim 200", randn(2, 70), wide, ONE, "is all of the last axis computed?"),
         ("no logits", randn(3, 0), randn(0, 24), ONE, "o = 0 and lse = -inf are right"),
         ("no rows", randn(0, 100), v, ONE, "an empty grid cannot be launched on a GPU"),
-    ]
-
-
-def _layouts(v):
-    question = "is every element found by its own tensor's strides?"
-    column_major = _apart(randn(24, 100, seed=1)).t()
-    return [
-        ("s transposed", _apart(randn(100, 3)).t(), v, ONE, question),
-        ("v transposed", randn(3, 100), column_major, ONE, question),
-        ("every other logit of a row", randn(3, 200)[:, ::2], v, ONE, question),
-        ("one row, expanded to 3", randn(1, 100).expand(3, 100), v, ONE, question),
-    ]
-
-
-def _values(v):
-    seen = randn(4, 100)
-    seen[0, 30:] = seen[1, :70] = seen[3] = -INF
-    masked = "masked logits and a row without any other"
-    return [
-        ("logits near 1000", randn(2, 100) + 1000, v, ONE, "is the maximum subtracted before exp?"),
-        ("logits near -10000", randn(2, 100) - 10000, v, ONE, "does m start from -inf?"),
-        ("logits near -20000", randn(2, 100) - 20000, v, ONE, "what is subtracted: is -1e4 larger than m?"),
-        (masked, seen, v, ALL, "what is subtracted where m is -inf?"),
     ]
 
 

@@ -113,6 +113,16 @@ def require_products(answer, run: Callable, products: int) -> None:
     require_tensor_cores(answer, lambda: run(q, torch.zeros(1, 1, 32, device=q.device)), products)
 
 
+def with_gradients(attention, q, k, v, do):
+    """o, dq, dk, dv by name; rejects an o that is not like do."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    o = attention(*leaves)
+    if not isinstance(o, torch.Tensor) or (o.dtype, o.shape) != (do.dtype, do.shape):
+        reject(f"o: expected {tuple(do.shape)} in {do.dtype}")
+    gradients = torch.autograd.grad(o, leaves, do)
+    return dict(o=o.detach()) | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+
+
 class Given(torch.autograd.Function):
     """o as it is given; gradients(do) returns dq, dk, dv."""
 

@@ -339,8 +339,7 @@ def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
         ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=np.arange(columns) + 0.5, xticklabels=range(columns))
         ax.set(yticks=np.arange(rows) + 0.5, yticklabels=range(rows))
         ax.tick_params(length=0)
-        for side in ax.spines.values():
-            side.set_visible(False)
+        ax.spines[:].set_visible(False)
         ax.set_title(title, fontsize=10)
         ax.set_xlabel(xlabel)
     axes[0, 0].set_ylabel(ylabel)
@@ -374,6 +373,40 @@ def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> Non
         f"{title}: " + ", ".join(f"{name} {kib:.3g}" for name, kib in tiles.items()) for title, tiles in parts.items()
     )
     style.show(fig, alt=f"KiB of shared memory, up to {limit:.0f}. {said}.")
+
+
+def traffic(rows: Sequence[Mapping]) -> None:
+    """Bytes through memory, and time, of the backward kernel by how many heads take turns.
+
+    rows: of `python -m phase5_tuning.bench.counters --turns`. A ring: as the kernel does it.
+    """
+    fig, axes = style.new(9, 3.3, columns=2)
+    kinds = {
+        (32, 1): ("32 heads of keys", dict(color=COLORS["tiled"])),
+        (8, 1): ("8, groups of 4", dict(color=COLORS["bad"], linestyle="--")),
+        (8, 2): ("8, groups in two parts", dict(color=COLORS["good"], linestyle="-.")),
+    }
+    panels = ("dram_bytes", 1e9, "GB read and written in memory"), ("ns", 1e3, "time of the kernel, in µs")
+    said = []
+    for ax, (name, unit, label) in zip(axes, panels, strict=True):
+        for kind, (title, look) in kinds.items():
+            of_kind = [row for row in rows if (row["heads_kv"], row["split"]) == kind]
+            together = [row["together"] for row in of_kind]
+            values = [row["counted"][name] / unit for row in of_kind]
+            ax.plot(together, values, marker="o", markersize=4, label=title, **look)
+            for x, y, row in zip(together, values, of_kind, strict=True):
+                if row["chosen"]:
+                    ax.plot(x, y, "o", markersize=12, fillstyle="none", color=COLORS["ink"])
+            said.append(f"{title}: " + ", ".join(f"{t} {y:.3g}" for t, y in zip(together, values, strict=True)))
+        ax.set_xscale("log", base=2)
+        ax.set(xlabel="heads that take turns", ylabel=label, ylim=(0, None))
+        ax.set_xticks(ticks := sorted({row["together"] for row in rows}), ticks)
+    axes[0].legend(loc="upper left", fontsize=8)
+    style.show(
+        fig,
+        alt="GB through memory, then microseconds of the backward kernel, by how many heads take turns. "
+        f"{'; '.join(said)}.",
+    )
 
 
 def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None:

@@ -91,7 +91,7 @@ WRONG = {
         Wrong(
             "all strides ignored",
             {f"({x}_ptr, stride_{x},": f"({x}_ptr, (HEAD_DIM, 1)," for x in "qkv"},
-            "o   FAIL",
+            "q, k and v are read as if contiguous",
             at_once=True,
         ),
         Wrong("a sentinel of -1e4", {'s, float("-inf"))': "s, -1e4)"}, "Only -inf will do"),

@@ -515,7 +515,7 @@ WRONG = {
                     "@triton.jit\ndef contiguous(base_ptr, head, size, heads):\n    return base_ptr + head * size\n\n\n"
                 )
             },
-            "heads in other places",
+            "q, k and v are read as if contiguous",
         ),
         Wrong(
             "-1e6 is added to hidden keys",

@@ -133,15 +133,20 @@ WRONG = {
         ),
     ],
     "dq_loop": [
+        Wrong("k * scale is rounded", _recomputed(k="(k * scale).to(k.dtype)", scale="1.0"), "k * scale", at_once=True),
         Wrong(
-            "k * scale is rounded", _recomputed(k="(k * scale).to(k.dtype)", scale="1.0"), "rounded to", at_once=True
+            "the LSE is rounded",
+            _recomputed(lse="lse.to(q.dtype).to(tl.float32)"),
+            "the LSE rounded to float16",
+            at_once=True,
         ),
-        Wrong("the LSE is rounded", _recomputed(lse="lse.to(q.dtype).to(tl.float32)"), "rounded to", at_once=True),
-        Wrong("exp2 with the natural LSE", _recomputed(exp="tl.exp2", scale="scale * 1.44269504"), "dq  FAIL"),
+        Wrong(
+            "exp2 with the natural LSE", _recomputed(exp="tl.exp2", scale="scale * 1.44269504"), "less the natural LSE"
+        ),
         Wrong(
             "start_n twice",
             {f"({x}_head, stride_{x}, offs_n": f"({x}_head, stride_{x}, start_n + offs_n" for x in "kv"},
-            "dq  FAIL",
+            "read at twice their tile's start",
         ),
         Wrong(
             "dq is stored in part",
