@@ -308,7 +308,7 @@ WRONG = {
             {"acc = alpha * acc": "acc = (alpha * acc).to(o_ptr.dtype.element_ty).to(tl.float32)"},
             "more than once: is everything",
         ),
-        Wrong("half of the rows", {"_kernel[(rows,)]": "_kernel[((rows + 1) // 2,)]"}, "does every row have a program"),
+        Wrong("half of the rows", {"_kernel[(rows,)]": "_kernel[((rows + 1) // 2,)]"}, "has every row a program"),
         Wrong("returned in fp32", {"return o.to(dtype), lse": "return o.float(), lse"}, "must be torch.float16"),
         Wrong(
             "two passes",
