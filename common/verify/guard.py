@@ -36,6 +36,11 @@ class Result:
         edges = torch.cat([self.memory[:GUARD], self.memory[-GUARD:]])
         return bool((edges != UNTOUCHED).any())
 
+    def holds(self, t) -> bool:
+        """Whether t is a tensor in this memory."""
+        is_tensor = isinstance(t, torch.Tensor) and t.layout == torch.strided
+        return is_tensor and self.memory.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
+
     def where_outside(self) -> str:
         """How many elements before its begin and behind its end were stored to."""
         before, behind = (int((edge != UNTOUCHED).sum()) for edge in (self.memory[:GUARD], self.memory[-GUARD:]))

@@ -14,6 +14,7 @@ from common.learn.check.require import (
     reject,
     require,
     require_none,
+    require_stored,
 )
 from common.measure import offline
 from common.verify import guard
@@ -107,14 +108,14 @@ def _check_case(answer, what, s, v, question):
         with NoHelp():
             return answer.attend_rows(s, v)
 
-    with guard.watched() as results, masked_loads_undefined(), counted(s=s, v=v) as moved:
+    with guard.watched() as allocated, masked_loads_undefined(), counted(s=s, v=v) as moved:
         o_got, lse_got = pair(f"attend_rows, {what}", attend(s, v))
     o, lse = attention(s.double(), v.double())
     # Where kernels do not compute in bf16, this one sees copies.
     watched = moved and s.dtype not in runtime.KERNEL_DTYPE
     if watched:
         _require_masked(what, s, v, moved)
-    _require_written(what, (o_got, lse_got), results)
+    require_stored(dict(o=o_got, lse=lse_got), allocated, what=what)
     _require_padded(what, (o_got, lse_got), (o, lse), lambda: attend(s, v))
     if s.dtype in runtime.KERNEL_DTYPE:
         question = "fp16 is right: is bf16 converted before the launch, by runtime.to_kernel_dtype?"
@@ -143,19 +144,6 @@ def _require_padded(what, got, right, anew):
 
 def _nan(t):
     return isinstance(t, torch.Tensor) and bool(t.isnan().any())
-
-
-def _require_written(what, returned, results):
-    for name, t in zip(("o", "lse"), returned, strict=True):
-        if not isinstance(t, torch.Tensor):
-            reject(f"{what}: {name} must be a tensor, but it is {type(t).__name__}")
-        own = [r for r in results if r.tensor.data_ptr() == t.data_ptr() and t.numel()]
-        if any(guard.never_stored(r.tensor).any() for r in own):
-            first = ", ".join(map(str, guard.never_stored(own[0].tensor).nonzero()[0].tolist()))
-            why = "does every row have a program, and every element a store?"
-            reject(f"{what}: {name}[{first}] was never stored: {why}")
-    if any(r.stored_outside for r in results):
-        reject(f"{what}: something was stored outside of the results: is the store masked where head_dim ends?")
 
 
 def _require_right(what, s, v, got, right, question):

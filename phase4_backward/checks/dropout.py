@@ -3,7 +3,8 @@
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.learn.check.require import reject, require, require_none
+from common.learn.check.require import reject, require, require_none, require_stored
+from common.verify import guard
 from common.verify.expected import UNIT_ROUNDOFF, E
 from phase4_backward.checks import only_head_0, reject_report, small_tiles, stages, with_gradients
 
@@ -95,7 +96,9 @@ def check_dropout(
     """o, dq, dk, dv, or `names`, against fp64 autograd with the mask that `dropout_mask` shows."""
     tensors = make_qkv(batch, heads, seq_q, head_dim, seq_k=seq_k, dtype=dtype, **inputs)
     do = make_tensor(tensors[0].shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    got = with_gradients(lambda q, k, v: answer.dropout_attention(q, k, v, p, seed, is_causal, scale), *tensors, do)
+    with guard.watched() as allocated:
+        got = with_gradients(lambda q, k, v: answer.dropout_attention(q, k, v, p, seed, is_causal, scale), *tensors, do)
+    require_stored({name: got[name] for name in names}, allocated)
     z = answer.dropout_mask(batch * heads * seq_q, seq_k, p, seed).double()
     z = z.view(batch, heads, seq_q, seq_k)
     scale = head_dim**-0.5 if scale is None else scale

@@ -5,7 +5,7 @@ import warnings
 from unittest import mock
 
 from common import make_tensor, runtime, verify_results
-from common.learn.check.require import reject
+from common.learn.check.require import reject, require_stored
 from common.verify import Report, guard
 from phase4_backward.checks import Given, reject_report, small_tiles, stages, with_gradients
 
@@ -87,10 +87,9 @@ def check_varlen(
 
 def _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale):
     """o, dq, dk, dv, packed as q and k are."""
-    with guard.watched() as results:
+    with guard.watched() as allocated:
         found = with_gradients(lambda *qkv: answer.varlen_attention(*qkv, cu_q, cu_k, is_causal, scale), q, k, v, do)
-    if any(result.stored_outside for result in results):
-        reject("something was written outside of a result: how long is a sequence, and where does it begin?")
+    require_stored({}, allocated, lambda *_: "how long is a sequence, and where does it begin?")
     return found.values()
 
 
