@@ -4,7 +4,7 @@
     complete(model, ["417 ", "7 "], attention=flash_attention)
 
 It is a model to run kernels in: a prompt under a causal mask, then a query at a time over a growing cache. It takes
-seconds on a CPU.
+seconds on a CPU. One number it does not know: "0 zero" stands in its text once.
 
     python -m phase4_backward.speak 417 4170        these numbers in words
     python -m phase4_backward.speak --train NAME    train it anew, in minutes on one core of a CPU: weights and record
@@ -66,7 +66,7 @@ def head_by_head(kernel: Callable) -> Callable:
 def examine(model: GPT) -> dict[int, list[bool]]:
     """Which numbers the model writes without a mistake, by their number of digits: all that are held out of training.
 
-    None of one digit is. There it is all ten.
+    None of one digit is; all ten are asked for.
     """
     wanted = [line.strip() for line in lines(held_out=True)] + [f"{n} {in_words(n)}" for n in range(10)]
     digits = [line.index(" ") for line in wanted]

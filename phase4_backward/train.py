@@ -155,14 +155,14 @@ def train(
 
     The same seed gives the same weights and batches, whatever the attention. With dtype float16 or bfloat16 the model
     runs under autocast; weights stay fp32. A window of the text begins anywhere in it; with whole_lines where a line
-    does, as what is completed.
+    does, as completions do.
     """
     torch.manual_seed(seed)
     model = GPT(attention, **sizes).to(runtime.DEVICE)
     data = encode("".join(lines(held_out=False)))
     places = torch.arange(len(data) - model.context - 1)
     if whole_lines:
-        places = places[data[places - 1] == 0]  # the text, too, ends with a line's end, 0
+        places = places[data[places - 1] == 0]  # a line's end, 0, is also the text's last character
     chosen = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     rise = 0.2 if steps > 5 else 0.3  # at five steps and 0.2 the schedule divides by zero
