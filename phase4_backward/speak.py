@@ -41,11 +41,10 @@ def load(attention: Callable = F.scaled_dot_product_attention, name: str = "spea
 
     q, k and v are (batch, 2, seq, 32), fp32, strided.
     """
-    with torch.device("meta"):  # draws no first weights: torch's generator stays as it is
+    with torch.random.fork_rng(devices=[]):  # the first weights are drawn for nothing
         model = GPT(attention, **{key: RECIPE[key] for key in SIZES})
-    kept = {key: weight.float() for key, weight in load_file(weights(name), device=runtime.DEVICE).items()}
-    model.load_state_dict(kept, assign=True)
-    return model.requires_grad_(False)
+    model.load_state_dict(load_file(weights(name)))
+    return model.to(runtime.DEVICE).requires_grad_(False)
 
 
 def head_by_head(kernel: Callable) -> Callable:
