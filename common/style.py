@@ -32,23 +32,13 @@ TINT = {"q": "#BFDCEE", "k": "#FBE3B3", "v": "#BFE5D9", "o": "#F1D9E6", "s": "#D
 
 def use() -> None:
     """Set the look: called by every picture; white background, so that pages with a dark theme show it well."""
-    mpl.rcParams.update(
-        {
-            "figure.dpi": 110,
-            "figure.facecolor": "white",
-            "savefig.facecolor": "white",
-            "savefig.bbox": "tight",
-            "font.size": 10,
-            "axes.titlesize": 11,
-            "axes.titleweight": "bold",
-            "axes.titlelocation": "left",
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": False,
-            "lines.linewidth": 2,
-            "legend.frameon": False,
-        }
-    )
+    mpl.rc("figure", dpi=110, facecolor="white")
+    mpl.rc("savefig", facecolor="white", bbox="tight")
+    mpl.rc("font", size=10)
+    mpl.rc("axes", titlesize=11, titleweight="bold", titlelocation="left")
+    mpl.rc("axes.spines", top=False, right=False)
+    mpl.rc("lines", linewidth=2)
+    mpl.rc("legend", frameon=False)
 
 
 def new(width: float = 8, height: float = 3.2, columns: int = 1, rows: int = 1, **kwargs):
@@ -66,8 +56,9 @@ def drawing(width: float, height: float, columns: int = 1, rows: int = 1, *, asp
     return figure, axes
 
 
-def show(figure, alt: str) -> None:
-    """Display a figure in a notebook, with an alternative text: what the picture shows, in words.
+def show(figure, alt: str, *provenances: str) -> None:
+    """Display a figure in a notebook, with an alternative text: what the picture shows, in words. provenances: where
+    its numbers come from, `records.describe` of each record, to stand under it.
 
     The text stands in the output's text/plain, and as "alt" in its metadata. JupyterLab and GitHub show the image
     without it; pages made from a notebook can take it from there. A picture inside HTML would carry it, but both remove
@@ -75,6 +66,9 @@ def show(figure, alt: str) -> None:
     """
     if not alt.strip():
         raise ValueError("alt: say in words what the picture shows")
+    if provenances:
+        lines = [line for words in provenances for line in textwrap.wrap(words.replace("`", ""), 115)]
+        figure.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])
     shell = get_ipython()
     if shell is None:  # a script
         plt.show()
@@ -88,10 +82,8 @@ def show(figure, alt: str) -> None:
 
 def blank(ax) -> None:
     """For drawings: no ticks, no frame."""
-    ax.set_xticks([])
-    ax.set_yticks([])
-    for side in ax.spines.values():
-        side.set_visible(False)
+    ax.set(xticks=[], yticks=[])
+    ax.spines[:].set_visible(False)
 
 
 def box(
@@ -108,9 +100,3 @@ def arrow(ax, start, end, color=COLORS["ink"], *, both=False) -> None:
     """An arrow from point to point; both: with a head at each end."""
     look = dict(arrowstyle="<|-|>" if both else "-|>", mutation_scale=11, shrinkA=0, shrinkB=0)
     ax.add_patch(FancyArrowPatch(start, end, color=color, lw=1.3, **look))
-
-
-def sign(figure, *provenances: str) -> None:
-    """Write under a figure where its numbers come from: `records.describe` of each record."""
-    lines = [line for words in provenances for line in textwrap.wrap(words.replace("`", ""), 115)]
-    figure.supxlabel("\n".join(lines), fontsize=7.5, color=COLORS["ink"])

@@ -11,8 +11,6 @@ import torch
 
 
 def cases():
-    """What this module must get right, small enough for the interpreter."""
-
     def case(what, fn, shape, dtype=torch.float32, factor=1.0, shift=0.0, kind="softmax"):
         x = factor * torch.randn(shape, generator=torch.Generator().manual_seed(0)) + shift
         x = x.to(runtime.DEVICE, dtype)

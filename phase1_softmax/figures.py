@@ -355,5 +355,4 @@ def softmax_times(record: dict) -> None:
     ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
     ax.set(xlim=(760, 2**20), ylim=(0, 1.4), xlabel="values in a row (2^28 in all, fp16)", ylabel="time in ms")
     ax.set(title="Time; dotted: moving one, two or three matrices at the rate of a copy")
-    style.sign(fig, records.describe(record))
-    style.show(fig, f"Time in ms against the values in a row. {'; '.join(said)}.")
+    style.show(fig, f"Time in ms against the values in a row. {'; '.join(said)}.", records.describe(record))

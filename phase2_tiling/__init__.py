@@ -13,13 +13,6 @@ from phase2_tiling.tiling import (
 )
 
 __all__ = [
-    "attention",
-    "attention_resident",
-    "attention_tile_step",
-    "attention_unfused",
-    "head_base",
-    "load_tile",
-    "matmul",
-    "store_tile",
-    "tile_pointers",
-]
+    "attention", "attention_resident", "attention_tile_step", "attention_unfused", "head_base", "load_tile", "matmul",
+    "store_tile", "tile_pointers",
+]  # fmt: skip

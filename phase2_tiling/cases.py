@@ -8,8 +8,6 @@ from phase2_tiling.tiling import attention, attention_resident, attention_unfuse
 
 
 def cases():
-    """What this module must get right, small enough for the interpreter."""
-
     def case(what, seq_q, seq_k, head_dim=64, fn=attention, scale=None, **inputs):
         q, k, v = (t[0, 0] for t in make_qkv(1, 1, seq_q, head_dim, seq_k=seq_k, **inputs))
 

@@ -417,5 +417,5 @@ def one_head_times(record: dict) -> None:
     ax.legend(loc="upper left")
     longest = max(r["seq"] for r in record["rows"])
     at_end = ", ".join(f"{r['provider']} {r['ms']:.2f}" for r in record["rows"] if r["seq"] == longest and "ms" in r)
-    style.sign(fig, records.describe(record))
-    style.show(fig, f"Milliseconds for one head against sequence length, both logarithmic. At {longest}: {at_end}.")
+    alt = f"Milliseconds for one head against sequence length, both logarithmic. At {longest}: {at_end}."
+    style.show(fig, alt, records.describe(record))

@@ -185,8 +185,7 @@ def causal_tiles(kind: Callable, sizes: Sequence[tuple[int, int]], block_m: int,
         ax.xaxis.tick_top()
         ax.xaxis.set_label_position("top")
         ax.tick_params(labelsize=8)
-        for side in ax.spines.values():
-            side.set_visible(False)
+        ax.spines[:].set_visible(False)
         ax.set_xlabel("key")
         ax.set_title(f"seq_q {seq_q}, seq_k {seq_k}", fontsize=10)
     axes[0].set_ylabel("query")
@@ -358,8 +357,7 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
     ax.tick_params(length=0)
     ax.hlines(np.arange(0.5, len(slipping)), -0.5, len(names) - 0.5, color="white", linewidth=2)
     ax.vlines(np.arange(0.5, len(names) - 1), -0.5, len(slipping) - 0.5, color="white", linewidth=2)
-    for side in ax.spines.values():
-        side.set_visible(False)
+    ax.spines[:].set_visible(False)
     said = [
         f"{rule} accepts {c['let_through']} of {c['mistakes']} and rejects {c['correct_rejected']} of {c['correct']}"
         for rule, c in counts.items()
@@ -419,5 +417,4 @@ def tflops(record: dict, seq: int, ours: str, title: str, alt: str, ceiling: tup
     ax.set(ylabel="TFLOP/s", title=title)
     ax.legend(loc="upper left", ncols=4, fontsize=8)
     ax.set_ylim(0, 1.2 * ax.get_ylim()[1])
-    style.sign(fig, records.describe(record))
-    style.show(fig, alt)
+    style.show(fig, alt, records.describe(record))

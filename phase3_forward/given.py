@@ -1,10 +1,13 @@
-"""Pieces of kernels that this phase's exercises give: what is the task of one of them is not shown in the others.
+"""What this phase's exercises give: the launch of a kernel, and pieces of one. What is the task of one exercise is not
+shown in the others.
 
-Each does what `forward._attn_fwd_kernel` does at that place. The head's number has 64 bits here from the start.
+Each piece does what `forward._attn_fwd_kernel` does at that place. The head's number has 64 bits here from the start.
 """
 
+from common import runtime
 from phase2_tiling.tiling import head_base, store_tile
 
+import torch
 import triton
 import triton.language as tl
 
@@ -32,3 +35,27 @@ def finish(o_head, stride_o, lse_head, offs_m, offs_d, seq_q, HEAD_DIM: tl.const
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
     tl.store(lse_head + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
+
+
+def launch(kernel, q, k, v, *numbers, **constants):
+    """(o, lse) of a kernel with a program for each tile of BLOCK_M queries of each head: cdiv(seq_q, BLOCK_M) * batch *
+    heads_q. o is like q, as `empty_like` makes it; lse (batch, heads_q, seq_q) is fp32 and contiguous.
+
+    The kernel takes pointers to q, k, v, o and lse, the strides of q, k, v and o, `numbers`, and the constants
+    HEAD_DIM, BLOCK_D (HEAD_DIM padded to a power of two), those of `runtime.tile_sizes`, and `constants`, which
+    overrule them.
+    """
+    o = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return o, lse
+    batch, heads_q, seq_q, head_dim = q.shape
+    constants = runtime.tile_sizes(head_dim, q.dtype) | constants
+    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
+    grid = (triton.cdiv(seq_q, constants["BLOCK_M"]) * batch * heads_q,)
+    with runtime.on_device_of(q):
+        kernel[grid](
+            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(), *numbers,
+            HEAD_DIM=head_dim, BLOCK_D=runtime.padded_dim(head_dim), **constants,
+        )  # fmt: skip
+    return out.to(o.dtype), lse

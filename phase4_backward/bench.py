@@ -1,18 +1,15 @@
 """`python -m phase4_backward.bench`: the backward pass alone beside PyTorch's SDPA backends, fp16."""
 
-import itertools
-
 from common import runtime
 from common.measure import records, timing
 from common.verify.inputs import make_qkv
+from phase3_forward.bench import CASES, TOKENS, WIDTH, sdpa
 from phase4_backward import backward as ours
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 KERNELS = (ours._delta_kernel, ours._attn_bwd_dkdv_kernel, ours._attn_bwd_dq_kernel)
-TOKENS, WIDTH = 16384, 2048  # batch * seq and heads * head_dim, the same for every case
 # Five products to the forward pass's two; what a kernel recomputes is not counted.
 BACKWARD_FLOPS = 2.5
 
@@ -23,18 +20,13 @@ def case(head_dim: int, is_causal: bool, seq: int) -> list[dict]:
     q, k, v = (t.requires_grad_() for t in make_qkv(batch, heads, seq, head_dim, device=runtime.DEVICE))
     do = torch.randn_like(q)
 
-    def gradients(attention):
-        o = attention()
+    def gradients(o):
         return lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
 
-    def sdpa(backend):
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-
     providers = {
-        "phase 4": gradients(lambda: ours.flash_attention(q, k, v, is_causal)),
-        "SDPA flash": gradients(lambda: sdpa(SDPBackend.FLASH_ATTENTION)),
-        "SDPA cuDNN": gradients(lambda: sdpa(SDPBackend.CUDNN_ATTENTION)),
+        "phase 4": gradients(ours.flash_attention(q, k, v, is_causal)),
+        "SDPA flash": gradients(sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, is_causal)),
+        "SDPA cuDNN": gradients(sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, is_causal)),
     }
     rows = timing.measure(providers, head_dim=head_dim, is_causal=is_causal, seq=seq)
     flops = BACKWARD_FLOPS * timing.attention_flops(batch, heads, seq, seq, head_dim, is_causal=is_causal)
@@ -42,8 +34,7 @@ def case(head_dim: int, is_causal: bool, seq: int) -> list[dict]:
 
 
 def run() -> list[dict]:
-    cases = itertools.product((64, 128), (False, True), (1024, 4096, 16384))
-    return [row for head_dim, is_causal, seq in cases for row in case(head_dim, is_causal, seq)]
+    return [row for of in CASES for row in case(*of)]
 
 
 if __name__ == "__main__":

@@ -316,5 +316,4 @@ def training_record(record: dict, alt: str) -> None:
     axes[1, 0].set_ylabel("|difference of losses|,\nmean of 20 steps")
     axes[0, 0].legend(fontsize=9)
     axes[1, 0].legend(fontsize=9, loc="lower right")
-    style.sign(fig, records.describe(record))
-    style.show(fig, alt)
+    style.show(fig, alt, records.describe(record))

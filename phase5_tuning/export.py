@@ -8,10 +8,8 @@ build on each other; imports are merged. A name that two modules use for differe
 module's name in front. The text is the modules' own, comments included.
 """
 
-import argparse
 import ast
 import builtins
-import contextlib
 import keyword
 import re
 import shutil
@@ -24,6 +22,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from common.arguments import arguments
+from common.learn.exercises import write
 from common.phases import PHASES, ROOT
 
 ROOTS = (
@@ -339,24 +339,18 @@ def header(stem: str) -> str:
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="course export", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("file", type=Path, help="the file to write, such as fast_attention.py")
-    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
-    options = parser.parse_args(argv)
-    file = options.file
+    typed = arguments("file", argv=argv, prog="course export", force="replace the file if it is there")
+    file = Path(typed.file)
     if not file.parent.is_dir():
         sys.exit(f"{file.parent} is no folder")
     if not file.stem.isidentifier() or keyword.iskeyword(file.stem) or file.suffix != ".py":
         sys.exit(f"{file.name} cannot be imported: call it name.py, of letters, digits and _")
-    if file.is_dir() or (file.exists() and not options.force):
+    if file.is_dir() or (file.exists() and not typed.force):
         sys.exit(f"{file} is there already; --force replaces a file")
-    text, new = export(file.stem), file.with_name(f".{file.name}.new")
+    text = export(file.stem)
     try:
-        new.write_text(text)
-        new.replace(file)  # on a full disk the file that was there stays
+        write(file, text.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
         sys.exit(f"{file} cannot be written: {error.strerror}")
     print(f"{file}: {len(text.splitlines())} lines. from {file.stem} import flash_attention")
     return 0

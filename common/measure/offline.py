@@ -35,17 +35,9 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-# Shared memory that one program may use, in bytes (CUDA C++ Programming Guide, compute capabilities; CDNA 3 ISA: LDS).
-SHARED_LIMIT = {
-    "sm_75": 64 * 1024,
-    "sm_80": 163 * 1024,
-    "sm_86": 99 * 1024,
-    "sm_89": 99 * 1024,
-    "sm_90": 227 * 1024,
-    "sm_100": 227 * 1024,
-    "sm_120": 99 * 1024,
-    "gfx942": 64 * 1024,
-}
+# Shared memory that one program may use (CUDA C++ Programming Guide, compute capabilities; CDNA 3 ISA: LDS).
+_KIB = dict(sm_75=64, sm_80=163, sm_86=99, sm_89=99, sm_90=227, sm_100=227, sm_120=99, gfx942=64)
+SHARED_LIMIT = {target: 1024 * kib for target, kib in _KIB.items()}  # in bytes
 
 # What to count, and the expression that finds it in PTX (NVIDIA) or in the assembly (AMD).
 INSTRUCTIONS = {
@@ -156,9 +148,11 @@ def _in_child(jobs: list[dict]) -> list[Compiled]:
     folders = [str(ROOT), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     command = [sys.executable, "-m", "common.measure.offline"]
-    child = subprocess.run(command, input=json.dumps(jobs), capture_output=True, text=True, env=env)
-    if child.returncode:
-        raise RuntimeError(f"offline compilation failed:\n{child.stderr.strip()}")
+    with tempfile.TemporaryFile("w+") as said:
+        child = subprocess.run(command, input=json.dumps(jobs), stdout=subprocess.PIPE, stderr=said, text=True, env=env)
+        said.seek(0)
+        if child.returncode:
+            raise RuntimeError(f"offline compilation failed:\n{said.read().strip()}")
     return [Compiled(**row) for row in json.loads(child.stdout)]
 
 
@@ -228,20 +222,22 @@ def _is_edited(kernel) -> bool:
 
 
 def compile_one(launch: dict, target: str, sass: bool = False) -> Compiled:
-    """Compile a RecordedLaunch, as a dict, in this process, which must not interpret."""
+    """Compile a RecordedLaunch, as a dict, in this process, which must not interpret, and whose stderr is a file."""
     from triton.backends.compiler import GPUTarget
 
     nvidia = target.startswith("sm_")
     gpu = GPUTarget("cuda", int(target[3:]), 32) if nvidia else GPUTarget("hip", target, 64)
     with contextlib.ExitStack() as stack:
-        source = _program(launch, stack)
+        source, begin = _program(launch, stack), os.lseek(2, 0, os.SEEK_END)
+        for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):  # what Python says there
+            stack.enter_context(redirect(None))
         try:
             made = triton.compile(source, target=gpu, options=launch["options"])
         except OSError as error:  # the compiler was not asked
             advice = "Is Triton's cache yours to write in? TRITON_CACHE_DIR names another folder"
             raise OSError(f"{error}. {advice}") from error
         except Exception as error:  # the compiler raises many types; its message is the result
-            return Compiled(launch["name"], target, error=_message(error))
+            return Compiled(launch["name"], target, error=_diagnostics(begin) + _message(error))
     return (_of_nvidia if nvidia else _of_amd)(launch["name"], target, made, sass)
 
 
@@ -275,6 +271,12 @@ def _program(launch: dict, stack: contextlib.ExitStack):
         constexprs={tuple(path): loaded(value) for path, value in launch["constexprs"]},
         attrs={tuple(path): [["tt.divisibility", 16]] for path in launch["divisible"]},
     )
+
+
+def _diagnostics(begin: int) -> str:
+    """What passes have written to stderr from there on: why they refuse a program, without the program."""
+    said = os.pread(2, 2**16, begin).decode(errors="replace")
+    return re.split(r"^(?:module|#|\{-#)", said, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def _message(error: Exception) -> str:

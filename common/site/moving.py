@@ -46,13 +46,7 @@ def digest(name: str) -> str:
 
 
 def show_moving(name: str) -> None:
-    """Display a moving picture.
-
-    Args:
-        name: a key of TITLES.
-    Raises:
-        ValueError: there is no such picture.
-    """
+    """Display a moving picture; name: a key of TITLES. Raises ValueError if there is no such picture."""
     if name not in TITLES:
         raise ValueError(f"name: expected one of {', '.join(TITLES)}, got {name!r}")
     image = base64.b64encode(still(name).read_bytes()).decode()

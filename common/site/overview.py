@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from common.arguments import arguments
-from common.style import COLORS, blank, new
+from common.style import COLORS, drawing
 
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyBboxPatch, Rectangle
@@ -16,11 +16,8 @@ AT = 2  # the tile of keys that it meets
 
 def draw() -> None:
     """One program of FlashAttention: a tile of queries walks over tiles of keys and values; only O leaves the chip."""
-    fig, ax = new(8.4, 4.6)
-    blank(ax)
-    ax.set_xlim(-2.2, 13.9)
-    ax.set_ylim(-3.2, 6.2)
-    ax.set_aspect("equal")
+    fig, ax = drawing(8.4, 4.6, aspect="equal")
+    ax.set(xlim=(-2.2, 13.9), ylim=(-3.2, 6.2))
     _draw_tiles(ax)
     _draw_chip(ax)
     fig.savefig(PATH, dpi=130)

@@ -10,7 +10,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
@@ -20,7 +20,7 @@ GUARD = 2**16  # elements on each side: a tile of the largest head_dim, and batc
 UNTOUCHED = 0x44  # what a guard holds, as an integer
 # What a result holds before it is stored, by bytes of an element: a NaN that arithmetic does not make.
 UNWRITTEN = {1: -1, 2: 0x7FD5, 4: 0x7FD57FD5, 8: 0x7FD57FD57FD57FD5}
-MOST_GAPS = 16  # a tensor whose memory is so many times its elements is not copied with its gaps
+MOST_GAPS = 16  # a tensor whose memory is so many times its elements is not copied
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,6 +36,11 @@ class Result:
         edges = torch.cat([self.memory[:GUARD], self.memory[-GUARD:]])
         return bool((edges != UNTOUCHED).any())
 
+    def holds(self, t) -> bool:
+        """Whether t is a tensor in this memory."""
+        is_tensor = isinstance(t, torch.Tensor) and t.layout == torch.strided
+        return is_tensor and self.memory.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
+
     def where_outside(self) -> str:
         """How many elements before its begin and behind its end were stored to."""
         before, behind = (int((edge != UNTOUCHED).sum()) for edge in (self.memory[:GUARD], self.memory[-GUARD:]))
@@ -44,11 +49,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Placed:
-    """A copy of an input: `tensor` is what a function may be given, `memory` all that it lies in, as integers."""
+    """What a function may be given for an input. memory: all that the tensor lies in, values: its own elements, as
+    they were, both as integers.
+    """
 
     tensor: torch.Tensor
     memory: torch.Tensor
-    before: torch.Tensor  # the memory as it was
+    before: torch.Tensor  # a copy of the memory
+    values: torch.Tensor  # and of the tensor
 
     @property
     def written(self) -> bool:
@@ -57,29 +65,27 @@ class Placed:
     @property
     def written_inside(self) -> bool:
         """Whether an element of the tensor was written, and not only what lies beside it."""
-        shape, strides, offset = self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset()
-        now, then = (memory.as_strided(shape, strides, offset) for memory in (self.memory, self.before))
-        return not torch.equal(now, then)
+        return not torch.equal(bits(self.tensor), self.values)
 
 
 def placed(t: torch.Tensor, fill: float = math.nan) -> Placed:
     """A copy of t with its strides, its alignment to 16 bytes, and `fill` around it and between its rows.
 
-    Where gaps make up almost all of its memory, the copy has none.
+    Where gaps make up almost all of its memory, t itself.
     """
     if t.is_neg():  # a view that negates what lies in memory
         copy = placed(torch._neg_view(t), fill)
-        return Placed(torch._neg_view(copy.tensor), copy.memory, copy.before)
+        return replace(copy, tensor=torch._neg_view(copy.tensor), values=bits(t).clone())
     span = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
     if span > MOST_GAPS * t.numel() + GUARD:
-        return placed(t.contiguous(), fill)
+        return Placed(t, bits(t), bits(t).clone(), bits(t).clone())
     offset = GUARD + t.data_ptr() % 16 // t.itemsize
     numbers = torch.full((offset + span + GUARD,), fill, dtype=t.dtype, device=t.device)
-    memory = numbers.view(BITS[t.itemsize])
     copy = numbers.as_strided(t.shape, t.stride(), offset)
     own = [slice(1) if stride == 0 else slice(None) for stride in t.stride()]  # expanded axes share their memory
     copy[tuple(own)].copy_(t[tuple(own)])
-    return Placed(copy, memory, memory.clone())
+    memory = bits(numbers)
+    return Placed(copy, memory, memory.clone(), bits(copy).clone())
 
 
 def never_stored(t: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,9 @@ def called(fn, *arguments):
 
 
 def pair(what, result):
-    if not isinstance(result, tuple | list) or len(result) != 2:
-        reject(f"{what}: expected two tensors, got {type(result).__name__}")
+    kinds = [type(t).__name__ for t in result] if isinstance(result, tuple | list) else [type(result).__name__]
+    if kinds != ["Tensor", "Tensor"]:
+        reject(f"{what}: expected two tensors, got {', '.join(kinds)}")
     return result
 
 

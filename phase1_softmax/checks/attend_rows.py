@@ -14,6 +14,7 @@ from common.learn.check.require import (
     reject,
     require,
     require_none,
+    require_stored,
 )
 from common.measure import offline
 from common.verify import guard
@@ -60,49 +61,30 @@ def _cases():
     v, w = _apart(randn(100, 24, seed=1), more=106), _apart(randn(400, 8, seed=2))
     falling = _apart(randn(5, 100).sort(descending=True).values)
     ramp = torch.linspace(-30, 30, 400).expand(2, 400)
+    seen = randn(4, 100)
+    seen[0, 30:] = seen[1, :70] = seen[3] = -INF
+    column_major = _apart(randn(24, 100, seed=1)).t()
+    five, wide = randn(70, 5, seed=1), randn(70, 200, seed=1)
     rescale = "the same rows falling are right: is everything that was summed under an old maximum rescaled?"
+    strides = "is every element found by its own tensor's strides?"
     return [
         ("5 rows of 100 falling logits", falling, v, ALL, "what does the second tile do to m, l and acc?"),
         ("400 falling logits a row", ramp.flip(1), w, ONE, "is the end of the row reached?"),
         ("400 rising logits a row", ramp, w, ONE, rescale),
         ("400 logits a row", randn(2, 400), w, ALL, rescale),
-        *_values(v),
-        *_layouts(v),
-        *_other_sizes(v),
-    ]
-
-
-def _other_sizes(v):
-    five, wide = randn(70, 5, seed=1), randn(70, 200, seed=1)
-    return [
+        ("logits near 1000", randn(2, 100) + 1000, v, ONE, "is the maximum subtracted before exp?"),
+        ("logits near -10000", randn(2, 100) - 10000, v, ONE, "does m start from -inf?"),
+        ("logits near -20000", randn(2, 100) - 20000, v, ONE, "what is subtracted: is -1e4 larger than m?"),
+        ("masked logits and a row without any other", seen, v, ALL, "what is subtracted where m is -inf?"),
+        ("s transposed", _apart(randn(100, 3)).t(), v, ONE, strides),
+        ("v transposed", randn(3, 100), column_major, ONE, strides),
+        ("every other logit of a row", randn(3, 200)[:, ::2], v, ONE, strides),
+        ("one row, expanded to 3", randn(1, 100).expand(3, 100), v, ONE, strides),
         ("rows of one logit", randn(3, 1), randn(1, 16), ONE, "what fills the rest of a tile?"),
         ("head_dim 5", randn(3, 70), five, ONE, "is the last axis masked?"),
         ("head_dim 200", randn(2, 70), wide, ONE, "is all of the last axis computed?"),
         ("no logits", randn(3, 0), randn(0, 24), ONE, "o = 0 and lse = -inf are right"),
         ("no rows", randn(0, 100), v, ONE, "an empty grid cannot be launched on a GPU"),
-    ]
-
-
-def _layouts(v):
-    question = "is every element found by its own tensor's strides?"
-    column_major = _apart(randn(24, 100, seed=1)).t()
-    return [
-        ("s transposed", _apart(randn(100, 3)).t(), v, ONE, question),
-        ("v transposed", randn(3, 100), column_major, ONE, question),
-        ("every other logit of a row", randn(3, 200)[:, ::2], v, ONE, question),
-        ("one row, expanded to 3", randn(1, 100).expand(3, 100), v, ONE, question),
-    ]
-
-
-def _values(v):
-    seen = randn(4, 100)
-    seen[0, 30:] = seen[1, :70] = seen[3] = -INF
-    masked = "masked logits and a row without any other"
-    return [
-        ("logits near 1000", randn(2, 100) + 1000, v, ONE, "is the maximum subtracted before exp?"),
-        ("logits near -10000", randn(2, 100) - 10000, v, ONE, "does m start from -inf?"),
-        ("logits near -20000", randn(2, 100) - 20000, v, ONE, "what is subtracted: is -1e4 larger than m?"),
-        (masked, seen, v, ALL, "what is subtracted where m is -inf?"),
     ]
 
 
@@ -126,14 +108,14 @@ def _check_case(answer, what, s, v, question):
         with NoHelp():
             return answer.attend_rows(s, v)
 
-    with guard.watched() as results, masked_loads_undefined(), counted(s=s, v=v) as moved:
+    with guard.watched() as allocated, masked_loads_undefined(), counted(s=s, v=v) as moved:
         o_got, lse_got = pair(f"attend_rows, {what}", attend(s, v))
     o, lse = attention(s.double(), v.double())
     # Where kernels do not compute in bf16, this one sees copies.
     watched = moved and s.dtype not in runtime.KERNEL_DTYPE
     if watched:
         _require_masked(what, s, v, moved)
-    _require_written(what, (o_got, lse_got), results)
+    require_stored(dict(o=o_got, lse=lse_got), allocated, what=what)
     _require_padded(what, (o_got, lse_got), (o, lse), lambda: attend(s, v))
     if s.dtype in runtime.KERNEL_DTYPE:
         question = "fp16 is right: is bf16 converted before the launch, by runtime.to_kernel_dtype?"
@@ -162,19 +144,6 @@ def _require_padded(what, got, right, anew):
 
 def _nan(t):
     return isinstance(t, torch.Tensor) and bool(t.isnan().any())
-
-
-def _require_written(what, returned, results):
-    for name, t in zip(("o", "lse"), returned, strict=True):
-        if not isinstance(t, torch.Tensor):
-            reject(f"{what}: {name} must be a tensor, but it is {type(t).__name__}")
-        own = [r for r in results if r.tensor.data_ptr() == t.data_ptr() and t.numel()]
-        if any(guard.never_stored(r.tensor).any() for r in own):
-            first = ", ".join(map(str, guard.never_stored(own[0].tensor).nonzero()[0].tolist()))
-            why = "does every row have a program, and every element a store?"
-            reject(f"{what}: {name}[{first}] was never stored: {why}")
-    if any(r.stored_outside for r in results):
-        reject(f"{what}: something was stored outside of the results: is the store masked where head_dim ends?")
 
 
 def _require_right(what, s, v, got, right, question):

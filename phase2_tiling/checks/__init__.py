@@ -106,5 +106,6 @@ def state_of(q, k, v):
     return p @ v.double() / p.sum(dim=1, keepdim=True), m, p.sum(dim=1)
 
 
-def verify(fn, q, k, v):
-    verify_results(lambda q, k, v, *, scale, **_: fn(q, k, v, scale), q, k, v, compare_sdpa=False).check()
+def verify(fn, q, k, v, scale=None):
+    options = dict(scale=scale, compare_sdpa=False)
+    verify_results(lambda q, k, v, *, scale, **_: fn(q, k, v, scale), q, k, v, **options).check()

@@ -2,10 +2,11 @@
 every tile of keys and values is loaded once.
 """
 
+import functools
 import math
 
 from common import make_qkv, runtime
-from common.learn.check.require import counted, reject, require, tiles_of
+from common.learn.check.require import counted, guarded, reject, require, tiles_of
 from phase2_tiling import checks
 from phase2_tiling.checks import BF16, FP32, STRIDES, one_head, with_other_strides, with_own_strides
 
@@ -19,7 +20,7 @@ SEQ_Q, SEQ_K, HEAD_DIM, BLOCK_M, BLOCK_N, SCALE = 50, 150, 16, 32, 64, 0.3
 def check(answer):
     checks.require_own_loop(answer)
     with tiles_of(BLOCK_M, BLOCK_N):
-        _check_known_mistakes(answer.attention)
+        _check_known_mistakes(guarded(answer.attention))
     cases = checks.attention_cases(0, 1, 32, 33, 64)
     for seq_q, seq_k, head_dim, dtype, options in cases:
         q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
@@ -32,8 +33,8 @@ def check(answer):
             if moved.loaded_from[name] != programs * t.nbytes:
                 read, why = moved.loaded_from[name], "does the load have a mask, is each tile loaded once?"
                 reject(f"{read} bytes of {name} were read, {programs} programs need {programs * t.nbytes}: {why}")
-    _check_lowest_logits(answer.attention)
-    checks.require_any_scale(answer.attention)
+    _check_lowest_logits(guarded(answer.attention))
+    checks.require_any_scale(guarded(answer.attention))
     checks.require_products(answer, answer.attention)
     return f"{len(cases)} cases against SDPA: fp16, bf16 and fp32, ragged lengths, peaked rows, logits far below zero"
 
@@ -44,7 +45,8 @@ def _check_known_mistakes(attention):
     o = attention(q, k, v, SCALE)
     mistakes = _wrong_scales(q, k, v) | with_other_strides(loop, STRIDES, q=q, k=k, v=v) | _wrong_loops(q, k, v)
     what = f"o, {SEQ_Q} queries and {SEQ_K} keys, head_dim {HEAD_DIM}, tiles of {BLOCK_M} queries x {BLOCK_N} keys"
-    require(what, o, loop(q, k, v), mistakes=mistakes)
+    verify = functools.partial(checks.verify, attention, q, k, v, SCALE)
+    require(what, o, loop(q, k, v), mistakes=mistakes, verify=verify)
 
 
 def loop(

@@ -3,7 +3,7 @@
 import ast
 import inspect
 
-from common.learn.check.require import counted, reject, require, tiles_of
+from common.learn.check.require import counted, guarded, reject, require, tiles_of
 from phase2_tiling import checks
 from phase2_tiling.checks import FP32, STRIDES, nan_around, one_head, state_of, surrounded, with_own_strides
 
@@ -20,7 +20,7 @@ def check(answer):
             q, k, v = one_head(seq_q, seq_k, head_dim, dtype=dtype, **options)
             checks.verify(answer.attention_keys_outside, q, k, v)
     _check_kept_whole(answer)
-    checks.require_any_scale(answer.attention_keys_outside)
+    checks.require_any_scale(guarded(answer.attention_keys_outside))
     checks.require_products(answer, answer.attention_keys_outside)
     _require_barrier(answer)
     return f"{len(cases)} cases against SDPA; the state travels as often as it must, and stays normalized in between"
@@ -74,7 +74,7 @@ def _check_strides(answer):
     """o for tensors that have strides of their own each."""
     q, k, v = with_own_strides(*(t.clone() for t in one_head(50, 70, 16, dtype=FP32)))
     with tiles_of(16, 32):
-        o = answer.attention_keys_outside(q, k, v)
+        o = guarded(answer.attention_keys_outside)(q, k, v)
     mistakes = checks.with_other_strides(lambda q, k, v: state_of(q, k, v)[0], STRIDES, q=q, k=k, v=v)
     require("o, 50 queries and 70 keys", o, state_of(q, k, v)[0], mistakes=mistakes)
 

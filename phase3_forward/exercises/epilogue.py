@@ -10,18 +10,17 @@ Write what follows: store o, in the dtype of o, and lse in fp32, the natural log
 rest is given. Its causal mask is aligned bottom-right as in exercise 3.2, so that with seq_q > seq_k the first rows see
 no key and arrive with m_i = -inf, l_i = 0, acc = 0. They must leave with o = 0 and lse = -inf.
 
-At that point o_ptr and lse_ptr stand at the beginning of this program's head already. lse is
-contiguous, o has the strides in stride_o, whatever they are. Rows from seq_q on and columns from
-HEAD_DIM on do not exist: nothing may be stored there. `store_tile(base_ptr, stride, offs_row,
-offs_col, rows, cols, tile)` stores a tile in the dtype of the matrix.
-`finish` in phase3_forward/given.py is what you are about to write, so leave it aside.
+At that point o_ptr and lse_ptr stand at the beginning of this program's head already. lse is contiguous, o has the
+strides in stride_o, whatever they are. Rows from seq_q on and columns from HEAD_DIM on do not exist: nothing may be
+stored there. `store_tile(base_ptr, stride, offs_row, offs_col, rows, cols, tile)` stores a tile in the dtype of the
+matrix. `finish` in phase3_forward/given.py is what you are about to write, so leave it aside.
 
 Notebook: phase3_forward/forward.ipynb, section 5.1.
 """
 
-from common import runtime, validate
+from common import validate
 from phase2_tiling.tiling import attention_tile_step, head_base, load_tile, store_tile
-from phase3_forward.given import heads_of, work_of
+from phase3_forward.given import heads_of, launch, work_of
 
 import torch
 import triton
@@ -65,21 +64,7 @@ def bottom_right_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sc
 
     q (batch, heads, seq_q, head_dim), k and v (batch, heads, seq_k, head_dim): fp16, bf16 or fp32, any strides,
     head_dim up to 256. Returns o like q, as `empty_like` makes it, and lse (batch, heads, seq_q) in fp32; a row that
-    sees no key has o = 0 and lse = -inf.
-    Raises TypeError or ValueError naming the argument.
+    sees no key has o = 0 and lse = -inf. Raises TypeError or ValueError naming the argument.
     """
     scale = validate.check_qkv(q, k, v, scale)
-    batch, heads, seq_q, head_dim = q.shape
-    o = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return o, lse
-    tiles = runtime.tile_sizes(head_dim, q.dtype)
-    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
-    grid = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads,)
-    with runtime.on_device_of(q):
-        _attn_bottom_right_kernel[grid](
-            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(), heads, seq_q, k.shape[2], scale,
-            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), **tiles,
-        )  # fmt: skip
-    return out.to(o.dtype), lse
+    return launch(_attn_bottom_right_kernel, q, k, v, *q.shape[1:3], k.shape[2], scale)

@@ -11,10 +11,10 @@ single rows. Say to yourself what the kernel computes instead of attention, then
 Notebook: phase3_forward/forward.ipynb, section 6.1.
 """
 
-from common import make_qkv, runtime, validate
+from common import make_qkv, validate
 from common.verify.reference import tiled_attention
 from phase2_tiling.tiling import attention_tile_step, head_base, load_tile
-from phase3_forward.given import finish, heads_of, work_of
+from phase3_forward.given import finish, heads_of, launch, work_of
 
 import torch
 import triton
@@ -62,30 +62,13 @@ def _ahead_kernel(
 
 
 def attention_ahead(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Arguments, results and errors of phase 3's `attention_forward`."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(o, lse); arguments and errors are those of phase 3's `attention_forward`."""
     scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
-    batch, heads_q, seq_q, head_dim = q.shape
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return o, lse
-    tiles = runtime.tile_sizes(head_dim, q.dtype)
-    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
-    grid = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads_q,)
-    with runtime.on_device_of(q):
-        _ahead_kernel[grid](
-            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(),
-            heads_q, heads_q // k.shape[1], seq_q, k.shape[2], scale,
-            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), IS_CAUSAL=is_causal, **tiles,
-        )  # fmt: skip
-    return out.to(o.dtype), lse
+    numbers = q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], scale
+    return launch(_ahead_kernel, q, k, v, *numbers, IS_CAUSAL=is_causal)
 
 
 def compare() -> None:

@@ -14,9 +14,9 @@ more than 2^31 rows needs 64 bits for the same reason; the check does not try on
 Notebook: phase3_forward/forward.ipynb, sections 3.1 to 3.4.
 """
 
-from common import runtime, validate
+from common import validate
 from phase2_tiling.tiling import attention_tile_step, load_tile
-from phase3_forward.given import finish
+from phase3_forward.given import finish, launch
 
 import torch
 import triton
@@ -57,31 +57,14 @@ def _grouped_kernel(
 
 
 def grouped_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention whose query heads may share key heads; arguments, results and errors of phase 3's `attention_forward`.
 
     q (batch, heads_q, seq_q, head_dim), k and v (batch, heads_kv, seq_k, head_dim), any strides. o has the strides of q
     where q covers its memory without overlap, as PyTorch's `empty_like` does.
     """
     scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
-    batch, heads_q, seq_q, head_dim = q.shape
-    o = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return o, lse
-    tiles = runtime.tile_sizes(head_dim, q.dtype)
-    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
-    grid = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads_q,)
-    with runtime.on_device_of(q):
-        _grouped_kernel[grid](
-            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(),
-            heads_q, heads_q // k.shape[1], seq_q, k.shape[2], scale,
-            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), IS_CAUSAL=is_causal, **tiles,
-        )  # fmt: skip
-    return out.to(o.dtype), lse
+    numbers = q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], scale
+    return launch(_grouped_kernel, q, k, v, *numbers, IS_CAUSAL=is_causal)

@@ -13,9 +13,9 @@ when their first key arrives. The window may be as long as 2^31 - 1, the largest
 Notebook: phase3_forward/forward.ipynb, section 4.4; `finish` stores o and lse.
 """
 
-from common import runtime, validate
+from common import validate
 from phase2_tiling.tiling import attention_tile_step, head_base, load_tile
-from phase3_forward.given import finish, heads_of, work_of
+from phase3_forward.given import finish, heads_of, launch, work_of
 
 import torch
 import triton
@@ -59,12 +59,7 @@ def _window_kernel(
 
 
 def sliding_window_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    window: int,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float | None = None, enable_gqa: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention to the last `window` keys: query i sees the keys i - window < j <= i, counted from the top left.
 
@@ -76,18 +71,4 @@ def sliding_window_attention(
     scale = validate.check_qkv(q, k, v, scale, enable_gqa=enable_gqa)
     if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window < 2**31:
         raise ValueError(f"window: expected an int from 1 to 2^31 - 1, got {window!r}")
-    batch, heads_q, seq_q, head_dim = q.shape
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return o, lse
-    tiles = runtime.tile_sizes(head_dim, q.dtype)
-    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
-    grid = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads_q,)
-    with runtime.on_device_of(q):
-        _window_kernel[grid](
-            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(),
-            heads_q, heads_q // k.shape[1], seq_q, k.shape[2], window, scale,
-            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), **tiles,
-        )  # fmt: skip
-    return out.to(o.dtype), lse
+    return launch(_window_kernel, q, k, v, q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], window, scale)

@@ -138,13 +138,9 @@ def merge_parts(o_parts: torch.Tensor, lse_parts: torch.Tensor, dtype: torch.dty
 
 
 def split_kv_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    splits: int = 8,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    splits: int = 8, scale: float | None = None, enable_gqa: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention without a mask for few queries and many keys, the keys split among programs.
 
     q (batch, heads_q, seq_q, head_dim), k and v (batch, heads_kv, seq_k, head_dim): fp16, bf16 or fp32, any strides,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.learn.check.require import misread, reject, require, require_tensor_cores
+from common.learn.check.require import guarded, misread, reject, require, require_tensor_cores
 from common.measure import traffic
 from common.source import source
 from common.verify import Report, VerificationError
@@ -14,7 +14,6 @@ from common.verify.reference import naive_attention, tiled_attention, tiled_atte
 import torch
 
 BLOCKS = ((16, 32), (32, 16), (16, 16))
-UNWRITTEN = -768.0  # exact in every dtype
 
 
 def roomy(t):
@@ -76,12 +75,17 @@ def only_head_0(actual, right, rtol=1e-4, atol=1e-5):
 
 
 def verify(theirs, *sizes, tiles, is_causal=False, scale=None, do_layout="bhsd", **inputs):
+    """`judge` on made inputs."""
+    q, k, v = make_qkv(*sizes, **inputs)
+    do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1))
+    judge(theirs, q, k, v, do, tiles=tiles, is_causal=is_causal, scale=scale)
+
+
+def judge(theirs, q, k, v, do, *, tiles, is_causal, scale=None):
     """The twin with gradients exchanged, through verify_results. tiles: for the message.
 
     theirs(q, k, v, o, lse, do, delta, is_causal, scale) -> {name: gradient}
     """
-    q, k, v = make_qkv(*sizes, **inputs)
-    do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1))
     names = {}
 
     def attention(q, k, v, *, is_causal, scale, enable_gqa):
@@ -107,6 +111,16 @@ def require_products(answer, run: Callable, products: int) -> None:
     """
     q = make_tensor((1, 1, 32, 16), dtype=torch.float16)
     require_tensor_cores(answer, lambda: run(q, torch.zeros(1, 1, 32, device=q.device)), products)
+
+
+def with_gradients(attention, q, k, v, do):
+    """o, dq, dk, dv by name; rejects an o that is not like do."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    o = attention(*leaves)
+    if not isinstance(o, torch.Tensor) or (o.dtype, o.shape) != (do.dtype, do.shape):
+        reject(f"o: expected {tuple(do.shape)} in {do.dtype}")
+    gradients = torch.autograd.grad(o, leaves, do)
+    return dict(o=o.detach()) | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
 class Given(torch.autograd.Function):
@@ -209,7 +223,7 @@ def require_full(walk, run: Callable, names) -> None:
     right, _ = gradients(*inputs, everything)
     wrong = {sentence: gradients(*inputs, visible)[0] for sentence, visible in wrong.items()}
     delta = roomy((do * o).sum(-1))
-    got = run(q, k, v, do, lse, delta, block_m=block_m, block_n=block_n)
+    got = guarded(run, names=names)(q, k, v, do, lse, delta, block_m=block_m, block_n=block_n)
     for name, actual in zip(names, got, strict=True):
         mistakes = {sentence: grads[name] for sentence, grads in wrong.items()}
         what = f"{name}, full, 40 queries and 40 keys, tiles of {block_m} queries x {block_n} keys"
@@ -229,6 +243,29 @@ def known_mistakes(walk, inputs, delta, block_m, block_n, more=lambda visible: {
     return right, {n: of_name[n] | {sentence: grads[n] for sentence, grads in wrong.items()} for n in right}
 
 
+def by_name(kernel, names, **tiles) -> Callable:
+    """The gradients of a kernel as `judge` wants them."""
+
+    def theirs(q, k, v, o, lse, do, delta, is_causal, scale):
+        return dict(zip(names, kernel(q, k, v, do, lse, delta, is_causal, scale, **tiles), strict=True))
+
+    return theirs
+
+
+def require_walk(kernel, names, case, inputs, delta, right, mistakes, signs=lambda name, actual: {}, **tiles) -> None:
+    """`require` the causal gradients of a kernel; inputs, right, mistakes: of `known_mistakes`."""
+    q, k, v, do, _, lse = inputs
+    got = guarded(kernel, names=names)(q, k, v, do, lse, delta, True, **tiles)
+    theirs = by_name(kernel, names, **tiles)
+
+    def verify():
+        judge(theirs, q, k, v, do, tiles=tuple(tiles.values()), is_causal=True)
+
+    for name, actual in reversed([*zip(names, got, strict=True)]):  # a wrong dv makes dk wrong, too
+        options = dict(mistakes=mistakes[name], signs=signs(name, actual), verify=verify)
+        require(f"{name}, {case}", actual, right[name], **options)
+
+
 def check_kernel(answer, kernel, names, cases, *, walk, products, hint, in_tiles="") -> None:
     """What the kernels of both walks are asked for: full calls, tensor cores, the backward pass in tiles of several
     shapes and dtypes, and no more bytes than they need.
@@ -241,14 +278,11 @@ def check_kernel(answer, kernel, names, cases, *, walk, products, hint, in_tiles
     for (block_m, block_n), dtype in zip(BLOCKS, runtime.DTYPES, strict=True):
         tiles = dict(block_m=block_m, block_n=block_n)
 
-        def theirs(q, k, v, o, lse, do, delta, is_causal, scale, tiles=tiles):
-            return dict(zip(names, kernel(q, k, v, do, lse, delta, is_causal, scale, **tiles), strict=True))
-
         def counted(q, lse, is_causal, tiles=tiles):
             kernel(q, q, q, q, lse, lse, is_causal, **tiles)
 
         for sizes, options in cases:
-            verify(theirs, *sizes, tiles=(block_m, block_n), dtype=dtype, **options)
+            verify(by_name(kernel, names, **tiles), *sizes, tiles=(block_m, block_n), dtype=dtype, **options)
         check_bytes("".join(names), counted, **tiles, hint=hint, in_tiles=in_tiles)
 
 

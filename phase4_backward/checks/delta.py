@@ -4,9 +4,10 @@ import functools
 import itertools
 
 from common import make_qkv, make_tensor, runtime
-from common.learn.check.require import counted, reject, require, require_none
+from common.learn.check.require import counted, reject, require, require_stored
+from common.verify import guard
 from common.verify.expected import E
-from phase4_backward.checks import UNWRITTEN, roomy
+from phase4_backward.checks import roomy
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -78,8 +79,8 @@ def _check_delta_kernel(answer, dtype, head_dim, layout, *, with_dlse):
     what = f"delta, {str(dtype).removeprefix('torch.')}, head_dim {head_dim}, dO in {layout} memory"
     what += ", with dlse" if with_dlse else ""
     o, do, dlse = _inputs(dtype, head_dim, layout, with_dlse)
-    memory = torch.full((64 + 3 * ROWS,), 7.0, device=o.device)
-    delta = memory[64 : 64 + ROWS].view(SHAPE).fill_(UNWRITTEN)
+    with guard.watched() as allocated:
+        delta = torch.empty(SHAPE, device=o.device)
     kernel_o, kernel_do = runtime.to_kernel_dtype(o, do)
     with runtime.on_device_of(o), counted() as moved:
         answer._delta_kernel[(2 * 6,)](
@@ -93,7 +94,12 @@ def _check_delta_kernel(answer, dtype, head_dim, layout, *, with_dlse):
     def good(*part):
         return torch.allclose(delta[part].double(), right[part], **exact)
 
-    _require_stores(what, memory, delta, head_0_is_right=good(0, 0))
+    def ask(unwritten, outside):
+        if good(0, 0) and guard.never_stored(delta[0, 1]).all():
+            return "head 0 is right, head 1 is never stored: delta_ptr is that of this head already"
+        return "does the store have a mask?" if outside else "does every program store all its rows?"
+
+    require_stored(dict(delta=delta), allocated, ask, what)
     head_0, others = good(slice(None), 0), good(slice(None), slice(1, 3))
     signs = {
         "batch 0 is right, batch 1 is not: b * stride_o[0], b * stride_do[0]?": good(0) and not good(1),
@@ -119,21 +125,6 @@ def _inputs(dtype, head_dim, layout, with_dlse):
         o = new(shape, poison=layout == "sliced")
         do = o.new_ones(()).expand(shape) if layout == "a sum's" else new(shape, layout=layout)
     return o, do, roomy(new((1, *SHAPE), dtype=torch.float32)[0]) if with_dlse else None
-
-
-def _require_stores(what, memory, delta, *, head_0_is_right):
-    """Every element of delta is stored, and nothing around it."""
-    missing = delta == UNWRITTEN
-    around = torch.cat([memory[:64], memory[64 + ROWS :]])
-    never = f"{int(missing.sum())} of {ROWS} elements are never written"
-    signs = {
-        "head 0 is right, head 1 is never written: delta_ptr is that of this head already": (
-            head_0_is_right and missing[0, 1].all()
-        ),
-        "something was written behind the last row: does the store have a mask?": (around != 7).any(),
-        f"{never}: does every program store all its rows?": missing.any(),
-    }
-    require_none(signs, what)
 
 
 def _right_and_mistakes(o, do, dlse, *, overread):

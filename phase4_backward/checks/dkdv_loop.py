@@ -1,15 +1,7 @@
 """Checks dk and dv of grouped heads for tiles of three shapes, full and causal, and that no query is read in vain."""
 
-from common.learn.check.require import require
-from phase4_backward.checks import (
-    causal_case,
-    check_kernel,
-    gradients,
-    known_mistakes,
-    only_head_0,
-    plain_inputs,
-    roomy,
-)
+from phase4_backward import checks
+from phase4_backward.checks import gradients, plain_inputs, roomy
 
 import torch
 
@@ -26,29 +18,30 @@ def check(answer):
     first = "Which is the first query of tile pid_n * BLOCK_N // BLOCK_M?"
     in_tiles = f"the walk starts too early: start is a number of queries, not of tiles. {first}"
     options = dict(walk="over queries", products=4 * 2 * 2, hint=hint, in_tiles=in_tiles)
-    check_kernel(answer, answer.attention_dkdv, ["dk", "dv"], CASES, **options)
+    checks.check_kernel(answer, answer.attention_dkdv, ["dk", "dv"], CASES, **options)
     return "dk, dv in fp16, bf16, fp32, full and causal, grouped heads, three tile shapes; no query is read in vain"
 
 
 def _check_walk(attention_dkdv, block_m, block_n):
     """One causal problem, 4 query heads on 2 key heads, in which many mistakes are known by their result."""
-    inputs = q, k, v, do, o, lse = plain_inputs(4, 2, 70, 50)
+    inputs = *_, do, o, _ = plain_inputs(4, 2, 70, 50)
     delta = roomy((do * o).sum(-1))
 
     def wrong_heads(visible):
         return _wrong_heads(inputs, delta, visible, block_m)
 
-    right, mistakes = known_mistakes("over queries", inputs, delta, block_m, block_n, wrong_heads)
-    dk, dv = attention_dkdv(q, k, v, do, lse, delta, True, block_m=block_m, block_n=block_n)
-    for name, actual in dict(dv=dv, dk=dk).items():
-        head_0 = only_head_0(actual, right[name])
-        signs = {
+    right, mistakes = checks.known_mistakes("over queries", inputs, delta, block_m, block_n, wrong_heads)
+
+    def signs(name, actual):
+        head_0 = checks.only_head_0(actual, right[name])
+        return {
             "key head 0 is right, key head 1 reads past the last query head: a pointer that is moved in the loop "
             "(q_ptr += ...) stays moved; make a new one for each head": head_0 and actual.isnan().any(),
             "key head 0 is right, the other is not: do q, do, lse and delta belong to query head h?": head_0,
         }
-        what = f"{name}, {causal_case(block_m, block_n, 70, 50)}"
-        require(what, actual, right[name], mistakes=mistakes[name], signs=signs)
+
+    tiles, case = dict(block_m=block_m, block_n=block_n), checks.causal_case(block_m, block_n, 70, 50)
+    checks.require_walk(attention_dkdv, ["dk", "dv"], case, inputs, delta, right, mistakes, signs, **tiles)
 
 
 def _wrong_heads(inputs, delta, visible, block_m):

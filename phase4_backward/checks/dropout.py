@@ -3,9 +3,10 @@
 from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
-from common.learn.check.require import reject, require, require_none
+from common.learn.check.require import reject, require, require_none, require_stored
+from common.verify import guard
 from common.verify.expected import UNIT_ROUNDOFF, E
-from phase4_backward.checks import only_head_0, reject_report, small_tiles, stages
+from phase4_backward.checks import only_head_0, reject_report, small_tiles, stages, with_gradients
 
 import torch
 import triton
@@ -95,7 +96,9 @@ def check_dropout(
     """o, dq, dk, dv, or `names`, against fp64 autograd with the mask that `dropout_mask` shows."""
     tensors = make_qkv(batch, heads, seq_q, head_dim, seq_k=seq_k, dtype=dtype, **inputs)
     do = make_tensor(tensors[0].shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
-    got = _with_gradients(lambda q, k, v: answer.dropout_attention(q, k, v, p, seed, is_causal, scale), *tensors, do)
+    with guard.watched() as allocated:
+        got = with_gradients(lambda q, k, v: answer.dropout_attention(q, k, v, p, seed, is_causal, scale), *tensors, do)
+    require_stored({name: got[name] for name in names}, allocated)
     z = answer.dropout_mask(batch * heads * seq_q, seq_k, p, seed).double()
     z = z.view(batch, heads, seq_q, seq_k)
     scale = head_dim**-0.5 if scale is None else scale
@@ -105,7 +108,7 @@ def check_dropout(
         return (scale * (q @ k.mT)).masked_fill(hidden, float("-inf"))
 
     q, k, v, do = (t.double() for t in (*tensors, do))
-    right = _with_gradients(lambda q, k, v: (torch.softmax(logits(q, k), dim=-1) * z / (1 - p)) @ v, q, k, v, do)
+    right = with_gradients(lambda q, k, v: (torch.softmax(logits(q, k), dim=-1) * z / (1 - p)) @ v, q, k, v, do)
     tensors = q, k, v, do, right["o"]
     s = logits(q, k)
     sizes, rho = _sizes(*tensors, s, scale, z / (1 - p))
@@ -118,16 +121,6 @@ def check_dropout(
         signs = {sentence: only_head_0(*heads_in_a_row, **close)}
         what = f"{name} with the mask that dropout_mask shows, p_drop = {p}, {case}"
         require(what, got[name], right[name], **close, mistakes=mistakes[name], signs=signs)
-
-
-def _with_gradients(attention, q, k, v, do):
-    """o, dq, dk, dv by name."""
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    o = attention(*leaves)
-    if not isinstance(o, torch.Tensor) or (o.dtype, o.shape) != (do.dtype, do.shape):
-        reject(f"o: expected {tuple(do.shape)} in {do.dtype}")
-    gradients = torch.autograd.grad(o, leaves, do)
-    return dict(o=o.detach()) | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
 
 def _sizes(q, k, v, do, o, s, scale, kept):

@@ -1,7 +1,7 @@
 """Checks dv in fp64, and as part of the whole backward pass for dtypes, lengths, strides and low logits."""
 
 from common import make_tensor, runtime
-from common.learn.check.require import counted, require
+from common.learn.check.require import counted, guarded, require
 from phase4_backward.checks import only_head_0, plain_inputs, require_products, verify
 
 import torch
@@ -44,7 +44,7 @@ def _check_full(attention_dv):
     generator = torch.Generator().manual_seed(1)
     do = make_tensor(q.shape, dtype=q.dtype, layout="transposed", generator=generator)
     with counted(lse=lse) as moved:
-        dv = attention_dv(q, k, do, lse)
+        dv = guarded(attention_dv, names=["dv"])(q, k, do, lse)
     past_end = moved and moved.loaded_from["lse"] > 2 * lse.numel() * 4  # two tiles of keys read it
     right, mistakes = _right_and_mistakes(*(t.double() for t in (q, k, do, lse[..., None])))
     sentence = "head 0 is right, the others are not: lse_ptr is that of this head already; is it moved again?"

@@ -5,9 +5,9 @@ import warnings
 from unittest import mock
 
 from common import make_tensor, runtime, verify_results
-from common.learn.check.require import reject
+from common.learn.check.require import reject, require_stored
 from common.verify import Report, guard
-from phase4_backward.checks import Given, reject_report, small_tiles, stages
+from phase4_backward.checks import Given, reject_report, small_tiles, stages, with_gradients
 
 import torch
 import triton
@@ -87,15 +87,10 @@ def check_varlen(
 
 def _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale):
     """o, dq, dk, dv, packed as q and k are."""
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-    with guard.watched() as results:
-        o = answer.varlen_attention(*leaves, cu_q, cu_k, is_causal, scale)
-        if not isinstance(o, torch.Tensor) or (o.dtype, o.shape) != (q.dtype, q.shape):
-            reject(f"o: expected {tuple(q.shape)} in {q.dtype}")
-        gradients = torch.autograd.grad(o, leaves, do)
-    if any(result.stored_outside for result in results):
-        reject("something was written outside of a result: how long is a sequence, and where does it begin?")
-    return o.detach(), *gradients
+    with guard.watched() as allocated:
+        found = with_gradients(lambda *qkv: answer.varlen_attention(*qkv, cu_q, cu_k, is_causal, scale), q, k, v, do)
+    require_stored({}, allocated, lambda *_: "how long is a sequence, and where does it begin?")
+    return found.values()
 
 
 def _name_pointer(where, b, name, got, packed, ends_q, ends_k, **options):

@@ -88,8 +88,7 @@ def attention_gradients(q, k, v, do, lse, delta, scale=None, *, block_m=32, bloc
     with runtime.on_device_of(q):
         _fused_kernel[(triton.cdiv(seq_k, block_n), batch * heads)](
             q, k, v, do, lse, delta, dq_sum, dq_out, dk_out, dv_out, seq_q, seq_k, scale,
-            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-            BLOCK_M=block_m, BLOCK_N=block_n, num_stages=1,
+            HEAD_DIM=head_dim, BLOCK_D=runtime.padded_dim(head_dim), BLOCK_M=block_m, BLOCK_N=block_n, num_stages=1,
         )  # fmt: skip
     # your code: dq, when all parts have been added
     # The kernel has stored it.

@@ -15,9 +15,8 @@ asked. Keep a weight if its number is at least r. Its offset must belong to that
 whatever the tiles: take the place that the weight would have in a contiguous P, (batch, heads, seq_q, seq_k). Such a P
 may have more than 2^32 entries, after which a 32-bit offset would start over and repeat the mask: count in int64.
 
-Yours are `kept` and the heart of each of three loops; the check can be asked after each of the four. In the two of
-the backward pass, note that `recompute_tile` with a delta of zeros, `tl.zeros_like(delta)`, returns P and P * (dO
-V^T).
+Yours are `kept` and the heart of each of three loops; the check can be asked after each of the four. In the two of the
+backward pass, note that `recompute_tile` with a delta of zeros, `tl.zeros_like(delta)`, returns P and P * (dO V^T).
 
 Notebook: phase4_backward/backward.ipynb, section 7.1, "Dropout".
 """

@@ -92,8 +92,7 @@ def attention_dkdv(q, k, v, do, lse, delta, is_causal=False, scale=None, *, bloc
     with runtime.on_device_of(q):
         _dkdv_kernel[(triton.cdiv(seq_k, block_n) * batch * heads_kv,)](
             q, k, v, do, lse, delta, dk_out, dv_out, q.stride(), k.stride(), v.stride(), do.stride(), dk_out.stride(),
-            heads_kv, heads_q // heads_kv, seq_q, seq_k, scale,
-            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+            heads_kv, heads_q // heads_kv, seq_q, seq_k, scale, HEAD_DIM=head_dim, BLOCK_D=runtime.padded_dim(head_dim),
             BLOCK_M=block_m, BLOCK_N=block_n, IS_CAUSAL=is_causal, num_stages=1,
         )  # fmt: skip
     return dk_out.to(dk.dtype), dv_out.to(dv.dtype)

@@ -5,9 +5,8 @@ back, tile by tile, and to add up
 
     dV_j = sum_i P_ij dO_i,      S = scale Q K^T
 
-without ever having all of P. No mask but the ends of the sequences: every query sees every key. The
-loop over queries is there, with its loads: past the end q, do and lse are 0. Write what is done with
-a tile.
+without ever having all of P. No mask but the ends of the sequences: every query sees every key. The loop over queries
+is there, with its loads: past the end q, do and lse are 0. Write what is done with a tile.
 
     q, do    (batch, heads, seq_q, head_dim), fp16, bf16 or fp32, any strides
     k, dv    (batch, heads, seq_k, head_dim), the same

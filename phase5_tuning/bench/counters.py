@@ -5,6 +5,9 @@ NVIDIA's profiler `ncu` starts this module once more, with `--launch`, and count
 each provider works for a while without it (power.py). A row has "ms" of a call that has settled, "mhz" and "watts"
 meanwhile, and "counted": the COUNTERS of the call's longest kernel. "beside" is the time of the call's other kernels /
 that of the longest.
+
+With `--turns` it counts instead in which order grouped heads and others take turns in the Hopper backward pass, and
+times the calls: `python -m phase5_tuning.bench.counters --turns --name h100_turns`.
 """
 
 import csv
@@ -13,10 +16,14 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from unittest import mock
 
+from common.arguments import arguments
 from common.measure import records, timing
 from common.phases import ROOT
 from phase5_tuning.bench import peers, power
+from phase5_tuning.hopper import backward as hopper_backward
+from phase5_tuning.passes.forward import attention_forward
 
 import torch
 
@@ -39,6 +46,8 @@ CASES = [  # dtype, mode, head_dim, is_causal, seq, providers
     ("fp16", "bwd", 128, True, 16384, ANY_ORDER),
 ]
 TOKENS, WIDTH = 16384, 2048
+GROUPED = dict(dtype="bf16", batch=2, heads=32, seq=4096, head_dim=128, is_causal=True, mode="bwd")
+TOGETHER = 1, 2, 4, 8, 16, 32, 64
 SHARE = "avg.pct_of_peak_sustained_elapsed"  # percent of the most that is possible
 COUNTERS = {
     "ns": "gpu__time_duration.sum",
@@ -66,8 +75,29 @@ def calls() -> Iterator[tuple[dict, object]]:
             yield case, peers.timed(provider, mode, q, k, v, do, is_causal)
 
 
-def launch() -> None:
-    """Call each provider once for the profiler, in a range that is named by its number."""
+def calls_in_turns() -> Iterator[tuple[dict, object]]:
+    """(case, a function that makes one call) for 8 heads of keys, their groups whole or in two parts, and for as many
+    as of queries; and for each number of heads that take turns. "chosen": as the kernel does it.
+    """
+    batch, heads, seq, head_dim = (GROUPED[name] for name in ("batch", "heads", "seq", "head_dim"))
+    q, *_, do = (t.detach() for t in peers.inputs(batch, heads, seq, head_dim, GROUPED["dtype"]))
+    for heads_kv, split in (8, 1), (8, 2), (heads, 1):
+        k, v = (torch.randn_like(q[:, :heads_kv]) for _ in range(2))
+        saved = q, k, v, *attention_forward(q, k, v, True, enable_gqa=True), do, None
+        of_call = *saved, True, head_dim**-0.5, 1
+        chosen = hopper_backward.plan(*of_call).fused.rest
+        for together in TOGETHER:
+            if together <= batch * heads_kv * split:
+                given = dict(split_group=lambda *_, split=split: split, turns=lambda *_, together=together: together)
+                with mock.patch.multiple(hopper_backward, **given):
+                    plan = hopper_backward.plan(*of_call)
+                case = GROUPED | dict(heads_kv=heads_kv, split=split, together=together)
+                case |= dict(chosen=plan.fused.rest == chosen)
+                yield case, lambda plan=plan, saved=saved: plan(*saved)
+
+
+def launch(calls) -> None:
+    """Make each call once for the profiler, in a range that is named by its number."""
     torch.autograd.set_multithreading_enabled(False)  # a range is of one thread
     for number, (_, fn) in enumerate(calls()):
         fn()  # compiles
@@ -100,13 +130,16 @@ def parsed(lines: Iterable[str]) -> dict[int, dict]:
     return made
 
 
-def profiled() -> dict[int, dict]:
-    """`parsed` of all calls. Raises subprocess.CalledProcessError, FileNotFoundError without ncu."""
+def profiled(*options: str) -> dict[int, dict]:
+    """`parsed` of all calls. options: this module's.
+
+    Raises subprocess.CalledProcessError, FileNotFoundError without ncu.
+    """
     LOG.parent.mkdir(exist_ok=True)
     ncu = ["ncu", "--clock-control", "none", "--profile-from-start", "off"]
     ncu += ["--nvtx", "--print-nvtx-rename", "kernel", "--metrics", ",".join(COUNTERS.values())]
     ncu += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(LOG)]
-    again = [sys.executable, "-m", "phase5_tuning.bench.counters", "--launch"]
+    again = [sys.executable, "-m", "phase5_tuning.bench.counters", "--launch", *options]
     subprocess.run([*ncu, *again], cwd=ROOT, check=True)
     return parsed(LOG.read_text().splitlines())
 
@@ -128,12 +161,28 @@ def run() -> list[dict]:
     return rows
 
 
+def run_in_turns() -> list[dict]:
+    counters, rows = profiled("--turns"), []
+    for number, (case, fn) in enumerate(calls_in_turns()):
+        made = timing.time_ms(fn)
+        rows.append(case | dict(ms=made.median, ms_min=made.fastest, ms_max=made.slowest) | counters[number])
+        print(rows[-1], flush=True)
+    return rows
+
+
 KERNELS = *peers.KERNELS, *peers.HOPPER_KERNELS
 SETTINGS = (*peers.SETTINGS, *peers.HOPPER_SETTINGS, power.endurance, power.REST, power.SECONDS, COUNTERS)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--launch"]:
-        launch()
+    typed = arguments(
+        name=records.NAME | dict(default="gpu"),
+        commit=records.COMMIT,
+        launch="make each call once, for ncu",
+        turns="of the order of heads in the backward pass",
+    )
+    if typed.launch:
+        launch(calls_in_turns if typed.turns else calls)
     else:
-        raise SystemExit(records.main("phase5_tuning", KERNELS, run, packages=["flash-attn-4"], settings=SETTINGS))
+        measure, packages = (run_in_turns, []) if typed.turns else (run, ["flash-attn-4"])
+        raise SystemExit(records.main("phase5_tuning", KERNELS, measure, typed, packages, SETTINGS))

@@ -58,7 +58,7 @@ def standing(forward: dict, backward: dict) -> None:
         ax.legend(fontsize=8, loc="upper left", ncols=3, columnspacing=1)
     axes[0].set(ylabel="TFLOP/s", ylim=(0, 1.2 * axes[0].get_ylim()[1]))
     alt = f"TFLOP/s at D 64 full, D 64 causal, D 128 full, D 128 causal. {'; '.join(said)}."
-    _signed(fig, forward, backward, alt=alt)
+    style.show(fig, alt, describe(forward), describe(backward))
 
 
 def waterfall(
@@ -88,7 +88,7 @@ def waterfall(
         steps = (f"{names[p]} {tflops[p]:.0f}" for p in shown)
         said.append(f"{title}: {', '.join(steps)}; SDPA flash {peer or 0:.0f}")
     axes[0, 0].set_ylabel("TFLOP/s (diamond: predicted)" if predicted else "TFLOP/s")
-    _signed(fig, *[record] * signed, alt=f"TFLOP/s after each rung. {'. '.join(said)}.")
+    style.show(fig, f"TFLOP/s after each rung. {'. '.join(said)}.", *[describe(record)] * signed)
 
 
 def _steps(ax, values, gains):
@@ -134,7 +134,7 @@ def peers(record: dict, mode: str, signed: bool = True) -> None:
     columns = len(names) if len(names) <= 8 else -(-len(names) // 2)
     fig.legend([drawn[p] for p in names], names, loc="outside upper center", ncols=columns or 1, fontsize=9)
     alt = f"TFLOP/s against the sequence length. At the longest, {'; '.join(said)}; a large product {ceiling:.0f}."
-    _signed(fig, *[record] * signed, alt=alt)
+    style.show(fig, alt, *[describe(record)] * signed)
 
 
 def long_sweep(record: dict) -> None:
@@ -157,7 +157,7 @@ def long_sweep(record: dict) -> None:
         ax.set(yscale="log", xlabel="sequence length (one head, causal)")
     axes[0].set_ylabel("milliseconds of the GPU")
     axes[0].legend(fontsize=8)
-    _signed(fig, record, alt=f"Milliseconds against the sequence length. {'; '.join(said)}.")
+    style.show(fig, f"Milliseconds against the sequence length. {'; '.join(said)}.", describe(record))
 
 
 def power(record: dict, case: tuple) -> None:
@@ -182,17 +182,11 @@ def power(record: dict, case: tuple) -> None:
     mhz.set(ylabel="clock, MHz")
     ms.set(ylabel="a call, ms", ylim=0, xlabel="milliseconds since the first call, on a GPU that had rested")
     watts.legend(ncols=3, loc="lower right")
-    _signed(fig, record, alt=f"Power, clock and milliseconds of a call over 1.5 s. {'; '.join(said)}.")
+    style.show(fig, f"Power, clock and milliseconds of a call over 1.5 s. {'; '.join(said)}.", describe(record))
 
 
 def _case(row: dict) -> tuple:
     return row["head_dim"], row["is_causal"], row["seq"], row["mode"]
-
-
-def _signed(fig, *records: dict, alt: str) -> None:
-    """Show a picture, with the provenance of its records underneath."""
-    style.sign(fig, *map(describe, records))
-    style.show(fig, alt)
 
 
 def reached(rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapping[str, str], seq: int) -> None:

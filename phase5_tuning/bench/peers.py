@@ -26,10 +26,12 @@ from common.arguments import listed, size
 from common.measure import records, timing
 from common.verify import verify_results
 from common.verify.inputs import make_qkv
+from phase3_forward.bench import sdpa
 from phase4_backward import backward as phase4
 from phase5_tuning.attention import FlashAttention
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.hopper import order as hopper_order
 from phase5_tuning.ladder.dkdv import _attn_bwd_rows_kernel
 from phase5_tuning.launch import configs, plans
 from phase5_tuning.passes.forward import attention_forward
@@ -37,7 +39,7 @@ from phase5_tuning.passes.rungs import LADDER
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 _OF_RUNGS = [kernel for rung in LADDER for kernel in (rung.forward, rung.dkdv, rung.dq)]
 KERNELS = *dict.fromkeys(_OF_RUNGS), _attn_bwd_rows_kernel
@@ -51,8 +53,9 @@ HOPPER_KERNELS = (
 HOPPER_SETTINGS = (
     hopper_forward.SHAPES, hopper_forward.REGISTERS, hopper_forward.BLOCK_N, hopper_forward.CACHED,
     hopper_forward.SHORT, hopper_forward.SHORT_KEYS,
-    hopper_backward.BLOCK_M, hopper_backward.STAGES, hopper_backward.MOST_TOGETHER,
-    hopper_forward.plan, hopper_backward.plan,
+    hopper_backward.BLOCK_M, hopper_backward.STAGES,
+    hopper_order.MOST_TOGETHER, hopper_order.CACHED,
+    hopper_forward.plan, hopper_backward.plan, hopper_order.split_group, hopper_order.turns,
 )  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # of the forward pass
@@ -69,11 +72,6 @@ def naive(q, k, v, is_causal):
     if is_causal:
         s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), float("-inf"))
     return torch.softmax(s, dim=-1) @ v
-
-
-def sdpa(backend, q, k, v, is_causal):
-    with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
 @functools.cache

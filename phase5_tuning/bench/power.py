@@ -87,16 +87,11 @@ def endurance(fn) -> dict:
     at_ms, mhz, watts, limit = zip(*during, strict=True) if during else ([], [], [], [])
     return dict(
         ms=statistics.median([ms for begin, ms in calls if begin >= SETTLED_MS] or times[-1:]),
-        ms_min=min(times),
-        ms_max=max(times),
+        ms_min=min(times), ms_max=max(times),
         rested_ms=statistics.median(ms for begin, ms in calls if begin < RESTED_MS),
-        window_ms=WINDOW_MS,
-        call_ms=windows(calls, WINDOW_MS),
-        at_ms=[round(at) for at in at_ms],
-        mhz=mhz,
-        watts=watts,
-        watts_allowed=max(limit, default=None),
-    )
+        window_ms=WINDOW_MS, call_ms=windows(calls, WINDOW_MS),
+        at_ms=[round(at) for at in at_ms], mhz=mhz, watts=watts, watts_allowed=max(limit, default=None),
+    )  # fmt: skip
 
 
 def run() -> list[dict]:

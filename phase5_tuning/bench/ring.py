@@ -1,12 +1,11 @@
 """How attention over several GPUs scales, beside PyTorch's own: `torchrun --standalone --nproc-per-node 2
 -m phase5_tuning.bench.ring --name h200_context_2`.
 
-A row holds the time of a forward and a backward pass of one sequence (bf16, causal), that of our
-operator on one GPU, and their ratio by GPU (efficiency 1: W GPUs are W times as fast). Beside it
-stand the bytes that a rank sends and its peak memory, counted and by formula. The time is that of
-the slowest rank. "replayed" is the ring as a CUDA graph, without the host's work. Two more rows are
-parts of the ring, each alone: "attention" the kernels of a rank's steps, "link" the move of a rank's
-keys and values to the next one.
+A row holds the time of a forward and a backward pass of one sequence (bf16, causal), that of our operator on one GPU,
+and their ratio by GPU (efficiency 1: W GPUs are W times as fast). Beside it stand the bytes that a rank sends and its
+peak memory, counted and by formula. The time is that of the slowest rank. "replayed" is the ring as a CUDA graph,
+without the host's work. Two more rows are parts of the ring, each alone: "attention" the kernels of a rank's steps,
+"link" the move of a rank's keys and values to the next one.
 """
 
 import functools

@@ -67,12 +67,6 @@ def finite(m):
     return torch.where(m == -INF, 0.0, m)
 
 
-def attended(s, v):
-    """(o, lse) of logits and values."""
-    lse = torch.logsumexp(s, -1)
-    return torch.exp(s - finite(lse)[..., None]) @ v, lse
-
-
 def padded_dim(head_dim):
     return 2 ** max(4, math.ceil(math.log2(head_dim)))
 
@@ -91,6 +85,16 @@ def hopper_case(batch, heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal):
     said = f"seq_q {seq_q}, seq_k {seq_k}, {heads_q} heads of queries, {heads_kv} of keys, head_dim {head_dim}"
     inputs = make_qkv(batch, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=FP16)
     return said + ", causal" * is_causal, *inputs
+
+
+def wrong_rows(name, got, right, why_nan, **tolerance):
+    """Where a result (batch, heads, rows, columns) is wrong, in words; why_nan: said where it is NaN there."""
+    wrong = ~torch.isclose(got, right, **tolerance).all(dim=-1)
+    b, h, row = (int(i) for i in wrong.nonzero()[0])
+    where = f"first in row {row} of head {h}, batch {b}" + f", where it is NaN: {why_nan}" * bool(
+        got[wrong].isnan().any()
+    )
+    return f"{name} is wrong in {int(wrong.sum())} of {wrong.numel()} rows, {where}"
 
 
 def require_compiled(answer, module, kernel: str, call, replaces: str):

@@ -1,7 +1,8 @@
 """Runs an answer on causal rings of 1 to 5 ranks: results, work of each step, and what travels meanwhile."""
 
 from common.learn.check.require import reject
-from phase5_tuning.checks import attended, require_o_lse
+from phase1_softmax.checks import attention
+from phase5_tuning.checks import require_o_lse
 from phase5_tuning.checks.pass_keys import RINGS, check_moves_of_keys, played
 
 import torch
@@ -11,7 +12,8 @@ ROWS = 3  # of a chunk
 
 def check(answer):
     for ranks in RINGS:
-        q, kv = _whole(ranks)
+        q, k, v = torch.randn(3, 2 * ranks * ROWS, 4, generator=torch.Generator().manual_seed(ranks))
+        kv = torch.stack((k, v))
         rows = [_rows(rank, ranks) for rank in range(ranks)]
         played_by = played(answer.forward, [(q[of], kv[:, of]) for of in rows], "(o, lse)")
         for rank, got in played_by:
@@ -20,12 +22,6 @@ def check(answer):
             _check_work(rank)
             check_moves_of_keys([rank])
     return "1 to 5 ranks: right, every step has the same work, keys travel while ranks attend"
-
-
-def _whole(ranks):
-    generator = torch.Generator().manual_seed(ranks)
-    q, k, v = torch.randn(3, 2 * ranks * ROWS, 4, generator=generator)
-    return q, torch.stack((k, v))
 
 
 def _rows(rank, ranks):
@@ -46,7 +42,7 @@ def _check_work(rank):
 
 def _attended(q, kv, times):
     """(o, lse) where query i sees key j times[i, j] times."""
-    return attended(q @ kv[0].T / q.shape[1] ** 0.5 + times.float().log(), kv[1])
+    return attention(q @ kv[0].T / q.shape[1] ** 0.5 + times.float().log(), kv[1])
 
 
 def _check_result(number, rows, q, kv, got):

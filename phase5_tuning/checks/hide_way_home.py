@@ -9,21 +9,16 @@ def check(answer):
     for ranks in (2, 3, 4, 5):
         inputs = made(ranks)
         played_by = played(watched(answer, inputs), inputs, "(dq, dkv)")
+        keys = sum(kv.shape[1] for _, kv, *_ in inputs)
         for rank, _ in played_by:
-            _check_keys(rank, sum(kv.shape[1] for _, kv, *_ in inputs))
+            if sum(rank.computed) > keys:
+                computed = f"rank {rank.number} computes gradients of {sum(rank.computed)} keys"
+                reject(f"{ranks} ranks: {computed}, where all ranks have {keys}: each key once")
         for rank, got in played_by:
             check_result(rank, inputs, *got, own_in_halves=True)
         for rank, _ in played_by:
             _check_transfers(rank)
     return "2 to 5 ranks: right, and each rank computes during every transfer"
-
-
-def _check_keys(rank, keys):
-    if sum(rank.computed) > keys:
-        reject(
-            f"{rank.ranks} ranks: rank {rank.number} computes gradients of {sum(rank.computed)} keys, where all ranks "
-            f"have {keys}: each key once"
-        )
 
 
 def _check_transfers(rank):

@@ -1,7 +1,8 @@
 """Checks the merge in place: several dtypes, queries that see nothing, views, logits near 1000, a ring of 64 ranks."""
 
 from common.learn.check.require import reject, require
-from phase5_tuning.checks import BF16, FP16, FP32, INF, attended, finite
+from phase1_softmax.checks import attention
+from phase5_tuning.checks import BF16, FP16, FP32, INF, finite
 
 import torch
 
@@ -48,8 +49,8 @@ def _check_heads(answer):
     generator = torch.Generator().manual_seed(4)
     s = 3 * torch.randn(2, 3, 5, 24, generator=generator)
     v = torch.randn(2, 3, 24, 5, generator=generator)
-    (o, lse), part = (attended(s[..., keys], v[..., keys, :]) for keys in (slice(0, 10), slice(10, 24)))
-    right, both = attended(s, v)
+    (o, lse), part = (attention(s[..., keys], v[..., keys, :]) for keys in (slice(0, 10), slice(10, 24)))
+    right, both = attention(s, v)
     answer.merge_ranks(o, lse, *part)
     require("lse of (2, 3, 5)", lse, both)
     signs = {"a query's weight belongs to all its columns: lse needs a last axis of 1": True}
@@ -62,7 +63,7 @@ def _check_case(answer, what, shift, dtype):
     v = torch.randn(2, 24, 4, generator=generator)
     if shift is None:
         s[:, 0, :10] = s[:, 1, 10:] = s[:, 2] = -INF
-    mine, part = attended(s[..., :10], v[:, :10]), attended(s[..., 10:], v[:, 10:])
+    mine, part = attention(s[..., :10], v[:, :10]), attention(s[..., 10:], v[:, 10:])
     part = part[0].to(dtype), part[1]
     whole_o, whole_lse = torch.full((2, 9, 4), 7.0), torch.full((2, 9), 7.0)
     o, lse = whole_o[:, 2:7], whole_lse[:, 2:7]

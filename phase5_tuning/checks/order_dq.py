@@ -66,11 +66,6 @@ def _after(key):
     return lambda m, n, tiles_n, block_m, block_n, window: n - key(m, block_m, window) // block_n
 
 
-def _before(key):
-    """The order that counts down from the tile of the key that `key` returns."""
-    return lambda m, n, tiles_n, block_m, block_n, window: key(m, block_m) // block_n - n
-
-
 MISTAKES = {
     "The tile of queries does not see the keys before its window: count from the lowest that it sees": _after(
         lambda m, block_m, window: 0
@@ -93,8 +88,8 @@ MISTAKES = {
     "A tile of queries has block_m queries, and a tile of keys has block_n keys": (
         lambda m, n, tiles_n, block_m, block_n, window: n - max(0, m * block_n - window + 1) // block_m
     ),
-    "The last key that a tile of queries sees may lie past the last tile of keys": _before(
-        lambda m, block_m: (m + 1) * block_m - 1
+    "The last key that a tile of queries sees may lie past the last tile of keys": (
+        lambda m, n, tiles_n, block_m, block_n, window: ((m + 1) * block_m - 1) // block_n - n
     ),
     "Every program is given the same number": lambda m, n, *_: 0,
 }

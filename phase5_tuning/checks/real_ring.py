@@ -22,8 +22,9 @@ from common.arguments import arguments
 from common.learn.check import judge
 from common.learn.check.require import Rejected, reject
 from common.phases import ROOT
+from phase1_softmax.checks import attention
 from phase5_tuning import given
-from phase5_tuning.checks import attended, require_o_lse
+from phase5_tuning.checks import require_o_lse
 from phase5_tuning.checks.pass_keys import SEND_FIRST
 from phase5_tuning.passes import forward
 
@@ -321,14 +322,14 @@ def _play(answer, here: Rank) -> str:
 
 def _check_result(here: Rank, everybody: list[torch.Tensor], got) -> None:
     number, (q, _, own_v) = here.number, everybody[here.number]
-    parts = [_attention(q, k, v) for _, k, v in everybody]
+    parts = [_attend(q, k, v) for _, k, v in everybody]
     own, next_one = parts[number], (number + 1) % RANKS
     others = [of for rank, of in enumerate(parts) if rank != next_one]
     wrong = {
         "these are the keys of the last step alone: merge each part into the result": parts[next_one],
         "the parts are added up: merge them": tuple(map(sum, zip(*parts, strict=True))),
     }
-    with_own_v = [_attention(q, k, own_v) for _, k, _ in everybody]
+    with_own_v = [_attend(q, k, own_v) for _, k, _ in everybody]
     if here.given != here.wanted():
         wrong |= {
             "these are its own keys alone": own,
@@ -345,8 +346,8 @@ def _check_result(here: Rank, everybody: list[torch.Tensor], got) -> None:
     require_o_lse(f"rank {number}", got, _merged(parts), wrong, signs)
 
 
-def _attention(q, k, v):
-    return attended(q @ k.mT / q.shape[-1] ** 0.5, v)
+def _attend(q, k, v):
+    return attention(q @ k.mT / q.shape[-1] ** 0.5, v)
 
 
 def _merged(parts):

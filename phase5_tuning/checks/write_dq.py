@@ -3,7 +3,7 @@
 from common import make_qkv
 from common.learn.check.require import reject
 from common.verify.reference import naive_attention
-from phase5_tuning.checks import FP16, hopper_case, on_model, require_compiled
+from phase5_tuning.checks import FP16, hopper_case, on_model, require_compiled, wrong_rows
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import interpreter
 
@@ -44,21 +44,13 @@ def _check_case(answer, case, ordered):
         with interpreter.interpreted(seed, replaced=replaced):
             return hopper_backward.plan(*given, is_causal, q.shape[3] ** -0.5, 1, ordered)(*given)
 
-    right = gradients()
+    right, tolerance = gradients(), dict(rtol=2e-2, atol=2e-2)
     for seed in SEEDS:
         with on_model(said):
             found = gradients([(hopper_backward._write, answer.write)], seed)
         for name, got, wanted in zip(("dq", "dk", "dv"), found, right, strict=True):
-            close = torch.allclose(got, wanted, rtol=2e-2, atol=2e-2)
+            close = torch.allclose(got, wanted, **tolerance)
             if not close or (ordered and not torch.equal(got, wanted)):
-                reject(f"{said}: {_difference(name, got, wanted, close)}")
-
-
-def _difference(name, got, wanted, close):
-    if close:
-        return f"the last bits of {name} are not those of the fixed order: parts are added in another"
-    wrong = ~torch.isclose(got, wanted, rtol=2e-2, atol=2e-2).all(dim=-1)
-    _, h, row = (int(i) for i in wrong.nonzero()[0])
-    where = f"{name} is wrong in {int(wrong.sum())} of {wrong.numel()} rows, first in row {row} of head {h}"
-    unfilled = ", where it is NaN: its sum or a part was used before anybody filled it"
-    return where + unfilled * bool(got[wrong].isnan().any())
+                why = f"the last bits of {name} are not those of the fixed order: parts are added in another"
+                unfilled = "its sum or a part was used before anybody filled it"
+                reject(f"{said}: {why if close else wrong_rows(name, got, wanted, unfilled, **tolerance)}")

@@ -6,7 +6,7 @@ from unittest import mock
 
 from common import make_qkv
 from common.learn.check.require import reject
-from phase5_tuning.checks import FP16, hopper_case, on_model, require_compiled
+from phase5_tuning.checks import FP16, hopper_case, on_model, require_compiled, wrong_rows
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper import interpreter
 from phase5_tuning.hopper.interpreter import Deadlock
@@ -47,7 +47,9 @@ def _check_case(answer, case):
         with on_model(said):
             o, copies = _run(q, k, v, is_causal, [(hopper_forward._produce, answer.produce)], seed)
         if not torch.equal(o, right):
-            reject(f"{said}: {_difference(o, right)}{_astray(copies, needed)}")
+            unfilled = "as shared memory is before the first copy into it"
+            wrong = wrong_rows("o", o, right, unfilled, rtol=0, atol=0)
+            reject(f"{said}: {wrong}{_astray(copies, needed)}")
         if copies.total() != needed.total():
             said += f": {copies.total()} tiles are copied into shared memory, where {needed.total()} are needed"
             reject(said + _astray(copies, needed))
@@ -104,15 +106,6 @@ def _begun(q, k, v, replaced):
     with mock.patch.object(interpreter, "Load", Never), contextlib.suppress(Deadlock):
         fn(q, k, v, is_causal=False, scale=None, enable_gqa=False)
     return len(begun)
-
-
-def _difference(o, right):
-    wrong = ~(o == right).all(dim=-1)
-    b, h, row = (int(i) for i in wrong.nonzero()[0])
-    where = f"o is wrong in {int(wrong.sum())} of {wrong.numel()} rows, first in query {row} of head {h}, batch {b}"
-    if o[wrong].isnan().any():
-        return f"{where}: it is NaN there, as shared memory is before the first copy into it"
-    return where
 
 
 def _astray(copies, needed):

@@ -33,15 +33,9 @@ def tiles(seq_q: int, seq_k: int, block_m: int, block_n: int, is_causal: bool) -
 
 
 def executed_flops(
-    batch: int,
-    heads: int,
-    seq_q: int,
-    seq_k: int,
-    head_dim: int,
-    is_causal: bool,
-    dkdv_tile: tuple[int, int],
-    dq_tile: tuple[int, int],
-) -> int:
+    batch: int, heads: int, seq_q: int, seq_k: int, head_dim: int, is_causal: bool,
+    dkdv_tile: tuple[int, int], dq_tile: tuple[int, int],
+) -> int:  # fmt: skip
     """FLOPs in the products of the backward pass, both kernels together."""
     # your code: what does a tile cost in each of the two kernels, and how many are there?
     raise NotImplementedError

@@ -18,11 +18,11 @@ of the last tile past seq_q may count as queries.)
 Notebook: phase5_tuning/tuning.ipynb, section 5.4, "Exercise 5.5: Split the causal loop".
 """
 
-from common import runtime, validate
+from common import validate
 from phase1_softmax.online_softmax import online_softmax_step
 from phase2_tiling.tiling import head_base, load_tile, store_tile, tile_pointers
+from phase3_forward.given import launch
 
-import torch
 import triton
 import triton.language as tl
 
@@ -87,16 +87,5 @@ def _split_loop_kernel(
 def attention(q, k, v, is_causal=False, scale=None, *, block_m=32, block_n=32):
     """o like q, and lse (batch, heads, seq_q), fp32. q, k and v have the same heads."""
     scale = validate.check_qkv(q, k, v, scale, is_causal)
-    batch, heads, seq_q, head_dim = q.shape
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return o, lse
-    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
-    with runtime.on_device_of(q):
-        _split_loop_kernel[(triton.cdiv(seq_q, block_m) * batch * heads,)](
-            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(), heads, seq_q, k.shape[2], scale,
-            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), IS_CAUSAL=is_causal,
-            BLOCK_M=block_m, BLOCK_N=block_n, num_stages=1,
-        )  # fmt: skip
-    return out.to(o.dtype), lse
+    options = dict(IS_CAUSAL=is_causal, BLOCK_M=block_m, BLOCK_N=block_n, num_stages=1)
+    return launch(_split_loop_kernel, q, k, v, *q.shape[1:3], k.shape[2], scale, **options)

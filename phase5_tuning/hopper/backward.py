@@ -21,6 +21,7 @@ from phase2_tiling.tiling import head_base, load_tile, store_tile
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper import tma
 from phase5_tuning.hopper.forward import ROWS, columns_of
+from phase5_tuning.hopper.order import split_group, turns
 from phase5_tuning.hopper.parts import (
     aggregate,
     await_count,
@@ -137,9 +138,10 @@ class Work:
     tiles_m: gl.tensor
     tiles_n: gl.tensor
     n: gl.tensor  # this program's tile of keys
-    toward: gl.tensor  # 1 if it walks to later queries, -1 to earlier ones
+    toward: gl.tensor  # causal: 1 if later keys of its head come before it, -1 if earlier ones
     b: gl.tensor
-    h: gl.tensor  # its head of keys
+    h: gl.tensor  # its head of keys, times the parts of a group, and its part
+    split: gl.tensor  # parts of a group
     BLOCK_M: gl.constexpr
     BLOCK_D: gl.constexpr
     IS_CAUSAL: gl.constexpr
@@ -147,13 +149,13 @@ class Work:
     @gluon.constexpr_function
     def __init__(
         self, q, k, v, do, lse, delta, dq_sum, dk, dv, count_ptr, heads_q, group, seq_k, tiles_m, tiles_n,
-        n, toward, b, h, BLOCK_M, BLOCK_D, IS_CAUSAL,
+        n, toward, b, h, split, BLOCK_M, BLOCK_D, IS_CAUSAL,
     ):  # fmt: skip
         self.q, self.k, self.v, self.do, self.lse, self.delta = q, k, v, do, lse, delta
         self.dq_sum, self.dk, self.dv, self.count_ptr = dq_sum, dk, dv, count_ptr
         self.heads_q, self.group, self.seq_k = heads_q, group, seq_k
         self.tiles_m, self.tiles_n, self.n, self.toward = tiles_m, tiles_n, n, toward
-        self.b, self.h = b, h
+        self.b, self.h, self.split = b, h, split
         self.BLOCK_M, self.BLOCK_D = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_D)
         self.IS_CAUSAL = gl.constexpr(IS_CAUSAL)
 
@@ -172,9 +174,11 @@ class Work:
 
     @gluon.jit
     def tile_m(self, i):
-        """The i-th of them on this program's walk."""
-        start = gl.where(self.toward > 0, self.first_m(), self.tiles_m - 1)
-        return start + self.toward * i
+        """The i-th of them on its walk: from its diagonal; from the end with groups and in the last causal heads."""
+        m = self.first_m() + i
+        if self.IS_CAUSAL:
+            m = gl.where((self.toward > 0) & (self.group == 1), m, self.tiles_m - 1 - i)
+        return m
 
     @gluon.jit
     def query_tile(self, member, m):
@@ -183,11 +187,8 @@ class Work:
 
     @gluon.jit
     def order(self, m):
-        """How many programs add to query tile m before this one.
-
-        Programs that begin at their diagonal: the one whose diagonal m is comes first, since from there on whoever
-        comes after it has more to do before. Programs that begin at the same tile of queries: the first tile of keys.
-        They wait only for lower tickets (`_take_tile`).
+        """How many programs add to query tile m before this one: that of the first tile of keys comes first, or that of
+        the last one that m sees, as they took their tickets (`_take_tile`). Nobody waits for a higher ticket.
         """
         before = self.n
         if self.IS_CAUSAL:
@@ -234,10 +235,8 @@ def _take_tile(ticket, tiles_n, heads, together, IS_CAUSAL: gl.constexpr):
 
     The tiles of a head follow each other in the order in which they add to dQ. Heads take turns, so that programs that
     end together do not begin together in one head again.
-
-    Under a causal mask the first keys have the longest walks. They come last, as programs that begin at their diagonal
-    never wait. In the last heads they come first, and walk back from the last queries: else the GPU would end with a
-    few long walks.
+    Under a causal mask the first keys have the longest walks. They come last, since then short walks need not wait for
+    long ones. In the last heads they come first: else the GPU would end with a few long walks.
     """
     first = ticket // (tiles_n * together) * together
     taking_turns = gl.minimum(together, heads - first)
@@ -256,8 +255,9 @@ def _produce(work, memory):
     BLOCK_M: gl.constexpr = work.BLOCK_M
     start_n = work.n * (CONSUMERS * ROWS)
     mbarrier.expect(memory.kv_full, 2 * work.k.block_type.nbytes)
-    tma.async_copy_global_to_shared(work.k, [work.b, work.h, start_n, 0], memory.kv_full, memory.k)
-    tma.async_copy_global_to_shared(work.v, [work.b, work.h, start_n, 0], memory.kv_full, memory.v)
+    kv = work.h // work.split
+    tma.async_copy_global_to_shared(work.k, [work.b, kv, start_n, 0], memory.kv_full, memory.k)
+    tma.async_copy_global_to_shared(work.v, [work.b, kv, start_n, 0], memory.kv_full, memory.v)
     step = 0
     for member in range(work.group):
         h = work.h * work.group + member
@@ -435,15 +435,14 @@ def _consume(work, memory, scale, scale_log2, MASKED: gl.constexpr, ME: gl.const
 @gluon.jit
 def _attn_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, count_ptr,
-    heads_q, heads_kv, group, seq_k, tiles_m, tiles_n, heads, together, scale, scale_log2,
+    heads_q, heads_kv, group, seq_k, tiles_m, tiles_n, heads, together, split, scale, scale_log2,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
     IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV, and the sum of dQ, without its scale. Grid: (tiles_n * batch * heads_kv,). scale > 0; scale_log2:
-    times log2(e).
+    """dK and dV, and the sum of dQ, without its scale. Grid: (tiles_n * heads,). scale > 0; scale_log2: times log2(e).
 
     count_ptr: for each tile of queries how many programs have added to it, then the next ticket; all 0 when the kernel
-    begins. heads: batch x heads_kv.
+    begins. A group is split into parts of `group` heads, which count as heads_kv. heads: batch x heads_kv.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -455,7 +454,7 @@ def _attn_bwd_hopper_kernel(
         q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, count_ptr,
         gl.to_tensor(heads_q), gl.to_tensor(group), gl.to_tensor(seq_k), gl.to_tensor(tiles_m), gl.to_tensor(tiles_n),
         gl.to_tensor(n), gl.to_tensor(toward), gl.to_tensor(bh // heads_kv), gl.to_tensor(bh % heads_kv),
-        BLOCK_M, BLOCK_D, IS_CAUSAL,
+        gl.to_tensor(split), BLOCK_M, BLOCK_D, IS_CAUSAL,
     )  # fmt: skip
     memory = Memory(
         gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_N, BLOCK_D], k_desc.layout),
@@ -497,7 +496,6 @@ def _attn_bwd_hopper_kernel(
 BLOCK_M = {64: 128, 128: 64}  # by head_dim, padded
 FEW = {64: 1.5, 128: 1.5}  # as hopper_forward's
 STAGES = 2
-MOST_TOGETHER = 16
 
 
 def in_order() -> bool:
@@ -509,8 +507,7 @@ def in_order() -> bool:
 class HopperBackwardPlan:
     """A function of the saved tensors, for all calls of one kind.
 
-    seen_k: keys past it are seen by no query, and their gradients are 0. All that programs count or add up belongs to
-    one call.
+    seen_k: keys past it are seen by no query: gradients of 0. All that programs count or add up belongs to one call.
     """
 
     rows: Launch
@@ -521,15 +518,15 @@ class HopperBackwardPlan:
     columns: int
     tiles: int  # of queries, in all heads
     sign: int  # of the scale
+    parts: tuple[int, int, int, int]  # shape of dK and of dV, a head once for each part of its group
 
     def __call__(self, q, k, v, o, lse, do, dlse):
         if dlse is not None:
             dlse = dlse.resolve_neg().contiguous()
-        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+        dq, dk, dv = (torch.empty(s, dtype=q.dtype, device=q.device) for s in (q.shape, self.parts, self.parts))
         if self.sign != 1:
             q = self.sign * q
-        row_lse = torch.empty(self.padded_rows, dtype=torch.float32, device=q.device)
-        delta = torch.empty_like(row_lse)
+        row_lse, delta = (torch.empty(self.padded_rows, dtype=torch.float32, device=q.device) for _ in range(2))
         dq_sum = torch.empty(self.padded_rows, self.columns, dtype=torch.float32, device=q.device)
         count = torch.empty(self.tiles + 1, dtype=torch.int32, device=q.device)
         if self.seen_k < k.shape[2]:
@@ -538,6 +535,8 @@ class HopperBackwardPlan:
             self.rows(o.resolve_neg(), do, lse.resolve_neg(), dlse, row_lse, delta, dq_sum, count)
             self.fused(q, k, v, do, row_lse, delta, dq_sum, dk, dv, count)
             self.dq(dq_sum, dq)
+        if dk.shape != k.shape:
+            dk, dv = (t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (dk, dv))
         return dq, dk, dv
 
 
@@ -566,12 +565,12 @@ def plan(
     seen_k = min(seq_k, seq_q) if is_causal else seq_k
     tiles_m, tiles_n = cdiv(seq_q, block_m), cdiv(seen_k, block_n)
     padded_q = tiles_m * block_m
-    padded_rows, tiles, heads = (batch * heads_q * padded_q, batch * heads_q * tiles_m, batch * heads_kv)
-    # Programs that run at once are of twice as many heads as they would fill.
-    together = 2 * configs.multiprocessors(q.device.index) // tiles_n
-    together = max(1, min(together, MOST_TOGETHER, heads))
-
-    dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    row_bytes, programs = 2 * head_dim * q.itemsize + 4 * columns, configs.multiprocessors(q.device.index)
+    split = split_group(heads_q // heads_kv, row_bytes, is_causal, programs)
+    parts = batch, heads_kv * split, seq_k, head_dim
+    group, heads = heads_q // parts[1], batch * parts[1]
+    padded_rows, tiles = batch * heads_q * padded_q, batch * heads_q * tiles_m
+    dq, dk, dv = (torch.empty(s, dtype=q.dtype, device=q.device) for s in (q.shape, parts, parts))
     row_lse = torch.empty(padded_rows, dtype=torch.float32, device=q.device)
     dq_sum = torch.empty(padded_rows, columns, dtype=torch.float32, device=q.device)
     count = torch.empty(tiles + 1, dtype=torch.int32, device=q.device)
@@ -582,9 +581,9 @@ def plan(
     dq_sizes = tile | common | dict(stride_dq=dq.stride(), scale=sign * scale)
     dq_launch = Launch(_attn_bwd_hopper_dq_kernel, tiles, dq_sizes, {})
     sizes = tile | common | dict(
-        heads_kv=heads_kv, group=heads_q // heads_kv, seq_k=seen_k, tiles_m=tiles_m, tiles_n=tiles_n, heads=heads,
-        together=together, scale=scale, scale_log2=scale * LOG2E.value, STAGES=STAGES,
-        IS_CAUSAL=is_causal, MASKED=is_causal or seen_k % block_n != 0,
+        heads_kv=parts[1], group=group, split=split, seq_k=seen_k, tiles_m=tiles_m, tiles_n=tiles_n, heads=heads,
+        together=turns(heads, group, seq_q * row_bytes, tiles_n, is_causal, programs), scale=scale,
+        scale_log2=scale * LOG2E.value, STAGES=STAGES, IS_CAUSAL=is_causal, MASKED=is_causal or seen_k % block_n != 0,
     )  # fmt: skip
     boxes = [
         in_heads(q, block_m, columns), in_heads(k, block_n, columns), in_heads(v, block_n, columns),
@@ -597,4 +596,4 @@ def plan(
             rows.compile(o, do, lse, dlse, row_lse, row_lse, dq_sum, count)
             fused.compile(q, k, v, do, row_lse, row_lse, dq_sum, dk, dv, count)
             dq_launch.compile(dq_sum, dq)
-    return HopperBackwardPlan(rows, fused, dq_launch, seen_k, padded_rows, columns, tiles, sign)
+    return HopperBackwardPlan(rows, fused, dq_launch, seen_k, padded_rows, columns, tiles, sign, parts)

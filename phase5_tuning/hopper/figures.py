@@ -30,22 +30,20 @@ LOOKS = {
 }
 
 
-def timeline(runs: Timeline | Mapping[str, Timeline], start: float = 0.0, end: float | None = None) -> None:
-    """Draw one timeline or several, by title: copies, products, and what each consumer does itself.
+def timeline(runs: Mapping[str, Timeline], start: float = 0.0, end: float | None = None) -> None:
+    """Draw timelines, by title: copies, products, and what each consumer does itself.
 
     Products have a lane for each actor, and so have copies if several actors ask for them.
 
     start, end: the part to draw, in microseconds; to the end of the longest run if no end is given.
     """
-    runs = {"": runs} if isinstance(runs, Timeline) else runs
     end = max(run.total for run in runs.values()) if end is None else end
     heights = [2 + len(_consumers(run)) for run in runs.values()]
     height, of_rows = 0.6 + 0.52 * sum(heights), dict(height_ratios=heights)
     fig, axes = style.new(9.2, height, rows=len(runs), sharex=True, squeeze=False, gridspec_kw=of_rows)
     for ax, (title, run) in zip(axes[:, 0], runs.items(), strict=True):
         _draw(ax, run, start, end)
-        if title:
-            ax.set_title(title, fontsize=10)
+        ax.set_title(title, fontsize=10)
     axes[-1, 0].set_xlabel("microseconds (the model's)")
     consumers = max((_consumers(run) for run in runs.values()), key=len)
     products = zip(consumers, ACTORS, strict=False)
@@ -139,22 +137,16 @@ def _draw(ax, run, start, end):
     asking = sorted({interval.actor for interval in run.of("TMA")})
     rows = ["TMA", "tensor cores", *consumers]
     for y, row in enumerate(rows):
-        lanes = []  # when each is free again
+        actors = {"TMA": asking, "tensor cores": consumers}.get(row, [row])
+        lanes = [0.0] * 3  # when each is free again
         for interval in sorted(run.of(row), key=lambda i: i.start):
             if interval.end <= start or interval.start >= end:
                 continue
-            if row == "tensor cores":  # they take turns: a lane for each actor
-                lane, count = consumers.index(interval.actor), len(consumers)
-            elif row == "TMA" and len(asking) > 1:
-                lane, count = asking.index(interval.actor), len(asking)
-            elif row == "TMA":
-                lane = next((i for i, free in enumerate(lanes) if free <= interval.start), 0)
-                if not lanes or lanes[lane] > interval.start:
-                    lane = len(lanes) if len(lanes) < 3 else lanes.index(min(lanes))
-                    lanes += [0.0] * (lane == len(lanes))
-                lanes[lane], count = interval.end, 3
-            else:
-                lane, count = 0, 1
+            lane, count = actors.index(interval.actor), len(actors)  # they take turns: a lane for each
+            if row == "TMA" and count == 1:  # its copies overlap
+                free = (i for i, until in enumerate(lanes) if until <= interval.start)
+                lane, count = next(free, lanes.index(min(lanes))), 3
+                lanes[lane] = interval.end
             height = 0.86 / count
             _bar(ax, interval, max(start, interval.start), min(end, interval.end),
                  y + 0.07 + lane * height, height, consumers)  # fmt: skip
@@ -177,12 +169,11 @@ def _bar(ax, interval, left, right, y, height, consumers):
         ax.text((left + right) / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=ink)
 
 
-def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
+def dq_order(runs: Mapping[str, DqSchedule]) -> None:
     """Who adds to the dQ of which tile of queries when: a row for each program, by ticket.
 
-    runs: one schedule or several, by title. The number in a bar is that of the tile of queries.
+    runs: schedules, by title. The number in a bar is that of the tile of queries.
     """
-    runs = {"": runs} if isinstance(runs, DqSchedule) else runs
     most = max(len(run.programs) for run in runs.values())
     width, height = min(9.2, 4.6 * max(1.5, len(runs))), 1.1 + 0.3 * max(3, most)
     fig, axes = style.new(width, height, columns=len(runs), sharex=True, squeeze=False)
@@ -199,7 +190,7 @@ def dq_order(runs: DqSchedule | Mapping[str, DqSchedule]) -> None:
         names = [f"{program.n}" for program in run.programs]
         ax.set(yticks=[y + 0.5 for y in range(len(names))], yticklabels=names, xlabel="time, in steps")
         ax.tick_params(axis="y", length=0)
-        ax.set_title(f"{title}{': ' * bool(title)}done at {run.total:.3g}", fontsize=10)
+        ax.set_title(f"{title}: done at {run.total:.3g}", fontsize=10)
     axes[0, 0].set_ylabel("program: tile\nof keys" if most < 5 else "program: tile of keys")
     handles = [
         Patch(facecolor=_shade(0.6), label="adds to a tile of queries (its number)"),
@@ -339,8 +330,7 @@ def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
         ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=np.arange(columns) + 0.5, xticklabels=range(columns))
         ax.set(yticks=np.arange(rows) + 0.5, yticklabels=range(rows))
         ax.tick_params(length=0)
-        for side in ax.spines.values():
-            side.set_visible(False)
+        ax.spines[:].set_visible(False)
         ax.set_title(title, fontsize=10)
         ax.set_xlabel(xlabel)
     axes[0, 0].set_ylabel(ylabel)
@@ -374,6 +364,40 @@ def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> Non
         f"{title}: " + ", ".join(f"{name} {kib:.3g}" for name, kib in tiles.items()) for title, tiles in parts.items()
     )
     style.show(fig, alt=f"KiB of shared memory, up to {limit:.0f}. {said}.")
+
+
+def traffic(rows: Sequence[Mapping]) -> None:
+    """Bytes through memory, and time, of the backward kernel by how many heads take turns.
+
+    rows: of `python -m phase5_tuning.bench.counters --turns`. A ring: as the kernel does it.
+    """
+    fig, axes = style.new(9, 3.3, columns=2)
+    kinds = {
+        (32, 1): ("32 heads of keys", dict(color=COLORS["tiled"])),
+        (8, 1): ("8, groups of 4", dict(color=COLORS["bad"], linestyle="--")),
+        (8, 2): ("8, groups in two parts", dict(color=COLORS["good"], linestyle="-.")),
+    }
+    panels = ("dram_bytes", 1e9, "GB read and written in memory"), ("ns", 1e3, "time of the kernel, in µs")
+    said = []
+    for ax, (name, unit, label) in zip(axes, panels, strict=True):
+        for kind, (title, look) in kinds.items():
+            of_kind = [row for row in rows if (row["heads_kv"], row["split"]) == kind]
+            together = [row["together"] for row in of_kind]
+            values = [row["counted"][name] / unit for row in of_kind]
+            ax.plot(together, values, marker="o", markersize=4, label=title, **look)
+            for x, y, row in zip(together, values, of_kind, strict=True):
+                if row["chosen"]:
+                    ax.plot(x, y, "o", markersize=12, fillstyle="none", color=COLORS["ink"])
+            said.append(f"{title}: " + ", ".join(f"{t} {y:.3g}" for t, y in zip(together, values, strict=True)))
+        ax.set_xscale("log", base=2)
+        ax.set(xlabel="heads that take turns", ylabel=label, ylim=(0, None))
+        ax.set_xticks(ticks := sorted({row["together"] for row in rows}), ticks)
+    axes[0].legend(loc="upper left", fontsize=8)
+    style.show(
+        fig,
+        alt="GB through memory, then microseconds of the backward kernel, by how many heads take turns. "
+        f"{'; '.join(said)}.",
+    )
 
 
 def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None:

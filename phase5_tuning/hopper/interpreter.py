@@ -18,6 +18,7 @@ first and last byte, `//` rounds down, and a fence counts only for the thread th
 """
 
 import contextlib
+import functools
 import importlib.util
 import sys
 import tempfile
@@ -170,9 +171,9 @@ class _Tma:
         Load(descriptor, place, barrier, shared)
 
     @staticmethod
-    def async_copy_shared_to_global(descriptor, place, shared):
+    def async_copy_shared_to_global(descriptor, place, shared, adds=False):
         me().wait()
-        machine.Store(descriptor, place, shared, adds=False)
+        machine.Store(descriptor, place, shared, adds)
 
     @staticmethod
     def store_wait(n):
@@ -181,11 +182,6 @@ class _Tma:
         for store in [*me().stores]:
             if store.number <= me().begun - n and store.held is None:
                 store.happen()
-
-
-def _tma_add(descriptor, place, shared):
-    me().wait()
-    machine.Store(descriptor, place, shared, adds=True)
 
 
 def _warpgroup_mma(a, b, total, use_acc=True, is_async=False):
@@ -242,7 +238,7 @@ STAND_INS = [  # (what a kernel's module has, what stands for it here)
     (hopper.warpgroup_mma, _warpgroup_mma),
     (hopper.warpgroup_mma_wait, _warpgroup_mma_wait),
     (hopper.fence_async_shared, _fence_async_shared),
-    (hopper_parts.tma_add, _tma_add),
+    (hopper_parts.tma_add, functools.partial(_Tma.async_copy_shared_to_global, adds=True)),
     (hopper_parts.meet, _meet),
     (hopper_parts.await_count, _await_count),
     (hopper_parts.release_count, _release_count),
@@ -258,9 +254,8 @@ STAND_INS = [  # (what a kernel's module has, what stands for it here)
 class Interpreted:
     """A kernel that runs here: `Interpreted(kernel, seed)[grid](*arguments)`.
 
-    resident: how many programs run at once; they begin in any order. replaced: pairs of a function
-    that the kernel calls and of one that is called instead. Raises Deadlock, Race, Unfenced, or what
-    the kernel raises.
+    resident: how many programs run at once; they begin in any order. replaced: pairs of a function that the kernel
+    calls and of one that is called instead. Raises Deadlock, Race, Unfenced, or what the kernel raises.
     """
 
     def __init__(self, kernel, seed: int = 0, resident: int = 3, replaced: Sequence[tuple] = ()):

@@ -9,10 +9,11 @@ to dQ is modelled in hopper/order.py.
 """
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from phase5_tuning.hopper.order import Deadlock, DqSchedule, dq_schedule
+from phase5_tuning.hopper.order import Deadlock
 
 MULTIPROCESSORS = 132  # of an H100 SXM or H200
 # Clocks in a microsecond: what the clock of an H200 settles at under our forward kernel
@@ -31,21 +32,13 @@ TMA_LATENCY = 0.6
 # Bytes in a microsecond: a share of the L2 cache's. An assumption: 5120 a clock for all
 # multiprocessors, as an A100 has it.
 TMA_BANDWIDTH = 5120 * CLOCK / MULTIPROCESSORS
-# Clocks of a consumer for a tile of 64 x 128 logits, a clock for each instruction of a warp that is
-# neither hidden behind its exponentials nor a product (counted in the machine code of
-# hopper/forward.py's loop): maxima before the exponentials, barriers and addresses on both sides,
-# half of head_dim to rescale acc.
+# Clocks of a consumer for a tile of 64 x 128 logits, a clock for each instruction of a warp that is neither hidden
+# behind its exponentials nor a product (counted in the machine code of hopper/forward.py's loop): maxima before the
+# exponentials, barriers and addresses on both sides, half of head_dim to rescale acc.
 MAXIMA, REST = 68, 40
-# Clocks that a consumer loses in each tile as instructions wait for the results of others: maxima,
-# shuffles, barriers, the last product. An assumption, and the one number that was chosen with an eye
-# on measured speeds.
+# Clocks that a consumer loses in each tile as instructions wait for the results of others: maxima, shuffles, barriers,
+# the last product. An assumption, and the one number that was chosen with an eye on measured speeds.
 LATENCIES = 300
-
-__all__ = [
-    "Barrier", "Consumer", "Deadlock", "DqSchedule", "Interval", "Operation", "Place", "Race", "Ring",
-    "Timeline", "arrive", "dq_schedule", "exponentials", "forward", "load", "own_rings", "plain",
-    "predicted_plain_tflops", "predicted_tflops", "product", "simulate", "wait", "wait_products", "work",
-]  # fmt: skip
 
 ROWS, BLOCK_N, ITEMSIZE = 64, 128, 2  # as in hopper/forward.py
 
@@ -450,7 +443,7 @@ def own_rings(
     q = Barrier("q_full")
     actors = {"producer": _produce_apart(k, v, q, consumers, head_dim, tiles_n)}
     for me in range(consumers):
-        actors[f"consumer {me}"] = _after_queries(q, walk(Consumer(k, v, head_dim), tiles_n))
+        actors[f"consumer {me}"] = itertools.chain([wait(q, 0)], walk(Consumer(k, v, head_dim), tiles_n))
     return actors
 
 
@@ -464,11 +457,6 @@ def _produce_apart(k, v, q, consumers, head_dim, tiles_n):
                 yield load(ring.full[slot], size, f"{name}{j}", [(ring.places[slot], j)])
         if step == 0:
             yield load(q, consumers * ROWS * head_dim * ITEMSIZE, "Q")
-
-
-def _after_queries(q, walk):
-    yield wait(q, 0)
-    yield from walk
 
 
 def plain(head_dim: int, programs: int = 2, stages: int = 2, tiles_n: int = 8) -> dict[str, Iterator[Operation]]:

@@ -1,13 +1,46 @@
-"""A model of the order in which programs of hopper/backward.py add to dQ, in plain Python.
+"""The order in which programs of hopper/backward.py begin and add to dQ: a call's choice, and a model in plain Python.
 
 A program owns a tile of keys, walks over the tiles of queries that see it, and adds a part to the dQ of each. The order
 of those additions is fixed; so a program may have to wait for others. The model says how long, and whether everybody
-gets done.
+gets done. `split_group` and `turns` choose an order in which what programs use at once stays in the cache.
 """
 
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+MOST_TOGETHER = 16
+CACHED = 50 * 2**20 // 3  # bytes of Q, dO and the sum of dQ in use at once: a third of an H100's L2
+
+
+def split_group(group: int, row_bytes: int, is_causal: bool, programs: int, block_n: int = 128) -> int:
+    """Into how many parts a group of heads is split. Each part has programs of its own, which make a dK and a dV.
+
+    row_bytes: of a query in Q, dO and the sum of dQ. programs: how many run at once.
+
+    Under a causal mask a program's walk is one tile of keys shorter than its neighbour's. Both begin at the last
+    queries, and the shorter one is ahead by another tile in each further head of the part: by (heads - 1) / 2 tiles on
+    average. So many rows, for all programs, have to stay in the cache between a program and its neighbour.
+    """
+    if not is_causal:
+        return 1
+    most = 1 + 2 * CACHED // (programs * block_n * row_bytes)  # heads in a part
+    return min(split for split in range(1, group + 1) if group % split == 0 and group // split <= most)
+
+
+def turns(heads: int, group: int, head_bytes: int, tiles_n: int, is_causal: bool, programs: int) -> int:
+    """How many heads of keys take turns.
+
+    heads: batch x heads_kv, a head once for each part of its group. group: heads of queries in a part. head_bytes: of a
+    head in Q, dO and the sum of dQ.
+
+    Twice as many as the programs that run at once would fill. Under a causal mask those of a head are at different
+    queries, and all of its queries are in use: no more heads than fit into the cache, or than the programs fill.
+    """
+    filled, together = programs // tiles_n, 2 * programs // tiles_n
+    if is_causal:
+        together = filled if group > 1 else min(together, max(2, CACHED // head_bytes))
+    return max(1, min(together, MOST_TOGETHER, heads))
 
 
 class Deadlock(RuntimeError):
@@ -19,11 +52,12 @@ def first_m(n: int, block_m: int, block_n: int, is_causal: bool) -> int:
     return n * block_n // block_m if is_causal else 0
 
 
-def walk(n: int, tiles_m: int, block_m: int, block_n: int, is_causal: bool, toward: int = 1) -> range:
-    """The tiles of queries that see key tile n, in the order of the kernel's `Work.tile_m`. toward: 1 from the first to
-    the last, -1 from the last to the first.
+def walk(n: int, tiles_m: int, block_m: int, block_n: int, is_causal: bool, toward: int = 1, group: int = 1) -> range:
+    """The tiles of queries that see key tile n, in the order of the kernel's `Work.tile_m`: from the first to the last,
+    or, under a causal mask with toward -1 or with groups, from the last to the first.
     """
-    return range(first_m(n, block_m, block_n, is_causal), tiles_m)[::toward]
+    back = is_causal and (toward < 0 or group > 1)
+    return range(first_m(n, block_m, block_n, is_causal), tiles_m)[:: -1 if back else 1]
 
 
 def order(m: int, n: int, tiles_n: int, block_m: int, block_n: int, is_causal: bool, toward: int = 1) -> int:
@@ -35,7 +69,7 @@ def order(m: int, n: int, tiles_n: int, block_m: int, block_n: int, is_causal: b
 
 
 def take_tile(ticket: int, tiles_n: int, heads: int, together: int, is_causal: bool) -> tuple[int, int, int]:
-    """(key tile, head, which way it walks) of a ticket, as the kernel's `_take_tile`."""
+    """(key tile, head, toward) of a ticket, as the kernel's `_take_tile`."""
     first = ticket // (tiles_n * together) * together
     taking_turns = min(together, heads - first)
     within = ticket - first * tiles_n
@@ -53,7 +87,7 @@ class Program:
     slot: int
     n: int  # its tile of keys
     head: int  # of keys
-    toward: int  # 1 if it walks to later queries, -1 to earlier ones
+    toward: int  # causal: 1 if later keys of its head come before it, -1 if earlier ones
     start: float
     finish: float = 0.0
     waited: float = 0.0  # how much later than if it had been alone
@@ -103,15 +137,15 @@ def dq_schedule(
     left and all of them wait.
     """
     blocks = block_m, block_n, is_causal
-    rules = _rules(take_tile, walk, order, tiles_m, tiles_n, blocks, heads, together)
+    rules = _rules(take_tile, walk, order, tiles_m, tiles_n, blocks, heads, group, together)
     return _Run(tiles_n * heads, slots, hop, step, group, writers, late, rules).run()
 
 
-def _rules(own_take, own_walk, own_order, tiles_m, tiles_n, blocks, heads, together):
+def _rules(own_take, own_walk, own_order, tiles_m, tiles_n, blocks, heads, group, together):
     """Those that are given, else the kernel's."""
     return {
         "take": own_take or (lambda ticket: take_tile(ticket, tiles_n, heads, together, blocks[-1])),
-        "walk": own_walk or (lambda n, toward: walk(n, tiles_m, *blocks, toward)),
+        "walk": own_walk or (lambda n, toward: walk(n, tiles_m, *blocks, toward, group)),
         "order": own_order or (lambda m, n, toward: order(m, n, tiles_n, *blocks, toward)),
     }
 

@@ -42,7 +42,6 @@ def turns(sources: Sequence[Sequence[int]]) -> None:
             ax.text(rank, step, f"K, V of rank {source}", **CENTER, fontsize=9, bbox=box)
     ax.set(xlim=(-0.6, len(sources[0]) - 0.4), ylim=(len(sources) - 0.5, -0.5))
     ax.set(xlabel="rank", ylabel="step", xticks=range(len(sources[0])), yticks=range(len(sources)))
-    ax.grid(False)
     said = "; ".join(f"step {i}: {list(row)}" for i, row in enumerate(sources))
     style.show(fig, alt=f"Whose keys the ranks hold, in the order of the ranks. {said}.")
 
@@ -56,7 +55,6 @@ def triangles(owners: Mapping[str, Sequence[int]]) -> None:
             ax.text(i + 0.7, i, f"rank {rank}", va="center", fontsize=8)
         ax.set(title=title, xlabel="chunks of keys that are seen", ylabel="chunk of queries")
         ax.set(xlim=(0, len(of) + 1.4), ylim=(len(of) - 0.4, -0.6))
-        ax.grid(False)
     said = "; ".join(f"{title}: chunks belong to ranks {list(of)}" for title, of in owners.items())
     style.show(fig, alt=f"Bars that grow with the number of a chunk, shaded by rank. {said}.")
 
@@ -73,7 +71,6 @@ def meetings(owner: Sequence[int], ranks: int) -> None:
     ax.set(xlim=(-0.5, len(owner) + 1), ylim=(len(owner) - 0.5, -0.5))
     ax.set(xlabel="chunk of keys", ylabel="chunk of queries")
     ax.set(xticks=range(len(owner)), yticks=range(len(owner)))
-    ax.grid(False)
     by_rank = [
         [sum((rank - owner[j]) % ranks == step for i, r in enumerate(owner) if r == rank for j in range(i))
          + (step == 0) for step in range(ranks)] for rank in range(ranks)
@@ -102,7 +99,6 @@ def three_ways(ranks: int) -> None:
             style.box(ax, head - 0.5, row - 0.5, said, **look)
         ax.set(title=title, xlim=(-0.6, ranks - 0.4), ylim=(ranks - 0.4, -0.6), xlabel="head")
         ax.set(xticks=everybody, yticks=everybody)
-        ax.grid(False)
     axes[0].set(ylabel="rows of rank")
     style.show(
         fig,
@@ -134,7 +130,6 @@ def lanes(cases: Mapping[str, tuple[int, float, float]]) -> None:
                 _bar(ax, at, moving, 0, **KEYS)
             at += max(products, moving)
         ax.set(title=title, yticks=[0.5, 1.5], yticklabels=["transfer", "products of step"], ylim=(0, 2))
-        ax.grid(False)
         ax.set(xlabel="time (products of a step on the left = 1)")
         took = f"{at:g} units of time, of which products {steps * products:g}"
         said.append(f"{title}: {steps} steps, {took}")
@@ -184,7 +179,6 @@ def homeward(ranks: int, kv: float, sums: float) -> None:
         ax.axvline(end, color=COLORS["ink"], lw=1, ls=":")
         ax.set(title=title, xlabel="time (products of a step = 1)", ylim=(0, 3))
         ax.set(yticks=[0.5, 1.5, 2.5], yticklabels=["sums of dK, dV", "K, V", "products"])
-        ax.grid(False)
         said.append(f"{title}: {moves} moves of sums, all is done after {end:g}")
     style.show(
         fig, alt=f"Three lanes of a rank, of {ranks}: products, moves of K and V, moves of sums. {'; '.join(said)}."

@@ -19,10 +19,10 @@ Notebook: phase5_tuning/tuning.ipynb, section 5.2, "Exercise 5.4: Fold log2(e) i
 
 import math
 
-from common import runtime, validate
+from common import validate
 from phase2_tiling.tiling import head_base, load_tile, store_tile
+from phase3_forward.given import launch
 
-import torch
 import triton
 import triton.language as tl
 
@@ -95,44 +95,7 @@ def attention(q, k, v, is_causal=False, scale=None):
     scale = validate.check_qkv(q, k, v, scale, is_causal)
     if not scale > 0:
         raise ValueError(f"scale: expected a positive number, got {scale}")
-    batch, heads, seq_q, head_dim = q.shape
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if lse.numel() == 0:
-        return o, lse
-    tiles = runtime.tile_sizes(head_dim, q.dtype)
-    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
     # your code: the scale for the kernel
     scale *= LOG2E.value
     # end of your code
-    with runtime.on_device_of(q):
-        _attention_base2_kernel[(triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads,)](
-            q, k, v, out, lse, q.stride(), k.stride(), v.stride(), out.stride(), heads, seq_q, k.shape[2], scale,
-            HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)), IS_CAUSAL=is_causal, **tiles,
-        )  # fmt: skip
-    return out.to(o.dtype), lse
-
-
-# --- to try them on ------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _step_kernel(m_ptr, l_ptr, s_ptr, alpha_ptr, p_ptr, lse_ptr, scale, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """One step on one tile. Grid: (1,)."""
-    offs_m = tl.arange(0, BLOCK_M)
-    offs = offs_m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    s = tl.load(s_ptr + offs)
-    m_i, l_i, alpha, p = step_base2(tl.load(m_ptr + offs_m), tl.load(l_ptr + offs_m), s, scale)
-    tl.store(m_ptr + offs_m, m_i)
-    tl.store(l_ptr + offs_m, l_i)
-    tl.store(alpha_ptr + offs_m, alpha)
-    tl.store(p_ptr + offs, p)
-    tl.store(lse_ptr + offs_m, lse_base2(m_i, l_i))
-
-
-def step(m, l, s, scale):
-    """(m, l, alpha, p, lse) after a step: m, l (rows,), s (rows, cols), fp32, contiguous, both sizes powers of two."""
-    m, l, alpha, lse, p = m.clone(), l.clone(), torch.empty_like(m), torch.empty_like(m), torch.empty_like(s)
-    with runtime.on_device_of(s):
-        _step_kernel[(1,)](m, l, s, alpha, p, lse, scale, BLOCK_M=s.shape[0], BLOCK_N=s.shape[1])
-    return m, l, alpha, p, lse
+    return launch(_attention_base2_kernel, q, k, v, *q.shape[1:3], k.shape[2], scale, IS_CAUSAL=is_causal)

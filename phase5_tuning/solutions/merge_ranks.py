@@ -21,9 +21,7 @@ Notebook: phase5_tuning/context_parallel.ipynb, section 2.1.
 import torch
 
 
-def merge_ranks(
-    o: torch.Tensor, lse: torch.Tensor, o_part: torch.Tensor, lse_part: torch.Tensor
-) -> None:
+def merge_ranks(o: torch.Tensor, lse: torch.Tensor, o_part: torch.Tensor, lse_part: torch.Tensor) -> None:
     """Merge the part into o and lse."""
     # your code: change o and lse, return nothing
     both = torch.logaddexp(lse, lse_part)

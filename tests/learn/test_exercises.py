@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import common
@@ -378,6 +379,36 @@ def test_whatever_an_answer_does_ends_in_a_verdict(line, kind, words, learner):
     assert verdict.kind == kind, verdict
     assert words in verdict.message
     assert not Progress.load().passed
+
+
+CRASHED = "Python was ended by SIGSEGV in the middle of the check{on}, at line 4, in attention: "
+
+
+@pytest.mark.parametrize(
+    ("end", "case", "said"),
+    [
+        ("os.kill(os.getpid(), 11)", "q (2, 3), float16", CRASHED.format(on=", on q (2, 3), float16")),
+        ("os.kill(os.getpid(), 11)", "", CRASHED.format(on="")),
+        ("pass", "q (2, 3), float16", "no result after 1 s, on q (2, 3), float16: is there a loop that never ends?"),
+    ],
+    ids=["dies", "dies elsewhere", "never ends"],
+)
+def test_the_inputs_of_an_answer_that_does_not_return_are_said(end, case, said, tmp_path, monkeypatch):
+    """A check may note what it gives to the answer, and that the answer has returned."""
+    checks = tmp_path / "judging" / "checks"
+    checks.mkdir(parents=True)
+    (checks / "noting.py").write_text(
+        "from common.verify.isolated import note\n"
+        "def check(answer):\n"
+        "    for case in ('q (1, 3), float16', 'q (2, 3), float16', ''):\n"
+        "        note(case)\n"
+        "        answer.attention(case)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    path = tmp_path / "answer.py"
+    path.write_text(f"import os\ndef attention(case):\n    while case == {case!r}:\n        {end}\n")
+    exercise = SimpleNamespace(phase=SimpleNamespace(folder="judging"), name="noting", path=path)
+    assert runner._in_child(exercise, 1, interpret=True)["message"].startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,28 @@ def test_a_kernel_from_a_cell_and_one_that_the_compiler_refuses(monkeypatch):
     assert bad.error.splitlines()[-1] in str(bad)
 
 
+WALK = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def _cell_kernel(x_ptr, y_ptr, SLICE: tl.constexpr):
+    tile, n = tl.make_block_ptr(x_ptr, (64,), (1,), (0,), (16,), (0,)), 0
+    while n < 64:
+        tl.store(y_ptr + n + tl.arange(0, 16), tl.load(tile))
+        tile, n = tl.advance(tile, (16,)), n + 16
+"""
+
+
+def test_why_a_pass_refuses_a_program_is_said_without_the_program(monkeypatch):
+    launch = dataclasses.replace(cell_launch(monkeypatch, False), source=WALK)
+    (refused,) = compile_launches([launch], ["sm_90"])
+    first, *_, last = refused.error.splitlines()
+    assert "inside a `scf::ForOp`" in first
+    assert last == "RuntimeError: PassManager::run failed"
+    assert "tt.func" not in refused.error
+
+
 def test_several_children_return_in_the_order_of_the_launches():
     made = [offline.RecordedLaunch("m", name, None, {}, [], [], {}) for name in "abc"]
     compiled = mock.patch.object(

@@ -212,7 +212,7 @@ def test_a_folder_that_nobody_may_write_is_one_line(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(export.Path, "write_text", refuse)
+    monkeypatch.setattr(export.Path, "write_bytes", refuse)
     with pytest.raises(SystemExit, match=r"a\.py cannot be written: Permission denied$"):
         export.main([str(tmp_path / "a.py")])
 

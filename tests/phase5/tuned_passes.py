@@ -1,7 +1,5 @@
 """What the tests of phase 5 share: its passes as `verify_results` calls them, and their inputs."""
 
-import functools
-
 from common import make_qkv, runtime, verify_results
 from common.verify.inputs import make_tensor
 from phase5_tuning import cases
@@ -43,7 +41,7 @@ def verify(fn, q, k, v, do=None, **options):
 def in_tiles(block_m, block_n):
     """Attention as verify_results calls it, in tiles of block_m queries and block_n keys."""
     config = configs.Config(block_m, block_n, num_warps=4, num_stages=1)
-    return functools.partial(cases.with_tiles, dict.fromkeys(KERNELS, config))
+    return cases.with_tiles(dict.fromkeys(KERNELS, config))
 
 
 def backward(q, k, v, do, is_causal=False, dlse=None, **options):

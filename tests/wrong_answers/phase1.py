@@ -279,7 +279,11 @@ WRONG = {
         ),
         Wrong("no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf subtracted from -inf"),
         Wrong("0 divided by 0", {"norm = tl.where(l == 0.0, 1.0, l)": "norm = l"}, "is NaN"),
-        Wrong("the store is not masked", {", mask=offs_d < head_dim)": ")"}, "stored outside of the results"),
+        Wrong(
+            "the store is not masked",
+            {", mask=offs_d < head_dim)": ")"},
+            "something was stored outside of o: 8 behind it",
+        ),
         Wrong(
             "a load is not masked",
             {"s_ptrs, mask=offs_n < n, other=": "s_ptrs, mask=offs_n < n + 1, other="},
@@ -304,7 +308,7 @@ WRONG = {
             {"acc = alpha * acc": "acc = (alpha * acc).to(o_ptr.dtype.element_ty).to(tl.float32)"},
             "more than once: is everything",
         ),
-        Wrong("half of the rows", {"_kernel[(rows,)]": "_kernel[((rows + 1) // 2,)]"}, "does every row have a program"),
+        Wrong("half of the rows", {"_kernel[(rows,)]": "_kernel[((rows + 1) // 2,)]"}, "has every row a program"),
         Wrong("returned in fp32", {"return o.to(dtype), lse": "return o.float(), lse"}, "must be torch.float16"),
         Wrong(
             "two passes",

@@ -67,7 +67,7 @@ WRONG = {
         Wrong(
             "v is not masked",
             {"stride_v, offs_n, offs_d, seq_k,": "stride_v, offs_n, offs_d, start_n + BLOCK_N,"},
-            "0 * inf is NaN",
+            "right where zeros lie around v, and wrong where NaN does",
         ),
         Wrong(
             "k is not masked",
@@ -79,6 +79,20 @@ WRONG = {
         Wrong("steps of BLOCK_M", {"0, seq_k, BLOCK_N": "0, seq_k, BLOCK_M"}, "the loop goes by BLOCK_N"),
         Wrong(
             "BLOCK_M keys", {"start_n + tl.arange(0, BLOCK_N)": "start_n + tl.arange(0, BLOCK_M)"}, "has BLOCK_M keys"
+        ),
+        Wrong(
+            "p is divided by l in every turn", {"p.to(v.dtype), v, ": "(p / l_i[:, None]).to(v.dtype), v, "}, "o   FAIL"
+        ),
+        Wrong(
+            "the last query is never stored",
+            {"offs_m, offs_d, seq_q, HEAD_DIM, o": "offs_m, offs_d, seq_q - 1, HEAD_DIM, o"},
+            "o: 16 of 800 elements were never stored, o[49, 0] first",
+        ),
+        Wrong(
+            "all strides ignored",
+            {f"({x}_ptr, stride_{x},": f"({x}_ptr, (HEAD_DIM, 1)," for x in "qkv"},
+            "q, k and v are read as if contiguous",
+            at_once=True,
         ),
         Wrong("a sentinel of -1e4", {'s, float("-inf"))': "s, -1e4)"}, "Only -inf will do"),
         Wrong("a sentinel of -1e6", {'s, float("-inf"))': "s, -1e6)"}, "Only -inf will do"),
@@ -160,7 +174,7 @@ WRONG = {
         Wrong(
             "a grid of keys",
             {'triton.cdiv(q.shape[0], tiles["BLOCK_M"])': 'triton.cdiv(k.shape[0], tiles["BLOCK_M"])'},
-            "a program for each tile of queries",
+            "has every row a program",
         ),
         Wrong(
             "the bias after the step",
@@ -199,7 +213,7 @@ WRONG = {
         Wrong(
             "a grid of one program",
             {'grid = (triton.cdiv(q.shape[0], tiles["BLOCK_M"]),)': "grid = (1,)"},
-            "a program for each tile of queries",
+            "has every row a program",
         ),
         Wrong(
             "a copy of the bias",
@@ -229,7 +243,7 @@ WRONG = {
         Wrong(
             "break",
             {"        k = load_tile(": "        if start_n >= seq_k:\n            break\n        k = load_tile("},
-            "the compiler refuses it",
+            "the compiler refuses the launch for q, k, v",
         ),
         Wrong(
             "no queries, no columns", {"        return o\n": "        return o[:, :8]\n"}, "wrong shape for seq_q = 0"

@@ -2,6 +2,42 @@
 
 from wrong_answers import Wrong
 
+
+def _hidden(masked):
+    """The causal mask of the whole forward kernel as an expression of s and of seen, whether a key is visible."""
+    return {
+        "from phase2_tiling": "from phase1_softmax.online_softmax import online_softmax_step\nfrom phase2_tiling",
+        "        visible = (offs_n < seq_k)[None, :]\n": (
+            "        seen = (offs_n < seq_k)[None, :]\n"
+            '        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale\n'
+        ),
+        "visible = visible & (offs_m": "seen = seen & (offs_m",
+        "m_i, l_i, acc = attention_tile_step(m_i, l_i, acc, q, k, v, scale, visible)": (
+            f's = tl.where((offs_n < seq_k)[None, :], {masked}, float("-inf"))\n'
+            "        m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)\n"
+            '        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")'
+        ),
+    }
+
+
+_BLOCK_POINTERS = {
+    "    for start_n in range(0, end_n, BLOCK_N):\n": "".join(
+        f"    {x}_tile = tl.make_block_ptr({x}_head, (seq_k, HEAD_DIM), (stride_{x}[2], stride_{x}[3]), (0, 0), "
+        "(BLOCK_N, BLOCK_D), (1, 0))\n"
+        for x in "kv"
+    )
+    + "    start_n = 0\n    while start_n < end_n:\n",
+    "scale, visible)": "scale, visible)\n        start_n += BLOCK_N\n"
+    "        k_tile, v_tile = tl.advance(k_tile, (BLOCK_N, 0)), tl.advance(v_tile, (BLOCK_N, 0))",
+    **{
+        f"load_tile({x}_head, stride_{x}, offs_n, offs_d, seq_k, HEAD_DIM)": (
+            f'tl.load({x}_tile, boundary_check=(0, 1), padding_option="zero")'
+        )
+        for x in "kv"
+    },
+}
+
+
 WRONG = {
     "grouped_heads": [
         Wrong("by modulo", {"h // group": "h % (heads_q // group)"}, "query head 1 reads k of key head 1; it should"),
@@ -235,11 +271,15 @@ WRONG = {
             {"seq_q, HEAD_DIM, o)": "(pid_m + 1) * BLOCK_M, BLOCK_D, o)"},
             "outside of o",
         ),
-        Wrong("the store of lse is not masked", {"lse, mask=offs_m < seq_q": "lse"}, "outside of lse: is its store"),
+        Wrong(
+            "the store of lse is not masked",
+            {"lse, mask=offs_m < seq_q": "lse"},
+            "outside of lse: 58 behind it: is its store",
+        ),
         Wrong(
             "padding columns are stored",
             {"seq_q, HEAD_DIM, o)": "seq_q, BLOCK_D, o)"},
-            "outside of o: is its store masked",
+            "outside of o: 24 behind it: is its store masked",
         ),
         Wrong(
             "rows are contiguous",
@@ -407,7 +447,7 @@ WRONG = {
         Wrong(
             "padded columns stored",
             {"seq_q, HEAD_DIM, acc": "seq_q, BLOCK_D, acc"},
-            "something was stored outside of o",
+            "o   FAIL  fn stored outside of it: 24 behind it",
         ),
         Wrong("o with q's strides", {"out.stride(),": "q.stride(),"}, "heads in other places"),
         Wrong(
@@ -433,7 +473,7 @@ WRONG = {
         Wrong(
             "tiles of 8 columns",
             {"max(16, triton.next_power_of_2(head_dim))": "triton.next_power_of_2(head_dim)"},
-            "the compiler refuses it",
+            "the compiler refuses the launch for q, k, v",
         ),
         Wrong(
             "scale or",
@@ -445,13 +485,51 @@ WRONG = {
             {"* batch * heads_q,)\n    with": "* batch * heads_q + 1,)\n    with"},
             "stored outside",
         ),
-        Wrong("bf16 as it is", {"runtime.to_kernel_dtype(q, k, v, o)": "(q, k, v, o)"}, "bf16"),
+        Wrong(
+            "bf16 as it is",
+            {"runtime.to_kernel_dtype(q, k, v, o)": "(q, k, v, o)"},
+            "convert before the launch",
+            kind="error",
+        ),
         Wrong(
             "o as q lies",
             {"o = torch.empty(q.shape, dtype=q.dtype, device=q.device)": "o = torch.empty_like(q)"},
             "contiguous",
         ),
-        Wrong("no lse mask", {", mask=offs_m < seq_q)": ")"}, "something was stored outside of lse"),
+        Wrong("no lse mask", {", mask=offs_m < seq_q)": ")"}, "lse FAIL  fn stored outside of it: 14 behind it"),
+        Wrong(
+            "rows that are never stored", {"triton.cdiv(seq_q, tiles": "(seq_q // tiles"}, "elements were never stored"
+        ),
+        Wrong(
+            "all strides ignored",
+            {
+                old: new
+                for x, head, seq in (("q", "head", "seq_q"), *((x, "head // group", "seq_k") for x in "kv"))
+                for old, new in (
+                    (f"head_base({x}_ptr, stride_{x}, {head}, ", f"contiguous({x}_ptr, {head}, {seq} * HEAD_DIM, "),
+                    (f"({x}_head, stride_{x}, ", f"({x}_head, (0, 0, HEAD_DIM, 1), "),
+                )
+            }
+            | {
+                "# your code: the kernel": (
+                    "@triton.jit\ndef contiguous(base_ptr, head, size, heads):\n    return base_ptr + head * size\n\n\n"
+                )
+            },
+            "q, k and v are read as if contiguous",
+        ),
+        Wrong(
+            "-1e6 is added to hidden keys",
+            _hidden("s + tl.where(seen, 0.0, -1e6)"),
+            "logits in the millions",
+            at_once=True,
+        ),
+        Wrong("-1e6 in place of hidden logits", _hidden("tl.where(seen, s, -1e6)"), "hidden keys keep some weight"),
+        Wrong("-1e9 in place of hidden logits", _hidden("tl.where(seen, s, -1e9)"), "logits in the billions"),
+        Wrong(
+            "block pointers through while",
+            _BLOCK_POINTERS,
+            "torch.float16, on sm_90:\nCurrently we only support tensor pointer usages inside a `scf::ForOp`",
+        ),
         Wrong(
             "queries past the end are loaded",
             {"offs_d, seq_q, HEAD_DIM)  #": "offs_d, tiles_m * BLOCK_M, HEAD_DIM)  #"},

@@ -2,6 +2,18 @@
 
 from wrong_answers import Wrong
 
+
+def _recomputed(k="k", scale="scale", lse="lse", exp="tl.exp"):
+    """recompute_tile written out in the loop of dQ, with one of its parts changed."""
+    return {
+        "_, ds = recompute_tile(q, k, v, do, lse, delta, scale, visible)": (
+            f's = tl.dot(q, tl.trans({k}), input_precision="ieee") * ({scale})\n'
+            f'        p = {exp}(tl.where(visible, s - ({lse})[:, None], float("-inf")))\n'
+            '        ds = p * (tl.dot(do, tl.trans(v), input_precision="ieee") - delta[:, None])'
+        )
+    }
+
+
 WRONG = {
     "softmax_jacobian": [
         Wrong("the diagonal alone", {" - p[..., :, None] * p[..., None, :]": ""}, "the products are missing"),
@@ -121,6 +133,26 @@ WRONG = {
         ),
     ],
     "dq_loop": [
+        Wrong("k * scale is rounded", _recomputed(k="(k * scale).to(k.dtype)", scale="1.0"), "k * scale", at_once=True),
+        Wrong(
+            "the LSE is rounded",
+            _recomputed(lse="lse.to(q.dtype).to(tl.float32)"),
+            "the LSE rounded to float16",
+            at_once=True,
+        ),
+        Wrong(
+            "exp2 with the natural LSE", _recomputed(exp="tl.exp2", scale="scale * 1.44269504"), "less the natural LSE"
+        ),
+        Wrong(
+            "start_n twice",
+            {f"({x}_head, stride_{x}, offs_n": f"({x}_head, stride_{x}, start_n + offs_n" for x in "kv"},
+            "read at twice their tile's start",
+        ),
+        Wrong(
+            "dq is stored in part",
+            {"offs_m, offs_d, seq_q, HEAD_DIM, dq": "offs_m, offs_d, seq_q - 1, HEAD_DIM, dq"},
+            "32 of 1600 elements were never stored, dq[0, 0, 49, 0] first",
+        ),
         Wrong("a product in TF32", {'k, dq, input_precision="ieee"': "k, dq"}, "the 10 bits of TF32"),
         Wrong(
             "k is converted up",

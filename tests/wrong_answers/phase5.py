@@ -203,7 +203,7 @@ WRONG = {
         ),
         Wrong(
             "its own scale",
-            {"scale *= LOG2E.value": "scale = LOG2E.value / math.sqrt(head_dim)"},
+            {"scale *= LOG2E.value": "scale = LOG2E.value / math.sqrt(q.shape[3])"},
             "the argument `scale` is ignored",
         ),
         Wrong("l not rescaled", {"alpha * l_i + tl.sum": "l_i + tl.sum"}, "not rescaled by alpha"),

@@ -2,7 +2,8 @@
 
 Loads an answer, gives it to FOLDER/checks/EXERCISE.py, and writes one JSON object to the file VERDICT: kind, message,
 whether there is a GPU, and launches of the answer's kernels for the compiler to look at. Where Python crashes, or the
-answer has no end after LIMIT seconds, the process ends and its stack goes to VERDICT.stack.
+answer has no end after LIMIT seconds, the process ends and its stack goes to VERDICT.stack. What a function of the
+answer is given is in VERDICT.note while verify_results calls it.
 """
 
 import bdb
@@ -18,7 +19,7 @@ from types import ModuleType
 from common.arguments import arguments
 from common.learn.check import answer, errors
 from common.learn.check.require import Rejected
-from common.verify import VerificationError
+from common.verify import VerificationError, isolated
 
 import torch
 
@@ -61,6 +62,7 @@ def _no_debugger(*_, **__):
 def main(folder: str, name: str, path: str, verdict: str, limit: str) -> int:
     stack = open(f"{verdict}.stack", "w")  # noqa: SIM115 - open until the process ends
     faulthandler.enable(stack)
+    isolated.noted(Path(f"{verdict}.note"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that cannot show a letter shows "?"
     sys.stdout, sys.stderr = Capped(sys.stdout), Capped(sys.stderr)

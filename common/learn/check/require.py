@@ -8,10 +8,9 @@ import ast
 import contextlib
 import functools
 import inspect
-import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from unittest import mock
 
@@ -19,6 +18,7 @@ from common import runtime
 from common.learn.check import errors
 from common.measure import traffic
 from common.verify import VerificationError, guard, verify_results
+from common.verify.harness import NEVER_STORED, STORED_OUTSIDE
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -57,6 +57,7 @@ def require(
     *,
     mistakes: Mapping[str, torch.Tensor] | None = None,
     signs: Mapping[str, bool] | None = None,
+    verify: Callable[[], object] = lambda: None,
     rtol: float = 1e-4,
     atol: float = 1e-4,
 ) -> None:
@@ -65,6 +66,7 @@ def require(
     mistakes  sentence: the result of a well-known mistake. The sentence is the message where `actual` is far
               nearer to that result than to `right`.
     signs     sentence: whether `actual` shows this sign; asked where no mistake is recognized
+    verify    called where none of these explains it: rejects with the hint of verify_results
     """
     if not isinstance(actual, torch.Tensor):
         reject(f"{what}: expected a tensor, got {type(actual).__name__}")
@@ -80,6 +82,7 @@ def require(
     sentence = sentence or _related(actual, right)
     if sentence:
         reject(f"{what}: {sentence}")
+    verify()
     index = tuple((~close).nonzero()[0].tolist())
     got, wanted = actual[index].item(), right[index].item()
     digits = next((d for d in (6, 9, 17) if f"{got:.{d}g}" != f"{wanted:.{d}g}"), 17)
@@ -259,37 +262,50 @@ def misread(x: torch.Tensor, like: torch.Tensor) -> dict[str, torch.Tensor]:
     return {where: x.as_strided(x.shape, stride) for where, stride in strides.items()}
 
 
-def guarded(
-    fn: Callable,
-    ask: Callable[[list[str], list[str]], str] = lambda unwritten, outside: (
-        "is every store masked, and does its pointer stand at this head?"
-    ),
-) -> Callable:
-    """`fn` with its results o and lse guarded: rejects stores beside them and elements that are never stored.
+def _of_stores(unwritten: list[str], outside: list[str]) -> str:
+    return STORED_OUTSIDE if outside else NEVER_STORED
 
-    ask(unwritten, outside) returns the question that ends the message; both are lists of "o" and "lse".
-    """
+
+def guarded(fn: Callable, ask: Callable = _of_stores, names: Iterable[str] = ("o", "lse")) -> Callable:
+    """`fn`, which returns results of these names, under `require_stored`."""
 
     def call(*args, **options):
-        with guard.watched() as results:
+        with guard.watched() as allocated:
             returned = fn(*args, **options)
-        problems, unwritten, outside = [], [], []
-        for name, result in zip(itertools.cycle(("o", "lse")), results):
-            missing = guard.never_stored(result.tensor)
-            # In a dtype that kernels do not compute in, a result is a copy, stored as a whole.
-            if missing.any() and result.tensor.dtype not in runtime.KERNEL_DTYPE:
-                unwritten.append(name)
-                first = ", ".join(map(str, missing.nonzero()[0].tolist()))
-                count = f"{int(missing.sum())} of {missing.numel()} elements"
-                problems.append(f"{name}: {count} were never stored, {name}[{first}] first")
-            if result.stored_outside:
-                outside.append(name)
-                problems.append(f"something was stored outside of {name}")
-        if problems:
-            reject(f"{'; '.join(problems)}: {ask(unwritten, outside)}")
+        results = returned if isinstance(returned, tuple | list) else (returned,)
+        require_stored(dict(zip(names, results, strict=False)), allocated, ask)
         return returned
 
     return call
+
+
+def require_stored(
+    results: Mapping[str, object], allocated: list[guard.Result], ask: Callable = _of_stores, what: str = ""
+) -> None:
+    """Reject elements of results that are never stored, and stores beside what was allocated in guard.watched.
+
+    ask(unwritten, outside) returns the question that ends the message; both are lists of names.
+    """
+    problems, unwritten, outside = [], [], []
+    for name, t in results.items():
+        missing = guard.never_stored(t) if isinstance(t, torch.Tensor) else torch.zeros(0, dtype=torch.bool)
+        if missing.any():
+            unwritten.append(name)
+            first = ", ".join(map(str, missing.nonzero()[0].tolist()))
+            count = f"{int(missing.sum())} of {missing.numel()} elements"
+            problems.append(f"{name}: {count} were never stored, {name}[{first}] first")
+    for memory in (memory for memory in allocated if memory.stored_outside):
+        unnamed = f"a tensor of shape {tuple(memory.tensor.shape)}"
+        outside.append(next((name for name, t in results.items() if memory.holds(t)), unnamed))
+        problems.append(f"something was stored outside of {outside[-1]}: {memory.where_outside()}")
+    if problems:
+        reject(f"{what and f'{what}: '}{'; '.join(problems)}: {ask(unwritten, outside)}")
+
+
+def reject_refused(what: str, error: str) -> None:
+    """Reject a launch that the compiler refuses, in the compiler's own words: the last of them."""
+    lines = [line[:300] for line in error.strip().splitlines()]
+    reject("\n".join([f"right when interpreted, but the compiler refuses {what}:", *lines[-12:]]))
 
 
 @contextlib.contextmanager

@@ -120,14 +120,16 @@ def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
 
 
 def _without_verdict(path: Path, report: Path, code: int | None, limit: float) -> dict:
-    """How the process ended, and at which line of the answer."""
-    stack = report.with_name(f"{report.name}.stack")
+    """How the process ended, on which inputs, and at which line of the answer."""
+    stack, note = (report.with_name(f"{report.name}.{name}") for name in ("stack", "note"))
     where = _innermost_line(path, stack)
+    case = note.read_text() if note.exists() else ""
+    on = f", on {case}" if case else ""
     if code is None or (stack.exists() and stack.read_text(errors="replace").startswith("Timeout")):
-        message = f"no result after {limit:.0f} s: is there a loop that never ends?"
+        message = f"no result after {limit:.0f} s{on}: is there a loop that never ends?"
         return dict(kind="timeout", message=f"{message} It was at {where}" if where else message)
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    message = f"Python {how} in the middle of the check{where and ', at '}{where}"
+    message = f"Python {how} in the middle of the check{on}{where and ', at '}{where}"
     if -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
         message += "\nA load or store left all memory: is it masked, and is its offset that of this tensor?"
     return dict(kind="crashed", message=message)

@@ -1,7 +1,7 @@
 """FlashAttention, forward and backward, in plain PyTorch, with every decision of a kernel as data.
 
 Each decision is one field of `Steps`; the defaults are right. Each of `mistakes` replaces one, which makes a wrong
-kernel that the harness must reject. `diagnose` does the same in fp64 to recognize the mistake in a result.
+kernel that the harness must reject. `hypotheses` does the same to recognize the mistake in a result.
 
 The textbook version, to read and to debug against, is `reference.tiled_attention`. Beside it this one pads the last
 tiles as kernels do (a mask can be forgotten only where there is padding) and visits the tiles that a causal mask hides
@@ -25,6 +25,7 @@ class Steps:
 
     block_m: int = 32
     block_n: int = 32
+    read: Callable = lambda q, k, v: (q, k, v)  # the elements at the addresses that are computed
     key_batch: Callable = lambda b: b
     key_head: Callable = lambda h, heads_q, heads_kv: h // (heads_q // heads_kv)
     pad_v: float = 0.0  # the values past the last row of v
@@ -33,8 +34,9 @@ class Steps:
     product: Callable = torch.matmul  # operands hold values of the input dtype, sums are fp32
     logits: Callable = lambda q, k, scale, product, dtype: scale * product(q, k.mT)
     in_bounds: Callable = lambda j, seq_k: j < seq_k
+    causal: Callable = lambda is_causal: is_causal  # is there a causal mask?
     visible: Callable = lambda i, j, seq_q, seq_k: j <= i  # when causal
-    hidden: float = NEG_INF
+    hidden: Callable = lambda s: NEG_INF  # what stands in place of a hidden logit
     first_max: float = NEG_INF
     running_max: Callable = lambda m, s, scale: torch.maximum(m, s.amax(dim=-1))
     exp: Callable = torch.exp
@@ -43,25 +45,33 @@ class Steps:
     rescale_sum: Callable = lambda alpha, last: alpha
     round_p: Callable = lambda p, dtype: p.to(dtype)
     summand: Callable = lambda p, rounded: p  # the terms of the row sum
-    acc: Callable = lambda acc, dtype: acc
+    acc: Callable = lambda acc, l, last, dtype: acc
     normalize: Callable = lambda acc, l: acc / l
     store: Callable = lambda o, seq_q: o
     lse: Callable = lambda m, l: m + torch.log(l)
     # the backward pass
+    read_backward: Callable = lambda q, k, v, do: (q, k, v, do)
     pad_rows: Callable = lambda t, rows: F.pad(t, (0, 0, 0, rows))
     saved_lse: Callable = lambda lse, m: lse
     delta: Callable = lambda delta, l, dtype: delta
-    visible_backward: Callable | None = None  # None: as in the forward pass
+    # None: as in the forward pass
+    causal_backward: Callable | None = None
+    visible_backward: Callable | None = None
     in_bounds_backward: Callable | None = None
+    logits_backward: Callable | None = None
+    exp_backward: Callable | None = None
     tiles_backward: Callable = lambda tiles: tiles  # of queries and of keys
     ds: Callable = lambda p, dp, delta: p * (dp - delta)
     round_ds: Callable = lambda ds, dtype: ds.to(dtype)
     dv_weights: Callable = lambda p, ds: p
     add_dq: Callable = torch.add
+    add_dk: Callable = torch.add
+    add_dv: Callable = torch.add
     scale_dq: Callable = lambda scale: scale
     scale_dk: Callable = lambda scale: scale
     share_dk: Callable = lambda dk, heads_kv: dk.unflatten(1, (heads_kv, -1)).sum(dim=2)
     share_dv: Callable = lambda dv, heads_kv: dv.unflatten(1, (heads_kv, -1)).sum(dim=2)
+    store_gradients: Callable = lambda dq, dk, dv: (dq, dk, dv)
 
 
 def emulate(q, k, v, *, is_causal=False, scale=None, enable_gqa=False, steps=Steps()):
@@ -77,6 +87,7 @@ def emulate(q, k, v, *, is_causal=False, scale=None, enable_gqa=False, steps=Ste
 class _Emulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal, scale, steps):
+        q, k, v = steps.read(q, k, v)
         o, lse, m, l = forward(q, k, v, is_causal, scale, steps)
         ctx.save_for_backward(q, k, v, o, lse, m, l)
         ctx.options = is_causal, scale, steps
@@ -85,13 +96,15 @@ class _Emulated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, _):
-        return *backward(*ctx.saved_tensors, do, *ctx.options), None, None, None
+        q, k, v, *of_forward = ctx.saved_tensors
+        q, k, v, do = ctx.options[-1].read_backward(q, k, v, do)
+        return *backward(q, k, v, *of_forward, do, *ctx.options), None, None, None
 
 
 def forward(q, k, v, is_causal, scale, step):
     """Returns (o, lse, m, l), the last two for `backward`."""
     dtype, seq_q, seq_k = q.dtype, q.shape[2], k.shape[2]
-    scale = step.scale(scale, q.shape[-1])
+    scale, is_causal = step.scale(scale, q.shape[-1]), step.causal(is_causal)
     q, k, v = _padded_inputs(q, k, v, step)
     shown = _shown(q, k, seq_q, seq_k, step.in_bounds, step.visible if is_causal else None)
     row = torch.arange(q.shape[2], device=q.device)
@@ -101,7 +114,7 @@ def forward(q, k, v, is_causal, scale, step):
     l_i = torch.zeros_like(m_i)
     for cols in _tiles(step.loop_end(seq_k), step.block_n):
         s = step.logits(q, k[:, :, cols], scale, step.product, dtype)
-        s = s.masked_fill(~shown[:, cols], step.hidden)
+        s = torch.where(shown[:, cols], s, step.hidden(s))
         m_new = step.running_max(m_i, s, scale)
         shift = _finite(m_new)
         alpha, p = step.alpha(m_i, shift, step.exp), step.exp(s - shift[..., None])
@@ -109,7 +122,7 @@ def forward(q, k, v, is_causal, scale, step):
         rounded = step.round_p(p, dtype).to(q.dtype)
         l_i = step.rescale_sum(alpha, last) * l_i + step.summand(p, rounded).sum(dim=-1)
         kept = step.rescale_acc(alpha, last)[..., None] * acc
-        acc = step.acc(kept + step.product(rounded, v[:, :, cols]), dtype)
+        acc = step.acc(kept + step.product(rounded, v[:, :, cols]), l_i[..., None], last[:, None], dtype)
         m_i = m_new
     l_i = torch.where(l_i == 0, 1.0, l_i)  # a row that saw no key
     o = step.store(step.normalize(acc, l_i[..., None]).to(dtype), seq_q)
@@ -120,30 +133,32 @@ def backward(q, k, v, o, lse, m, l, do, is_causal, scale, step):
     """Returns (dq, dk, dv)."""
     dtype, seq_q, seq_k, heads_kv = q.dtype, q.shape[2], k.shape[2], k.shape[1]
     scale = step.scale(scale, q.shape[-1])
+    logits, exp = step.logits_backward or step.logits, step.exp_backward or step.exp
     do, o = do.to(l.dtype), o.to(l.dtype)
     delta = step.delta((do * o).sum(dim=-1), l, dtype).to(l.dtype)
     shift = _finite(step.saved_lse(lse, m))
     rows_past = -seq_q % step.block_m
     q, k, v = _padded_inputs(q, k, v, step, step.pad_rows)
     do, delta, shift = (step.pad_rows(t, rows_past) for t in (do, delta[..., None], shift[..., None]))
+    is_causal = (step.causal_backward or step.causal)(is_causal)
     visible = (step.visible_backward or step.visible) if is_causal else None
     in_bounds = step.in_bounds_backward or step.in_bounds
     shown = _shown(q, k, seq_q, seq_k, in_bounds, visible)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in step.tiles_backward(_tiles(seq_q, step.block_m)):
         for cols in step.tiles_backward(_tiles(step.loop_end(seq_k), step.block_n)):
-            s = step.logits(q[:, :, rows], k[:, :, cols], scale, step.product, dtype)
-            p = step.exp(s.masked_fill(~shown[rows, cols], step.hidden) - shift[:, :, rows])
+            s = logits(q[:, :, rows], k[:, :, cols], scale, step.product, dtype)
+            p = exp(torch.where(shown[rows, cols], s, step.hidden(s)) - shift[:, :, rows])
             dp = step.product(do[:, :, rows], v[:, :, cols].mT)
             ds = step.ds(p, dp, delta[:, :, rows])
             p = step.round_p(step.dv_weights(p, ds), dtype).to(q.dtype)
             ds = step.round_ds(ds, dtype).to(q.dtype)
-            dv[:, :, cols] += step.product(p.mT, do[:, :, rows])
-            dk[:, :, cols] += step.product(ds.mT, q[:, :, rows])
+            dv[:, :, cols] = step.add_dv(dv[:, :, cols], step.product(p.mT, do[:, :, rows]))
+            dk[:, :, cols] = step.add_dk(dk[:, :, cols], step.product(ds.mT, q[:, :, rows]))
             dq[:, :, rows] = step.add_dq(dq[:, :, rows], step.product(ds, k[:, :, cols]))
     dq = step.scale_dq(scale) * dq[:, :, :seq_q]
     dk = step.share_dk(step.scale_dk(scale) * dk[:, :, :seq_k], heads_kv)
-    return dq.to(dtype), dk.to(dtype), step.share_dv(dv[:, :, :seq_k], heads_kv).to(dtype)
+    return step.store_gradients(dq.to(dtype), dk.to(dtype), step.share_dv(dv[:, :, :seq_k], heads_kv).to(dtype))
 
 
 def _tiles(length, block):

@@ -93,7 +93,8 @@ def test_the_head_that_is_checked_is_the_last_of_as_many_as_are_timed():
 
     with mock.patch.object(bench, "FlashAttention", mock.Mock(apply=apply)):
         bench.check("fp16", 2, 3, 16, 40, True)
-    (q,) = calls
+    q, again = calls
+    assert torch.equal(q, again)
     assert q.shape == (2, 3, 40, 16)
     assert q[-1, -1].abs().sum() > 0
     assert q.abs().sum() == q[-1, -1].abs().sum()

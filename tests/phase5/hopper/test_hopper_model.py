@@ -8,6 +8,7 @@ import textwrap
 from types import SimpleNamespace
 from unittest import mock
 
+from common.measure import records
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import figures as hopper_figures
 from phase5_tuning.hopper import forward as hopper_forward
@@ -26,7 +27,6 @@ from phase5_tuning.hopper.model import (
     Race,
     Timeline,
     arrive,
-    dq_schedule,
     exponentials,
     forward,
     load,
@@ -39,6 +39,7 @@ from phase5_tuning.hopper.model import (
     wait_products,
     work,
 )
+from phase5_tuning.hopper.order import dq_schedule
 from phase5_tuning.launch.plans import cdiv
 
 import matplotlib.pyplot as plt
@@ -68,14 +69,14 @@ def as_python(function, old="", new="", **others):
 class Rules:
     """The kernel's rules for one set of sizes, as `dq_schedule` takes them. edits: function: (old, new)."""
 
-    def __init__(self, tiles_m, tiles_n, block_m, is_causal, heads, together, edits=None):
+    def __init__(self, tiles_m, tiles_n, block_m, is_causal, heads, group, together, edits=None):
         edits = edits or {}
         take = as_python(hopper_backward._take_tile, *edits.get("_take_tile", ()))
         names = "first_m", "steps", "tile_m", "order"
         rules = {name: as_python(getattr(hopper_backward.Work, name), *edits.get(name, ())) for name in names}
 
         def work(n, toward):
-            sizes = dict(tiles_m=tiles_m, tiles_n=tiles_n, BLOCK_M=block_m, IS_CAUSAL=is_causal)
+            sizes = dict(tiles_m=tiles_m, tiles_n=tiles_n, group=group, BLOCK_M=block_m, IS_CAUSAL=is_causal)
             made = SimpleNamespace(n=n, toward=toward, **sizes)
             for name, rule in rules.items():
                 setattr(made, name, functools.partial(rule, made))
@@ -111,7 +112,7 @@ def check_schedule(drawn, tiles_m, tiles_n, block_m, is_causal, edits=None):
         late = [0.01 * (programs - i) for i in range(programs)]
     elif dispatch == "any":
         late = [drawn.choice((0.0, 0.1, 3.0)) for _ in range(programs)]
-    rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, together, edits)
+    rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, group, together, edits)
     schedule = dq_schedule(
         tiles_m, tiles_n, block_m, BLOCK_N, is_causal, slots, drawn.choice((0.3, 1.0, 2.5)), 1.0,
         heads=heads, group=group, together=together, late=late,
@@ -150,8 +151,7 @@ def test_programs_add_to_dq_in_a_fixed_order_and_nobody_waits_for_ever():
         ("order", "- self.n", "- self.n + 1"),
         ("order", "toward > 0", "toward < 0"),
         ("tile_m", "self.tiles_m - 1", "self.tiles_m"),
-        ("tile_m", "self.toward * i", "i"),
-        ("tile_m", "toward > 0", "toward < 0"),
+        ("tile_m", "- 1 - i", "- 1 + i"),
         ("steps", "self.first_m()", "self.first_m() - 1"),
         ("first_m", "// self.BLOCK_M", "// self.BLOCK_M + 1"),
         ("first_m", "if self.IS_CAUSAL", "if not self.IS_CAUSAL"),
@@ -170,13 +170,14 @@ def test_a_mistake_in_the_kernels_rules_is_found(function, old, new):
 def test_the_models_rules_are_the_kernels():
     for tiles_m, tiles_n, block_m, is_causal in SIZES:
         for heads, together in ((1, 1), (5, 2), (4, 4)):
-            rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, together)
+            rules = Rules(tiles_m, tiles_n, block_m, is_causal, heads, 1, together)
             for ticket in range(tiles_n * heads):
                 given = ticket, tiles_n, heads, together, is_causal
                 assert rules.take_tile(ticket) == hopper_order.take_tile(*given)
         blocks = block_m, BLOCK_N, is_causal
-        for n, toward in itertools.product(range(tiles_n), (1, -1) if is_causal else (1,)):
-            visited = list(hopper_order.walk(n, tiles_m, *blocks, toward))
+        for n, toward, group in itertools.product(range(tiles_n), (1, -1) if is_causal else (1,), (1, 3)):
+            rules = Rules(tiles_m, tiles_n, block_m, is_causal, 1, group, 1)
+            visited = list(hopper_order.walk(n, tiles_m, *blocks, toward, group))
             assert rules.walk(n, toward) == visited
             for m in visited:
                 assert rules.order(m, n, toward) == hopper_order.order(m, n, tiles_n, *blocks, toward)
@@ -228,7 +229,7 @@ def test_writers_take_the_parts_in_the_order_in_which_consumers_make_them(is_cau
         )  # fmt: skip
         write(work, nothing, True, 0)
         write(work, nothing, True, 1)
-        walk = range(work.first_m(), 7)[::toward]
+        walk = hopper_order.walk(n, 7, block_m, BLOCK_N, is_causal, toward, group)
         steps = [(member, m) for member in range(group) for m in walk]
         right = [mock.call(work.query_tile(member, m), work.order(m)) for member, m in steps]
         assert await_count.mock_calls == right[0::2] + right[1::2]
@@ -525,13 +526,25 @@ def test_pictures_show_every_program(monkeypatch):
     drawn = []
     monkeypatch.setattr(plt, "show", lambda: drawn.append(plt.gcf()))
     one, two = (simulate(forward(64, consumers, 2, True, tiles_n=3)) for consumers in (1, 2))
-    hopper_figures.timeline(one)
+    hopper_figures.timeline({"one": one})
     hopper_figures.timeline({"one": one, "two": two}, 1.0, 3.0)
     schedule = dq_schedule(3, 3, slots=2)
-    hopper_figures.dq_order(schedule)
+    hopper_figures.dq_order({"full": schedule})
     hopper_figures.dq_order({"full": schedule, "causal": dq_schedule(3, 3, is_causal=True)})
     labels = [[label.get_text() for ax in figure.axes for label in ax.get_yticklabels()] for figure in drawn]
     plt.close("all")
     assert labels[0] == ["TMA", "tensor cores", "consumer 0"]
     assert labels[1] == [*labels[0], *labels[0], "consumer 1"]
     assert labels[2:] == [["0", "1", "2"], ["0", "1", "2", "0", "1", "2"]]
+
+
+def test_the_picture_of_traffic_rings_what_the_kernel_does(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plt, "show", lambda: drawn.append(plt.gcf()))
+    rows = records.load("phase5_tuning", "h100_turns")["rows"]
+    hopper_figures.traffic(rows)
+    plt.close("all")
+    for ax in drawn[0].axes:
+        rings = [line for line in ax.lines if line.get_fillstyle() == "none"]
+        assert [int(*ring.get_xdata()) for ring in rings] == [4, 4]
+        assert sum(len(line.get_xdata()) for line in ax.lines) == len(rows) + len(rings)

@@ -258,14 +258,61 @@ def test_the_backward_plan_s_sizes(head_dim, block_m):
         assert arguments(made).items() >= dict(heads_q=6, seq_q=400, padded_q=tiles_m * block_m).items()
 
 
-def test_heads_that_take_turns_backward():
-    for seq_k, heads, together in ((128, 40, 16), (1280, 40, 16), (6400, 40, 5), (128, 3, 3), (128 * 300, 4, 1)):
-        q, k = (torch.empty(1, 1, 1, 64, dtype=torch.float16).expand(1, heads, seq, 64) for seq in (64, seq_k))
-        with mock.patch.object(runtime, "recording", True), on_a_gpu():
-            allocate = mock.patch.object(torch, "empty_like", lambda t, **_: t)  # of such a size nothing is needed
-            with allocate, mock.patch.object(hopper_backward, "in_heads"):
-                plan = hopper_backward.plan(q, k, k, q, torch.zeros(1, heads, 64), q, None, False, 1.0, 1)
-        assert arguments(plan.fused)["together"] == together, seq_k
+@pytest.mark.parametrize(
+    ("is_causal", "heads", "group", "seq", "head_dim", "split", "together"),
+    [
+        (False, 40, 1, 128, 64, 1, 16),
+        (False, 40, 4, 1280, 128, 1, 16),
+        (False, 40, 4, 6400, 128, 1, 5),
+        (False, 3, 1, 128, 64, 1, 3),
+        (False, 4, 1, 128 * 300, 64, 1, 1),
+        (True, 40, 1, 1024, 128, 1, 16),
+        (True, 64, 1, 4096, 128, 1, 4),  # 4 MiB of Q, dO and dQ's sum a head
+        (True, 64, 1, 4096, 64, 1, 8),
+        (True, 64, 1, 4096, 40, 1, 8),
+        (True, 16, 1, 16384, 128, 1, 2),
+        (True, 16, 1, 128 * 300, 128, 1, 1),
+        (True, 40, 2, 4096, 128, 1, 4),
+        (True, 3, 2, 4096, 128, 1, 3),
+        (True, 40, 2, 128 * 300, 128, 1, 1),
+        (True, 40, 4, 2048, 64, 1, 8),
+        (True, 40, 4, 512, 64, 1, 16),
+        (True, 24, 3, 4096, 128, 1, 4),
+        (True, 1, 4, 4096, 128, 2, 2),
+        (True, 8, 7, 4096, 128, 7, 4),
+        (True, 8, 8, 4096, 80, 4, 4),
+        (True, 8, 16, 2048, 64, 4, 8),
+    ],
+)
+def test_parts_of_groups_and_heads_that_take_turns_backward(is_causal, heads, group, seq, head_dim, split, together):
+    q, k = (torch.empty(1, n, seq, head_dim, dtype=torch.float16, device="meta") for n in (heads * group, heads))
+    with mock.patch.object(runtime, "recording", True), on_a_gpu():
+        plan = hopper_backward.plan(q, k, k, q, q[..., 0], q, None, is_causal, 1.0, 1)
+    sizes = dict(split=split, group=group // split, heads_kv=heads * split, heads=heads * split, together=together)
+    assert arguments(plan.fused).items() >= sizes.items()
+    assert plan.fused.grid[0] == heads * split * math.ceil(seq / 128)
+    assert plan.parts == (1, heads * split, seq, head_dim)
+
+
+def test_gradients_of_the_parts_of_a_group_are_summed():
+    plan, _ = plan_backward(2, 16, 40, 128, heads_kv=2, seq_k=60, is_causal=True)
+    assert plan.parts == (2, 8, 60, 128)
+
+    def fill(*tensors):
+        for sign, t in zip((1, -1), tensors[7:9], strict=True):
+            t[:, :, :40] = sign * torch.arange(8.0).view(8, 1, 1)
+
+    q, k, v = make_qkv(2, 16, 40, 128, heads_kv=2, seq_k=60)
+    ignore = lambda *_: None  # noqa: E731
+    launches = dict(rows=ignore, fused=fill, dq=ignore)
+    _, dk, dv = hopper_backward.HopperBackwardPlan(**vars(plan) | launches)(q, k, v, q, q[..., 0], q, None)
+    assert dk.shape == dv.shape == k.shape
+    assert dk.is_contiguous()
+    assert dv.is_contiguous()
+    for gradient, sign in (dk, 1), (dv, -1):
+        assert (gradient[:, 0, :40] == sign * (0 + 1 + 2 + 3)).all()
+        assert (gradient[:, 1, :40] == sign * (4 + 5 + 6 + 7)).all()
+        assert not gradient[:, :, 40:].any()
 
 
 def test_keys_that_no_query_sees_have_no_programs_and_gradients_of_0():
@@ -292,8 +339,11 @@ def call_backward(plan, seq_q, seq_k, dlse=None, layout="bhsd", o=None, lse=None
     q, k, v = make_qkv(1, 2, seq_q, 64, seq_k=seq_k, layout=layout)
     launches = []
     note = lambda *tensors: launches.append(tensors)  # noqa: E731
-    empty = torch.empty_like
-    nan = mock.patch.object(torch, "empty_like", lambda t, **options: empty(t, **options).fill_(math.nan))
+    empty = torch.empty
+    in_nan = lambda *sizes, dtype, device: empty(*sizes, dtype=dtype, device=device).fill_(  # noqa: E731
+        math.nan if dtype.is_floating_point else 0
+    )
+    nan = mock.patch.object(torch, "empty", in_nan)
     sizes = vars(plan) | dict(rows=note, fused=note, dq=note)
     saved = q if o is None else o, torch.zeros(1, 2, seq_q) if lse is None else lse
     with nan, inside or contextlib.nullcontext():
