@@ -36,6 +36,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+ON_CPU = ROOT / "phase4_backward" / "results" / "cpu"  # records that need no GPU
 KERNELS = (_attn_fwd_kernel, _delta_kernel, _attn_bwd_dkdv_kernel, _attn_bwd_dq_kernel)
 CHARACTERS = "\n abcdefghijklmnopqrstuvwxyz0123456789"
 ONES = [
@@ -103,9 +104,42 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads, attention) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, len(CHARACTERS))
 
-    def forward(self, tokens):
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+    def forward(self, tokens, start: int = 0):
+        """start: how many tokens came before these, whose keys and values a `Cache` holds."""
+        x = self.token(tokens) + self.position.weight[start : start + tokens.shape[1]]
         return self.head(self.norm(self.blocks(x)))
+
+
+class Cache:
+    """Called in place of a layer's attention: keeps the keys and values of all tokens, and is given those of new ones.
+
+    k, v (batch, heads, context, head_dim) are allocated once. Attention gets their first `seq` rows, strided views.
+    """
+
+    def __init__(self, attention: Callable, context: int):
+        self.attention, self.context, self.seq = attention, context, 0
+
+    def __call__(self, q, k, v, is_causal):
+        batch, heads, new, head_dim = k.shape
+        if self.seq == 0:
+            self.k, self.v = k.new_empty(2, batch, heads, self.context, head_dim)
+        before, self.seq = self.seq, self.seq + new
+        self.k[:, :, before : self.seq], self.v[:, :, before : self.seq] = k, v
+        # Aligned top-left, a causal mask would show the first key alone to the one query of the last token.
+        return self.attention(q, self.k[:, :, : self.seq], self.v[:, :, : self.seq], is_causal=new > 1)
+
+
+@contextlib.contextmanager
+def cached(model: GPT, attention: Callable | None = None):
+    """Inside, each layer of the model has a `Cache` in place of its attention; attention: called instead of its own."""
+    own = [block.attention for block in model.blocks]
+    for block in model.blocks:
+        block.attention = Cache(attention or block.attention, model.context)
+    try:
+        yield
+    finally:
+        for block, attention in zip(model.blocks, own, strict=True):
+            block.attention = attention
 
 
 def precision(dtype: torch.dtype):
@@ -114,23 +148,28 @@ def precision(dtype: torch.dtype):
 
 
 def train(
-    attention: Callable, steps: int, *, seed: int = 0, batch: int = 2, rate: float = 3e-3, dtype=torch.float32, **sizes
-) -> tuple[list[float], GPT]:
+    attention: Callable, steps: int, *, seed: int = 0, batch: int = 2, rate: float = 3e-3, dtype=torch.float32,
+    whole_lines: bool = False, **sizes,
+) -> tuple[list[float], GPT]:  # fmt: skip
     """Train a `GPT(attention, **sizes)` on the text. Returns the losses (nats a character, one a step) and the model.
 
     The same seed gives the same weights and batches, whatever the attention. With dtype float16 or bfloat16 the model
-    runs under autocast; weights stay fp32.
+    runs under autocast; weights stay fp32. A window of the text begins anywhere in it; with whole_lines where a line
+    does, as completions do.
     """
     torch.manual_seed(seed)
     model = GPT(attention, **sizes).to(runtime.DEVICE)
     data = encode("".join(lines(held_out=False)))
+    places = torch.arange(len(data) - model.context - 1)
+    if whole_lines:
+        places = places[data[places - 1] == 0]  # a line's end, 0, is also the text's last character
     chosen = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     rise = 0.2 if steps > 5 else 0.3  # at five steps and 0.2 the schedule divides by zero
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=rise)
     losses = []
     for _ in range(steps):
-        starts = torch.randint(len(data) - model.context - 1, (batch,), generator=chosen)
+        starts = places[torch.randint(len(places), (batch,), generator=chosen)]
         window = torch.stack([data[s : s + model.context + 1] for s in starts.tolist()]).to(runtime.DEVICE)
         with precision(dtype):
             logits = model(window[:, :-1])
@@ -145,12 +184,25 @@ def train(
 
 
 @torch.no_grad()
-def complete(model: GPT, prompts: list[str]) -> list[str]:
-    """Each prompt, all of one length, with the model's likeliest continuation up to the end of the line."""
-    tokens = torch.stack([encode(p) for p in prompts]).to(runtime.DEVICE)
-    for _ in range(48):
-        best = model(tokens[:, -model.context :])[:, -1].argmax(dim=-1)
-        tokens = torch.cat([tokens, best[:, None]], dim=1)
+def complete(
+    model: GPT, prompts: list[str], attention: Callable | None = None, *, token_by_token: bool = False
+) -> list[str]:
+    """Each prompt with the model's likeliest continuation, up to the end of the line or of the model's context.
+
+    attention(q, k, v, is_causal=...) takes the place of the model's own. The prompts are read at once, under a causal
+    mask, as far as the shortest one reaches. From there on each token is one query, (batch, heads, 1, head_dim), over
+    the keys and values of all tokens so far, without a mask. token_by_token: the prompts too, so that no call has one.
+    """
+    tokens = torch.zeros(len(prompts), model.context, dtype=torch.long, device=runtime.DEVICE)  # 0 is the line's end
+    given = torch.tensor([len(prompt) for prompt in prompts], device=runtime.DEVICE)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = encode(prompt)
+    start, end = 0, 1 if token_by_token else int(given.min())
+    with cached(model, attention):
+        while end < model.context and not (tokens[:, :end] == 0).any(dim=1).all():
+            best = model(tokens[:, start:end], start)[:, -1].argmax(dim=-1)
+            tokens[:, end] = torch.where(end < given, tokens[:, end], best)
+            start, end = end, end + 1
     return [decode(row).split("\n")[0] for row in tokens]
 
 
@@ -239,16 +291,17 @@ def emulation() -> str:
     return records.fingerprint(emulator.Steps, emulator.forward, emulator.backward)
 
 
-def record_on_cpu(name: str) -> int:
-    """Train with wrong gradients and write the losses, with what they were computed by."""
+def record_on_cpu(name: str, command: str, hashes: dict, rows: list[dict], **more) -> None:
+    """Write the rows of a run on this CPU as NAME.json, with what they were computed by.
+
+    hashes: of the code that the rows depend on, as records.fingerprint gives them. more: further fields of provenance.
+    """
     cpu = f"{platform.machine()}, {torch.get_num_threads()} thread"
     provenance = dict(gpu="none: computed on a CPU", driver="none", cpu=cpu, **records.versions())
-    provenance |= dict(commit=records.commit_here(), command=f"python -m phase4_backward.train --mutants {name}")
-    provenance |= dict(kernels={"common.verify.mistakes.emulator": emulation()}, date=records.date())
-    path = ROOT / "phase4_backward" / "results" / "cpu" / f"{name}.json"
-    records.write(path, dict(provenance=provenance), wrong_gradients())
-    print(f"wrote {path.relative_to(ROOT)}")
-    return 0
+    provenance |= dict(commit=records.commit_here(), command=command, kernels=hashes, date=records.date(), **more)
+    path = ON_CPU / f"{name}.json"
+    records.write(path, dict(provenance=provenance), rows)
+    print(f"wrote {path}")
 
 
 def main() -> int:
@@ -262,7 +315,10 @@ def main() -> int:
         refuse(f"argument --steps: expected a positive number of steps, got {typed.steps}")
     if typed.mutants:
         torch.set_num_threads(1)
-        return record_on_cpu(typed.mutants)
+        hashes = {"common.verify.mistakes.emulator": emulation()}
+        command = f"python -m phase4_backward.train --mutants {typed.mutants}"
+        record_on_cpu(typed.mutants, command, hashes, wrong_gradients())
+        return 0
     if typed.record:
         typed.name = typed.record
         return records.main("phase4_backward", KERNELS, record, typed)
