@@ -9,6 +9,7 @@ from functools import partial
 
 from common import runtime, validate
 from phase3_forward.forward import attention_forward as forward_in_base_e
+from phase5_tuning.decode import split_kv
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.ladder.forward import LOG2E, _attn_fwd_descriptors_kernel, _attn_fwd_heavy_first_kernel
 from phase5_tuning.launch import configs
@@ -28,7 +29,7 @@ from phase5_tuning.launch.plans import (
 import torch
 
 # What takes a call, beside the kernels of rungs.
-NOTHING, BASE_E, HOPPER = "nothing", "base e", "hopper"
+NOTHING, BASE_E, SPLIT, HOPPER = "nothing", "base e", "split", "hopper"
 
 
 def attention_forward(
@@ -44,8 +45,8 @@ def attention_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T) v and its LSE: arguments, results and errors as phase 3's `attention_forward`.
 
-    kernel: a rung of the ladder; None: the Hopper kernel where it takes the call, else the last
-    rung. config: tiles to use instead of the chosen ones, and then on a rung.
+    kernel: a rung of the ladder; None: the split kernel for few queries, the Hopper kernel where it takes the call,
+    else the last rung. config: tiles to use instead of the chosen ones, and then on a rung.
     fp32 is computed to fp32 accuracy, or with TF32 where PyTorch's own switch allows it
     (torch.set_float32_matmul_precision("high")).
     """
@@ -78,7 +79,7 @@ class ForwardPlan:
     rows: the shape of the LSE. sign: of the scale. as_given: no input is converted.
     """
 
-    launch: Launch
+    launch: Launch | split_kv.SplitLaunch
     rows: torch.Size
     sign: int
     as_given: bool
@@ -99,7 +100,7 @@ class ForwardPlan:
 
 
 def choose(given, converted, scale: float, kernel=None, config: configs.Config | None = None):
-    """What takes a call: NOTHING, BASE_E, HOPPER, or the kernel of a rung.
+    """What takes a call: NOTHING, BASE_E, SPLIT, HOPPER, or the kernel of a rung.
 
     given: q, k and v as they came. converted: as plain kernels take them. scale: its absolute value. kernel, config: as
     for `attention_forward`.
@@ -109,6 +110,9 @@ def choose(given, converted, scale: float, kernel=None, config: configs.Config |
         return NOTHING
     if scale * LOG2E.value > validate.MAX_SCALE:  # in base 2 it would be infinite
         return BASE_E
+    # Few queries leave multiprocessors idle, or read keys once a head instead of once a group (decode/split_kv.py).
+    if kernel is None and config is None and split_kv.pays(q, k):
+        return SPLIT
     # From a number of tiles on the Hopper kernel is faster than any rung (FEW and NARROW in hopper/forward.py).
     if kernel is None and config is None and hopper_forward.takes(*given) and hopper_forward.pays(q, q.shape[2]):
         return HOPPER
@@ -149,7 +153,10 @@ def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
     case = "forward", head_dim, q.dtype, kernel is _attn_fwd_descriptors_kernel
     make = partial(launch_of, kernel, q, k, v, o, is_causal, scale)
     with runtime.on_device_of(q):
-        launch = tuned(case, is_causal, batch * heads_q * cdiv(seq_q, 64), make, (q, k, v, o, lse), config)
+        if kernel == SPLIT:
+            launch = split_kv.plan(q, k, v, o, lse, is_causal, 0, scale)
+        else:
+            launch = tuned(case, is_causal, batch * heads_q * cdiv(seq_q, 64), make, (q, k, v, o, lse), config)
     return ForwardPlan(launch, rows, sign, all(a is b for a, b in zip(given, converted, strict=True)))
 
 
