@@ -10,6 +10,7 @@ from functools import partial
 from common import runtime, validate
 from phase3_forward.forward import attention_forward as forward_in_base_e
 from phase5_tuning.decode import split_kv
+from phase5_tuning.decode.merge import merge_
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.ladder.forward import LOG2E, _attn_fwd_descriptors_kernel, _attn_fwd_heavy_first_kernel
 from phase5_tuning.launch import configs
@@ -42,15 +43,18 @@ def attention_forward(
     *,
     kernel=None,
     config: configs.Config | None = None,
+    lower_right: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T) v and its LSE: arguments, results and errors as phase 3's `attention_forward`.
 
+    lower_right: the causal mask is aligned with the last query and the last key, not with the first ones; without
+    is_causal it has no effect.
     kernel: a rung of the ladder; None: the split kernel for few queries, the Hopper kernel where it takes the call,
     else the last rung. config: tiles to use instead of the chosen ones, and then on a rung.
     fp32 is computed to fp32 accuracy, or with TF32 where PyTorch's own switch allows it
     (torch.set_float32_matmul_precision("high")).
     """
-    flags = is_causal, scale, enable_gqa
+    flags = is_causal, scale, enable_gqa, lower_right
     try:
         key = (
             "forward",
@@ -68,7 +72,7 @@ def attention_forward(
         raise
     if plan is None:
         scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
-        plan = remember(key, _plan(q, k, v, is_causal, scale, kernel, config))
+        plan = remember(key, _plan(q, k, v, is_causal, scale, kernel, config, lower_right))
     return plan(q, k, v)
 
 
@@ -136,12 +140,15 @@ def launch_of(kernel, q, k, v, o, is_causal: bool, scale: float, config: configs
     return Launch(kernel, cdiv(seq_q, config.BLOCK_M) * batch * heads_q, sizes, config.options, boxes)
 
 
-def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
+def _plan(q, k, v, is_causal, scale, kernel, config, lower_right) -> Callable:
     scale, sign = positive_scale(scale)
+    offset = k.shape[2] - q.shape[2] if is_causal and lower_right else 0
     given, converted = (q, k, v), _as_kernels_take(q, k, v, sign)
     kernel = choose(given, converted, scale, kernel, config)
     if kernel == NOTHING:
         return _nothing_to_see
+    if offset and kernel != SPLIT:
+        return partial(_square_at_the_end, scale=sign * scale)
     if kernel == BASE_E:
         return partial(forward_in_base_e, is_causal=is_causal, scale=sign * scale, enable_gqa=True)
     if kernel == HOPPER:
@@ -154,7 +161,7 @@ def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
     make = partial(launch_of, kernel, q, k, v, o, is_causal, scale)
     with runtime.on_device_of(q):
         if kernel == SPLIT:
-            launch = split_kv.plan(q, k, v, o, lse, is_causal, 0, scale)
+            launch = split_kv.plan(q, k, v, o, lse, is_causal, offset, scale)
         else:
             launch = tuned(case, is_causal, batch * heads_q * cdiv(seq_q, 64), make, (q, k, v, o, lse), config)
     return ForwardPlan(launch, rows, sign, all(a is b for a, b in zip(given, converted, strict=True)))
@@ -170,6 +177,21 @@ def _as_kernels_take(q, k, v, sign: int):
     if k.stride(3) != 1 and configs.padded(k.shape[3]) == 32:
         k = k.contiguous()
     return runtime.to_kernel_dtype(q if sign == 1 else sign * q, k, v)
+
+
+def _square_at_the_end(q, k, v, *, scale: float):
+    """A mask aligned with the last query and key: the keys that all queries see, and then a square under the causal
+    mask, merged. Where there are more queries than keys, the first ones see nothing.
+    """
+    first = k.shape[2] - q.shape[2]  # key of the square
+    if first < 0:
+        o, lse = _nothing_to_see(q, k, v)
+        o[:, :, -first:], lse[:, :, -first:] = attention_forward(q[:, :, -first:], k, v, True, scale, True)
+        return o, lse
+    o, lse = attention_forward(q, k[:, :, first:], v[:, :, first:], True, scale, True)
+    both = o.float()
+    merge_(both, lse, *attention_forward(q, k[:, :, :first], v[:, :, :first], False, scale, True))
+    return o.copy_(both), lse
 
 
 def _nothing_to_see(q, k, v):
