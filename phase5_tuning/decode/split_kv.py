@@ -172,7 +172,6 @@ def _attn_fwd_merge_kernel(
 # --- tiles and parts -----------------------------------------------------------------------------------------------
 
 FEW_ROWS = 16  # the fewest that tensor cores take
-MANY_KEYS = 512  # from so many on, cutting them is worth a second kernel
 AN_H100 = 132  # multiprocessors; where kernels are interpreted, calls are cut as there
 
 
@@ -194,15 +193,15 @@ def parts(programs: int, rows: int, keys: int, row_bytes: int, tile: configs.Con
     - up to 16 rows, half of the multiprocessors keep the memory busy, if each has 128 KiB of keys and values under way;
     - up to 64 rows, one program each does it;
     - with more rows, whose tiles share their keys, products are the limit: one program multiplies while another on the
-      same multiprocessor takes exponentials. Merging costs as much as walking over some tiles, so parts have four;
+      same multiprocessor takes exponentials. Merging many rows costs as much as a walk over some tiles;
     - where programs are more than multiprocessors, more parts fill the last round of them.
     """
     walk = cdiv(keys, tile.BLOCK_N)
-    least = 1 if tile.BLOCK_M == FEW_ROWS else 4
     if tile.BLOCK_M == FEW_ROWS:
-        each = min(1, max(0.5, 2**14 / (tile.BLOCK_N * row_bytes)))
+        each, least = min(1, max(0.5, 2**14 / (tile.BLOCK_N * row_bytes))), 1
     else:
         each = 1 if rows <= tile.BLOCK_M else max(1, min(3, 512 // row_bytes))
+        least = 2 if programs < multiprocessors // 4 else 4
     wanted = int(multiprocessors * each / programs)
     if programs > multiprocessors:
         half = multiprocessors // 2
@@ -226,9 +225,11 @@ def pays(q: torch.Tensor, k: torch.Tensor) -> bool:
     that reads keys for several heads at once; and where there are less programs than multiprocessors, and keys to cut.
     """
     (batch, heads_q, seq_q, _), (_, heads_kv, seq_k, _) = q.shape, k.shape
-    rows = heads_q // heads_kv * seq_q
-    idle = batch * heads_kv * cdiv(rows, 64) <= multiprocessors(q)
-    return rows <= FEW_ROWS or (seq_q < rows <= 64) or (idle and seq_k >= MANY_KEYS)
+    rows, at_once = heads_q // heads_kv * seq_q, multiprocessors(q)
+    programs = batch * heads_kv * cdiv(rows, 64)
+    if rows <= FEW_ROWS or seq_q < rows <= 64:
+        return True
+    return programs <= at_once and seq_k >= (512 if 2 * programs <= at_once else 4096)
 
 
 @dataclass(frozen=True)
@@ -246,15 +247,15 @@ class SplitLaunch:
         if self.merge is None:
             self.attend(k, v, q, o, lse, None, None)
             return
-        of_parts = _room(self.parts, q)
+        of_parts = room(self.parts, q, torch.float32)
         self.attend(k, v, q, o, lse, *of_parts)
         self.merge(*of_parts, o, lse)
 
 
-def _room(parts: tuple[int, ...], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for o and LSE of all parts, in fp32."""
-    like = dict(dtype=torch.float32, device=q.device)
-    return torch.empty((*parts, q.shape[3]), **like), torch.empty(parts, **like)
+def room(parts: tuple[int, ...], q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for o of all parts, in dtype, and for their LSE."""
+    o_parts = torch.empty((*parts, q.shape[3]), dtype=dtype, device=q.device)
+    return o_parts, torch.empty(parts, dtype=torch.float32, device=q.device)
 
 
 def plan(
@@ -265,39 +266,65 @@ def plan(
 
     is_causal: query i sees keys 0 ... i + offset. splits, config: instead of what is chosen, for measurements.
     """
-    (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
-    rows = heads_q // heads_kv * seq_q
-    seen = max(1, min(seq_k, seq_q + offset)) if is_causal else seq_k
-    tried = [config] if config else tiles(rows, head_dim, q.itemsize)
-    tile = tried[0]
-    groups, on_gpu = batch * heads_kv, runtime.DEVICE == "cuda"
+    rows = q.shape[1] // k.shape[1] * q.shape[2]
+    tried = [config] if config else tiles(rows, q.shape[3], q.itemsize)
     if splits is None:
-        row_bytes = configs.padded(head_dim) * q.itemsize
-        splits = parts(groups * cdiv(rows, tile.BLOCK_M), rows, seen, row_bytes, tile, multiprocessors(q))
-    merged, tma = splits > 1, descriptors_allowed(k, v)
-    early = merged and on_gpu and not torch.version.hip and configs.capability(q.device.index) >= (9, 0)
+        programs = k.shape[0] * k.shape[1] * cdiv(rows, tried[0].BLOCK_M)
+        row_bytes = configs.padded(q.shape[3]) * q.itemsize
+        splits = parts(programs, rows, seen(q, k, is_causal, offset), row_bytes, tried[0], multiprocessors(q))
+    shape = splits, *lse.shape
+    of_parts = room(shape, q, torch.float32) if splits > 1 else None
+    attend = attending(q, k, v, o, lse, of_parts, is_causal, offset, scale, tried)
+    return SplitLaunch(attend, merging(*of_parts, o, lse) if of_parts else None, shape)
+
+
+def seen(q, k, is_causal: bool, offset: int) -> int:
+    """Keys that some query sees; where that is none, one that is masked."""
+    return max(1, min(k.shape[2], q.shape[2] + offset)) if is_causal else k.shape[2]
+
+
+def attending(q, k, v, o, lse, of_parts, is_causal: bool, offset: int, scale: float, tried) -> Launch:
+    """The launch of the parts kernel on (k, v, q, o, lse, o_parts, lse_parts), with the first of the tiles that fit.
+
+    of_parts: (o_parts, lse_parts), or None for one part that goes to o and lse.
+    """
+    (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
+    seq_k, group, splits = seen(q, k, is_causal, offset), heads_q // heads_kv, len(of_parts[0]) if of_parts else 1
+    tma = descriptors_allowed(k, v)
     sizes = dict(
         stride_k=k.stride(), stride_v=v.stride(), stride_q=q.stride(), stride_o=o.stride(),
-        heads_q=heads_q, heads_kv=heads_kv, group=heads_q // heads_kv, seq_q=seq_q, seq_k=seen, offset=offset,
-        splits=splits, share=cdiv(cdiv(seen, tile.BLOCK_N), splits) * tile.BLOCK_N, scale=scale,
+        heads_kv=heads_kv, group=group, seq_q=seq_q, seq_k=seq_k, offset=offset,
+        splits=splits, share=cdiv(cdiv(seq_k, tried[0].BLOCK_N), splits) * tried[0].BLOCK_N, scale=scale,
         HEAD_DIM=head_dim, BLOCK_D=configs.padded(head_dim), IS_CAUSAL=is_causal, PRECISION=precision(q.dtype),
-        TMA=tma, MERGED=merged, EARLY=early,
+        TMA=tma, MERGED=of_parts is not None, EARLY=of_parts is not None and _early(q),
     )  # fmt: skip
 
-    def attending(c: configs.Config) -> Launch:
+    def made(c: configs.Config) -> Launch:
         boxes = [described(k, c.BLOCK_N), described(v, c.BLOCK_N)] if tma else []
         # Warps of 16 rows stand side by side, those of 64 below each other; a thread has every eighth column.
         columns = min(c.BLOCK_N, 8 * c.num_warps if c.BLOCK_M == FEW_ROWS else 8)
-        count = groups * cdiv(rows, c.BLOCK_M) * splits
-        return Launch(_attn_fwd_parts_kernel, count, sizes | c.tiles | dict(COLUMNS=columns), c.options, boxes)
+        programs = batch * heads_kv * cdiv(group * seq_q, c.BLOCK_M) * splits
+        return Launch(_attn_fwd_parts_kernel, programs, sizes | c.tiles | dict(COLUMNS=columns), c.options, boxes)
 
+    return prepared(made, tried, k, v, q, o, lse, *(of_parts or (None, None)))
+
+
+def merging(o_parts, lse_parts, o, lse) -> Launch:
+    """The launch of the merge kernel on (o_parts, lse_parts, o, lse)."""
+    splits, (_, heads_q, seq_q, head_dim), early = len(o_parts), o.shape, _early(o)
     # One warp adds up eight parts without asking others; of many parts, four warps share the waiting.
     block_s, warps = (8, 1) if splits <= 16 else (64, 4)
+    sizes = dict(
+        stride_o=o.stride(), heads_q=heads_q, seq_q=seq_q, splits=splits,
+        HEAD_DIM=head_dim, BLOCK_D=configs.padded(head_dim), BLOCK_S=block_s, EARLY=early,
+    )  # fmt: skip
     options = dict(num_warps=warps) | (dict(launch_pdl=True) if early else {})
-    merge = Launch(_attn_fwd_merge_kernel, lse.numel(), sizes | dict(BLOCK_S=block_s), options) if merged else None
-    shape = splits, *lse.shape
-    of_parts = _room(shape, q) if merged else (None, None)
-    attend = prepared(attending, tried, k, v, q, o, lse, *of_parts)
-    if merged and on_gpu and not runtime.recording:
-        merge.compile(*of_parts, o, lse)
-    return SplitLaunch(attend, merge, shape)
+    launch = Launch(_attn_fwd_merge_kernel, lse.numel(), sizes, options)
+    if runtime.DEVICE == "cuda" and not runtime.recording:
+        launch.compile(o_parts, lse_parts, o, lse)
+    return launch
+
+
+def _early(q: torch.Tensor) -> bool:
+    """Whether this GPU can launch a kernel before the one ahead of it has ended."""
+    return runtime.DEVICE == "cuda" and not torch.version.hip and configs.capability(q.device.index) >= (9, 0)

@@ -9,7 +9,7 @@ from functools import partial
 
 from common import runtime, validate
 from phase3_forward.forward import attention_forward as forward_in_base_e
-from phase5_tuning.decode import split_kv
+from phase5_tuning.decode import folded, split_kv
 from phase5_tuning.decode.merge import merge_
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.ladder.forward import LOG2E, _attn_fwd_descriptors_kernel, _attn_fwd_heavy_first_kernel
@@ -30,7 +30,7 @@ from phase5_tuning.launch.plans import (
 import torch
 
 # What takes a call, beside the kernels of rungs.
-NOTHING, BASE_E, SPLIT, HOPPER = "nothing", "base e", "split", "hopper"
+NOTHING, BASE_E, SPLIT, FOLDED, HOPPER = "nothing", "base e", "split", "folded", "hopper"
 
 
 def attention_forward(
@@ -83,7 +83,7 @@ class ForwardPlan:
     rows: the shape of the LSE. sign: of the scale. as_given: no input is converted.
     """
 
-    launch: Launch | split_kv.SplitLaunch
+    launch: Launch | split_kv.SplitLaunch | folded.FoldedLaunch
     rows: torch.Size
     sign: int
     as_given: bool
@@ -103,23 +103,30 @@ class ForwardPlan:
             return o.copy_(out), lse
 
 
-def choose(given, converted, scale: float, kernel=None, config: configs.Config | None = None):
-    """What takes a call: NOTHING, BASE_E, SPLIT, HOPPER, or the kernel of a rung.
+def choose(
+    given, converted, scale: float, kernel=None, config: configs.Config | None = None, is_causal=False, offset: int = 0
+):
+    """What takes a call: NOTHING, BASE_E, SPLIT, FOLDED, HOPPER, or the kernel of a rung.
 
     given: q, k and v as they came. converted: as plain kernels take them. scale: its absolute value. kernel, config: as
-    for `attention_forward`.
+    for `attention_forward`. is_causal: query i sees keys 0 ... i + offset.
     """
     q, k, _ = given
     if 0 in q.shape[:3] or k.shape[2] == 0:
         return NOTHING
     if scale * LOG2E.value > validate.MAX_SCALE:  # in base 2 it would be infinite
         return BASE_E
-    # Few queries leave multiprocessors idle, or read keys once a head instead of once a group (decode/split_kv.py).
-    if kernel is None and config is None and split_kv.pays(q, k):
-        return SPLIT
-    # From a number of tiles on the Hopper kernel is faster than any rung (FEW and NARROW in hopper/forward.py).
-    if kernel is None and config is None and hopper_forward.takes(*given) and hopper_forward.pays(q, q.shape[2]):
-        return HOPPER
+    if kernel is None and config is None:
+        hopper = hopper_forward.takes(*given)
+        # Few queries leave multiprocessors idle, or read keys once a head instead of once a group (decode/).
+        n = folded.parts(q, k, is_causal, offset) if hopper else 0
+        if n > 1 or (n and offset):
+            return FOLDED
+        if not n and split_kv.pays(q, k):
+            return SPLIT
+        # From a number of tiles on the Hopper kernel is faster than any rung (FEW and NARROW in hopper/forward.py).
+        if hopper and (n or hopper_forward.pays(q, q.shape[2])):
+            return HOPPER
     if kernel not in (None, _attn_fwd_descriptors_kernel):
         return kernel
     # The rung before the last one fetches tiles by pointers, which may have any stride and alignment.
@@ -144,10 +151,10 @@ def _plan(q, k, v, is_causal, scale, kernel, config, lower_right) -> Callable:
     scale, sign = positive_scale(scale)
     offset = k.shape[2] - q.shape[2] if is_causal and lower_right else 0
     given, converted = (q, k, v), _as_kernels_take(q, k, v, sign)
-    kernel = choose(given, converted, scale, kernel, config)
+    kernel = choose(given, converted, scale, kernel, config, is_causal, offset)
     if kernel == NOTHING:
         return _nothing_to_see
-    if offset and kernel != SPLIT:
+    if offset and kernel not in (SPLIT, FOLDED):
         return partial(_square_at_the_end, scale=sign * scale)
     if kernel == BASE_E:
         return partial(forward_in_base_e, is_causal=is_causal, scale=sign * scale, enable_gqa=True)
@@ -162,6 +169,8 @@ def _plan(q, k, v, is_causal, scale, kernel, config, lower_right) -> Callable:
     with runtime.on_device_of(q):
         if kernel == SPLIT:
             launch = split_kv.plan(q, k, v, o, lse, is_causal, offset, scale)
+        elif kernel == FOLDED:
+            launch = folded.plan(q, k, v, o, lse, is_causal, offset, scale, folded.parts(q, k, is_causal, offset))
         else:
             launch = tuned(case, is_causal, batch * heads_q * cdiv(seq_q, 64), make, (q, k, v, o, lse), config)
     return ForwardPlan(launch, rows, sign, all(a is b for a, b in zip(given, converted, strict=True)))
