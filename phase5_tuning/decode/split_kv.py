@@ -165,7 +165,9 @@ def _attn_fwd_merge_kernel(
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     o_row = head_base(o_ptr, stride_o, row // seq_q, heads_q) + row % seq_q * stride_o[2]
-    tl.store(o_row + offs_d * stride_o[3], (acc / l_safe).to(o_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
+    tl.store(
+        o_row + offs_d.to(tl.int64) * stride_o[3], (acc / l_safe).to(o_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM
+    )
     tl.store(lse_ptr + row, (m_i + tl.log2(l_safe)) / LOG2E)
 
 
@@ -201,7 +203,7 @@ def parts(programs: int, rows: int, keys: int, row_bytes: int, tile: configs.Con
         each, least = min(1, max(0.5, 2**14 / (tile.BLOCK_N * row_bytes))), 1
     else:
         each = 1 if rows <= tile.BLOCK_M else max(1, min(3, 512 // row_bytes))
-        least = 2 if programs < multiprocessors // 4 else 4
+        least = 2 if programs < multiprocessors // 8 else 4
     wanted = int(multiprocessors * each / programs)
     if programs > multiprocessors:
         half = multiprocessors // 2

@@ -149,15 +149,16 @@ def launch_of(kernel, q, k, v, o, is_causal: bool, scale: float, config: configs
 
 def _plan(q, k, v, is_causal, scale, kernel, config, lower_right) -> Callable:
     scale, sign = positive_scale(scale)
+    signed = sign * scale
     offset = k.shape[2] - q.shape[2] if is_causal and lower_right else 0
     given, converted = (q, k, v), _as_kernels_take(q, k, v, sign)
     kernel = choose(given, converted, scale, kernel, config, is_causal, offset)
     if kernel == NOTHING:
         return _nothing_to_see
     if offset and kernel not in (SPLIT, FOLDED):
-        return partial(_square_at_the_end, scale=sign * scale)
+        return partial(_square_at_the_end, scale=signed)
     if kernel == BASE_E:
-        return partial(forward_in_base_e, is_causal=is_causal, scale=sign * scale, enable_gqa=True)
+        return partial(forward_in_base_e, is_causal=is_causal, scale=signed, enable_gqa=True)
     if kernel == HOPPER:
         return hopper_forward.plan(q, k, v, is_causal, scale, sign)
     q, k, v = converted
