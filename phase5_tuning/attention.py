@@ -113,12 +113,12 @@ _forward_op.register_autograd(
 
 
 def _is_lower_right(mask, query, key, is_causal) -> bool:
-    """True for causal_lower_right, False for causal_upper_left. Raises for other masks, and for one of other sizes."""
+    """True for causal_lower_right, False for causal_upper_left. Raises for other masks and other sizes."""
     if not isinstance(mask, CausalBias):
         accepted = "None, or torch.nn.attention.bias's causal_upper_left or causal_lower_right"
         raise NotImplementedError(f"attn_mask: expected {accepted}, got {type(mask).__name__}")
-    if is_causal is not False:
-        raise ValueError(f"is_causal: expected False beside an attn_mask, got {is_causal!r}")
+    if is_causal:
+        raise ValueError("is_causal: expected False beside an attn_mask, got True")
     sizes = mask.seq_len_q, mask.seq_len_kv
     if sizes != (query.shape[-2], key.shape[-2]):
         raise ValueError(f"attn_mask: expected one of {query.shape[-2]} queries and {key.shape[-2]} keys, got {sizes}")
@@ -150,6 +150,7 @@ def flash_attention(
     validate.refuse_transforms(query, key, value)
     lower_right = False
     if attn_mask is not None:
+        validate.check_qkv(query, key, value, scale, is_causal, enable_gqa, names=NAMES)
         lower_right = _is_lower_right(attn_mask, query, key, is_causal)
         is_causal = True
     options = scale, is_causal, enable_gqa

@@ -11,6 +11,7 @@ from common.verify.reference import naive_attention
 from phase5_tuning import flash_attention
 from phase5_tuning.decode import split_kv
 from phase5_tuning.launch import configs
+from phase5_tuning.launch.plans import cdiv
 from phase5_tuning.passes.forward import SPLIT, attention_forward, choose
 
 import pytest
@@ -34,7 +35,7 @@ def in_parts(n):
 
 
 def split(n=None):
-    """attention_forward in n parts, as verify_results calls it; results filled with NaN before, and between canaries."""
+    """attention_forward in n parts, as verify_results calls it; results are full of NaN before, between canaries."""
 
     def attention(q, k, v, *, is_causal, scale, enable_gqa):
         with in_parts(n), guards():
@@ -212,8 +213,9 @@ def test_no_part_is_empty_and_all_keys_are_in_one():
         head_dim, itemsize = rng.choice([16, 64, 128, 256]), rng.choice([2, 4])
         tile = split_kv.tiles(rows, head_dim, itemsize)[0]
         n = split_kv.parts(programs, rows, keys, head_dim * itemsize, tile, 132)
-        share = -(-(-(-keys // tile.BLOCK_N)) // n) * tile.BLOCK_N
-        assert (n - 1) * share < keys <= n * share
+        share = cdiv(cdiv(keys, tile.BLOCK_N), n) * tile.BLOCK_N
+        assert (n - 1) * share < keys
+        assert keys <= n * share
 
 
 @pytest.mark.parametrize(
