@@ -2,7 +2,7 @@
 
 40 cases by name and 20 drawn by a seed, bf16; one query to 512, 1k to 128k keys, groups of 1 to 16. A row has the GPU's
 time, by replays of a graph whose calls take turns among as many inputs as the L2 cache cannot hold, as a model's layers
-do; and the caller's, with one input and the host's work. `check` has verified a part of every case before.
+do; and the caller's, with one input and the host's work. --check verifies a part of every case first.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from common.measure.timing import caller_ms, host_us
 from common.verify.inputs import make_qkv
 from phase5_tuning.attention import flash_attention
 from phase5_tuning.bench.peers import HOPPER_KERNELS, PROVIDERS
-from phase5_tuning.bench.peers import KERNELS as OF_RUNGS
 from phase5_tuning.decode import folded, split_kv
 from phase5_tuning.passes import forward
+from phase5_tuning.passes.rungs import LADDER
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,8 @@ def drawn() -> list[tuple]:
         )
         seq_q, seq_k = rng.choice((1, 1, 1, 2, 3, 5, 8, 16, 32, 64, 100, 200, 400)), rng.randint(1000, 2**17)
         batch = rng.choice((1, 1, 2, 4, 8, 16, 32, 64, 128))
-        if 4 * batch * heads_kv * seq_k * head_dim < 8e9 and batch * heads_kv * group * seq_q < 40000:
+        fits = 4 * batch * heads_kv * seq_k * head_dim < 8e9
+        if fits and heads_kv * group <= 128 and batch * heads_kv * group * seq_q < 40000:
             cases.append((batch, heads_kv * group, heads_kv, seq_q, seq_k, head_dim))
     return cases
 
@@ -69,11 +70,9 @@ def call(provider: str, q, k, v, mask=None):
 
 def backend(provider: str):
     """The context in which PyTorch takes a provider's kernels."""
-    return (
-        sdpa_kernel(PROVIDERS[provider].args[0])
-        if provider in PROVIDERS and provider != "ours"
-        else (contextlib.nullcontext())
-    )
+    if provider.startswith("sdpa-"):
+        return sdpa_kernel(PROVIDERS[provider].args[0])
+    return contextlib.nullcontext()
 
 
 def inputs(case) -> list[tuple]:
@@ -173,7 +172,7 @@ def run(args) -> list[dict]:
 
 
 DECODE_KERNELS = split_kv._attn_fwd_parts_kernel, split_kv._attn_fwd_merge_kernel
-KERNELS = *DECODE_KERNELS, HOPPER_KERNELS[0], OF_RUNGS[-3]
+KERNELS = *DECODE_KERNELS, HOPPER_KERNELS[0], LADDER[-1].forward
 SETTINGS = (
     NAMED, LOWER_RIGHT, SEED, DRAWN, L2, ROUNDS, REPLAYS, WARMUP_MS, drawn, inputs, measured, Replayed, host_us,
     split_kv.FEW_ROWS, split_kv.tiles, split_kv.parts, split_kv.pays, split_kv.plan, folded.MOST, folded.ROWS,
