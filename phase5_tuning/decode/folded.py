@@ -42,11 +42,10 @@ def parts(q: torch.Tensor, k: torch.Tensor, is_causal: bool, offset: int) -> int
 class FoldedLaunch:
     """`launch(q, k, v, o, lse)` writes o and lse, for all calls of one kind.
 
-    seen: size and strides with which the kernel sees q, k and v. first: the first key that no part has. rest: the
+    attend: its descriptors see q, k, v and o as a batch of parts. first: the first key that no part has. rest: the
     launch for the keys from there on, None if there are none. parts: the shape of the LSE of all parts and the rest.
     """
 
-    seen: tuple
     attend: Launch
     first: int
     rest: Launch | None
@@ -54,14 +53,12 @@ class FoldedLaunch:
     parts: tuple[int, ...]
 
     def __call__(self, q, k, v, o, lse):
-        packed = q.contiguous()
-        views = (t.as_strided(*seen) for t, seen in zip((packed, k, v), self.seen, strict=True))
         o_parts, lse_parts = split_kv.room(self.parts, q, q.dtype)
         taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-        n = self.seen[1][0][0]
-        self.attend(*views, o_parts[:n].view(self.seen[0][0]), lse_parts, taken)
+        self.attend(q.contiguous(), k, v, o_parts, lse_parts, taken)
         if self.rest:
-            self.rest(k[:, :, self.first :], v[:, :, self.first :], q, o, lse, o_parts[n:], lse_parts[n:])
+            ends = k[:, :, self.first :], v[:, :, self.first :]
+            self.rest(*ends, q, o, lse, o_parts[-1:], lse_parts[-1:])
         self.merge(o_parts, lse_parts, o, lse)
 
 
@@ -83,7 +80,7 @@ def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float, n: int) ->
     of_rest = None
     if rest:
         ends, tiles = (k[:, :, first:], v[:, :, first:]), split_kv.tiles(rows, head_dim, q.itemsize)
-        into = o_parts[n:], lse_parts[n:]
+        into = o_parts[-1:], lse_parts[-1:]
         of_rest = split_kv.attending(q, *ends, o, lse, into, is_causal, offset - first, scale, tiles)
     attend = hopper_forward.plan(*views, False, scale, 1).launch
-    return FoldedLaunch((of_q, of_k, of_v), attend, first, of_rest, split_kv.merging(o_parts, lse_parts, o, lse), shape)
+    return FoldedLaunch(attend, first, of_rest, split_kv.merging(o_parts, lse_parts, o, lse), shape)

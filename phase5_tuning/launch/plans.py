@@ -53,9 +53,12 @@ class Described:
         self._kind, self._fields = type(descriptor), dict(vars(descriptor), base=None)
 
     def at(self, t: torch.Tensor):
-        """The descriptor of a tensor of the same shape, strides and dtype, whose address is a multiple of 16 bytes."""
+        """The descriptor of a tensor of the same dtype, seen in the same shape and strides, whose address is a multiple of
+        16 bytes.
+        """
         made = object.__new__(self._kind)  # it has been checked once
-        made.__dict__.update(self._fields, base=t)
+        seen = t.as_strided(self._fields["shape"], self._fields["strides"])
+        made.__dict__.update(self._fields, base=seen)
         return made
 
 
