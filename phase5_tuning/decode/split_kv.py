@@ -204,8 +204,9 @@ def parts(programs: int, rows: int, keys: int, row_bytes: int, tile: configs.Con
     else:
         each = 1 if rows <= tile.BLOCK_M else max(1, min(3, 512 // row_bytes))
         least = 2 if programs < multiprocessors // 8 else 4
-    wanted = int(multiprocessors * each / programs)
-    if programs > multiprocessors:
+    if programs <= multiprocessors:
+        wanted = int(multiprocessors * each / programs)
+    else:
         half = multiprocessors // 2
         filled = {s: s * programs / (half * cdiv(s * programs, half)) for s in (1, 2, 3, 4)}
         wanted = next(s for s in filled if filled[s] > 0.97 * max(filled.values()))
@@ -224,11 +225,11 @@ def pays(q: torch.Tensor, k: torch.Tensor) -> bool:
     """True if these kernels are faster than a program for each tile of 64 queries of a head.
 
     Measured on an H100: with few rows a group, of which other kernels waste most of a tile; with one tile of rows, if
-    that reads keys for several heads at once; and where there are less programs than multiprocessors, and keys to cut.
+    that reads keys for several heads at once; and where there are fewer programs than multiprocessors, and keys to cut.
     """
-    (batch, heads_q, seq_q, _), (_, heads_kv, seq_k, _) = q.shape, k.shape
+    (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
     rows, at_once = heads_q // heads_kv * seq_q, multiprocessors(q)
-    programs = batch * heads_kv * cdiv(rows, 64)
+    programs = batch * heads_kv * cdiv(rows, tiles(rows, head_dim, q.itemsize)[0].BLOCK_M)
     if rows <= FEW_ROWS or seq_q < rows <= 64:
         return True
     return programs <= at_once and seq_k >= (512 if 2 * programs <= at_once else 4096)
@@ -260,22 +261,15 @@ def room(parts: tuple[int, ...], q: torch.Tensor, dtype: torch.dtype) -> tuple[t
     return o_parts, torch.empty(parts, dtype=torch.float32, device=q.device)
 
 
-def plan(
-    q, k, v, o, lse, is_causal: bool, offset: int, scale: float, *,
-    splits: int | None = None, config: configs.Config | None = None,
-) -> SplitLaunch:  # fmt: skip
-    """The launches for tensors like these; scale > 0.
-
-    is_causal: query i sees keys 0 ... i + offset. splits, config: instead of what is chosen, for measurements.
-    """
+def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float) -> SplitLaunch:
+    """The launches for tensors like these; scale > 0. is_causal: query i sees keys 0 ... i + offset."""
     rows = q.shape[1] // k.shape[1] * q.shape[2]
-    tried = [config] if config else tiles(rows, q.shape[3], q.itemsize)
-    if splits is None:
-        programs = k.shape[0] * k.shape[1] * cdiv(rows, tried[0].BLOCK_M)
-        row_bytes = configs.padded(q.shape[3]) * q.itemsize
-        splits = parts(programs, rows, seen(q, k, is_causal, offset), row_bytes, tried[0], multiprocessors(q))
-    shape = splits, *lse.shape
-    of_parts = room(shape, q, torch.float32) if splits > 1 else None
+    tried = tiles(rows, q.shape[3], q.itemsize)
+    programs = k.shape[0] * k.shape[1] * cdiv(rows, tried[0].BLOCK_M)
+    row_bytes = configs.padded(q.shape[3]) * q.itemsize
+    n = parts(programs, rows, seen(q, k, is_causal, offset), row_bytes, tried[0], multiprocessors(q))
+    shape = n, *lse.shape
+    of_parts = room(shape, q, torch.float32) if n > 1 else None
     attend = attending(q, k, v, o, lse, of_parts, is_causal, offset, scale, tried)
     return SplitLaunch(attend, merging(*of_parts, o, lse) if of_parts else None, shape)
 

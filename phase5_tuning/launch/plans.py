@@ -53,8 +53,8 @@ class Described:
         self._kind, self._fields = type(descriptor), dict(vars(descriptor), base=None)
 
     def at(self, t: torch.Tensor):
-        """The descriptor of a tensor of the same dtype, seen in the same shape and strides, whose address is a multiple of
-        16 bytes.
+        """The descriptor of a tensor of the same dtype, at a multiple of 16 bytes, seen in this shape and with these
+        strides.
         """
         made = object.__new__(self._kind)  # it has been checked once
         seen = t.as_strided(self._fields["shape"], self._fields["strides"])

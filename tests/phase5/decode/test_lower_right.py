@@ -89,6 +89,14 @@ def test_it_takes_sdpas_masks(mask, seq_k):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_masks_share_no_plan():
+    q, k, v = (t.requires_grad_() for t in make_qkv(1, 2, 40, 16, seq_k=60, dtype=FP32))
+    for mask in (causal_upper_left, causal_lower_right):
+        both = (fn(q, k, v, attn_mask=mask(40, 60)) for fn in (flash_attention, F.scaled_dot_product_attention))
+        grads = [torch.autograd.grad(o.square().sum(), (q, k, v)) for o in both]
+        torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
+
+
 def test_masks_that_do_not_fit_are_named():
     q, k, v = make_qkv(1, 2, 20, 16, seq_k=30)
     with pytest.raises(ValueError, match=r"^attn_mask: expected one of 20 queries and 30 keys, got \(20, 20\)"):

@@ -60,6 +60,10 @@ CASES = [  # batch, heads_q, heads_kv, seq_q, seq_k, head_dim, dtype, memory, is
     (1, 4, 1, 30, 100, 64, FP16, dict(), True, 1),
     (1, 2, 2, 70, 66, 16, FP32, dict(layout="sliced"), True, 2),
     (2, 2, 1, 3, 90, 24, FP32, dict(layout="expanded"), False, 20),
+    (2, 2, 1, 3, 90, 24, FP32, dict(layout="sliced", layout_v="transposed"), False, 2),
+    (1, 4, 1, 2, 2800, 64, FP16, dict(), False, 11),
+    (1, 1, 1, 1, 2230, 256, FP32, dict(), False, 70),
+    (1, 2, 1, 70, 200, 64, FP16, dict(), True, 2),
     (1, 3, 3, 2, 129, 128, BF16, dict(kind="positive"), False, 2),
     (1, 2, 1, 17, 257, 64, FP16, dict(kind="peaked"), True, 2),
     (1, 2, 1, 2, 300, 64, FP16, dict(kind="large"), False, 3),
@@ -145,7 +149,7 @@ def test_a_groups_keys_and_values_are_read_once():
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 @pytest.mark.parametrize("which", range(3))
 def test_trap13_offsets_are_64_bit(which, axis):
-    tensors = make_qkv(2, 2, 3, 16, seq_k=70)
+    tensors = make_qkv(3, 3, 3, 16, seq_k=70)
     spread = [far_apart(t, axis) if i == which else t for i, t in enumerate(tensors)]
     with in_parts(2):
         for a, b in zip(attention_forward(*spread), attention_forward(*tensors), strict=True):
@@ -156,7 +160,7 @@ def test_trap13_offsets_are_64_bit(which, axis):
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 @pytest.mark.parametrize("n", [1, 2])
 def test_trap13_offsets_of_the_results_are_64_bit(axis, n):
-    tensors = make_qkv(2, 2, 3, 16, seq_k=70)
+    tensors = make_qkv(3, 3, 3, 16, seq_k=70)
     with in_parts(n):
         expected, _ = attention_forward(*tensors)
     with in_parts(n), results_far_apart(axis):
@@ -270,9 +274,18 @@ def test_tiles_fit_the_rows():
     ],
 )
 def test_which_calls_are_split(batch, heads_q, heads_kv, seq_q, seq_k, expected):
-    q, k = torch.empty(batch, heads_q, seq_q, 8, device="meta"), torch.empty(batch, heads_kv, seq_k, 8, device="meta")
+    like = dict(dtype=FP16, device="meta")
+    q, k = torch.empty(batch, heads_q, seq_q, 8, **like), torch.empty(batch, heads_kv, seq_k, 8, **like)
     with mock.patch.object(split_kv, "multiprocessors", return_value=132):
         assert split_kv.pays(q, k) == expected
+
+
+def test_fp32_is_split_where_its_smaller_tiles_are_few():
+    q, k = torch.empty(1, 8, 256, 8, device="meta"), torch.empty(1, 8, 9000, 8, device="meta")
+    with mock.patch.object(split_kv, "multiprocessors", return_value=132):
+        assert split_kv.pays(q, k)
+        assert not split_kv.pays(q.expand(2, 8, 256, 8), k.expand(2, 8, 9000, 8))
+        assert split_kv.pays(q.expand(2, 8, 256, 8).half(), k.expand(2, 8, 9000, 8).half())
 
 
 def test_a_kernel_or_tiles_that_are_asked_for_are_taken():
