@@ -32,20 +32,21 @@ def parts(q: torch.Tensor, k: torch.Tensor, is_causal: bool, offset: int) -> int
     keys, rows = offset + 1 if is_causal else k.shape[2], heads_q // heads_kv * seq_q
     if batch > 1 or rows <= ROWS // 2 or hopper_forward.columns_of(head_dim) < ROWS:
         return 0
-    tiles, at_once = heads_kv * cdiv(rows, ROWS), split_kv.multiprocessors(q)
-    cost = {n: cdiv(tiles * n, at_once) / n + n / 64 for n in range(1, MOST + 1)}
+    tiles, most = heads_kv * cdiv(rows, ROWS), split_kv.at_once(q)
+    cost = {n: cdiv(tiles * n, most) / n + n / 64 for n in range(1, MOST + 1)}
     n = min(cost, key=cost.get)
-    return n if at_once // 8 <= tiles <= 2 * at_once and keys >= 1024 * n else 0
+    return n if most // 8 <= tiles <= 2 * most and keys >= 1024 * n else 0
 
 
 @dataclass(frozen=True)
 class FoldedLaunch:
     """`launch(q, k, v, o, lse)` writes o and lse, for all calls of one kind.
 
-    attend: its descriptors see q, k, v and o as a batch of parts. first: the first key that no part has. rest: the
+    views: size and strides with which the kernel sees q, k, v and o. first: the first key that no part has. rest: the
     launch for the keys from there on, None if there are none. parts: the shape of the LSE of all parts and the rest.
     """
 
+    views: tuple
     attend: Launch
     first: int
     rest: Launch | None
@@ -55,7 +56,8 @@ class FoldedLaunch:
     def __call__(self, q, k, v, o, lse):
         o_parts, lse_parts = split_kv.room(self.parts, q, q.dtype)
         taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-        self.attend(q.contiguous(), k, v, o_parts, lse_parts, taken)
+        tensors = q.contiguous(), k, v, o_parts
+        self.attend(*(t.as_strided(*view) for t, view in zip(tensors, self.views, strict=True)), lse_parts, taken)
         if self.rest:
             ends = k[:, :, self.first :], v[:, :, self.first :]
             self.rest(*ends, q, o, lse, o_parts[-1:], lse_parts[-1:])
@@ -71,16 +73,19 @@ def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float, n: int) ->
     share = (offset + 1 if is_causal else k.shape[2]) // n
     first = n * share
     rows = heads_q // heads_kv * seq_q
-    of_q = (n, heads_kv, rows, head_dim), (0, rows * head_dim, head_dim, 1)
+    of_rows = n, heads_kv, rows, head_dim
+    of_q, of_o = ((of_rows, (step, rows * head_dim, head_dim, 1)) for step in (0, heads_q * seq_q * head_dim))
     of_k, of_v = (((n, heads_kv, share, head_dim), (share * t.stride(2), *t.stride()[1:])) for t in (k, v))
-    views = [t.as_strided(*seen) for t, seen in ((q.contiguous(), of_q), (k, of_k), (v, of_v))]
-    rest = split_kv.seen(q, k, is_causal, offset) > first
+    views = [t.as_strided(*view) for t, view in ((q.contiguous(), of_q), (k, of_k), (v, of_v))]
+    rest = split_kv.keys_seen(q, k, is_causal, offset) > first
     shape = n + rest, *lse.shape
     o_parts, lse_parts = split_kv.room(shape, q, q.dtype)
     of_rest = None
     if rest:
-        ends, tiles = (k[:, :, first:], v[:, :, first:]), split_kv.tiles(rows, head_dim, q.itemsize)
+        ends, tried = (k[:, :, first:], v[:, :, first:]), split_kv.tiles(rows, head_dim, q.itemsize)
         into = o_parts[-1:], lse_parts[-1:]
-        of_rest = split_kv.attending(q, *ends, o, lse, into, is_causal, offset - first, scale, tiles)
+        of_rest = split_kv.attending(q, *ends, o, lse, into, is_causal, offset - first, scale, tried)
     attend = hopper_forward.plan(*views, False, scale, 1).launch
-    return FoldedLaunch(attend, first, of_rest, split_kv.merging(o_parts, lse_parts, o, lse), shape)
+    return FoldedLaunch(
+        (of_q, of_k, of_v, of_o), attend, first, of_rest, split_kv.merging(o_parts, lse_parts, o, lse), shape
+    )

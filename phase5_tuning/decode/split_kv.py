@@ -217,7 +217,8 @@ def parts(programs: int, rows: int, keys: int, row_bytes: int, tile: configs.Con
 # --- which calls, and their launches -------------------------------------------------------------------------------
 
 
-def multiprocessors(q: torch.Tensor) -> int:
+def at_once(q: torch.Tensor) -> int:
+    """How many programs, at least, run at once."""
     return configs.multiprocessors(q.device.index) if runtime.DEVICE == "cuda" else AN_H100
 
 
@@ -228,11 +229,11 @@ def pays(q: torch.Tensor, k: torch.Tensor) -> bool:
     that reads keys for several heads at once; and where there are fewer programs than multiprocessors, and keys to cut.
     """
     (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
-    rows, at_once = heads_q // heads_kv * seq_q, multiprocessors(q)
+    rows, most = heads_q // heads_kv * seq_q, at_once(q)
     programs = batch * heads_kv * cdiv(rows, tiles(rows, head_dim, q.itemsize)[0].BLOCK_M)
     if rows <= FEW_ROWS or seq_q < rows <= 64:
         return True
-    return programs <= at_once and seq_k >= (512 if 2 * programs <= at_once else 4096)
+    return programs <= most and seq_k >= (512 if 2 * programs <= most else 4096)
 
 
 @dataclass(frozen=True)
@@ -267,14 +268,14 @@ def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float) -> SplitLa
     tried = tiles(rows, q.shape[3], q.itemsize)
     programs = k.shape[0] * k.shape[1] * cdiv(rows, tried[0].BLOCK_M)
     row_bytes = configs.padded(q.shape[3]) * q.itemsize
-    n = parts(programs, rows, seen(q, k, is_causal, offset), row_bytes, tried[0], multiprocessors(q))
+    n = parts(programs, rows, keys_seen(q, k, is_causal, offset), row_bytes, tried[0], at_once(q))
     shape = n, *lse.shape
     of_parts = room(shape, q, torch.float32) if n > 1 else None
     attend = attending(q, k, v, o, lse, of_parts, is_causal, offset, scale, tried)
     return SplitLaunch(attend, merging(*of_parts, o, lse) if of_parts else None, shape)
 
 
-def seen(q, k, is_causal: bool, offset: int) -> int:
+def keys_seen(q, k, is_causal: bool, offset: int) -> int:
     """Keys that some query sees; where that is none, one that is masked."""
     return max(1, min(k.shape[2], q.shape[2] + offset)) if is_causal else k.shape[2]
 
@@ -285,7 +286,7 @@ def attending(q, k, v, o, lse, of_parts, is_causal: bool, offset: int, scale: fl
     of_parts: (o_parts, lse_parts), or None for one part that goes to o and lse.
     """
     (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
-    seq_k, group, splits = seen(q, k, is_causal, offset), heads_q // heads_kv, len(of_parts[0]) if of_parts else 1
+    seq_k, group, splits = keys_seen(q, k, is_causal, offset), heads_q // heads_kv, len(of_parts[0]) if of_parts else 1
     tma = descriptors_allowed(k, v)
     sizes = dict(
         stride_k=k.stride(), stride_v=v.stride(), stride_q=q.stride(), stride_o=o.stride(),

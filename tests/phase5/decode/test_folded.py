@@ -83,13 +83,13 @@ def sized(batch, heads_q, heads_kv, seq_q, seq_k, head_dim=128):
     ],
 )
 def test_in_how_many_parts(sizes, expected):
-    with mock.patch.object(split_kv, "multiprocessors", return_value=132):
+    with mock.patch.object(split_kv, "at_once", return_value=132):
         assert folded.parts(*sized(*sizes), False, 0) == expected
 
 
 def test_under_a_causal_mask_only_keys_that_all_queries_see_count():
     q, k = sized(1, 32, 8, 64, 9000)
-    with mock.patch.object(split_kv, "multiprocessors", return_value=132):
+    with mock.patch.object(split_kv, "at_once", return_value=132):
         assert folded.parts(q, k, True, 9000 - 64) == 8
         assert folded.parts(q, k, True, 8191) == 8
         assert folded.parts(q, k, True, 8190) == 0
@@ -102,7 +102,7 @@ def test_what_takes_a_call_on_hopper():
         return choose((q, k, k), (q, k, k), 1.0, **options)
 
     with (
-        mock.patch.object(split_kv, "multiprocessors", return_value=132),
+        mock.patch.object(split_kv, "at_once", return_value=132),
         mock.patch.object(hopper_forward, "takes", return_value=True) as takes,
         mock.patch.object(hopper_forward, "pays", return_value=False),
         mock.patch.object(forward, "descriptors_allowed", return_value=True),

@@ -276,13 +276,13 @@ def test_tiles_fit_the_rows():
 def test_which_calls_are_split(batch, heads_q, heads_kv, seq_q, seq_k, expected):
     like = dict(dtype=FP16, device="meta")
     q, k = torch.empty(batch, heads_q, seq_q, 8, **like), torch.empty(batch, heads_kv, seq_k, 8, **like)
-    with mock.patch.object(split_kv, "multiprocessors", return_value=132):
+    with mock.patch.object(split_kv, "at_once", return_value=132):
         assert split_kv.pays(q, k) == expected
 
 
 def test_fp32_is_split_where_its_smaller_tiles_are_few():
     q, k = torch.empty(1, 8, 256, 8, device="meta"), torch.empty(1, 8, 9000, 8, device="meta")
-    with mock.patch.object(split_kv, "multiprocessors", return_value=132):
+    with mock.patch.object(split_kv, "at_once", return_value=132):
         assert split_kv.pays(q, k)
         assert not split_kv.pays(q.expand(2, 8, 256, 8), k.expand(2, 8, 9000, 8))
         assert split_kv.pays(q.expand(2, 8, 256, 8).half(), k.expand(2, 8, 9000, 8).half())
