@@ -3,6 +3,7 @@
 launch   how a call is launched: tiles, plans, the launch itself
 ladder   one idea a kernel, in plain Triton
 hopper   kernels for H100 and H200, in Gluon, and what runs and models them on a CPU
+decode   few queries with many keys, split over keys
 passes   which kernel takes a call, forward and backward; attention.py is the operator
 ring     attention over several GPUs
 bench    speed beside peers, and other measurements

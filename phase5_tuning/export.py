@@ -60,7 +60,7 @@ The course derives this code, proves it and measures it; comments that name a ph
 
 q is (batch, heads_q, seq_q, head_dim), k and v are (batch, heads_kv, seq_k, head_dim): fp16, bf16 or
 fp32, any strides, head_dim up to 256. heads_q is heads_kv, or with enable_gqa a multiple of it.
-is_causal is the only mask; there is no dropout.
+attn_mask may be torch.nn.attention.bias's causal_lower_right or causal_upper_left; there is no dropout.
 
 It needs PyTorch and Triton, on Linux. On an NVIDIA GPU of compute capability 8.0 or later kernels are
 compiled; without one they are interpreted on the CPU, which is slow. On an H100 or H200 the Gluon

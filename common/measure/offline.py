@@ -163,10 +163,13 @@ def describe(kernel, args: tuple, kwargs: dict) -> RecordedLaunch:
     parameters = inspect.signature(kernel.fn).parameters
     values = {n: p.default for n, p in parameters.items() if p.default is not p.empty} | values
     is_constexpr = {n: "constexpr" in str(p.annotation) for n, p in parameters.items()}
+    told = getattr(kernel, "kwargs", vars(kernel))  # an interpreted kernel, and a compiled one
+    any_value = told.get("do_not_specialize") or ()
     constexprs, divisible = [], []
 
     def typed(value, path, constexpr=False):
-        if constexpr or value is None or (type(value) is int and value == 1):
+        special = names[path[0]] not in any_value
+        if constexpr or value is None or (type(value) is int and value == 1 and special):
             if isinstance(value, triton.runtime.KernelInterface):
                 value = dict(module=value.fn.__module__, name=value.fn.__name__)
             constexprs.append([path, value])
@@ -183,7 +186,7 @@ def describe(kernel, args: tuple, kwargs: dict) -> RecordedLaunch:
         if isinstance(value, tuple):
             return [typed(v, [*path, i]) for i, v in enumerate(value)]
         if isinstance(value, int):
-            if value % 16 == 0:
+            if value % 16 == 0 and special:
                 divisible.append(path)
             return "i32" if -(2**31) <= value < 2**31 else "i64"
         return "fp32"

@@ -105,6 +105,22 @@ class Launch:
         return [*(d.at(t) for d, t in zip(self.described, tensors, strict=False)), *tensors[count:]]
 
 
+def prepared(make: Callable[[configs.Config], Launch], tried: Sequence[configs.Config], *tensors) -> Launch:
+    """The launch with the first of the configs that compiles and fits this GPU.
+
+    What fitted when it was measured may not fit now: how much a tile needs depends on mask, strides and head_dim too.
+    Raises as `configs.fitting` does; for a single config, Triton's own error. Interpreted, any config fits.
+    """
+    launches = {config: make(config) for config in dict.fromkeys(tried)}
+    first = launches[tried[0]]
+    if runtime.DEVICE != "cuda" or runtime.recording:
+        return first
+    if len(launches) > 1:
+        return launches[configs.fitting(lambda config: launches[config].compile(*tensors), launches)]
+    first.compile(*tensors)
+    return first
+
+
 def tuned(
     case: tuple, is_causal: bool, tiles: int, make: Callable[[configs.Config], Launch], tensors: tuple,
     config: configs.Config | None = None,
@@ -113,23 +129,12 @@ def tuned(
 
     case: (kernel, head_dim, dtype, tma) as for `configs.candidates`. tiles: as for `configs.choose`. make: from a
     config, its launch.
-
-    Chosen tiles give way to the first candidate that compiles and fits this GPU: what fitted when it was measured may
-    not fit now, as how much a tile needs depends on mask, strides and head_dim too. Raises as `configs.fitting` does;
-    for a single config, Triton's own error. Interpreted, any config fits.
     """
     tried = [config]
     if config is None:
         chosen = configs.choose(*case, is_causal, tiles, lambda c: make(c)(*tensors))
         tried = [chosen, *configs.candidates(*case)]
-    launches = {c: make(c) for c in dict.fromkeys(tried)}
-    first = launches[tried[0]]
-    if runtime.DEVICE != "cuda" or runtime.recording:
-        return first
-    if len(launches) > 1:
-        return launches[configs.fitting(lambda c: launches[c].compile(*tensors), launches)]
-    first.compile(*tensors)
-    return first
+    return prepared(make, tried, *tensors)
 
 
 def precision(dtype: torch.dtype) -> str:

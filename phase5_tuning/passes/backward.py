@@ -45,9 +45,9 @@ ROWS = 64  # queries of a program of _attn_bwd_rows_kernel
 def attention_backward(
     q, k, v, o, lse, do, dlse=None, is_causal=False, scale=None, needs=(True, True), *,
     dkdv_kernel=None, dq_kernel=None,
-    dkdv_config: configs.Config | None = None, dq_config: configs.Config | None = None,
+    dkdv_config: configs.Config | None = None, dq_config: configs.Config | None = None, lower_right: bool = False,
 ):  # fmt: skip
-    """Gradients of `attention_forward`: arguments and results as phase 4's `attention_backward`.
+    """Gradients of `attention_forward`: arguments and results as phase 4's `attention_backward`; lower_right as there.
 
     dkdv_kernel, dq_kernel: rungs of the ladders; None: the Hopper kernel where it takes the call and all gradients are
     wanted, else the last rungs. dkdv_config, dq_config: tiles to use instead of the chosen ones, and then on a rung.
@@ -56,7 +56,7 @@ def attention_backward(
     switches = hopper_forward.enabled(), hopper_backward.in_order()
     try:
         choices = tuple(needs), dkdv_kernel, dq_kernel, dkdv_config, dq_config
-        flags = is_causal, scale, type(is_causal), type(scale)
+        flags = is_causal, scale, type(is_causal), type(scale), lower_right
         key = "backward", facts(*tensors), flags, precision(q.dtype), choices, switches
         plan = remembered(key)
     except (AttributeError, RuntimeError, TypeError):  # not tensors or flags, or without strides
@@ -66,7 +66,10 @@ def attention_backward(
     if plan is None:
         scale = validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
         validate.check_needs(choices[0])
-        plan = _plan(*tensors[:6], dlse, is_causal, scale, *choices)
+        if is_causal and lower_right and q.shape[2] != k.shape[2]:
+            plan = partial(_square_at_the_end, scale=scale, needs=choices[0])
+        else:
+            plan = _plan(*tensors[:6], dlse, is_causal, scale, *choices)
         remember(key, plan)
     return plan(q, k, v, o, lse, do, dlse)
 
@@ -207,6 +210,35 @@ def _as_kernels_take(q, k, v, o, lse, do, dlse) -> list:
         dlse = dlse.resolve_neg().contiguous()
     q, k, v, o, do = runtime.to_kernel_dtype(q, k, v, o, do)
     return [q, k, v, o, lse.resolve_neg(), do, dlse]
+
+
+def _square_at_the_end(q, k, v, o, lse, do, dlse, *, scale: float, needs):
+    """The gradients under a mask aligned with the last query and key, in the two sets of keys of the forward pass.
+
+    With the LSE of all keys, P of each set is what it is in the whole.
+    """
+    first = k.shape[2] - q.shape[2]  # key of the square
+    of_rows = [q, o, lse, do, dlse]
+    if first < 0:  # the first queries see nothing
+        of_rows = [t if t is None else t[:, :, -first:] for t in of_rows]
+    q_seen, o, lse, do, dlse = of_rows
+    rest = o, lse.contiguous(), do, dlse
+
+    def of_keys(chosen: slice, is_causal: bool):
+        return attention_backward(q_seen, k[:, :, chosen], v[:, :, chosen], *rest, is_causal, scale, needs)
+
+    dq, dk, dv = of_keys(slice(max(first, 0), None), True)
+    if first > 0:
+        dq_before, *before = of_keys(slice(first), False)
+        if needs[0]:
+            dq += dq_before
+        if needs[1]:
+            dk, dv = (torch.cat(both, dim=2) for both in zip(before, (dk, dv), strict=True))
+    elif needs[0]:
+        unseen = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        unseen[:, :, -first:] = dq
+        dq = unseen
+    return dq, dk, dv
 
 
 def _nothing_depends(q, k, v, o, lse, do, dlse, *, needs):

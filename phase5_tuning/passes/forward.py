@@ -9,6 +9,8 @@ from functools import partial
 
 from common import runtime, validate
 from phase3_forward.forward import attention_forward as forward_in_base_e
+from phase5_tuning.decode import folded, split_kv
+from phase5_tuning.decode.merge import merge_
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.ladder.forward import LOG2E, _attn_fwd_descriptors_kernel, _attn_fwd_heavy_first_kernel
 from phase5_tuning.launch import configs
@@ -28,7 +30,7 @@ from phase5_tuning.launch.plans import (
 import torch
 
 # What takes a call, beside the kernels of rungs.
-NOTHING, BASE_E, HOPPER = "nothing", "base e", "hopper"
+NOTHING, BASE_E, SPLIT, FOLDED, HOPPER = "nothing", "base e", "split", "folded", "hopper"
 
 
 def attention_forward(
@@ -41,15 +43,18 @@ def attention_forward(
     *,
     kernel=None,
     config: configs.Config | None = None,
+    lower_right: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T) v and its LSE: arguments, results and errors as phase 3's `attention_forward`.
 
-    kernel: a rung of the ladder; None: the Hopper kernel where it takes the call, else the last
-    rung. config: tiles to use instead of the chosen ones, and then on a rung.
+    lower_right: the causal mask is aligned with the last query and the last key, not with the first ones; without
+    is_causal it has no effect.
+    kernel: a rung of the ladder; None: the split kernel for few queries, the Hopper kernel where it takes the call,
+    else the last rung. config: tiles to use instead of the chosen ones, and then on a rung.
     fp32 is computed to fp32 accuracy, or with TF32 where PyTorch's own switch allows it
     (torch.set_float32_matmul_precision("high")).
     """
-    flags = is_causal, scale, enable_gqa
+    flags = is_causal, scale, enable_gqa, lower_right
     try:
         key = (
             "forward",
@@ -67,7 +72,7 @@ def attention_forward(
         raise
     if plan is None:
         scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
-        plan = _plan(q, k, v, is_causal, scale, kernel, config)
+        plan = _plan(q, k, v, is_causal, scale, kernel, config, lower_right)
         remember(key, plan)
     return plan(q, k, v)
 
@@ -79,7 +84,7 @@ class ForwardPlan:
     rows: the shape of the LSE. sign: of the scale. as_given: no input is converted.
     """
 
-    launch: Launch
+    launch: Launch | split_kv.SplitLaunch | folded.FoldedLaunch
     rows: torch.Size
     sign: int
     as_given: bool
@@ -99,20 +104,30 @@ class ForwardPlan:
             return o.copy_(out), lse
 
 
-def choose(given, converted, scale: float, kernel=None, config: configs.Config | None = None):
-    """What takes a call: NOTHING, BASE_E, HOPPER, or the kernel of a rung.
+def choose(
+    given, converted, scale: float, kernel=None, config: configs.Config | None = None, is_causal=False, offset: int = 0
+):
+    """What takes a call: NOTHING, BASE_E, SPLIT, FOLDED, HOPPER, or the kernel of a rung.
 
     given: q, k and v as they came. converted: as plain kernels take them. scale: its absolute value. kernel, config: as
-    for `attention_forward`.
+    for `attention_forward`. is_causal: query i sees keys 0 ... i + offset.
     """
     q, k, _ = given
     if 0 in q.shape[:3] or k.shape[2] == 0:
         return NOTHING
     if scale * LOG2E.value > validate.MAX_SCALE:  # in base 2 it would be infinite
         return BASE_E
-    # From a number of tiles on the Hopper kernel is faster than any rung (FEW and NARROW in hopper/forward.py).
-    if kernel is None and config is None and hopper_forward.takes(*given) and hopper_forward.pays(q, q.shape[2]):
-        return HOPPER
+    if kernel is None and config is None:
+        hopper = hopper_forward.takes(*given)
+        # Few queries leave multiprocessors idle, or read keys once a head instead of once a group (decode/).
+        n = folded.parts(q, k, is_causal, offset) if hopper else 0
+        if n > 1 or (n and offset):
+            return FOLDED
+        if not n and split_kv.pays(q, k):
+            return SPLIT
+        # From a number of tiles on the Hopper kernel is faster than any rung (FEW and NARROW in hopper/forward.py).
+        if hopper and (n or hopper_forward.pays(q, q.shape[2])):
+            return HOPPER
     if kernel not in (None, _attn_fwd_descriptors_kernel):
         return kernel
     # The rung before the last one fetches tiles by pointers, which may have any stride and alignment.
@@ -133,24 +148,33 @@ def launch_of(kernel, q, k, v, o, is_causal: bool, scale: float, config: configs
     return Launch(kernel, cdiv(seq_q, config.BLOCK_M) * batch * heads_q, sizes, config.options, boxes)
 
 
-def _plan(q, k, v, is_causal, scale, kernel, config) -> Callable:
+def _plan(q, k, v, is_causal, scale, kernel, config, lower_right) -> Callable:
     scale, sign = positive_scale(scale)
+    signed = sign * scale
+    offset = k.shape[2] - q.shape[2] if is_causal and lower_right else 0
     given, converted = (q, k, v), _as_kernels_take(q, k, v, sign)
     with runtime.on_device_of(q):
-        kernel = choose(given, converted, scale, kernel, config)
+        kernel = choose(given, converted, scale, kernel, config, is_causal, offset)
         if kernel == NOTHING:
             return _nothing_to_see
+        if offset and kernel not in (SPLIT, FOLDED):
+            return partial(_square_at_the_end, scale=signed)
         if kernel == BASE_E:
-            return partial(forward_in_base_e, is_causal=is_causal, scale=sign * scale, enable_gqa=True)
+            return partial(forward_in_base_e, is_causal=is_causal, scale=signed, enable_gqa=True)
         if kernel == HOPPER:
             return hopper_forward.plan(q, k, v, is_causal, scale, sign)
         q, k, v = converted
         (batch, heads_q, seq_q, head_dim), rows = q.shape, q.shape[:3]
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-        case = "forward", head_dim, q.dtype, kernel is _attn_fwd_descriptors_kernel
-        make = partial(launch_of, kernel, q, k, v, o, is_causal, scale)
-        launch = tuned(case, is_causal, batch * heads_q * cdiv(seq_q, 64), make, (q, k, v, o, lse), config)
+        if kernel == SPLIT:
+            launch = split_kv.plan(q, k, v, o, lse, is_causal, offset, scale)
+        elif kernel == FOLDED:
+            launch = folded.plan(q, k, v, o, lse, is_causal, offset, scale, folded.parts(q, k, is_causal, offset))
+        else:
+            case = "forward", head_dim, q.dtype, kernel is _attn_fwd_descriptors_kernel
+            make = partial(launch_of, kernel, q, k, v, o, is_causal, scale)
+            launch = tuned(case, is_causal, batch * heads_q * cdiv(seq_q, 64), make, (q, k, v, o, lse), config)
     return ForwardPlan(launch, rows, sign, all(a is b for a, b in zip(given, converted, strict=True)))
 
 
@@ -164,6 +188,21 @@ def _as_kernels_take(q, k, v, sign: int):
     if k.stride(3) != 1 and configs.padded(k.shape[3]) == 32:
         k = k.contiguous()
     return runtime.to_kernel_dtype(q if sign == 1 else sign * q, k, v)
+
+
+def _square_at_the_end(q, k, v, *, scale: float):
+    """A mask aligned with the last query and key: the keys that all queries see, and then a square under the causal
+    mask, merged. Where there are more queries than keys, the first ones see nothing.
+    """
+    first = k.shape[2] - q.shape[2]  # key of the square
+    if first < 0:
+        o, lse = _nothing_to_see(q, k, v)
+        o[:, :, -first:], lse[:, :, -first:] = attention_forward(q[:, :, -first:], k, v, True, scale, True)
+        return o, lse
+    o, lse = attention_forward(q, k[:, :, first:], v[:, :, first:], True, scale, True)
+    both = o.float()
+    merge_(both, lse, *attention_forward(q, k[:, :, :first], v[:, :, :first], False, scale, True))
+    return o.copy_(both), lse
 
 
 def _nothing_to_see(q, k, v):

@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from phase5_tuning.attention import flash_attention
+from phase5_tuning.decode.merge import merge_
 from phase5_tuning.passes.backward import attention_backward
 from phase5_tuning.passes.forward import attention_forward
 from phase5_tuning.ring.ranks import agreed, chunk_lengths, joined, meeting, shard_of, side_group
@@ -92,15 +93,6 @@ def _wait(transfer: list) -> torch.Tensor:
     """What a transfer brings, when it is there. A transfer holds what it sends until then."""
     transfer.pop().wait()
     return transfer.pop()
-
-
-def merge_(o: torch.Tensor, lse: torch.Tensor, o_part: torch.Tensor, lse_part: torch.Tensor) -> None:
-    """Phase 1's merge, in place: o, lse (fp32) become those of both sets of keys together."""
-    neither = (lse == float("-inf")) & (lse_part == float("-inf"))
-    gap = (lse_part - lse).masked_fill(neither, 0.0)
-    # The weights, from the difference: at a large LSE exp(lse - both) would round away its last digits.
-    o.mul_(torch.sigmoid(-gap)[..., None]).addcmul_(o_part, torch.sigmoid(gap)[..., None])
-    lse.copy_(torch.logaddexp(lse, lse_part))
 
 
 def _around(ring: Ring, kv: torch.Tensor, lengths: Sequence[int]) -> Iterator:

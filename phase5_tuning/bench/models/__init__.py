@@ -1,0 +1,1 @@
+"""Shapes that models call, beside what PyTorch runs for them."""

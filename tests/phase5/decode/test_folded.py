@@ -1,0 +1,117 @@
+"""The Hopper kernel over parts of the keys, on a CPU: its interpreter runs it, Triton's the merge."""
+
+from unittest import mock
+
+from common import make_qkv, verify_results
+from phase5_tuning.decode import folded, split_kv
+from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.hopper import interpreter
+from phase5_tuning.passes import forward
+from phase5_tuning.passes.forward import FOLDED, HOPPER, SPLIT, attention_forward, choose
+
+import pytest
+import torch
+from helpers import guards, interpreted_only, without_plans
+
+
+def in_parts(n, last=None):
+    """attention_forward in n parts, as verify_results calls it. last: under a causal mask, of the last so many queries;
+    the others by other kernels.
+    """
+
+    def attention(q, k, v, *, is_causal, scale, enable_gqa):
+        before = [t[:, :, : -last or None] for t in attention_forward(q, k, v, True, scale, True)] if last else None
+        with (
+            interpreter.interpreted(),
+            guards(),
+            without_plans(),
+            mock.patch.object(forward, "choose", return_value=FOLDED),
+            mock.patch.object(folded, "parts", return_value=n),
+        ):
+            q = q[:, :, -last:] if last else q
+            made = attention_forward(q, k, v, is_causal, scale, enable_gqa, lower_right=True)
+        return tuple(torch.cat(both, dim=2) for both in zip(before, made, strict=True)) if last else made
+
+    return attention
+
+
+@interpreted_only
+@pytest.mark.parametrize(
+    ("heads_q", "heads_kv", "seq_q", "seq_k", "head_dim", "memory", "n"),
+    [
+        (4, 2, 40, 300, 128, dict(), 2),
+        (4, 2, 40, 302, 80, dict(layout="bshd", layout_v="bhsd"), 3),  # two keys are left over; queries are copied
+        (2, 1, 70, 260, 128, dict(), 1),
+        (6, 2, 33, 200, 96, dict(kind="positive"), 4),
+    ],
+)
+def test_parts_as_a_batch(heads_q, heads_kv, seq_q, seq_k, head_dim, memory, n):
+    q, k, v = make_qkv(1, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, **memory)
+    for scale in (None, -0.2):
+        verify_results(in_parts(n), q, k, v, scale=scale, enable_gqa=True, compare_sdpa=False).check()
+
+
+@interpreted_only
+@pytest.mark.parametrize(("seq", "last", "n"), [(230, 30, 2), (130, 70, 1), (231, 10, 4)])
+def test_the_triangle_at_the_end_is_a_part_of_its_own(seq, last, n):
+    q, k, v = make_qkv(1, 2, seq, 128, heads_kv=1)
+    verify_results(in_parts(n, last), q, k, v, is_causal=True, enable_gqa=True, compare_sdpa=False).check()
+
+
+def sized(batch, heads_q, heads_kv, seq_q, seq_k, head_dim=128):
+    return (torch.empty(batch, h, n, head_dim, device="meta") for h, n in ((heads_q, seq_q), (heads_kv, seq_k)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((1, 32, 8, 64, 32768), 8),  # 16 tiles of 128 rows
+        ((1, 32, 8, 64, 8192), 8),
+        ((1, 32, 8, 64, 8191), 0),  # too short a walk
+        ((1, 32, 8, 128, 32768), 4),
+        ((1, 32, 8, 256, 32768), 2),
+        ((1, 32, 8, 512, 32768), 1),
+        ((1, 32, 8, 400, 32768), 5),  # 104 tiles: four rounds instead of five
+        ((1, 32, 8, 32, 32768), 0),  # 8 tiles
+        ((1, 32, 8, 1056, 32768), 1),  # 264
+        ((1, 32, 8, 1057, 32768), 0),
+        ((2, 32, 8, 64, 32768), 0),  # a batch
+        ((1, 32, 32, 64, 32768), 0),  # half of a tile
+        ((1, 32, 32, 65, 32768), 4),
+        ((1, 32, 8, 64, 32768, 64), 0),
+        ((1, 32, 8, 64, 32768, 72), 8),
+    ],
+)
+def test_in_how_many_parts(sizes, expected):
+    with mock.patch.object(split_kv, "at_once", return_value=132):
+        assert folded.parts(*sized(*sizes), False, 0) == expected
+
+
+def test_under_a_causal_mask_only_keys_that_all_queries_see_count():
+    q, k = sized(1, 32, 8, 64, 9000)
+    with mock.patch.object(split_kv, "at_once", return_value=132):
+        assert folded.parts(q, k, True, 9000 - 64) == 8
+        assert folded.parts(q, k, True, 8191) == 8
+        assert folded.parts(q, k, True, 8190) == 0
+        assert folded.parts(q, k, True, 0) == 0
+
+
+def test_what_takes_a_call_on_hopper():
+    def chosen(*sizes, **options):
+        q, k = sized(*sizes)
+        return choose((q, k, k), (q, k, k), 1.0, **options)
+
+    with (
+        mock.patch.object(split_kv, "at_once", return_value=132),
+        mock.patch.object(hopper_forward, "takes", return_value=True) as takes,
+        mock.patch.object(hopper_forward, "pays", return_value=False),
+        mock.patch.object(forward, "descriptors_allowed", return_value=True),
+    ):
+        assert chosen(1, 32, 8, 64, 32768) == FOLDED
+        assert chosen(1, 32, 8, 512, 32768) == HOPPER  # one part
+        assert chosen(1, 32, 8, 512, 32768, is_causal=True, offset=32256) == FOLDED  # and the triangle
+        assert chosen(1, 32, 8, 512, 32768, is_causal=True) not in (FOLDED, HOPPER, SPLIT)
+        assert chosen(1, 32, 8, 1, 32768) == SPLIT
+        assert chosen(1, 32, 8, 64, 4096) == SPLIT
+        takes.return_value = False
+        assert chosen(1, 32, 8, 64, 32768) == SPLIT
