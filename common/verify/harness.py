@@ -127,8 +127,12 @@ class Report:
 
     @property
     def hint(self) -> str | None:
-        """What the errors of the first wrong tensor look like (those after it often only follow from it)."""
-        return next((r.hint for r in self.results if not r.passed), None)
+        """What the errors of the first wrong tensor look like whose hint names anything, or of the first.
+
+        Those after it often only follow from it.
+        """
+        hints = [r.hint for r in self.results if not r.passed]
+        return next(filter(diagnose.names_something, hints), next(iter(hints), None))
 
     def check(self) -> "Report":
         """Return self if everything passed, else raise VerificationError with the worst element and a hint."""

@@ -8,6 +8,7 @@ from unittest import mock
 
 from common import make_qkv, make_tensor, runtime, verify_results
 from phase5_tuning.attention import FlashAttention
+from phase5_tuning.decode import split_kv
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper.backward import HopperBackwardPlan
@@ -44,7 +45,7 @@ def verify(q, k, v, do_layout="bhsd", **options):
     """Verify a call, and that both of its passes were by the Hopper kernels."""
     do = make_tensor(q.shape, dtype=q.dtype, layout=do_layout, generator=torch.Generator().manual_seed(1))
     options |= dict(do=do, enable_gqa=q.shape[1] != k.shape[1], compare_sdpa=False)
-    with guards(), without_plans() as plans:
+    with guards(), without_plans() as plans, mock.patch.object(split_kv, "pays", return_value=False):
         verify_results(attention, q, k, v, **options).check()
         kinds = {type(plan) for plan in plans.values()}
     assert kinds == {HopperForwardPlan, HopperBackwardPlan}, kinds

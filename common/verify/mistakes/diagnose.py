@@ -6,13 +6,29 @@ size: the elements that are wrong, and by how much. A hint is worded as the ques
 
 import math
 
-from common.verify.mistakes.hypotheses import TILE_SIZES, Context
-from common.verify.mistakes.trial import LEFT, MOST_SIGMA, RIGHT, Trial, name_mistake, name_rounding
+from common.verify.mistakes.hypotheses import TILE_SIZES, Context, tile_pairs, tiles_within
+from common.verify.mistakes.trial import LEFT, MOST_SIGMA, RIGHT, Trial, listed_tiles, name_mistake, name_rounding
 from common.verify.reference import NEG_INF
 
 import torch
 
 MAX_ELEMENTS = 2**21  # hypotheses are tried only where all of S has at most this many entries
+# How hints end that name nothing.
+OF_ROUNDING = (
+    "was q * scale, k * scale, S, P, the LSE, dS, delta or an accumulator rounded to 16 bits too early, is a product "
+    "in TF32, exp too coarse?"
+)
+COMPARE = (
+    "no mistake known here explains them; compare S, P, m and l tile by tile with "
+    "common.verify.reference.tiled_attention"
+)
+
+
+WHAT_CHANGES = "what changes at that tile?"
+
+
+def names_something(sentence: str | None) -> bool:
+    return sentence is not None and not sentence.endswith((OF_ROUNDING, COMPARE, WHAT_CHANGES))
 
 
 def hint(name, actual, truth, wrong, context: Context, rows=None) -> str | None:
@@ -22,13 +38,13 @@ def hint(name, actual, truth, wrong, context: Context, rows=None) -> str | None:
     """
     finite = actual.isfinite() & truth.isfinite()
     trial = Trial(name, actual, truth, wrong, context)
-    small = math.prod(context.q.shape[:3]) * context.k.shape[2] <= MAX_ELEMENTS
+    small = 0 < math.prod(context.q.shape[:3]) * context.k.shape[2] <= MAX_ELEMENTS
     tried = rows is None and small and bool((wrong & finite).any()) and finite.double().mean() > 0.5
     if (sentence := _zero(trial)) or (tried and (sentence := name_mistake(trial))):
         return sentence
     misplaced = (actual.isfinite() != truth.isfinite()) | (actual.isnan() != truth.isnan())
     if misplaced.any():
-        return _non_finite(name, actual, truth, misplaced, context, rows)
+        return _non_finite(name, actual, truth, misplaced, wrong, context, rows)
     if not (wrong & finite).any():
         return None  # an infinity of the wrong sign
     error = torch.where(finite, actual - truth, 0.0)
@@ -44,12 +60,14 @@ def hint(name, actual, truth, wrong, context: Context, rows=None) -> str | None:
 # --- place and size -----------------------------------------------------------------------------------------------
 
 
-def _non_finite(name, actual, truth, misplaced, c: Context, rows) -> str:
+def _non_finite(name, actual, truth, misplaced, wrong, c: Context, rows) -> str:
     if actual[misplaced].isfinite().all():
         return f"{name} is finite where SDPA's is not: a NaN or infinity of the input must reach the result"
     if c.k.shape[2] == 0 or truth[misplaced].eq(NEG_INF).any() or (name == "o" and truth[misplaced].eq(0).all()):
         nan = "a row that sees no key gives NaN: exp(-inf - -inf) or 0 / 0"
         return f"{nan}; guard the maximum and the sum of empty rows"
+    if rows is None and (sentence := _hidden_first(name, actual, misplaced, wrong, c)):
+        return sentence
     of_heads = misplaced.flatten(2)
     full = of_heads.all(dim=-1)
     if full.any() and not full.all() and not (of_heads.any(dim=-1) & ~full).any():
@@ -62,9 +80,39 @@ def _non_finite(name, actual, truth, misplaced, c: Context, rows) -> str:
     row = int(misplaced.nonzero()[0][2])
     return (
         f"first non-finite value in row {row if rows is None else int(rows[row])}: are the loads past the end of the "
-        "sequence masked with other=0 (0 * inf is NaN), is the running maximum subtracted before exp, "
-        "was the element written at all?"
+        "sequence masked with other=0 (0 * inf is NaN), is the running maximum subtracted before exp, is it -inf where "
+        "a row has seen no key yet (exp(-inf - -inf) is NaN), was the element written at all?"
     )
+
+
+def _hidden_first(name, actual, misplaced, wrong, c: Context) -> str | None:
+    """Just those rows are NaN, and all else is right, that meet a wholly hidden tile while their maximum is -inf."""
+    if not c.is_causal or name not in ("o", "lse") or not actual[wrong].isnan().all():
+        return None
+    seq_q, seq_k = c.q.shape[2], c.k.shape[2]
+    of_rows = misplaced.reshape(-1, seq_q, misplaced.shape[3] if name == "o" else 1)
+    is_nan = of_rows[0, :, 0]
+    if not (of_rows == is_nan[:, None]).all():
+        return None
+    row = torch.arange(seq_q, device=actual.device)
+    guard = "exp(-inf - -inf); skip such tiles, or guard the maximum"
+
+    def begins_last(end, tile):
+        """The first key of the last tile before `end`."""
+        return (end + tile - 1) // tile * tile - tile
+
+    ends = {pair: ((row // pair[0] + 1) * pair[0]).clamp(max=seq_k) for pair in tile_pairs(seq_q)}
+    pairs = {pair for pair, end in ends.items() if torch.equal(is_nan, row < begins_last(end, pair[1]))}
+    if pairs:
+        rows_are = "just those rows are NaN that see no key of the last tile before the diagonal's end"
+        return f"{rows_are}, as if it came first (BLOCK_M x BLOCK_N = {listed_tiles(pairs)}): {guard}"
+    tiles = {tile for tile in tiles_within(seq_k) if torch.equal(is_nan, row < begins_last(seq_k, tile))}
+    if tiles:
+        rows_are = "just those rows are NaN that see no key of the last tile or part of the keys"
+        return f"{rows_are} (of {listed_tiles(tiles)} keys), as if it came first or were merged: {guard}"
+    if torch.equal(is_nan, row < seq_q - seq_k):
+        return f"just those rows are NaN that see no key under a causal mask aligned bottom-right: {guard}"
+    return None
 
 
 def _zero(trial: Trial) -> str | None:
@@ -99,6 +147,7 @@ def _factor(trial: Trial, tried) -> str | None:
         1 / math.log(2): "a base-2 logarithm where a natural one is meant",
         math.log(2): "a natural logarithm where a base-2 one is meant",
         -1.0: "the sign is wrong",
+        c.default_scale / c.scale if c.scale else math.nan: "the scale is 1 / sqrt(head_dim), though another was given",
     }
     why = next((text for value, text in known.items() if value and abs(factor / value - 1) < 0.01), "which one is it?")
     return f"all elements of {name} are {factor:.4g} times the truth: {why}"
@@ -162,7 +211,7 @@ def _rows_from(first, error, wrong) -> str | None:
     if any(t < seq and seq % t and first >= seq // t * t for t in TILE_SIZES):
         return f"only rows of the last, partial tile are wrong (from {first} on): look at the bounds mask"
     if first > 0 and first % TILE_SIZES[0] == 0:
-        return f"rows 0 to {first - 1} are right, errors begin at row {first}: what changes at that tile?"
+        return f"rows 0 to {first - 1} are right, errors begin at row {first}: {WHAT_CHANGES}"
     return None
 
 
@@ -177,11 +226,6 @@ def _some_columns(error, wrong) -> str | None:
 def _size(name, error, truth, wrong, finite) -> str:
     share, size = wrong.double().mean().item(), (error.norm() / truth[finite].norm()).item()
     if size < 0.05:
-        return (
-            f"{name} is off by {size:.0e} of its size, all over: was q * scale, k * scale, S, P, the LSE, dS, "
-            "delta or an accumulator rounded to 16 bits too early, is a product in TF32, exp too coarse?"
-        )
-    return (
-        f"{share:.0%} of the elements are wrong, and the error's norm is {size:.1g} times that of {name}: no mistake "
-        "known here explains them; compare S, P, m and l tile by tile with common.verify.reference.tiled_attention"
-    )
+        return f"{name} is off by {size:.0e} of its size, all over: {OF_ROUNDING}"
+    wrong_share = f"{share:.0%} of the elements are wrong"
+    return f"{wrong_share}, and the error's norm is {size:.1g} times that of {name}: {COMPARE}"

@@ -41,14 +41,17 @@ class Steps:
     running_max: Callable = lambda m, s, scale: torch.maximum(m, s.amax(dim=-1))
     exp: Callable = torch.exp
     alpha: Callable = lambda m_old, m_new, exp: exp(m_old - m_new)
+    visits: Callable | None = None  # (i, j, seq_q, seq_k): how often a key counts, where not once
     rescale_acc: Callable = lambda alpha, last: alpha  # last, for each row: no visible tile follows
     rescale_sum: Callable = lambda alpha, last: alpha
     round_p: Callable = lambda p, dtype: p.to(dtype)
     summand: Callable = lambda p, rounded: p  # the terms of the row sum
+    # For each row, what a tile's parts of acc and of l are multiplied by.
+    weigh: Callable | None = None  # (p, m, alpha)
     acc: Callable = lambda acc, l, last, dtype: acc
     normalize: Callable = lambda acc, l: acc / l
     store: Callable = lambda o, seq_q: o
-    lse: Callable = lambda m, l: m + torch.log(l)
+    lse: Callable = lambda m, l, scale: m + torch.log(l)
     # the backward pass
     read_backward: Callable = lambda q, k, v, do: (q, k, v, do)
     pad_rows: Callable = lambda t, rows: F.pad(t, (0, 0, 0, rows))
@@ -59,6 +62,7 @@ class Steps:
     visible_backward: Callable | None = None
     in_bounds_backward: Callable | None = None
     logits_backward: Callable | None = None
+    visits_backward: Callable | None = None
     exp_backward: Callable | None = None
     tiles_backward: Callable = lambda tiles: tiles  # of queries and of keys
     ds: Callable = lambda p, dp, delta: p * (dp - delta)
@@ -109,6 +113,7 @@ def forward(q, k, v, is_causal, scale, step):
     shown = _shown(q, k, seq_q, seq_k, step.in_bounds, step.visible if is_causal else None)
     row = torch.arange(q.shape[2], device=q.device)
     row_end = (row // step.block_m + 1) * step.block_m if is_causal else torch.full_like(row, seq_k)
+    visits = step.visits and _of_indices(q, k, seq_q, seq_k, step.visits)
     acc = torch.zeros_like(q)
     m_i = q.new_full(q.shape[:-1], step.first_max)
     l_i = torch.zeros_like(m_i)
@@ -118,15 +123,20 @@ def forward(q, k, v, is_causal, scale, step):
         m_new = step.running_max(m_i, s, scale)
         shift = _finite(m_new)
         alpha, p = step.alpha(m_i, shift, step.exp), step.exp(s - shift[..., None])
+        p = p * visits[:, cols] if step.visits else p
         last = cols.stop >= row_end.clamp(max=step.loop_end(seq_k))
         rounded = step.round_p(p, dtype).to(q.dtype)
-        l_i = step.rescale_sum(alpha, last) * l_i + step.summand(p, rounded).sum(dim=-1)
+        of_sum, of_acc = step.summand(p, rounded).sum(dim=-1), step.product(rounded, v[:, :, cols])
+        if step.weigh:
+            acc_factor, sum_factor = step.weigh(p, m_new, alpha)
+            of_sum, of_acc = sum_factor * of_sum, acc_factor[..., None] * of_acc
+        l_i = step.rescale_sum(alpha, last) * l_i + of_sum
         kept = step.rescale_acc(alpha, last)[..., None] * acc
-        acc = step.acc(kept + step.product(rounded, v[:, :, cols]), l_i[..., None], last[:, None], dtype)
+        acc = step.acc(kept + of_acc, l_i[..., None], last[:, None], dtype)
         m_i = m_new
     l_i = torch.where(l_i == 0, 1.0, l_i)  # a row that saw no key
     o = step.store(step.normalize(acc, l_i[..., None]).to(dtype), seq_q)
-    return tuple(t[:, :, :seq_q].contiguous() for t in (o, step.lse(m_i, l_i), m_i, l_i))
+    return tuple(t[:, :, :seq_q].contiguous() for t in (o, step.lse(m_i, l_i, scale), m_i, l_i))
 
 
 def backward(q, k, v, o, lse, m, l, do, is_causal, scale, step):
@@ -144,11 +154,14 @@ def backward(q, k, v, o, lse, m, l, do, is_causal, scale, step):
     visible = (step.visible_backward or step.visible) if is_causal else None
     in_bounds = step.in_bounds_backward or step.in_bounds
     shown = _shown(q, k, seq_q, seq_k, in_bounds, visible)
+    visits = step.visits_backward or step.visits
+    times = visits and _of_indices(q, k, seq_q, seq_k, visits)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in step.tiles_backward(_tiles(seq_q, step.block_m)):
         for cols in step.tiles_backward(_tiles(step.loop_end(seq_k), step.block_n)):
             s = logits(q[:, :, rows], k[:, :, cols], scale, step.product, dtype)
             p = exp(torch.where(shown[rows, cols], s, step.hidden(s)) - shift[:, :, rows])
+            p = p * times[rows, cols] if visits else p
             dp = step.product(do[:, :, rows], v[:, :, cols].mT)
             ds = step.ds(p, dp, delta[:, :, rows])
             p = step.round_p(step.dv_weights(p, ds), dtype).to(q.dtype)
@@ -172,17 +185,24 @@ def _padded_inputs(q, k, v, step, pad_rows=Steps.pad_rows):
     h = step.key_head(torch.arange(heads_q, device=q.device), heads_q, heads_kv)
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = (t[b[:, None], h].to(dtype) for t in (k, v))
-    pad = (0, 0, 0, -seq_k % step.block_n)
-    q = pad_rows(q.to(dtype), -q.shape[2] % step.block_m)
-    return q, F.pad(k, pad), F.pad(v, pad, value=step.pad_v)
+    q, keys_past = q.to(dtype), -seq_k % step.block_n
+    if rows_past := -q.shape[2] % step.block_m:
+        q = pad_rows(q, rows_past)
+    if keys_past:
+        k, v = F.pad(k, (0, 0, 0, keys_past)), F.pad(v, (0, 0, 0, keys_past), value=step.pad_v)
+    return q, k, v
 
 
 def _shown(q, k, seq_q, seq_k, in_bounds, visible):
     """The mask over padded queries and keys: True where a query sees a key."""
-    i = torch.arange(q.shape[2], device=q.device)[:, None]
-    j = torch.arange(k.shape[2], device=q.device)[None, :]
-    shown = in_bounds(j, seq_k).expand(i.shape[0], -1)
-    return shown & visible(i, j, seq_q, seq_k) if visible else shown
+    shown = in_bounds(torch.arange(k.shape[2], device=q.device), seq_k).expand(q.shape[2], -1)
+    return shown & _of_indices(q, k, seq_q, seq_k, visible) if visible else shown
+
+
+def _of_indices(q, k, seq_q, seq_k, of):
+    """of(i, j, seq_q, seq_k) over padded queries and keys."""
+    i, j = (torch.arange(t.shape[2], device=q.device) for t in (q, k))
+    return of(i[:, None], j[None, :], seq_q, seq_k)
 
 
 def _finite(x):

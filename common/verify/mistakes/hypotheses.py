@@ -9,20 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from common.verify.mistakes import wrong_steps as wrong
 from common.verify.mistakes.emulator import Steps, backward, forward
-from common.verify.mistakes.table import (
-    MISTAKES,
-    contiguous_strides,
-    doubled_start,
-    rounded_k,
-    rounded_q,
-    rounded_s,
-    summed_modulo,
-    tiles_skipped,
-    tiles_unmasked,
-    whole_tiles,
-    with_strides,
-)
+from common.verify.mistakes.table import MISTAKES
 
 import torch
 
@@ -34,6 +23,9 @@ _FIELDS = [field.name for field in fields(Steps)]
 OF_BACKWARD = {"block_m", "block_n", *_FIELDS[_FIELDS.index("read_backward") :]}
 # What stands for -inf in kernels that are wrong.
 LARGE_NUMBERS = (1e4, 1e6, 1e9)
+MOST_TURNS = 64  # of a loop that is emulated: of more the cost would be felt
+# One, two or all.
+SOME = [some for n in (1, 2, 3) for some in itertools.combinations("qkv", n)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +48,10 @@ class Context:
     def right_as_rounded(self):
         return self.forward(Steps(), fp64=False)
 
+    @property
+    def default_scale(self) -> float:
+        return 1 / math.sqrt(self.q.shape[3])
+
     def forward(self, steps: Steps, *, fp64: bool):
         """The emulator's, in fp64 without any rounding or as a kernel rounds."""
         inputs = steps.read(self.q, self.k, self.v)
@@ -69,13 +65,16 @@ class Context:
         return replace(self, q=q, k=k, v=v, do=do)
 
 
+Tile = int | tuple[int, int]  # two: BLOCK_M and BLOCK_N
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """A mistake that may explain a result."""
 
     sentence: str  # {tiles} is open
     changes: dict  # of the emulator's steps
-    tile: int | None = None
+    tile: Tile | None = None
     whole: bool = False  # it concerns all heads together: one alone cannot show it
     by_tile: bool = False  # its numbers, too, depend on the size of tiles
 
@@ -86,7 +85,7 @@ class Hypothesis:
 def mistaken(name, c: Context, changes: dict, *, fp64: bool) -> torch.Tensor:
     """Tensor `name` of the emulator with these changes, in fp64 without any rounding, or as a kernel rounds."""
     steps = Steps(**dict(block_m=max(1, c.q.shape[2]), block_n=max(1, c.k.shape[2])) | changes)
-    changed = {field for field, wrong in changes.items() if wrong is not getattr(Steps, field)}
+    changed = {field for field, step in changes.items() if step is not getattr(Steps, field)}
     if name in GRADIENTS and changed <= OF_BACKWARD:
         o, lse, m, l = c.right_in_fp64 if fp64 else c.right_as_rounded
     else:
@@ -98,127 +97,163 @@ def mistaken(name, c: Context, changes: dict, *, fp64: bool) -> torch.Tensor:
     return backward(q, k, v, o, lse, m, l, do, c.is_causal, c.scale, steps)[GRADIENTS.index(name)]
 
 
-def of_logic(name, c: Context) -> Iterator[Hypothesis]:
-    """Mistakes that matter in fp64 too."""
-    if c.k.shape[2] == 0 or 0 in c.q.shape:
-        return
-    if name in GRADIENTS:
-        yield from _backward_mistakes(name, c)
-        return
-    yield from _forward_mistakes(name, c)
-    if name == "lse":
-        yield from map(_known, ("lse_base_2", "lse_mixed_base", "lse_without_max", "lse_without_sum"))
-
-
 def _flushed_exp(x):
     """exp in fp32's normal numbers: 0 below -87."""
     return torch.where(x < -87, 0.0, torch.exp(x))
 
 
-def _known(*names, tensor="", other="", short="", tile=None, whole=False, before="", **changes) -> Hypothesis:
+def known(*names, tensor="", other="", short="", tile=None, whole=False, before="", **changes) -> Hypothesis:
     """The hint of the first of these mistakes, and what all of them change; `changes` come on top."""
-    change = {field: wrong for name in names for field, wrong in MISTAKES[name].change.items()}
+    change = {field: step for name in names for field, step in MISTAKES[name].change.items()}
     sentence = before + MISTAKES[names[0]].hint.format(tensor=tensor, other=other, short=short, tile="{tiles}")
     return Hypothesis(sentence, change | changes, tile, whole)
 
 
-def _tiles_within(length):
+def tiles_within(length):
     return [tile for tile in TILE_SIZES if tile < length]
 
 
-def _up_to(tile, length):
-    return -(-length // tile) * tile
+def tile_pairs(length):
+    """(BLOCK_M, BLOCK_N), two sizes, where there are several tiles of queries."""
+    return [(m, n) for m, n in itertools.product(tiles_within(length), TILE_SIZES) if m != n]
 
 
 # --- the forward pass ---------------------------------------------------------------------------------------------
 
 
-def _forward_mistakes(name, c: Context) -> Iterator[Hypothesis]:
+def of_forward(name, c: Context) -> Iterator[Hypothesis]:
+    """Mistakes of o or the LSE that matter in fp64 too."""
+    if name == "lse":
+        yield from (known(mistake) for mistake, m in MISTAKES.items() if "lse" in m.change and m.hint)
     for first in (0.0, *(-number for number in LARGE_NUMBERS)):
-        yield _known("max_starts_at_0", first_max=first, exp=_flushed_exp)
+        yield known("max_starts_at_0", first_max=first, exp=_flushed_exp)
     yield from _mask_mistakes(c)
     yield from _scale_mistakes(c)
     yield from _head_mistakes(c)
     yield from _stride_mistakes(c)
     yield from _tail_mistakes(c)
-    yield _known("k_v_swapped")
+    yield known("k_v_swapped")
     if name == "o":
-        yield _known("stored_as_bshd", tensor=name, whole=True)
-    yield _known("not_normalized")
+        yield from _store_mistakes(c)
+    yield known("not_normalized")
     yield from _loop_mistakes(c)
 
 
 def _mask_mistakes(c: Context) -> Iterator[Hypothesis]:
     seq_q, seq_k = c.q.shape[2], c.k.shape[2]
     if c.is_causal:
-        yield from map(_known, ("causal_ignored", "causal_strict", "causal_loose", "causal_flipped"))
-        for tile in _tiles_within(min(seq_q, seq_k)):
-            yield _known("causal_tiles_only", tile=tile, visible=tiles_unmasked(tile))
-            yield _known("diagonal_skipped", tile=tile, visible=tiles_skipped(tile))
+        yield from map(known, ("causal_ignored", "causal_strict", "causal_loose", "causal_flipped"))
+        for tile in tiles_within(min(seq_q, seq_k)):
+            yield known("causal_tiles_only", tile=tile, visible=wrong.tiles_unmasked(tile))
+            yield known("diagonal_skipped", tile=tile, visible=wrong.tiles_skipped(tile))
+        yield from _diagonal_mistakes(seq_q)
     else:
-        yield _known("causal_always")
+        yield known("causal_always")
     if seq_q != seq_k:
         bottom_right = MISTAKES["causal_bottom_right"].change
-        yield _known("causal_bottom_right") if c.is_causal else _known("causal_always", **bottom_right)
+        yield known("causal_bottom_right") if c.is_causal else known("causal_always", **bottom_right)
         if c.is_causal and seq_q > seq_k:  # rows that see no key take the mean of v
-            yield _known("causal_bottom_right", hidden=lambda s: -LARGE_NUMBERS[-1])
-    padded = {seq_k, *(_up_to(tile, seq_k) for tile in TILE_SIZES)}
+            yield known("causal_bottom_right", hidden=lambda s: -LARGE_NUMBERS[-1])
+    padded = {seq_k, *(wrong.up_to(seq_k, tile) for tile in TILE_SIZES)}
     for keys in sorted(padded) if c.is_causal else sorted(padded - {seq_k}):
         if c.is_causal:  # without a mask it is a tail that counts as logit 0
-            yield _known("hidden_is_0", block_n=keys)
+            yield known("hidden_is_0", block_n=keys)
         for number in LARGE_NUMBERS:
-            yield _known("hidden_is_0", hidden=lambda s, number=number: -number, block_n=keys)
-            yield _known("hidden_less_1e6", hidden=lambda s, number=number: s - number, block_n=keys)
+            yield known("hidden_is_0", hidden=lambda s, number=number: -number, block_n=keys)
+            yield known("hidden_less_1e6", hidden=lambda s, number=number: s - number, block_n=keys)
+
+
+def _diagonal_mistakes(seq_q) -> Iterator[Hypothesis]:
+    """Where the loops over keys begin and end in units of other tiles than the queries'."""
+    for pair in (pair for pair in tile_pairs(seq_q) if pair[0] < pair[1]):  # else queries begin with a tile of keys
+        yield known("twice_at_diagonal", tile=pair, visits=wrong.twice_at_diagonal(*pair))
+        without_mask = wrong.run_into_diagonal(*pair)
+        yield known("twice_at_diagonal", tile=pair, visits=wrong.twice_at_diagonal(*pair), visible=without_mask)
+        yield known("left_out_at_diagonal", tile=pair, visible=wrong.left_out_at_diagonal(*pair))
+        yield known("end_rounded_down", tile=pair, visible=wrong.end_rounded_down(*pair))
 
 
 def _scale_mistakes(c: Context) -> Iterator[Hypothesis]:
-    yield _known("scale_missing")
-    yield _known("scale_twice")
-    yield _known("exp2_for_exp")
-    yield _known("exp_for_exp2")
+    yield known("scale_missing")
+    yield known("scale_twice")
+    yield known("exp2_for_exp")
+    yield known("exp_for_exp2")
     head_dim = c.q.shape[3]
     padded = 1 / math.sqrt(2 ** math.ceil(math.log2(head_dim)))
-    if padded != c.scale == 1 / math.sqrt(head_dim):
-        yield _known("scale_padded", scale=lambda scale, d: padded)
+    if c.scale == 0:
+        yield known("scale_or_default")
+    if c.scale != c.default_scale:
+        yield known("scale_ignored")
+    if c.scale < 0:
+        yield known("scale_positive")
+    if padded != c.scale == c.default_scale:
+        yield known("scale_padded", scale=lambda scale, d: padded)
 
 
 def _head_mistakes(c: Context) -> Iterator[Hypothesis]:
     (batch, heads), heads_kv = c.q.shape[:2], c.k.shape[1]
     if heads != heads_kv:
-        yield _known("heads_modulo", whole=True)
+        yield known("heads_modulo", whole=True)
+        if heads <= heads_kv**2:
+            yield known("heads_by_heads", whole=True)
+            yield known("heads_in_group", whole=True)
     if heads_kv > 1:
-        yield _known("heads_first", whole=True)
+        yield known("heads_first", whole=True)
     if batch > 1:
-        yield _known("batch_first", whole=True)
+        yield known("batch_first", whole=True)
+    for some in SOME if batch > 1 else ():
+        tensors = dict(q=c.q, k=c.k, v=c.v)
+        exchanged = {name: wrong.head_first(tensors[name]) if tensors[name].shape[1] > 1 else None for name in some}
+        yield from _readings("head_first", exchanged, tensor=are(some))
+
+
+def _store_mistakes(c: Context) -> Iterator[Hypothesis]:
+    yield known("stored_as_bshd", tensor="o", whole=True)
+    yield known("stored_as_bhsd", tensor="o", whole=True)
+    if by_strides := wrong.stored_by_strides_of(c.q):
+        store = lambda o, seq_q: by_strides(o[:, :, :seq_q])  # noqa: E731
+        yield known("stored_by_strides_of", tensor="o", other="q", whole=True, store=store)
 
 
 def _stride_mistakes(c: Context) -> Iterator[Hypothesis]:
     """Of q, k and v: one, two or all of them."""
     tensors = dict(q=c.q, k=c.k, v=c.v)
-    for some in itertools.chain.from_iterable(itertools.combinations(tensors, n) for n in (1, 2, 3)):
-        are = f"{_listed(some)} {'is' if len(some) == 1 else 'are'}"
-        contiguous = {name: _differently(tensors[name], contiguous_strides(tensors[name])) for name in some}
-        yield from _readings("contiguous_k", contiguous, tensor=are)
-        ones = {name: _differently(tensors[name], (*tensors[name].stride()[:3], 1)) for name in some}
-        yield from _readings("contiguous_k", ones, tensor=f"the last stride is left out, and {are}")
-        for other in (other for other in tensors if other not in some):
-            of_other = {name: _differently(tensors[name], tensors[other].stride()) for name in some}
-            yield from _readings("strides_of_another", of_other, tensor=are, other=other)
+    for some in SOME:
+        for mistake, instead, words in misread(tensors, some):
+            yield from _readings(mistake, instead, **words)
 
 
-def _differently(t, strides) -> torch.Tensor | None:
+def misread(tensors: dict, some) -> Iterator[tuple[str, dict, dict]]:
+    """Some of the tensors, read by wrong strides: the mistake, what is read (None: it cannot be), and its words."""
+
+    def by(strides):
+        return {name: differently(tensors[name], strides(tensors[name])) for name in some}
+
+    yield "contiguous_k", by(wrong.contiguous_strides), dict(tensor=are(some))
+    ones = by(lambda t: (*t.stride()[:3], 1))
+    yield "contiguous_k", ones, dict(tensor=f"the last stride is left out, and {are(some)}")
+    for other in (other for other in tensors if other not in some):
+        stride = tensors[other].stride()
+        yield "strides_of_another", by(lambda t, stride=stride: stride), dict(tensor=are(some), other=other)
+    yield "by_head_stride", by(wrong.strides_by_head), dict(tensor=are(some))
+    if some != ("k", "v"):  # a mistake of its own
+        yield "q_of_first_batch", by(lambda t: wrong.strides_without(t, 0)), dict(tensor=are(some))
+        yield "q_of_first_head", by(lambda t: wrong.strides_without(t, 1)), dict(tensor=are(some))
+
+
+def differently(t, strides) -> torch.Tensor | None:
     """t read with other strides; None where they are its own, or lead out of its memory."""
     if all(own == stride for n, own, stride in zip(t.shape, t.stride(), strides, strict=True) if n > 1):
         return None
     try:
-        return with_strides(t, strides)
+        return wrong.with_strides(t, strides)
     except IndexError:
         return None
 
 
 def _readings(mistake, instead: dict[str, torch.Tensor | None], **words) -> Iterator[Hypothesis]:
     if None not in instead.values():
-        yield _known(mistake, whole=True, read=_read(instead), **words)
+        yield known(mistake, whole=True, read=_read(instead), **words)
 
 
 def _read(instead) -> Callable:
@@ -228,160 +263,81 @@ def _read(instead) -> Callable:
 def _tail_mistakes(c: Context) -> Iterator[Hypothesis]:
     seq_k = c.k.shape[2]
     for tile in (tile for tile in TILE_SIZES if seq_k % tile):
-        if whole := whole_tiles(tile)(seq_k):
-            yield _known("tail_dropped", tile=tile, loop_end=whole_tiles(tile), block_n=whole)
-        yield _known("tail_unmasked", tile=tile, block_n=_up_to(tile, seq_k))
+        if whole := wrong.whole_tiles(tile)(seq_k):
+            yield known("tail_dropped", tile=tile, loop_end=wrong.whole_tiles(tile), block_n=whole)
+        yield known("tail_unmasked", tile=tile, block_n=wrong.up_to(seq_k, tile))
+        if seq_k > tile:
+            yield known("tail_twice", tile=tile, visits=wrong.tail_twice(tile))
+    for tile in tiles_within(seq_k):
+        later = lambda j, n, tile=tile: (j >= tile) & (j < n)  # noqa: E731
+        yield known("first_tile_skipped", tile=tile, in_bounds=later)
+        if seq_k % tile == 0:
+            yield known("last_tile_skipped", tile=tile, loop_end=wrong.one_tile_short(tile), block_n=tile)
     if seq_k > 1:
-        yield _known("tail_one_short")
-    for tile, of in itertools.product(_tiles_within(seq_k), ("k", "v", "kv")):
-        read = _twice(tile, of)
-        yield _known("start_twice", tensor=f"rows of {_listed(of)}", tile=tile, read=read)
+        yield known("tail_one_short")
+    yield from _pointer_mistakes(seq_k)
+
+
+def _pointer_mistakes(seq_k) -> Iterator[Hypothesis]:
+    """Of k and v, in every turn of the loop."""
+    for tile, of in itertools.product(tiles_within(seq_k), ("k", "v", "kv")):
+        read = _of_keys(wrong.doubled_start(tile), of)
+        yield known("start_twice", tensor=f"rows of {listed(of)}", tile=tile, read=read)
         if of == "kv":  # the masks too
-            in_bounds = _in_bounds_twice(tile)
-            yield _known("start_twice", tensor=f"rows of {_listed(of)}", tile=tile, read=read, in_bounds=in_bounds)
+            in_bounds = in_bounds_twice(tile)
+            yield known("start_twice", tensor=f"rows of {listed(of)}", tile=tile, read=read, in_bounds=in_bounds)
+        still = _of_keys(wrong.first_tile(tile), of)
+        yield known("still_values", tensor=f"rows of {listed(of)}", tile=tile, read=still)
+        for step in TILE_SIZES:
+            if step not in (tile, 2 * tile):  # twice: above
+                read = _of_keys(wrong.other_step(step, tile), of)
+                yield known("other_step", tensor=f"rows of {listed(of)}", tile=(step, tile), read=read)
 
 
-def _listed(names):
+def listed(names):
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def _twice(tile, of):
-    once = doubled_start(tile)
-    return lambda q, k, v: (q, once(k) if "k" in of else k, once(v) if "v" in of else v)
+def are(names):
+    return f"{listed(names)} {'is' if len(names) == 1 else 'are'}"
 
 
-def _in_bounds_twice(tile):
+def _of_keys(read, of):
+    return lambda q, k, v: (q, read(k) if "k" in of else k, read(v) if "v" in of else v)
+
+
+def in_bounds_twice(tile):
     return lambda j, seq_k: (j < seq_k) & (j + j // tile * tile < seq_k)
 
 
 def _loop_mistakes(c: Context) -> Iterator[Hypothesis]:
     """Whatever is done in every turn of the loop over keys."""
     rescaled = ("acc_not_rescaled", "sum_not_rescaled", "acc_not_rescaled_last", "sum_not_rescaled_last")
-    for tile in _tiles_within(c.k.shape[2]):
-        for name in ("nothing_rescaled", *rescaled, "acc_inverse_rescale", "sum_inverse_rescale", "divided_in_loop"):
-            yield _known(name, tile=tile, block_m=tile, block_n=tile)
+    rescaled += ("acc_inverse_rescale", "sum_inverse_rescale")
+    late = ("acc_rescaled_late", "sum_rescaled_late", "both_rescaled_late")
+    for tile in tiles_within(c.k.shape[2]):
+        if c.k.shape[2] > MOST_TURNS * tile:
+            continue
+        for name in ("nothing_rescaled", *rescaled, *late, "divided_in_loop"):
+            yield known(name, tile=tile, block_m=tile, block_n=tile)
         after = dict(acc=lambda acc, l, last, dtype: acc / l)
-        yield _known("divided_in_loop", tile=tile, block_m=tile, block_n=tile, **after)
-        yield _known("divided_in_loop", tile=tile, block_m=tile, block_n=tile, normalize=lambda acc, l: acc, **after)
+        yield known("divided_in_loop", tile=tile, block_m=tile, block_n=tile, **after)
+        yield known("divided_in_loop", tile=tile, block_m=tile, block_n=tile, normalize=lambda acc, l: acc, **after)
+
+    yield from _merges(c.k.shape[2])
 
 
-# --- the backward pass --------------------------------------------------------------------------------------------
-
-
-def _backward_mistakes(name, c: Context) -> Iterator[Hypothesis]:
-    yield from [_known("dv_from_ds")] if name == "dv" else _ds_mistakes(name, c)
-    yield from _backward_masks(c)
-    recomputed = ("p_without_lse", "p_shifted", "lse_ignored", "lse_in_base_2", "lse_not_in_base_2")
-    yield from map(_known, (*recomputed, "exp_backward", "exp2_backward", "s_unscaled"))
-    if c.q.shape[1] != c.k.shape[1]:
-        yield _known("dk_last_of_group", "dv_last_of_group", tensor=name)
-        yield _known("dk_shared_modulo", tensor=name, share_dv=summed_modulo, whole=True)
-    yield _known("stored_as_bshd", tensor=name, whole=True, store=Steps.store, **MISTAKES["gradients_as_bshd"].change)
-    yield from _do_strides(c)
-    yield from _walk_mistakes(name, c)
-
-
-def _ds_mistakes(name, c: Context) -> Iterator[Hypothesis]:
-    """Of dQ and dK."""
-    yield _known("dq_unscaled", "dk_unscaled", tensor=name)
-    yield _known("dk_scaled_twice", tensor=name, scale_dq=lambda scale: scale**2)
-    yield from map(_known, ("delta_zero", "delta_unnormalized", "delta_shifted", "delta_added", "delta_outside"))
-    outside = MISTAKES["delta_outside"].change["ds"]
-    # Hidden elements are left out.
-    yield _known("delta_outside", ds=lambda *given: torch.where(given[0] == 0, 0.0, outside(*given)))
-    if c.q.shape == c.k.shape:
-        yield _known("dq_dk_swapped", tensor=name, other="dk" if name == "dq" else "dq")
-
-
-def _backward_masks(c: Context) -> Iterator[Hypothesis]:
-    seq_q, seq_k = c.q.shape[2], c.k.shape[2]
-    if not c.is_causal:
-        yield _known("causal_always_backward")
-        return
-    yield _known("causal_forgotten")
-    yield _known("causal_flipped_backward")
-    of_backward = dict(before="in the backward pass, ", visible=Steps.visible)
-    others = ("causal_strict", "causal_loose", *(("causal_bottom_right",) if seq_q != seq_k else ()))
-    for mistake in others:
-        yield _known(mistake, **of_backward, visible_backward=MISTAKES[mistake].change["visible"])
-    for tile in _tiles_within(min(seq_q, seq_k)):
-        yield _known("causal_tiles_only", **of_backward, tile=tile, visible_backward=tiles_unmasked(tile))
-        yield _known("diagonal_skipped", **of_backward, tile=tile, visible_backward=tiles_skipped(tile))
-
-
-def _do_strides(c: Context) -> Iterator[Hypothesis]:
-    for mistake, other, strides in (
-        ("contiguous_k", "", contiguous_strides(c.do)),
-        ("strides_of_another", "q", c.q.stride()),
-    ):
-        do = _differently(c.do, strides)
-        if do is not None:
-            read = dict(read=Steps.read, read_backward=lambda q, k, v, _, do=do: (q, k, v, do))
-            yield _known(mistake, tensor="do is", other=other, whole=True, **read)
-
-
-def _walk_mistakes(name, c: Context) -> Iterator[Hypothesis]:
-    """Of the loop over keys (dQ) or over queries (dK, dV)."""
-    over_keys = name == "dq"
-    loop, length = ("block_n", c.k.shape[2]) if over_keys else ("block_m", c.q.shape[2])
-    for tile in _tiles_within(length):
-        yield _known("dq_last_tile", tensor=name, tile=tile, add_dq=torch.add, **{loop: tile}, tiles_backward=_last)
-        yield from _part_mistakes(name, c, tile)
-        tensor, read = ("k and v", _keys_twice(tile)) if over_keys else ("q and do", _queries_twice(tile))
-        tensor = f"rows of {tensor}"
-        in_backward = dict(read=Steps.read, read_backward=read)
-        yield _known("start_twice", tensor=tensor, tile=tile, **in_backward)
-        if over_keys:
-            yield _known(
-                "start_twice", tensor=tensor, tile=tile, **in_backward, in_bounds_backward=_in_bounds_twice(tile)
-            )
-        else:
-            once = doubled_start(tile)
-            of_rows = dict(
-                saved_lse=lambda lse, m, once=once: once(lse[..., None])[..., 0],
-                delta=lambda delta, l, dtype, once=once: once(delta[..., None])[..., 0],
-            )
-            yield _known("start_twice", tensor="rows of q, do, LSE and delta", tile=tile, **in_backward, **of_rows)
-
-
-def _last(tiles):
-    return tiles[-1:]
-
-
-def _keys_twice(tile):
-    once = doubled_start(tile)
-    return lambda q, k, v, do: (q, once(k), once(v), do)
-
-
-def _queries_twice(tile):
-    once = doubled_start(tile)
-    return lambda q, k, v, do: (once(q), k, v, once(do))
-
-
-def _part_mistakes(name, c: Context, tile) -> Iterator[Hypothesis]:
-    """Only some tiles of the loop arrive."""
-    of_causal = Steps.visible if c.is_causal else lambda i, j, m, n: j >= 0
-
-    def seen(part):
-        visible = lambda i, j, m, n: of_causal(i, j, m, n) & part(i, j, m, n)  # noqa: E731
-        return dict(causal_backward=lambda is_causal: True, visible_backward=visible)
-
-    if name == "dq" and c.is_causal:
-        # The last tile that a causal loop visits.
-        diagonal = lambda i, j, m, n: j // tile == i.clamp(max=n - 1) // tile  # noqa: E731
-        yield _known("dq_last_tile", tensor=name, tile=tile, add_dq=torch.add, **seen(diagonal))
-    length = c.k.shape[2] if name == "dq" else c.q.shape[2]
-    if length % tile:
-        if name == "dq":
-            whole = lambda i, j, m, n: j < n // tile * tile  # noqa: E731
-            yield _known(
-                "tail_dropped", before="in the backward pass, ", tile=tile, loop_end=Steps.loop_end, **seen(whole)
-            )
-        else:
-            whole = lambda i, j, m, n: i < m // tile * tile  # noqa: E731
-            sentence = "in the backward pass, the last, partial tile of queries is dropped (tiles of {tiles}): "
-            yield Hypothesis(sentence + "use a ceiling division", seen(whole), tile)
+def _merges(seq_k) -> Iterator[Hypothesis]:
+    """Of parts of the keys: of one size of tiles, or a number of parts, each of whole tiles or not."""
+    shares = [math.ceil(seq_k / parts) for parts in (2, 3, 4, 8)]
+    sizes = {*TILE_SIZES, *shares, *(wrong.up_to(share, tile) for share in shares for tile in TILE_SIZES)}
+    for size in sorted(size for size in sizes if size < seq_k):
+        yield known("merged_by_maxima", tile=size, block_n=size)
+        yield known("merged_alike", tile=size, block_n=size)
+        parts = math.ceil(seq_k / size)
+        added = dict(weigh=wrong.by_number, normalize=lambda acc, l, parts=parts: parts * acc / l, block_n=size)
+        yield Hypothesis("normalized parts are added without weights (parts of {tiles} keys)", added, size)
 
 
 # --- roundings ----------------------------------------------------------------------------------------------------
@@ -389,20 +345,18 @@ def _part_mistakes(name, c: Context, tile) -> Iterator[Hypothesis]:
 
 def of_precision(name, c: Context) -> Iterator[Hypothesis]:
     """Mistakes that only round: to be emulated as a kernel rounds."""
-    if c.k.shape[2] == 0 or 0 in c.q.shape:
-        return
     in_fp32, gradient = c.q.dtype == torch.float32, name in GRADIENTS
     if in_fp32:
-        yield _known("tf32")
+        yield known("tf32")
     if not gradient:
-        yield replace(_known("sum_of_rounded"), by_tile=True)
+        yield replace(known("sum_of_rounded"), by_tile=True)
     for short in (torch.float16, torch.bfloat16) if c.q.dtype != torch.bfloat16 else (torch.bfloat16,):
         yield from _logit_roundings(c, short, gradient)
         yield from _gradient_roundings(c, short) if gradient else _loop_roundings(short)
         if in_fp32:
-            yield _known("inputs_rounded", short=_word(short), read=_through(short))
+            yield known("inputs_rounded", short=_word(short), read=_through(short))
         if short != c.q.dtype:
-            p = _known("p_through_bf16", short=_word(short), round_p=_to(short))
+            p = known("p_through_bf16", short=_word(short), round_p=_to(short))
             yield replace(p, by_tile=not gradient)
 
 
@@ -420,7 +374,7 @@ def _through(short):
 
 def _loop_roundings(short) -> Iterator[Hypothesis]:
     rounded = dict(acc=lambda acc, l, last, dtype: acc.to(short).to(acc.dtype))
-    yield replace(_known("acc_fp16", short=_word(short), **rounded), by_tile=True)
+    yield replace(known("acc_fp16", short=_word(short), **rounded), by_tile=True)
 
 
 def _logit_roundings(c: Context, short, gradient) -> Iterator[Hypothesis]:
@@ -428,24 +382,24 @@ def _logit_roundings(c: Context, short, gradient) -> Iterator[Hypothesis]:
     factors, words = (1.0, 1 / LN2), dict(short=_word(short))
     for factor in factors:
         if gradient:
-            yield _known("q_rounded_backward", **words, logits_backward=rounded_q(factor, short))
-            yield _known("k_rounded_backward", **words, logits_backward=rounded_k(factor, short))
+            yield known("q_rounded_backward", **words, logits_backward=wrong.rounded_q(factor, short))
+            yield known("k_rounded_backward", **words, logits_backward=wrong.rounded_k(factor, short))
         else:
-            yield _known("q_rounded", **words, logits=rounded_q(factor, short))
-            yield _known("k_rounded", **words, logits=rounded_k(factor, short))
+            yield known("q_rounded", **words, logits=wrong.rounded_q(factor, short))
+            yield known("k_rounded", **words, logits=wrong.rounded_k(factor, short))
     for factor in (*factors, *((1 / c.scale,) if c.scale else ())):
-        of_s = rounded_s(factor, short)
+        of_s = wrong.rounded_s(factor, short)
         if gradient:
-            yield _known(
+            yield known(
                 "s_rounded", **words, before="in the backward pass, ", logits=Steps.logits, logits_backward=of_s
             )
         else:
-            yield _known("s_rounded", **words, logits=of_s)
+            yield known("s_rounded", **words, logits=of_s)
 
 
 def _gradient_roundings(c: Context, short) -> Iterator[Hypothesis]:
     words = dict(short=_word(short))
-    yield _known("lse_rounded", **words, saved_lse=lambda lse, m: lse.to(short).to(lse.dtype))
-    yield _known("delta_16_bits", **words, delta=lambda delta, l, dtype: delta.to(short))
+    yield known("lse_rounded", **words, saved_lse=lambda lse, m: lse.to(short).to(lse.dtype))
+    yield known("delta_16_bits", **words, delta=lambda delta, l, dtype: delta.to(short))
     if short != c.q.dtype:
-        yield _known("ds_through_bf16", **words, round_ds=_to(short))
+        yield known("ds_through_bf16", **words, round_ds=_to(short))

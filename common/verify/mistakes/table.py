@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from common.verify.inputs import make_qkv, make_tensor
+from common.verify.mistakes import wrong_steps as wrong
 from common.verify.mistakes.emulator import Steps, emulate
 
 import torch
@@ -83,132 +84,6 @@ def _mistake(what, case, *, hint="", benign="", **change) -> Mistake:
     return Mistake(what, case, change, hint, benign)
 
 
-# --- wrong steps ----------------------------------------------------------------------------------------------------
-
-
-def _not_rescaled(alpha, last):
-    return torch.ones_like(alpha)
-
-
-def _not_rescaled_last(alpha, last):
-    return torch.where(last, 1.0, alpha)
-
-
-def divided(acc, l, last, dtype):
-    """In every turn of the loop but the last, after which it is right."""
-    return torch.where(last, acc, acc / l)
-
-
-def _inverse_rescale(alpha, last):
-    return torch.where(alpha > 0, 1 / alpha, 0.0)
-
-
-def _last_of_group(t, heads_kv):
-    return t.unflatten(1, (heads_kv, -1))[:, :, -1]
-
-
-def summed_modulo(t, heads_kv):
-    return t.unflatten(1, (-1, heads_kv)).sum(dim=1)
-
-
-def with_strides(t, strides):
-    """What a program reads that counts with these strides. Raises IndexError where they lead out of t's memory."""
-    end = t.storage_offset() + sum((length - 1) * stride for length, stride in zip(t.shape, strides, strict=True))
-    if t.numel() and end >= t.untyped_storage().nbytes() // t.itemsize:
-        raise IndexError(f"strides {strides} lead out of the memory of a tensor of shape {tuple(t.shape)}")
-    return t.as_strided(t.shape, strides, t.storage_offset())
-
-
-def contiguous_strides(t):
-    return torch.empty(t.shape, device="meta").stride()
-
-
-def _as_contiguous(t):
-    return with_strides(t, contiguous_strides(t))
-
-
-def doubled_start(tile):
-    """Rows read at twice their tile's start: every other tile, and zeros past the end."""
-
-    def read(t):
-        row = torch.arange(t.shape[2], device=t.device)
-        row = row + row // tile * tile
-        return t[:, :, row.clamp(max=t.shape[2] - 1)].masked_fill((row >= t.shape[2])[:, None], 0.0)
-
-    return read
-
-
-def as_if_bshd(t):
-    """Stored as (batch, seq, heads, ...) into the memory of (batch, heads, seq, ...)."""
-    return t.transpose(1, 2).contiguous().view(t.shape)
-
-
-def tiles_unmasked(tile):
-    """A causal mask of whole tiles: those on the diagonal are visible."""
-    return lambda i, j, m, n: j // tile <= i // tile
-
-
-def tiles_skipped(tile):
-    """A causal mask of whole tiles: those on the diagonal are hidden."""
-    return lambda i, j, m, n: j // tile < i // tile
-
-
-def whole_tiles(tile):
-    """Where a loop ends that leaves the ragged tile out."""
-    return lambda n: n // tile * tile
-
-
-def _tf32(x):
-    """Keep 10 of the mantissa's 23 bits, rounded."""
-    return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-
-
-def _exp_cubic(x):
-    """exp with 2^fraction from a cubic polynomial: relative error 1e-4."""
-    t = (x / math.log(2)).clamp(min=-126.0)
-    f = t - t.floor()
-    return torch.ldexp(1 + f * (0.695146 + f * (0.227564 + f * 0.077119)), t.floor())
-
-
-def rounded_s(factor=1.0, to=None):
-    """S = scale * Q K^T, rounded (to the input dtype, unless another is given) while it is multiplied by `factor`."""
-    return lambda q, k, scale, product, dtype: (factor * scale * product(q, k.mT)).to(to or dtype).float() / factor
-
-
-def rounded_q(factor=1.0, to=None):
-    return lambda q, k, scale, product, dtype: product((factor * scale * q).to(to or dtype).float(), k.mT) / factor
-
-
-def rounded_k(factor=1.0, to=None):
-    return lambda q, k, scale, product, dtype: product(q, (factor * scale * k).to(to or dtype).float().mT) / factor
-
-
-def _spill_rows(o, seq_q):
-    """A tail tile stored without a mask where heads lie one after another."""
-    o = o.clone()
-    spill = o.shape[2] - seq_q
-    o[:, 1:, :spill] = o[:, :-1, seq_q:]
-    return o
-
-
-def _nudge(acc, l):
-    o = acc / l
-    o.view(-1)[o.abs().argmax()] *= 1.02
-    return o
-
-
-def _repeat_last_row(t, rows):
-    return torch.cat([t, t[:, :, -1:].expand(-1, -1, rows, -1)], dim=2)
-
-
-def _tile_max(m, s, scale):
-    return s.amax(dim=-1)
-
-
-def _unscaled_max(m, s, scale):
-    return torch.maximum(m, s.amax(dim=-1) / scale)
-
-
 # --- the table ------------------------------------------------------------------------------------------------------
 
 FULL = Case()
@@ -223,6 +98,8 @@ STRIDED = Case(layout="transposed")
 EXACT = Case(dtype=FP32)
 MANY_TILES = Case(seq_q=32, seq_k=4096)
 MANY_TILES_BF16 = replace(MANY_TILES, dtype=BF16)
+SCALED = Case(scale=0.3)
+BATCHES = Case(batch=2, heads_q=3)
 GRAD = Case(grad=True, seq_q=70)
 GRAD_CAUSAL = replace(GRAD, is_causal=True)
 GRAD_SQUARE = replace(GRAD, seq_k=70)
@@ -235,27 +112,42 @@ GRAD_POSITIVE = Case(grad=True, seq_q=100, head_dim=128, kind="positive")
 # fmt: off
 MISTAKES: dict[str, Mistake] = dict(
     # the online softmax
-    acc_not_rescaled=_mistake("accumulator not rescaled", FULL, rescale_acc=_not_rescaled,
+    acc_not_rescaled=_mistake("accumulator not rescaled", FULL, rescale_acc=wrong.not_rescaled,
         hint="the accumulator is not rescaled by alpha when the maximum grows (l is)"),
-    sum_not_rescaled=_mistake("row sum not rescaled", FULL, rescale_sum=_not_rescaled,
+    sum_not_rescaled=_mistake("row sum not rescaled", FULL, rescale_sum=wrong.not_rescaled,
         hint="l is not rescaled by alpha when the maximum grows (the accumulator is)"),
     nothing_rescaled=_mistake("neither is rescaled", FULL, alpha=lambda m_old, m_new, exp: torch.ones_like(m_new),
         hint="neither the accumulator nor l is rescaled by alpha when the maximum grows"),
-    acc_not_rescaled_last=_mistake("accumulator not rescaled in the last tile", FULL, rescale_acc=_not_rescaled_last,
+    acc_not_rescaled_last=_mistake("accumulator not rescaled in the last tile", FULL,
+        rescale_acc=wrong.not_rescaled_last,
         hint="the accumulator is not rescaled by alpha in the last tile"),
-    sum_not_rescaled_last=_mistake("row sum not rescaled in the last tile", FULL, rescale_sum=_not_rescaled_last,
+    sum_not_rescaled_last=_mistake("row sum not rescaled in the last tile", FULL, rescale_sum=wrong.not_rescaled_last,
         hint="l is not rescaled by alpha in the last tile"),
-    acc_inverse_rescale=_mistake("accumulator divided by alpha", FULL, rescale_acc=_inverse_rescale,
+    acc_inverse_rescale=_mistake("accumulator divided by alpha", FULL, rescale_acc=wrong.inverse_rescale,
         hint="the accumulator is divided by alpha = exp(m_old - m_new): multiply"),
-    sum_inverse_rescale=_mistake("row sum divided by alpha", FULL, rescale_sum=_inverse_rescale,
+    sum_inverse_rescale=_mistake("row sum divided by alpha", FULL, rescale_sum=wrong.inverse_rescale,
         hint="l is divided by alpha = exp(m_old - m_new): multiply"),
     max_starts_at_0=_mistake("maximum starts at 0", LOW, first_max=0.0,
         hint="the running maximum starts at a finite value instead of -inf: where all logits are far below it, o is 0"),
     max_starts_at_5e4=_mistake("maximum starts at -5e4", LOWER, first_max=-5e4),
-    divided_in_loop=_mistake("accumulator divided by the row sum in the loop", FULL, acc=divided,
+    divided_in_loop=_mistake("accumulator divided by the row sum in the loop", FULL, acc=wrong.divided,
         hint="the accumulator is divided by l in every turn of the loop (tiles of {tile}): divide once, after it"),
-    max_of_tile=_mistake("maximum of the tile alone", Case(kind="large"), running_max=_tile_max),
-    max_unscaled=_mistake("maximum of the unscaled logits", PEAKED, running_max=_unscaled_max),
+    acc_rescaled_late=_mistake("the new product rescaled too", FULL, weigh=wrong.late_acc,
+        hint="the product of a tile is rescaled with the accumulator it was added to: acc = alpha * acc + P V, "
+             "not alpha * (acc + P V)"),
+    sum_rescaled_late=_mistake("the new sum rescaled too", FULL, weigh=wrong.late_sum,
+        hint="the sum of a tile is rescaled with the l it was added to: l = alpha * l + sum(P), "
+             "not alpha * (l + sum(P))"),
+    both_rescaled_late=_mistake("the new product and sum rescaled too", FULL, weigh=wrong.late_both,
+        hint="a tile's product and sum are rescaled with what they were added to: acc = alpha * acc + P V, "
+             "l = alpha * l + sum(P)"),
+    merged_by_maxima=_mistake("parts of the keys merged by their maxima", FULL, weigh=wrong.by_maxima,
+        hint="normalized parts are merged by weights exp(m) of their maxima (parts of {tile} keys): each weighs "
+             "exp(LSE)"),
+    merged_alike=_mistake("parts of the keys merged by equal weights", FULL, weigh=wrong.by_number,
+        hint="normalized parts are merged by equal weights (parts of {tile} keys): each weighs exp(LSE)"),
+    max_of_tile=_mistake("maximum of the tile alone", Case(kind="large"), running_max=wrong.tile_max),
+    max_unscaled=_mistake("maximum of the unscaled logits", PEAKED, running_max=wrong.unscaled_max),
     not_normalized=_mistake("not divided by the row sum", FULL, normalize=lambda acc, l: acc,
         hint="the result is not divided by the row sum l"),
     exp2_for_exp=_mistake("exp2 where exp is meant", FULL, exp=torch.exp2,
@@ -269,6 +161,12 @@ MISTAKES: dict[str, Mistake] = dict(
         hint="the scale is applied twice"),
     scale_padded=_mistake("scale of the padded head_dim", Case(head_dim=40), scale=lambda scale, d: 64**-0.5,
         hint="the scale is that of the padded head_dim: use the true head_dim"),
+    scale_ignored=_mistake("the default scale in place of the one given", SCALED, scale=lambda scale, d: d**-0.5,
+        hint="the scale that was given is ignored: it is 1 / sqrt(head_dim)"),
+    scale_or_default=_mistake("a scale of 0 taken for none", Case(scale=0.0), scale=lambda scale, d: scale or d**-0.5,
+        hint="a scale of 0 is taken for none given (`scale or default`)"),
+    scale_positive=_mistake("the scale's sign is lost", Case(scale=-0.3), scale=lambda scale, d: abs(scale),
+        hint="the sign of the scale is lost"),
     # masks
     causal_always=_mistake("causal mask though is_causal is False", FULL, causal=lambda is_causal: True,
         hint="a causal mask is applied though is_causal is False"),
@@ -282,49 +180,82 @@ MISTAKES: dict[str, Mistake] = dict(
         hint="the causal mask is the wrong way round: query i sees keys j <= i, not j >= i"),
     causal_bottom_right=_mistake("causal mask aligned bottom-right", CAUSAL, visible=lambda i, j, m, n: j <= i + n - m,
         hint="the causal mask is aligned bottom-right; SDPA's is_causal counts from the top left"),
-    causal_tiles_only=_mistake("partial tiles not masked", CAUSAL, visible=tiles_unmasked(TILE),
+    causal_tiles_only=_mistake("partial tiles not masked", CAUSAL, visible=wrong.tiles_unmasked(TILE),
         hint="the tile on the diagonal is not masked inside (tiles of {tile})"),
-    diagonal_skipped=_mistake("diagonal tile skipped", CAUSAL, visible=tiles_skipped(TILE),
+    diagonal_skipped=_mistake("diagonal tile skipped", CAUSAL, visible=wrong.tiles_skipped(TILE),
         hint="the tile on the diagonal is skipped (tiles of {tile}): it is partly visible"),
     hidden_is_0=_mistake("hidden logits set to 0", CAUSAL, hidden=lambda s: 0.0,
         hint="hidden keys keep some weight: the mask must write -inf, not 0 or a large negative number"),
     hidden_is_1e6=_mistake("hidden logits set to -1e6", LOWEST, hidden=lambda s: -1e6),
     hidden_less_1e6=_mistake("1e6 subtracted from hidden logits", LARGE_CAUSAL, hidden=lambda s: s - 1e6,
         hint="hidden keys keep some weight: a large number is subtracted from their logits; the mask must write -inf"),
-    tail_dropped=_mistake("last, partial tile of keys dropped", FULL, loop_end=whole_tiles(TILE),
+    twice_at_diagonal=_mistake("keys that two loops take", CAUSAL, visits=wrong.twice_at_diagonal(16, 32),
+        hint="keys at the diagonal count twice (BLOCK_M x BLOCK_N = {tile}): the loop of whole tiles runs into the "
+             "diagonal's"),
+    left_out_at_diagonal=_mistake("keys that no loop takes", CAUSAL, visible=wrong.left_out_at_diagonal(16, 32),
+        hint="keys before the diagonal are left out (BLOCK_M x BLOCK_N = {tile}): the loop of whole tiles ends before "
+             "the diagonal's begins"),
+    end_rounded_down=_mistake("the last tile of the diagonal left out", CAUSAL, visible=wrong.end_rounded_down(16, 32),
+        hint="the loop over keys ends a tile too early at the diagonal (BLOCK_M x BLOCK_N = {tile}): round its end up"),
+    first_tile_skipped=_mistake("first tile of keys skipped", FULL, in_bounds=lambda j, n: (j >= TILE) & (j < n),
+        hint="the first tile of keys is left out (tiles of {tile})"),
+    last_tile_skipped=_mistake("last tile of keys skipped", Case(seq_k=96), loop_end=wrong.one_tile_short(TILE),
+        hint="the last tile of keys is left out, though it is whole (tiles of {tile})"),
+    tail_twice=_mistake("last, partial tile of keys taken twice", FULL, visits=wrong.tail_twice(TILE),
+        hint="the last, partial tile of keys counts twice (tiles of {tile})"),
+    tail_dropped=_mistake("last, partial tile of keys dropped", FULL, loop_end=wrong.whole_tiles(TILE),
         hint="the last, partial tile of keys is dropped (tiles of {tile}): use a ceiling division"),
     tail_unmasked=_mistake("keys past the end not masked", FULL, in_bounds=lambda j, n: j >= 0,
         hint="keys past the end count as logit 0 (tiles of {tile}): the tail must be masked with -inf"),
     tail_one_short=_mistake("last key hidden", FULL, in_bounds=lambda j, n: j < n - 1,
         hint="the last key is not seen: keys 0..seq_k - 1 are in bounds"),
     tail_v_unmasked=_mistake("values past the end not masked, inf there", FULL, pad_v=math.inf),
-    tail_rows_spill=_mistake("rows past the end stored into the next head", FULL, store=_spill_rows),
+    tail_rows_spill=_mistake("rows past the end stored into the next head", FULL, store=wrong.spill_rows),
     start_twice=_mistake("keys read at twice their tile's start", FULL,
-        read=lambda q, k, v: (q, *map(doubled_start(TILE), (k, v))),
+        read=lambda q, k, v: (q, *map(wrong.doubled_start(TILE), (k, v))),
         hint="{tensor} are read at twice their tile's start (tiles of {tile}): is start_n added to an address that "
              "has it already?"),
+    still_values=_mistake("every tile of values is the first", FULL,
+        read=lambda q, k, v: (q, k, wrong.first_tile(TILE)(v)),
+        hint="{tensor} are those of the first tile in every turn of the loop (tiles of {tile}): is their pointer "
+             "advanced?"),
+    other_step=_mistake("keys advanced by 16 in tiles of 32", FULL,
+        read=lambda q, k, v: (q, wrong.other_step(16, TILE)(k), v),
+        hint="{tensor} are advanced by the other size of tiles (BLOCK_M x BLOCK_N = {tile})"),
     # the LSE
-    lse_without_max=_mistake("LSE without the maximum", FULL, lse=lambda m, l: torch.log(l),
+    lse_unscaled_max=_mistake("LSE with the maximum of the unscaled logits", FULL,
+        lse=lambda m, l, scale: m / scale + torch.log(l),
+        hint="the maximum in the LSE is that of the unscaled logits: LSE = scale * max(Q K^T) + log(l)"),
+    lse_scaled_max=_mistake("LSE with the maximum scaled twice", FULL, lse=lambda m, l, scale: scale * m + torch.log(l),
+        hint="the maximum in the LSE is scaled twice: LSE = m + log(l), m that of the scaled logits"),
+    lse_max_base_2=_mistake("LSE with the maximum in base 2", FULL,
+        lse=lambda m, l, scale: m / math.log(2) + torch.log(l),
+        hint="the LSE mixes a maximum in base 2 with log(l): both in natural units, LSE = m + log(l)"),
+    lse_less_sum=_mistake("LSE with log(l) subtracted", FULL, lse=lambda m, l, scale: m - torch.log(l),
+        hint="the LSE is m - log(l): LSE = m + log(l)"),
+    lse_plain_sum=_mistake("LSE without the logarithm", FULL, lse=lambda m, l, scale: m + l,
+        hint="the LSE is m + l without the logarithm: LSE = m + log(l)"),
+    lse_without_max=_mistake("LSE without the maximum", FULL, lse=lambda m, l, scale: torch.log(l),
         hint="the LSE is log(l) without the maximum: LSE = m + log(l)"),
-    lse_without_sum=_mistake("LSE is the maximum alone", FULL, lse=lambda m, l: m,
+    lse_without_sum=_mistake("LSE is the maximum alone", FULL, lse=lambda m, l, scale: m,
         hint="the LSE is the maximum alone: LSE = m + log(l)"),
-    lse_base_2=_mistake("LSE in base 2", FULL, lse=lambda m, l: (m + torch.log(l)) / math.log(2),
+    lse_base_2=_mistake("LSE in base 2", FULL, lse=lambda m, l, scale: (m + torch.log(l)) / math.log(2),
         hint="the LSE is in base 2: multiply by ln 2, the saved LSE is a natural logarithm"),
-    lse_mixed_base=_mistake("LSE with log2(l)", FULL, lse=lambda m, l: m + torch.log2(l),
+    lse_mixed_base=_mistake("LSE with log2(l)", FULL, lse=lambda m, l, scale: m + torch.log2(l),
         hint="the LSE mixes m with log2(l): both in natural units, LSE = m + log(l)"),
-    lse_16_bits=_mistake("LSE rounded to fp16", FULL, lse=lambda m, l: (m + torch.log(l)).half().float()),
+    lse_16_bits=_mistake("LSE rounded to fp16", FULL, lse=lambda m, l, scale: (m + torch.log(l)).half().float()),
     # addresses
-    contiguous_k=_mistake("k read as if contiguous", STRIDED, read=lambda q, k, v: (q, _as_contiguous(k), v),
+    contiguous_k=_mistake("k read as if contiguous", STRIDED, read=lambda q, k, v: (q, wrong.as_contiguous(k), v),
         hint="{tensor} read as if contiguous: a tensor comes with strides of its own"),
-    contiguous_v=_mistake("v read as if contiguous", STRIDED, read=lambda q, k, v: (q, k, _as_contiguous(v))),
-    contiguous_q=_mistake("q read as if contiguous", STRIDED, read=lambda q, k, v: (_as_contiguous(q), k, v)),
+    contiguous_v=_mistake("v read as if contiguous", STRIDED, read=lambda q, k, v: (q, k, wrong.as_contiguous(v))),
+    contiguous_q=_mistake("q read as if contiguous", STRIDED, read=lambda q, k, v: (wrong.as_contiguous(q), k, v)),
     strides_of_another=_mistake("v read by k's strides", replace(STRIDED, layout_v="bshd"),
-        read=lambda q, k, v: (q, k, with_strides(v, k.stride())),
+        read=lambda q, k, v: (q, k, wrong.with_strides(v, k.stride())),
         hint="{tensor} read by the strides of {other}: a tensor comes with strides of its own"),
     k_v_swapped=_mistake("k and v swapped", FULL, read=lambda q, k, v: (q, v, k),
         hint="k and v are swapped"),
     stored_as_bshd=_mistake("o stored as (batch, seq, heads, head_dim)", FULL,
-        store=lambda o, seq_q: as_if_bshd(o[:, :, :seq_q]),
+        store=lambda o, seq_q: wrong.as_if_bshd(o[:, :, :seq_q]),
         hint="{tensor} is stored as (batch, seq, heads, head_dim) and returned as (batch, heads, seq, head_dim)"),
     heads_modulo=_mistake("query head h reads key head h % heads_kv", GROUPED, key_head=lambda h, hq, hk: h % hk,
         hint="query head h reads key head h % heads_kv; it should read h // (heads_q / heads_kv)"),
@@ -332,15 +263,40 @@ MISTAKES: dict[str, Mistake] = dict(
         hint="every head reads key head 0: is the head's stride added to the base pointer?"),
     batch_first=_mistake("every batch reads the keys of batch 0", Case(batch=2), key_batch=lambda b: 0 * b,
         hint="every batch reads the keys of batch 0: is the batch stride added?"),
+    by_head_stride=_mistake("bases that hold for contiguous tensors", Case(batch=2, layout="bshd"),
+        read=lambda q, k, v: tuple(map(wrong.by_head, (q, k, v))),
+        hint="{tensor} read at (batch * heads + head) times the head's stride: a batch has a stride of its own"),
+    q_of_first_head=_mistake("every head reads q of head 0", FULL,
+        read=lambda q, k, v: (wrong.with_strides(q, wrong.strides_without(q, 1)), k, v),
+        hint="{tensor} read at head 0 whatever the head: is its stride added to the base pointer?"),
+    q_of_first_batch=_mistake("every batch reads q of batch 0", BATCHES,
+        read=lambda q, k, v: (wrong.with_strides(q, wrong.strides_without(q, 0)), k, v),
+        hint="{tensor} read at batch 0 whatever the batch: is its stride added to the base pointer?"),
+    head_first=_mistake("batch and head exchanged in the number of a program", BATCHES,
+        read=lambda q, k, v: (q, wrong.head_first(k), wrong.head_first(v)),
+        hint="{tensor} read with batch and head taken from the program's number the wrong way round: "
+             "batch = number // heads, head = number % heads"),
+    stored_as_bhsd=_mistake("o stored as if contiguous, its memory is (batch, seq, heads, head_dim)", FULL,
+        store=lambda o, seq_q: wrong.bshd_as_bhsd(o[:, :, :seq_q]),
+        hint="{tensor} is stored as if contiguous, but its memory is laid out as (batch, seq, heads, head_dim)"),
+    stored_by_strides_of=_mistake("o stored by the strides of q", STRIDED,
+        store=lambda o, seq_q: wrong.as_if_transposed(o[:, :, :seq_q]),
+        hint="{tensor} is stored by the strides of {other}: a tensor comes with strides of its own"),
+    heads_by_heads=_mistake("query head h reads key head h // heads_kv", Case(heads_q=6, heads_kv=3),
+        key_head=lambda h, hq, hk: h // hk,
+        hint="query head h reads key head h // heads_kv; it should read h // (heads_q / heads_kv)"),
+    heads_in_group=_mistake("query head h reads key head h % group", Case(heads_q=6, heads_kv=3),
+        key_head=lambda h, hq, hk: h % (hq // hk),
+        hint="query head h reads key head h % (heads_q / heads_kv); it should read h // (heads_q / heads_kv)"),
     # precision
     p_through_bf16=_mistake("P rounded to bf16", FULL, round_p=lambda p, dtype: p.bfloat16(),
         hint="P is rounded to {short}"),
     p_through_fp16=_mistake("P rounded to fp16", EXACT, round_p=lambda p, dtype: p.half()),
-    s_rounded=_mistake("S rounded to fp16", PEAKED, logits=rounded_s(),
+    s_rounded=_mistake("S rounded to fp16", PEAKED, logits=wrong.rounded_s(),
         hint="S is rounded to {short}: it stays in fp32"),
-    q_rounded=_mistake("q scaled, then rounded to fp16", FULL, logits=rounded_q(),
+    q_rounded=_mistake("q scaled, then rounded to fp16", FULL, logits=wrong.rounded_q(),
         hint="q * scale is rounded to {short}: multiply S by the scale, in fp32"),
-    k_rounded=_mistake("k scaled, then rounded to fp16", FULL, logits=rounded_k(),
+    k_rounded=_mistake("k scaled, then rounded to fp16", FULL, logits=wrong.rounded_k(),
         hint="k * scale is rounded to {short}: multiply S by the scale, in fp32"),
     sum_of_rounded=_mistake("row sum of the rounded P", FULL, summand=lambda p, rounded: rounded,
         hint="l sums P after it was rounded: sum it in fp32"),
@@ -349,12 +305,12 @@ MISTAKES: dict[str, Mistake] = dict(
         hint="the accumulator is rounded to {short} in every turn of the loop"),
     acc_bf16=_mistake("accumulator in bf16", MANY_TILES_BF16, acc=lambda acc, l, last, dtype: acc.bfloat16().float()),
     o_through_bf16=_mistake("o rounded to bf16", FULL, normalize=lambda acc, l: (acc / l).bfloat16()),
-    tf32=_mistake("TF32 products", EXACT, product=lambda a, b: _tf32(a) @ _tf32(b),
+    tf32=_mistake("TF32 products", EXACT, product=lambda a, b: wrong.tf32(a) @ wrong.tf32(b),
         hint="products are in TF32: ask for input_precision=\"ieee\""),
     inputs_rounded=_mistake("q, k and v rounded to fp16", EXACT, read=lambda *qkv: tuple(t.half().float() for t in qkv),
         hint="q, k and v are rounded to {short}"),
-    exp_cubic=_mistake("exp with relative error 1e-4", EXACT, exp=_exp_cubic),
-    one_element=_mistake("one element off by 2 %", FULL, normalize=_nudge),
+    exp_cubic=_mistake("exp with relative error 1e-4", EXACT, exp=wrong.exp_cubic),
+    one_element=_mistake("one element off by 2 %", FULL, normalize=wrong.nudge),
     # the backward pass
     delta_zero=_mistake("delta is zero", GRAD, delta=lambda delta, l, dtype: 0 * delta,
         hint="delta is missing: dS = P * (dP - delta)"),
@@ -387,10 +343,10 @@ MISTAKES: dict[str, Mistake] = dict(
         saved_lse=lambda lse, m: lse.half().float(),
         hint="P is recomputed with the LSE rounded to {short}"),
     k_rounded_backward=_mistake(
-        "k scaled, then rounded, in the recomputation", GRAD_PEAKED, logits_backward=rounded_k(),
+        "k scaled, then rounded, in the recomputation", GRAD_PEAKED, logits_backward=wrong.rounded_k(),
         hint="P is recomputed with k * scale rounded to {short}: multiply S by the scale, in fp32"),
     q_rounded_backward=_mistake(
-        "q scaled, then rounded, in the recomputation", GRAD_PEAKED, logits_backward=rounded_q(),
+        "q scaled, then rounded, in the recomputation", GRAD_PEAKED, logits_backward=wrong.rounded_q(),
         hint="P is recomputed with q * scale rounded to {short}: multiply S by the scale, in fp32"),
     p_shifted=_mistake("LSE of the neighboring row", GRAD, saved_lse=lambda lse, m: lse.roll(1, dims=-1),
         hint="P is recomputed with the LSE of the neighboring row"),
@@ -404,10 +360,27 @@ MISTAKES: dict[str, Mistake] = dict(
         causal_backward=lambda is_causal: True,
         hint="the backward pass applies a causal mask though is_causal is False"),
     start_twice_backward=_mistake("keys read at twice their tile's start in the backward pass", GRAD,
-        read_backward=lambda q, k, v, do: (q, *map(doubled_start(TILE), (k, v)), do)),
+        read_backward=lambda q, k, v, do: (q, *map(wrong.doubled_start(TILE), (k, v)), do)),
     contiguous_do=_mistake("do read as if contiguous", replace(GRAD, layout_do="bshd"),
-        read_backward=lambda q, k, v, do: (q, k, v, _as_contiguous(do))),
-    rows_past_end=_mistake("the last query repeated past the end", GRAD, pad_rows=_repeat_last_row),
+        read_backward=lambda q, k, v, do: (q, k, v, wrong.as_contiguous(do))),
+    scale_ignored_backward=_mistake("the default scale in the recomputation", replace(GRAD, scale=0.3),
+        logits_backward=lambda q, k, scale, product, dtype: q.shape[-1] ** -0.5 * product(q, k.mT),
+        hint="P is recomputed with the scale 1 / sqrt(head_dim), though another was given"),
+    s_not_in_base_2=_mistake("log2(e) missing in the recomputation", GRAD,
+        logits_backward=lambda q, k, scale, product, dtype: math.log(2) * scale * product(q, k.mT),
+        hint="P is recomputed as exp2 of S in natural units less the LSE in base 2: multiply S by log2(e) too"),
+    query_start_late=_mistake("the loop over queries begins a tile too late", GRAD_CAUSAL,
+        visible_backward=wrong.start_rounded_up(16, 32),
+        hint="the loop over queries begins a tile too late at the diagonal (BLOCK_M x BLOCK_N = {tile})"),
+    contiguous_k_backward=_mistake("k read as if contiguous in the backward pass", replace(GRAD, layout="transposed"),
+        read_backward=lambda q, k, v, do: (q, wrong.as_contiguous(k), v, do)),
+    still_queries=_mistake("every tile of queries is the first", GRAD,
+        read_backward=lambda q, k, v, do: (wrong.first_tile(TILE)(q), k, v, do)),
+    dq_first_tile=_mistake("dQ of the first key tile alone", GRAD, add_dq=wrong.first_part,
+        hint="{tensor} holds the first tile of its loop alone (tiles of {tile})"),
+    dk_first_tile=_mistake("dK of the first query tile alone", GRAD, add_dk=wrong.first_part),
+    dv_first_tile=_mistake("dV of the first query tile alone", GRAD, add_dv=wrong.first_part),
+    rows_past_end=_mistake("the last query repeated past the end", GRAD, pad_rows=wrong.repeat_last_row),
     dq_unscaled=_mistake("dQ not scaled", GRAD, scale_dq=lambda scale: 1.0,
         hint="{tensor} is not multiplied by the scale"),
     dk_unscaled=_mistake("dK not scaled", GRAD, scale_dk=lambda scale: 1.0),
@@ -420,26 +393,26 @@ MISTAKES: dict[str, Mistake] = dict(
     dq_dk_swapped=_mistake("dQ and dK swapped", GRAD_SQUARE, store_gradients=lambda dq, dk, dv: (dk, dq, dv),
         hint="{tensor} is the gradient of {other}: the two are swapped"),
     gradients_as_bshd=_mistake("gradients stored as (batch, seq, heads, head_dim)", GRAD,
-        store_gradients=lambda *gradients: tuple(map(as_if_bshd, gradients))),
+        store_gradients=lambda *gradients: tuple(map(wrong.as_if_bshd, gradients))),
     dv_from_ds=_mistake("dV = dS^T dO", GRAD, dv_weights=lambda p, ds: ds,
         hint="dV is dS^T dO: it takes P, dV = P^T dO"),
-    dk_last_of_group=_mistake("dK of a group's last head alone", GRAD_GROUPED, share_dk=_last_of_group,
+    dk_last_of_group=_mistake("dK of a group's last head alone", GRAD_GROUPED, share_dk=wrong.last_of_group,
         hint="only the last query head of each group reaches {tensor}: sum over the group"),
-    dv_last_of_group=_mistake("dV of a group's last head alone", GRAD_GROUPED, share_dv=_last_of_group),
-    dk_shared_modulo=_mistake("dK summed over h % heads_kv", GRAD_GROUPED, share_dk=summed_modulo,
+    dv_last_of_group=_mistake("dV of a group's last head alone", GRAD_GROUPED, share_dv=wrong.last_of_group),
+    dk_shared_modulo=_mistake("dK summed over h % heads_kv", GRAD_GROUPED, share_dk=wrong.summed_modulo,
         hint="{tensor} is summed over the heads h % heads_kv: a group is heads_q / heads_kv neighbors"),
     ds_through_bf16=_mistake("dS rounded to bf16", GRAD, round_ds=lambda ds, dtype: ds.bfloat16(),
         hint="dS is rounded to {short}"),
     ds_through_fp16=_mistake("dS rounded to fp16", GRAD_EXACT, round_ds=lambda ds, dtype: ds.half()),
     # not mistakes after all: on these inputs the result is as good as that of a correct kernel
-    one_element_bf16=_mistake("one element off by 2 %, in bf16", Case(dtype=BF16), normalize=_nudge,
+    one_element_bf16=_mistake("one element off by 2 %, in bf16", Case(dtype=BF16), normalize=wrong.nudge,
         benign="rounding o to bf16 may cost 0.4 % and is one sigma: 2 % is at most 5.1"),
     p_unrounded=_mistake("P not rounded", GRAD, round_p=lambda p, dtype: p, benign="more precise than it need be"),
-    q_rounded_exactly=_mistake("q scaled, then rounded to fp16, head_dim 64", GRAD_WIDE, logits=rounded_q(),
+    q_rounded_exactly=_mistake("q scaled, then rounded to fp16, head_dim 64", GRAD_WIDE, logits=wrong.rounded_q(),
         benign="the scale is 1/8: multiplying by a power of two rounds nothing"),
     hidden_is_1e6_near=_mistake("hidden logits set to -1e6, logits near 0", GRAD_CAUSAL, hidden=lambda s: -1e6,
         benign="exp underflows to 0 all the same, and every row sees a key"),
-    max_of_tile_near=_mistake("maximum of the tile alone, logits near 0", GRAD, running_max=_tile_max,
+    max_of_tile_near=_mistake("maximum of the tile alone, logits near 0", GRAD, running_max=wrong.tile_max,
         benign="softmax is the same whatever is subtracted, while nothing overflows"),
     tail_unmasked_backward=_mistake(
         "keys past the end not masked in the backward pass", GRAD, in_bounds_backward=lambda j, n: j >= 0,

@@ -6,7 +6,9 @@ itself: it is computed as kernels round, and must leave a small part of the erro
 Hypotheses that explain the result equally well are named together.
 """
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from common.verify.expected import HALF_SUBNORMAL, UNIT_ROUNDOFF
 from common.verify.mistakes.hypotheses import (
@@ -14,10 +16,12 @@ from common.verify.mistakes.hypotheses import (
     TILE_SIZES,
     Context,
     Hypothesis,
+    Tile,
     mistaken,
-    of_logic,
+    of_forward,
     of_precision,
 )
+from common.verify.mistakes.of_backward import of_backward
 
 import torch
 
@@ -41,9 +45,18 @@ class Trial:
     wrong: torch.Tensor
     context: Context
 
-    @property
+    @cached_property
     def finite(self) -> torch.Tensor:
         return self.actual.isfinite() & self.truth.isfinite()
+
+    @cached_property
+    def all_finite(self) -> bool:
+        return bool(self.finite.all())
+
+    @cached_property
+    def size(self) -> float:
+        """The norm of the error where both are finite."""
+        return (self.actual - self.truth)[self.finite].norm().item()
 
     def of_worst_head(self) -> "Trial":
         """The key head of which most elements are wrong, alone."""
@@ -65,12 +78,14 @@ class Trial:
         """
         if candidate.shape != self.actual.shape:
             return torch.inf
-        empty = ~candidate.isfinite() | (candidate == 0)
-        if not (self.finite | empty & self.actual.isnan()).all():
-            return torch.inf
-        finite = self.finite
-        left = (self.actual - candidate)[finite].norm() / (self.actual - self.truth)[finite].norm()
-        return torch.inf if left.isnan() else left.item()
+        finite, left = self.finite, self.actual - candidate
+        if not self.all_finite:
+            empty = ~candidate.isfinite() | (candidate == 0)
+            if not (finite | empty & self.actual.isnan()).all():
+                return torch.inf
+            left = left[finite]
+        left = left.norm().item()
+        return left / self.size if math.isfinite(left) and self.size else torch.inf
 
     def sigma(self, value, rounded) -> torch.Tensor:
         """How far rounding moves the elements of `value`, seen from a kernel that rounds: alike within a row."""
@@ -87,6 +102,7 @@ class Trial:
 def name_mistake(trial: Trial) -> str | None:
     """The sentence of the mistake that the result shows, or of those that it cannot tell apart; None: no known one."""
     head, found = trial.of_worst_head(), []
+    of_logic = of_backward if trial.name in GRADIENTS else of_forward
     for h in of_logic(trial.name, trial.context):
         if h.whole or head.left(head.computed(h, fp64=True)) < LEFT:
             candidate = trial.computed(h, fp64=True)
@@ -148,13 +164,14 @@ def _worded(found: list[tuple[float, Hypothesis]]) -> str | None:
     if not found:
         return None
     best = min(left for left, _ in found)
-    tiles: dict[str, list[int]] = {}
+    tiles: dict[str, set[Tile]] = {}
     for left, h in found:
         if left <= ALIKE * best + 1e-12:
-            tiles.setdefault(h.sentence, []).extend([] if h.tile is None else [h.tile])
-    return "; or ".join(sentence.format(tiles=_or(sorted(set(of)))) for sentence, of in tiles.items())
+            tiles.setdefault(h.sentence, set()).update([] if h.tile is None else [h.tile])
+    return "; or ".join(sentence.format(tiles=listed_tiles(of)) for sentence, of in tiles.items())
 
 
-def _or(numbers) -> str:
-    *most, last = map(str, numbers or [""])
+def listed_tiles(tiles: set[Tile]) -> str:
+    words = [str(tile) if isinstance(tile, int) else f"{tile[0]} x {tile[1]}" for tile in sorted(tiles)]
+    *most, last = words or [""]
     return f"{', '.join(most)} or {last}" if most else last
