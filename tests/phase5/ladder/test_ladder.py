@@ -360,3 +360,13 @@ def test_guards_see_what_a_remembered_plan_allocates():
     attention_forward(q, k, v)
     with guards():  # raises where nothing is allocated through torch.empty
         attention_forward(q, k, v)
+
+
+@interpreted_only
+@pytest.mark.parametrize("layout", ["bhsd", "sliced"])
+def test_a_do_that_the_accelerator_cannot_fetch_is_read_by_pointers(layout):
+    q, k, v = make_qkv(1, 2, 70, 64)
+    saved = q, k, v, *attention_forward(q, k, v), gradient_like(q, layout=layout), None
+    chosen = backward_module.choose(saved, saved, 0.125, (True, True), (None, None), (None, None))
+    last = backward_module._attn_bwd_dkdv_descriptors_kernel, backward_module._attn_bwd_dq_descriptors_kernel
+    assert (chosen == last) == (layout == "bhsd")
