@@ -11,6 +11,7 @@ from itertools import product
 
 from common import style
 from common.arguments import arguments
+from common.measure import records
 from common.phases import ROOT
 from common.style import COLORS, TINT
 from phase5_tuning.hopper import model
@@ -366,11 +367,12 @@ def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> Non
     style.show(fig, alt=f"KiB of shared memory, up to {limit:.0f}. {said}.")
 
 
-def traffic(rows: Sequence[Mapping]) -> None:
+def traffic(record: Mapping) -> None:
     """Bytes through memory, and time, of the backward kernel by how many heads take turns.
 
-    rows: of `python -m phase5_tuning.bench.counters --turns`. A ring: as the kernel does it.
+    record: of `python -m phase5_tuning.bench.counters --turns`. A ring: as the kernel does it.
     """
+    rows = record["rows"]
     fig, axes = style.new(9, 3.3, columns=2)
     kinds = {
         (32, 1): ("32 heads of keys", dict(color=COLORS["tiled"])),
@@ -395,8 +397,9 @@ def traffic(rows: Sequence[Mapping]) -> None:
     axes[0].legend(loc="upper left", fontsize=8)
     style.show(
         fig,
-        alt="GB through memory, then microseconds of the backward kernel, by how many heads take turns. "
+        "GB through memory, then microseconds of the backward kernel, by how many heads take turns. "
         f"{'; '.join(said)}.",
+        records.describe(record),
     )
 
 
