@@ -541,10 +541,10 @@ def test_pictures_show_every_program(monkeypatch):
 def test_the_picture_of_traffic_rings_what_the_kernel_does(monkeypatch):
     drawn = []
     monkeypatch.setattr(plt, "show", lambda: drawn.append(plt.gcf()))
-    rows = records.load("phase5_tuning", "h100_turns")["rows"]
-    hopper_figures.traffic(rows)
+    record = records.load("phase5_tuning", "h100_turns")
+    hopper_figures.traffic(record)
     plt.close("all")
     for ax in drawn[0].axes:
         rings = [line for line in ax.lines if line.get_fillstyle() == "none"]
         assert [int(*ring.get_xdata()) for ring in rings] == [4, 4]
-        assert sum(len(line.get_xdata()) for line in ax.lines) == len(rows) + len(rings)
+        assert sum(len(line.get_xdata()) for line in ax.lines) == len(record["rows"]) + len(rings)
