@@ -3,6 +3,7 @@
 import contextlib
 import statistics
 import time
+from functools import partial
 
 from common import runtime
 from common.measure.timing import caller_ms, host_us
@@ -49,17 +50,15 @@ def inputs(sizes) -> list[tuple]:
 
 
 class Replayed:
-    """A graph of calls, each on the next of the inputs."""
+    """A graph of functions that are called one after another."""
 
-    def __init__(self, provider: str, tensors: list[tuple], **options):
-        self.calls = len(tensors) * max(1, 8 // len(tensors))
-        self.graph = torch.cuda.CUDAGraph()
-        with backend(provider):
-            call(provider, *tensors[0], **options)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(self.graph):
-                for i in range(self.calls):
-                    call(provider, *tensors[i % len(tensors)], **options)
+    def __init__(self, functions: list):
+        self.calls, self.graph = len(functions), torch.cuda.CUDAGraph()
+        functions[0]()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            for function in functions:
+                function()
 
     def ms(self) -> list[float]:
         """Milliseconds of a call, once a replay, after a warm-up."""
@@ -86,10 +85,12 @@ def forward(case: dict, providers, tensors: list[tuple], **options) -> list[dict
     options: as for `call`.
     """
     graphs, rows = {}, {}
+    turns = tensors * max(1, 8 // len(tensors))
     for provider in providers:
         rows[provider] = case | dict(provider=provider)
         try:
-            graphs[provider] = Replayed(provider, tensors, **options)
+            with backend(provider):
+                graphs[provider] = Replayed([partial(call, provider, *each, **options) for each in turns])
         except Exception as error:  # whatever error a peer refuses with, the others are measured
             rows[provider]["note"] = (str(error).splitlines() or [type(error).__name__])[0][:120]
     times = {provider: [] for provider in graphs}
@@ -97,7 +98,7 @@ def forward(case: dict, providers, tensors: list[tuple], **options) -> list[dict
         for provider in list(graphs)[:: -1 if turn % 2 else 1]:
             times[provider] += graphs[provider].ms()
     for provider, ms in times.items():
-        one = lambda provider=provider: call(provider, *tensors[0], **options)  # noqa: E731
+        one = partial(call, provider, *tensors[0], **options)
         rows[provider] |= dict(ms=statistics.median(ms), ms_min=min(ms), ms_max=max(ms))
         with backend(provider):
             rows[provider] |= dict(caller_ms=caller_ms(one), host_ms=host_us(one, calls=30, rounds=2) / 1e3)
