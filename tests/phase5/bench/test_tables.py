@@ -18,6 +18,16 @@ def test_the_faster_peer_is_chosen_for_each_clock():
     assert tables.beside_the_faster(record) == {case: (pytest.approx(0.9), pytest.approx(0.9))}
 
 
+def test_flash_attention_3_is_a_peer_where_it_has_a_speed():
+    rows = [row("sdpa-cudnn", 400.0, 390.0), row("flash-attn-4", 500.0, 300.0), row("hopper", 450.0, 360.0)]
+    case = "fp16", "fwd", 64, False, 1024
+    refused = row("flash-attn-3", 0.0, 0.0) | dict(note="no fp16")
+    del refused["tflops"]
+    of_others = pytest.approx(360 / 390), pytest.approx(0.9)
+    assert tables.beside_the_faster(dict(rows=[*rows, refused]))[case] == of_others
+    assert tables.beside_the_faster(dict(rows=[*rows, row("flash-attn-3", 900.0, 720.0)]))[case] == (0.5, 0.5)
+
+
 def test_a_backward_pass_in_a_fixed_order_stands_beside_a_fixed_order():
     rows = [row("sdpa-cudnn", 100.0, 100.0, "bwd"), row("flash-attn-4", 800.0, 800.0, "bwd")]
     rows += [row("flash-attn-4-det", 400.0, 400.0, "bwd"), row("hopper", 400.0, 392.0, "bwd")]
