@@ -86,7 +86,7 @@ GROUPED = (
 SEED, DRAWN = 39, 20
 FORWARD = "sdpa", "sdpa-flash", "sdpa-cudnn", "flash-attn-3", "flash-attn-4", "ours"
 BACKWARD = "sdpa", "sdpa-flash", "sdpa-cudnn", "flash-attn-4", "flash-attn-4-det", "ours"
-ROUNDS = 2
+ROUNDS, WARMUP_MS = 2, 100
 
 
 def drawn() -> list[Shape]:
@@ -119,7 +119,8 @@ def measured(name: str, shape: Shape) -> list[dict]:
     tensors = calls.inputs(sizes)
     case = dict(shape=name) | dict(zip(calls.SIZES, sizes, strict=True)) | dict(is_causal=shape.is_causal)
     if "fwd" in shape.modes:
-        rows += calls.forward(case | dict(mode="fwd"), FORWARD, tensors, is_causal=shape.is_causal)
+        options = dict(warmup_ms=WARMUP_MS, is_causal=shape.is_causal)
+        rows += calls.forward(case | dict(mode="fwd"), FORWARD, tensors, **options)
         print(name, calls.said(rows), sep="  ", flush=True)
     if "bwd" in shape.modes:
         q, k, v = (t.requires_grad_() for t in tensors[0])
@@ -147,7 +148,7 @@ def run(args) -> list[dict]:
 _LAST = LADDER[-1]
 KERNELS = *DECODE_KERNELS, *peers.HOPPER_KERNELS, _LAST.forward, _LAST.dkdv, _LAST.dq, _attn_bwd_rows_kernel
 SETTINGS = (
-    SHAPES, GROUPED, SEED, DRAWN, ROUNDS, drawn, attended, measured, *calls.SETTINGS,
+    SHAPES, GROUPED, SEED, DRAWN, ROUNDS, WARMUP_MS, drawn, attended, measured, *calls.SETTINGS,
     *peers.SETTINGS, *peers.HOPPER_SETTINGS, split_kv.tiles, split_kv.parts, split_kv.pays, split_kv.plan,
     folded.parts, folded.plan, forward.choose,
 )  # fmt: skip
