@@ -350,7 +350,7 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
         "tuning, hopper",
     ),
     "deadends": ("what did not help", "tuning"),
-    "decode": ("few queries on long caches, beside SDPA", ""),
+    "decode": ("few queries on long caches, beside their peers", ""),
     "grouped": ("60 backward passes with grouped heads", ""),
     "hopper_backward": ("the Hopper kernels' backward pass beside its peers, fp16", "hopper"),
     "hopper_backward_bf16": ("the same in bf16", "hopper"),

@@ -54,7 +54,7 @@ class FoldedLaunch:
     parts: tuple[int, ...]
 
     def __call__(self, q, k, v, o, lse):
-        o_parts, lse_parts = _room(self.parts, q)
+        o_parts, lse_parts = split_kv.room(self.parts, q, q.dtype)
         taken = torch.zeros(1, dtype=torch.int32, device=q.device)
         tensors = q.contiguous(), k, v, o_parts
         self.attend(*(t.as_strided(*view) for t, view in zip(tensors, self.views, strict=True)), lse_parts, taken)
@@ -62,12 +62,6 @@ class FoldedLaunch:
             ends = k[:, :, self.first :], v[:, :, self.first :]
             self.rest(*ends, q, o, lse, o_parts[-1:], lse_parts[-1:])
         self.merge(o_parts, lse_parts, o, lse)
-
-
-def _room(parts: tuple[int, ...], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for o of all parts, in q's dtype, and for their LSE."""
-    o_parts = torch.empty((*parts, q.shape[3]), dtype=q.dtype, device=q.device)
-    return o_parts, torch.empty(parts, dtype=torch.float32, device=q.device)
 
 
 def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float, n: int) -> FoldedLaunch:
@@ -85,7 +79,7 @@ def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float, n: int) ->
     views = [t.as_strided(*view) for t, view in ((q.contiguous(), of_q), (k, of_k), (v, of_v))]
     rest = split_kv.keys_seen(q, k, is_causal, offset) > first
     shape = n + rest, *lse.shape
-    o_parts, lse_parts = _room(shape, q)
+    o_parts, lse_parts = split_kv.room(shape, q, q.dtype)
     of_rest = None
     if rest:
         ends, tried = (k[:, :, first:], v[:, :, first:]), split_kv.tiles(rows, head_dim, q.itemsize)

@@ -10,6 +10,7 @@ constants of a compiled kernel: a cache that grows needs no new one.
 Builds on: phase 2's `load_tile` and `head_base`; the base 2 and the late sums of `ladder.forward`; phase 1's merge.
 """
 
+import math
 from dataclasses import dataclass
 
 from common import runtime
@@ -240,27 +241,30 @@ def pays(q: torch.Tensor, k: torch.Tensor) -> bool:
 class SplitLaunch:
     """`launch(q, k, v, o, lse)` writes o and lse, for all calls of one kind.
 
-    merge: None where the keys are not cut. rows: of all parts.
+    merge: None where the keys are not cut. parts: the shape of the LSE of all parts.
     """
 
     attend: Launch
     merge: Launch | None
-    rows: int
+    parts: tuple[int, ...]
 
     def __call__(self, q, k, v, o, lse):
         if self.merge is None:
             self.attend(k, v, q, o, lse, None, None)
             return
-        of_parts = _room(self.rows, q)
-        self.attend(k, v, q, o, lse, *of_parts)
-        self.merge(*of_parts, o, lse)
+        # o of all parts and, from a multiple of 16 bytes on, their LSE: each allocation takes the host up to 3 us.
+        rows = math.prod(self.parts)
+        of_o = 4 * cdiv(rows * q.shape[3], 4)
+        o_parts = torch.empty(of_o + rows, dtype=torch.float32, device=q.device)
+        lse_parts = o_parts[of_o:]
+        self.attend(k, v, q, o, lse, o_parts, lse_parts)
+        self.merge(o_parts, lse_parts, o, lse)
 
 
-def _room(rows: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory in fp32 for o of so many rows, and behind it for their LSE: each allocation takes the host 3 us."""
-    of_o = rows * q.shape[3]
-    both = torch.empty(of_o + rows, dtype=torch.float32, device=q.device)
-    return both, both[of_o:]
+def room(parts: tuple[int, ...], q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for o of all parts, in dtype, and for their LSE."""
+    o_parts = torch.empty((*parts, q.shape[3]), dtype=dtype, device=q.device)
+    return o_parts, torch.empty(parts, dtype=torch.float32, device=q.device)
 
 
 def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float) -> SplitLaunch:
@@ -270,9 +274,10 @@ def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float) -> SplitLa
     programs = k.shape[0] * k.shape[1] * cdiv(rows, tried[0].BLOCK_M)
     row_bytes = configs.padded(q.shape[3]) * q.itemsize
     n = parts(programs, rows, keys_seen(q, k, is_causal, offset), row_bytes, tried[0], at_once(q))
-    of_parts = _room(n * lse.numel(), q) if n > 1 else None
+    shape = n, *lse.shape
+    of_parts = room(shape, q, torch.float32) if n > 1 else None
     attend = attending(q, k, v, o, lse, of_parts, is_causal, offset, scale, tried)
-    return SplitLaunch(attend, merging(*of_parts, o, lse) if of_parts else None, n * lse.numel())
+    return SplitLaunch(attend, merging(*of_parts, o, lse) if of_parts else None, shape)
 
 
 def keys_seen(q, k, is_causal: bool, offset: int) -> int:
@@ -286,8 +291,7 @@ def attending(q, k, v, o, lse, of_parts, is_causal: bool, offset: int, scale: fl
     of_parts: (o_parts, lse_parts), or None for one part that goes to o and lse.
     """
     (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
-    seq_k, group = keys_seen(q, k, is_causal, offset), heads_q // heads_kv
-    splits = of_parts[1].numel() // lse.numel() if of_parts else 1
+    seq_k, group, splits = keys_seen(q, k, is_causal, offset), heads_q // heads_kv, len(of_parts[0]) if of_parts else 1
     tma = descriptors_allowed(k, v)
     sizes = dict(
         stride_k=k.stride(), stride_v=v.stride(), stride_q=q.stride(), stride_o=o.stride(),
@@ -309,7 +313,7 @@ def attending(q, k, v, o, lse, of_parts, is_causal: bool, offset: int, scale: fl
 
 def merging(o_parts, lse_parts, o, lse) -> Launch:
     """The launch of the merge kernel on (o_parts, lse_parts, o, lse)."""
-    splits, (_, heads_q, seq_q, head_dim), early = lse_parts.numel() // lse.numel(), o.shape, _early(o)
+    splits, (_, heads_q, seq_q, head_dim), early = len(o_parts), o.shape, _early(o)
     # One warp adds up eight parts without asking others; of many parts, four warps share the waiting.
     block_s, warps = (8, 1) if splits <= 16 else (64, 4)
     sizes = dict(

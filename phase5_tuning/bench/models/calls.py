@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
 L2 = 200 * 2**20  # bytes that no cache holds
-ROUNDS, REPLAYS = 2, 5
+ROUNDS, REPLAYS, WARMUP_MS = 2, 5, 15
 SIZES = "batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim"
 
 
@@ -37,30 +37,32 @@ def backend(provider: str):
     return contextlib.nullcontext()
 
 
-def inputs(sizes) -> list[tuple]:
-    """q, k and v in bf16, as often as it takes that none is in the L2 cache when its turn comes again.
+def inputs(case) -> list[tuple]:
+    """q, k and v, as often as it takes that none is in the L2 cache when its turn comes again.
 
-    sizes: as SIZES names them.
+    case: as SIZES names its numbers.
     """
-    batch, heads_q, heads_kv, seq_q, seq_k, head_dim = sizes
+    batch, heads_q, heads_kv, seq_q, seq_k, head_dim = case
+    count = -(-L2 // (4 * batch * heads_kv * seq_k * head_dim))
     shapes = (heads_q, seq_q), (heads_kv, seq_k), (heads_kv, seq_k)
-    count = -(-L2 // (2 * batch * head_dim * sum(heads * seq for heads, seq in shapes)))
     like = dict(device=runtime.DEVICE, dtype=torch.bfloat16)
-    return [tuple(torch.randn(batch, *shape, head_dim, **like) for shape in shapes) for _ in range(min(40, count))]
+    return [
+        tuple(torch.randn(batch, *shape, head_dim, **like) for shape in shapes) for _ in range(max(1, min(40, count)))
+    ]
 
 
 class Replayed:
-    """A graph of functions that are called one after another."""
+    """A graph of functions that are called one after another. It keeps them, as a graph keeps no tensor."""
 
     def __init__(self, functions: list):
-        self.calls, self.graph = len(functions), torch.cuda.CUDAGraph()
+        self.calls, self.functions, self.graph = len(functions), functions, torch.cuda.CUDAGraph()
         functions[0]()
         torch.cuda.synchronize()
         with torch.cuda.graph(self.graph):
             for function in functions:
                 function()
 
-    def ms(self, warmup_ms: int = 15) -> list[float]:
+    def ms(self, warmup_ms: int = WARMUP_MS) -> list[float]:
         """Milliseconds of a call, once a replay, after a warm-up."""
         begin = time.perf_counter()
         while time.perf_counter() - begin < warmup_ms / 1e3:
@@ -78,7 +80,7 @@ class Replayed:
 
 
 @torch.no_grad()
-def forward(case: dict, providers, tensors: list[tuple], warmup_ms: int = 15, **options) -> list[dict]:
+def in_turns(case: dict, providers, tensors: list[tuple], warmup_ms: int = WARMUP_MS, **options) -> list[dict]:
     """A row for each provider: the case, the GPU's time by replays, for which they take turns, and the caller's with
     one of the inputs.
 
@@ -109,6 +111,3 @@ def said(rows: list[dict]) -> str:
     """Each provider's microseconds by the GPU's clock, or why there are none, and the caller's of the last one."""
     short = (f"{r['provider']} {1e3 * r['ms']:.1f}" if "ms" in r else f"{r['provider']} {r['note'][:20]}" for r in rows)
     return "  ".join([*short, f"caller {1e3 * rows[-1].get('caller_ms', 0):.0f}"])
-
-
-SETTINGS = L2, ROUNDS, REPLAYS, call, inputs, Replayed, forward, host_us

@@ -11,7 +11,19 @@ import random
 from common import arguments as command_line
 from common.measure import records
 from phase5_tuning.bench import peers
-from phase5_tuning.bench.models import calls
+from phase5_tuning.bench.models.calls import (
+    L2,
+    REPLAYS,
+    ROUNDS,
+    SIZES,
+    WARMUP_MS,
+    Replayed,
+    call,
+    host_us,
+    in_turns,
+    inputs,
+    said,
+)
 from phase5_tuning.decode import folded, split_kv
 from phase5_tuning.passes import forward
 from phase5_tuning.passes.rungs import LADDER
@@ -62,11 +74,11 @@ def check(sizes) -> None:
 
 def measured(sizes, lower_right: bool) -> list[dict]:
     """A row for each provider."""
-    tensors = calls.inputs(sizes)
-    case = dict(zip(calls.SIZES, sizes, strict=True)) | dict(mask="lower right" if lower_right else "full")
+    tensors = inputs(sizes)
+    case = dict(zip(SIZES, sizes, strict=True)) | dict(mask="lower right" if lower_right else "full")
     case["bytes"] = sum(t.nbytes for t in tensors[0]) + tensors[0][0].nbytes
     mask = causal_lower_right(*sizes[3:5]) if lower_right else None
-    return calls.forward(case, PROVIDERS, tensors, mask=mask)
+    return in_turns(case, PROVIDERS, tensors, mask=mask)
 
 
 def run(args) -> list[dict]:
@@ -77,7 +89,7 @@ def run(args) -> list[dict]:
             check(sizes)
         made = measured(sizes, lower_right)
         rows += made
-        print(*sizes, made[0]["mask"], calls.said(made), sep="  ", flush=True)
+        print(*sizes, made[0]["mask"], said(made), sep="  ", flush=True)
         torch.cuda.empty_cache()
     return rows
 
@@ -85,7 +97,8 @@ def run(args) -> list[dict]:
 DECODE_KERNELS = split_kv._attn_fwd_parts_kernel, split_kv._attn_fwd_merge_kernel
 KERNELS = *DECODE_KERNELS, peers.HOPPER_KERNELS[0], LADDER[-1].forward
 SETTINGS = (
-    NAMED, LOWER_RIGHT, SEED, DRAWN, drawn, measured, *calls.SETTINGS,
+    NAMED, LOWER_RIGHT, SEED, DRAWN, L2, ROUNDS, REPLAYS, WARMUP_MS, drawn, inputs, measured, in_turns, call, Replayed,
+    host_us,
     split_kv.FEW_ROWS, split_kv.tiles, split_kv.parts, split_kv.pays, split_kv.plan, folded.MOST, folded.ROWS,
     folded.parts, folded.plan, forward.choose,
 )  # fmt: skip

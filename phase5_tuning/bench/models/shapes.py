@@ -120,7 +120,7 @@ def measured(name: str, shape: Shape) -> list[dict]:
     case = dict(shape=name) | dict(zip(calls.SIZES, sizes, strict=True)) | dict(is_causal=shape.is_causal)
     if "fwd" in shape.modes:
         options = dict(warmup_ms=WARMUP_MS, is_causal=shape.is_causal)
-        rows += calls.forward(case | dict(mode="fwd"), FORWARD, tensors, **options)
+        rows += calls.in_turns(case | dict(mode="fwd"), FORWARD, tensors, **options)
         print(name, calls.said(rows), sep="  ", flush=True)
     if "bwd" in shape.modes:
         q, k, v = (t.requires_grad_() for t in tensors[0])
@@ -148,7 +148,8 @@ def run(args) -> list[dict]:
 _LAST = LADDER[-1]
 KERNELS = *DECODE_KERNELS, *peers.HOPPER_KERNELS, _LAST.forward, _LAST.dkdv, _LAST.dq, _attn_bwd_rows_kernel
 SETTINGS = (
-    SHAPES, GROUPED, SEED, DRAWN, ROUNDS, WARMUP_MS, drawn, attended, measured, *calls.SETTINGS,
+    SHAPES, GROUPED, SEED, DRAWN, ROUNDS, WARMUP_MS, drawn, attended, measured,
+    calls.L2, calls.ROUNDS, calls.REPLAYS, calls.inputs, calls.in_turns, calls.call, calls.Replayed, calls.host_us,
     *peers.SETTINGS, *peers.HOPPER_SETTINGS, split_kv.tiles, split_kv.parts, split_kv.pays, split_kv.plan,
     folded.parts, folded.plan, forward.choose,
 )  # fmt: skip

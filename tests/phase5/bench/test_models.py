@@ -87,7 +87,7 @@ def test_every_provider_takes_groups_and_masks(provider, flash_attention_package
 
 def test_inputs_are_more_than_a_cache_holds(monkeypatch):
     sizes = 1, 4, 2, 3, 50, 64
-    of_one = 2 * 64 * (4 * 3 + 2 * 2 * 50)
+    of_one = 2 * 64 * 2 * 2 * 50  # keys and values
     for bytes_of_cache, count in ((1, 1), (of_one, 1), (of_one + 1, 2), (99 * of_one, 40)):
         monkeypatch.setattr(calls, "L2", bytes_of_cache)
         assert len(calls.inputs(sizes)) == count
