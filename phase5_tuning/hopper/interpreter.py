@@ -37,6 +37,7 @@ from phase5_tuning.hopper import parts as hopper_parts
 from phase5_tuning.hopper import tma as hopper_tma
 from phase5_tuning.hopper.machine import Barrier, Load, Number, Scheduler, Shared, Unfenced, inside, me, scalar, tile
 from phase5_tuning.hopper.model import Deadlock, Race
+from phase5_tuning.hopper.wide import forward as wide_forward
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Launch, positive_scale
 
@@ -209,10 +210,16 @@ def _forget_stores(since: str) -> None:
         del stored[span]
 
 
-def _meet(name, threads):
+def _come(name, threads):
+    me().wait()
     came = me().program.setdefault(f"came to {name}", [0])
     came[0] += 1
     _forget_stores("arrival")
+    return came
+
+
+def _meet(name, threads):
+    came = _come(name, threads)
     warpgroups = threads // 128
     all_of_this_time = -(-came[0] // warpgroups) * warpgroups
     me().wait(lambda: came[0] >= all_of_this_time, f"the others at named barrier {int(name)}")
@@ -239,6 +246,7 @@ STAND_INS = [  # (what a kernel's module has, what stands for it here)
     (hopper.warpgroup_mma_wait, _warpgroup_mma_wait),
     (hopper.fence_async_shared, _fence_async_shared),
     (hopper_parts.tma_add, functools.partial(_Tma.async_copy_shared_to_global, adds=True)),
+    (hopper_parts.come, _come),
     (hopper_parts.meet, _meet),
     (hopper_parts.await_count, _await_count),
     (hopper_parts.release_count, _release_count),
@@ -376,10 +384,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal, scale, enable_gqa, options):
         scale, sign = positive_scale(check_qkv(q, k, v, scale, is_causal, enable_gqa))
-        if q.dtype.itemsize != 2 or q.shape[3] > 128 or q.shape[3] % 8 or not (q.numel() and k.numel()):
+        head_dim = q.shape[3]
+        if q.dtype.itemsize != 2 or head_dim > 256 or head_dim % 8 or not (q.numel() and k.numel()):
             got = f"{q.dtype}, {tuple(q.shape)}, {tuple(k.shape)}"
-            raise ValueError(f"expected fp16 or bf16, head_dim a multiple of 8 up to 128, no empty tensor, got {got}")
-        module = options.get("forward", hopper_forward)
+            raise ValueError(f"expected fp16 or bf16, head_dim a multiple of 8 up to 256, no empty tensor, got {got}")
+        module = options.get("forward_wide", wide_forward) if head_dim > 128 else options.get("forward", hopper_forward)
         with interpreted(**options):
             o, lse = module.plan(q, k, v, is_causal, scale, sign)(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
@@ -396,8 +405,8 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(**options) -> Callable:
-    """The Hopper kernels as verify_results takes them, differentiable. options: as `interpreted`'s. The backward pass
-    has two kernels of plain Triton, so that it needs TRITON_INTERPRET=1.
+    """The Hopper kernels as verify_results takes them, differentiable up to a head_dim of 128. options: as
+    `interpreted`'s. The backward pass has two kernels of plain Triton, so that it needs TRITON_INTERPRET=1.
     """
 
     def attention(q, k, v, *, is_causal, scale, enable_gqa):
@@ -407,13 +416,19 @@ def attention(**options) -> Callable:
 
 
 @contextlib.contextmanager
-def interpreted(seed=0, multiprocessors=2, forward=hopper_forward, backward=hopper_backward, replaced=()):
+def interpreted(
+    seed=0, multiprocessors=2, forward=hopper_forward, forward_wide=wide_forward, backward=hopper_backward, replaced=()
+):
     """Plans that are made inside run their Gluon kernels here. What torch.empty returns is full of NaN.
 
-    forward, backward: the modules whose plans they are. multiprocessors: of the GPU that plans are made for. replaced:
-    as Interpreted's.
+    forward, forward_wide, backward: the modules whose plans they are. multiprocessors: of the GPU that plans are made
+    for. replaced: as Interpreted's.
     """
-    kernels = (forward, "_attn_fwd_hopper_kernel"), (backward, "_attn_bwd_hopper_kernel")
+    kernels = (
+        (forward, "_attn_fwd_hopper_kernel"),
+        (forward_wide, "_attn_fwd_hopper_wide_kernel"),
+        (backward, "_attn_bwd_hopper_kernel"),
+    )
     with _one_at_a_time, contextlib.ExitStack() as patched:
         for module, name in kernels:
             kernel = getattr(module, name)

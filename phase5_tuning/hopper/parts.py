@@ -60,6 +60,19 @@ def meet(NAME: gl.constexpr, THREADS: gl.constexpr):
     gl.inline_asm_elementwise(code, "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def _arrival(name, threads):
+    return f"bar.arrive {name}, {threads}; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def come(NAME: gl.constexpr, THREADS: gl.constexpr):
+    """Be one of those for whom others wait in `meet`, without waiting."""
+    code: gl.constexpr = _arrival(FIRST_ID + NAME, THREADS)
+    zero = gl.to_tensor(0)
+    gl.inline_asm_elementwise(code, "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @builtin
 def tma_add(desc, coord, tile, _semantic=None):
     """Add a tile of shared memory to where desc and coord say, asynchronously, in L2."""

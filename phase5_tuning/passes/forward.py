@@ -12,6 +12,7 @@ from phase3_forward.forward import attention_forward as forward_in_base_e
 from phase5_tuning.decode import folded, split_kv
 from phase5_tuning.decode.merge import merge_
 from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.hopper.wide import forward as wide_forward
 from phase5_tuning.ladder.forward import LOG2E, _attn_fwd_descriptors_kernel, _attn_fwd_heavy_first_kernel
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import (
@@ -30,7 +31,7 @@ from phase5_tuning.launch.plans import (
 import torch
 
 # What takes a call, beside the kernels of rungs.
-NOTHING, BASE_E, SPLIT, FOLDED, HOPPER = "nothing", "base e", "split", "folded", "hopper"
+NOTHING, BASE_E, SPLIT, FOLDED, HOPPER, WIDE = "nothing", "base e", "split", "folded", "hopper", "wide"
 
 
 def attention_forward(
@@ -49,7 +50,7 @@ def attention_forward(
 
     lower_right: the causal mask is aligned with the last query and the last key, not with the first ones; without
     is_causal it has no effect.
-    kernel: a rung of the ladder; None: the split kernel for few queries, the Hopper kernel where it takes the call,
+    kernel: a rung of the ladder; None: the split kernel for few queries, a Hopper kernel where one takes the call,
     else the last rung. config: tiles to use instead of the chosen ones, and then on a rung.
     fp32 is computed to fp32 accuracy, or with TF32 where PyTorch's own switch allows it
     (torch.set_float32_matmul_precision("high")).
@@ -108,7 +109,7 @@ class ForwardPlan:
 def choose(
     given, converted, scale: float, kernel=None, config: configs.Config | None = None, is_causal=False, offset: int = 0
 ):
-    """What takes a call: NOTHING, BASE_E, SPLIT, FOLDED, HOPPER, or the kernel of a rung.
+    """What takes a call: NOTHING, BASE_E, SPLIT, FOLDED, HOPPER, WIDE, or the kernel of a rung.
 
     given: q, k and v as they came. converted: as plain kernels take them. scale: its absolute value. kernel, config: as
     for `attention_forward`. is_causal: query i sees keys 0 ... i + offset.
@@ -126,9 +127,11 @@ def choose(
             return FOLDED
         if not n and split_kv.pays(q, k):
             return SPLIT
-        # From a number of tiles on the Hopper kernel is faster than any rung (FEW and NARROW in hopper/forward.py).
+        # From a number of tiles on the Hopper kernels are faster than any rung (FEW and NARROW in hopper/forward.py).
         if hopper and (n or hopper_forward.pays(q, q.shape[2])):
             return HOPPER
+        if wide_forward.takes(*given) and hopper_forward.pays(q, q.shape[2]):
+            return WIDE
     if kernel not in (None, _attn_fwd_descriptors_kernel):
         return kernel
     # The rung before the last one fetches tiles by pointers, which may have any stride and alignment.
@@ -164,6 +167,8 @@ def _plan(q, k, v, is_causal, scale, kernel, config, lower_right) -> Callable:
             return partial(forward_in_base_e, is_causal=is_causal, scale=signed, enable_gqa=True)
         if kernel == HOPPER:
             return hopper_forward.plan(q, k, v, is_causal, scale, sign)
+        if kernel == WIDE:
+            return wide_forward.plan(q, k, v, is_causal, scale, sign)
         q, k, v = converted
         (batch, heads_q, seq_q, head_dim), rows = q.shape, tuple(q.shape[:3])
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)

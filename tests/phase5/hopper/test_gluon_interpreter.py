@@ -11,6 +11,7 @@ from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper import interpreter, machine
 from phase5_tuning.hopper.interpreter import Deadlock, Interpreted, Race, Unfenced
 from phase5_tuning.hopper.parts import meet
+from phase5_tuning.hopper.wide import forward as wide_forward
 
 import pytest
 import torch
@@ -35,6 +36,11 @@ SHAPES = [  # batch, heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal
     (1, 1, 1, 200, 100, 128, True),
     (1, 5, 5, 600, 65, 64, False),  # three consumers go round the ring of keys several times
     (1, 4, 2, 250, 200, 64, False),
+    (1, 4, 2, 300, 300, 192, True),
+    (2, 2, 1, 70, 200, 136, True),
+    (1, 5, 5, 400, 65, 160, False),
+    (1, 3, 1, 65, 257, 256, False),
+    (1, 2, 1, 250, 200, 200, True),
     (1, 4, 2, 200, 140, 64, True),  # in two parts
 ]
 
@@ -49,7 +55,7 @@ def inputs(shape, dtype=FP16):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_both_passes(shape, scale):
     q, k, v = inputs(shape)
-    do = make_tensor(q.shape, dtype=FP16)
+    do = make_tensor(q.shape, dtype=FP16) if q.shape[3] <= 128 else None  # no backward pass is for wider heads
     fn = interpreter.attention(seed=SHAPES.index(shape))
     in_parts = mock.patch.object(hopper_backward, "split_group", return_value=2)
     with in_parts if shape is SHAPES[-1] else contextlib.nullcontext():
@@ -191,21 +197,107 @@ FORWARD = {
 }
 
 
-@pytest.mark.parametrize("mistake", FORWARD)
-def test_a_mistake_in_the_forward_kernel_is_noticed(mistake):
-    changes, expected = FORWARD[mistake]
-    module = interpreter.changed(hopper_forward, changes)
+WIDE = {
+    "the producer does not wait for room": (
+        {"    mbarrier.wait(memory.kv_empty.index(slot), number // memory.SLOTS & 1 ^ 1)\n    full": "    full"},
+        {"Race"},
+    ),
+    "keys and values are not waited for": (
+        {"        mbarrier.wait(self.kv_full.index(slot), number // self.SLOTS & 1)\n": ""},
+        {"Race", "Deadlock"},
+    ),
+    "keys are given back before the product's end": (
+        {
+            """    s = warpgroup_mma_wait(memory.PIECES, deps=(s,))
+    mbarrier.arrive(memory.kv_empty.index(of_k))
+""": """    mbarrier.arrive(memory.kv_empty.index(of_k))
+    s = warpgroup_mma_wait(memory.PIECES, deps=(s,))
+"""
+        },
+        {"Race"},
+    ),
+    "values are given back before the product's end": (
+        {
+            """    acc = warpgroup_mma_wait(0, deps=acc)
+    mbarrier.arrive(memory.kv_empty.index(of_v))
+""": """    mbarrier.arrive(memory.kv_empty.index(of_v))
+    acc = warpgroup_mma_wait(0, deps=acc)
+"""
+        },
+        {"Race"},
+    ),
+    "a piece of S is still under way": (
+        {"warpgroup_mma_wait(memory.PIECES, ": "warpgroup_mma_wait(memory.PIECES + 1, "},
+        {"Race"},
+    ),
+    "queries are fetched before their place is free": (
+        {"    mbarrier.wait(memory.q_empty.index(place), number // PLACES & 1 ^ 1)\n": ""},
+        {"Race", "wrong", "Deadlock"},
+    ),
+    "the first consumer's queries come first": (
+        {
+            "row_q = row + (CONSUMERS - 1 - i) * ROWS": "row_q = row + i * ROWS",
+            "gl.to_tensor(CONSUMERS - 1 - ME)": "gl.to_tensor(ME)",
+        },
+        {"Deadlock"},
+    ),
+    "O's place is given back before O has left": ({"    tma.store_wait(0)\n    mbarrier": "    mbarrier"}, {"Race"}),
+    "the last place is not given back": (
+        {
+            """        tile = memory.read_tile(of_q)
+    _give_back(memory, of_q - CONSUMERS)
+""": """        tile = memory.read_tile(of_q)
+    tma.store_wait(0)
+"""
+        },
+        {"Deadlock"},
+    ),
+    "no consumer begins": ({"    if ME == 0:\n        _release_other(ME)\n": ""}, {"Deadlock"}),
+    "a consumer does not alternate where it does not see a tile": (
+        {"            _await_other(ME)\n            _release_other(ME)\n": ""},
+        {"Deadlock"},
+    ),
+    "O leaves without a fence": ({"    fence_async_shared()\n    for piece": "    for piece"}, {"Unfenced"}),
+    "keys that only the other sees are kept": (
+        {"            number = _let_go(memory, number)  # keys\n": ""},
+        {"Deadlock", "Race", "wrong"},
+    ),
+    "values that only the other sees are kept": (
+        {"        if not sees_all:\n            number = _let_go(memory, number)  # values\n": ""},
+        {"Deadlock", "Race", "wrong"},
+    ),
+}
+
+
+def found_in_forward(shapes, **modules):
+    """What comes of calls of these shapes, where a changed module is used."""
     calls = []
-    for shape in ((1, 2, 1, 700, 700, 128, True), (1, 5, 5, 300, 300, 64, True), (1, 2, 2, 200, 30, 64, False)):
+    for shape in shapes:
         q, k, v = inputs(shape)
         right = interpreter.attention()(q, k, v, is_causal=shape[-1], scale=None, enable_gqa=True)
 
         def call(seed, q=q, k=k, v=v, right=right, is_causal=shape[-1]):
-            fn = interpreter.attention(seed=seed, forward=module)
+            fn = interpreter.attention(seed=seed, **modules)
             return torch.equal(fn(q, k, v, is_causal=is_causal, scale=None, enable_gqa=True), right)
 
         calls.append(call)
-    found = {outcome(call, range(12)) for call in calls} - {None}
+    return {outcome(call, range(12)) for call in calls} - {None}
+
+
+@pytest.mark.parametrize("mistake", FORWARD)
+def test_a_mistake_in_the_forward_kernel_is_noticed(mistake):
+    changes, expected = FORWARD[mistake]
+    shapes = (1, 2, 1, 700, 700, 128, True), (1, 5, 5, 300, 300, 64, True), (1, 2, 2, 200, 30, 64, False)
+    found = found_in_forward(shapes, forward=interpreter.changed(hopper_forward, changes))
+    assert found
+    assert found <= expected
+
+
+@pytest.mark.parametrize("mistake", WIDE)
+def test_a_mistake_in_the_kernel_for_wide_heads_is_noticed(mistake):
+    changes, expected = WIDE[mistake]
+    shapes = (1, 2, 1, 500, 500, 192, False), (1, 2, 1, 500, 500, 256, True)
+    found = found_in_forward(shapes, forward_wide=interpreter.changed(wide_forward, changes))
     assert found
     assert found <= expected
 
@@ -532,10 +624,10 @@ def test_two_threads_wait_for_each_other_and_nothing_stays_patched():
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((1, 1, 1, 64, 64, 256, False), FP16), ((1, 1, 1, 64, 64, 64, False), torch.float32)]
+    ("shape", "dtype"), [((1, 1, 1, 64, 64, 140, False), FP16), ((1, 1, 1, 64, 64, 64, False), torch.float32)]
 )
 def test_what_the_hopper_kernels_do_not_take_is_refused(shape, dtype):
-    with pytest.raises(ValueError, match="expected fp16 or bf16, head_dim a multiple of 8 up to 128"):
+    with pytest.raises(ValueError, match="expected fp16 or bf16, head_dim a multiple of 8 up to 256"):
         interpreter.attention()(*inputs(shape, dtype), is_causal=False, scale=None, enable_gqa=False)
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 from common.measure import offline, sass
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.hopper.wide import forward as wide_forward
 from phase5_tuning.launch import configs
 
 import pytest
@@ -16,14 +17,19 @@ import torch
 from helpers import interpreted_only
 
 FP16, BF16 = torch.float16, torch.bfloat16
-KERNELS = {"forward": "_attn_fwd_hopper_kernel", "backward": "_attn_bwd_hopper_kernel"}
+KERNELS = {
+    "forward": "_attn_fwd_hopper_kernel",
+    "wide": "_attn_fwd_hopper_wide_kernel",
+    "backward": "_attn_bwd_hopper_kernel",
+}
 # Bytes a thread, at most, by head_dim.
-SPILLS = {"forward": {64: 0, 128: 0}, "backward": {64: 64, 128: 96}}
+SPILLS = {"forward": {64: 0, 128: 0}, "wide": {192: 0, 256: 0}, "backward": {64: 64, 128: 96}}
 SIZES = list(itertools.product((64, 128), (False, True)))
 # Pass, head_dim, is_causal, what is special.
 CASES = [
     *(("forward", *sizes, "") for sizes in SIZES),
     ("forward", 64, True, "short"),
+    *(("wide", *sizes, "") for sizes in itertools.product((192, 256), (False, True))),
     *(("backward", *sizes, order) for sizes in SIZES for order in ("", "any order")),
 ]
 VARIANTS = [
@@ -36,8 +42,9 @@ def record(which, head_dim, is_causal, dtype, seq=2048):
     q, k = (torch.empty(1, heads, seq, head_dim, dtype=dtype) for heads in (4, 2))
     lse = torch.empty(1, 4, seq)
     with mock.patch.object(configs, "multiprocessors", return_value=132):  # an H200's
-        if which == "forward":
-            return offline.record_launches(lambda: hopper_forward.plan(q, k, k, is_causal, 0.1, 1)(q, k, k))
+        if which != "backward":
+            module = wide_forward if which == "wide" else hopper_forward
+            return offline.record_launches(lambda: module.plan(q, k, k, is_causal, 0.1, 1)(q, k, k))
         given = q, k, k, q, lse, q, None
         return offline.record_launches(lambda: hopper_backward.plan(*given, is_causal, 0.1, 1)(*given))
 
@@ -73,7 +80,7 @@ def test_the_hopper_kernels_compile(which, head_dim, is_causal, special, dtype):
 # What orders one thread's accesses to memory for another thread or for the TMA, in PTX without registers. Neither the
 # interpreter nor results on a GPU need show that such a word is missing.
 SYNCHRONIZES = re.compile(
-    r"^\s*(?:@\S* )?((?:fence|membar|red|ld\.(?:acquire|relaxed)|atom|mbarrier\.(?:init|arrive\.expect)|bar\.sync 8"
+    r"^\s*(?:@\S* )?((?:fence|membar|red|ld\.(?:acquire|relaxed)|atom|mbarrier\.(?:init|arrive\.expect)|bar\.\w+ [89],"
     r"|bar\.warp\.sync 0x|cp\.reduce|cp\.async\.bulk\.wait|wgmma\.wait)[^;]*);",
     re.MULTILINE,
 )
@@ -97,6 +104,26 @@ def forward_words(head_dim, special):
         words[ALL_BUT + "1"] = consumers  # S, while PV is computed
     # Queries; keys or values alone at the ends of a walk; both.
     return words | Counter(f"{EXPECT}{size}" for size in (consumers * 64 * head_dim * 2, tile, tile, 2 * tile))
+
+
+def wide_words(head_dim, is_causal):
+    pieces, slots, block_n = {192: (3, 3, 128), 256: (4, 4, 64)}[head_dim]
+    words = {
+        "atom.global.gpu.relaxed.add.u32 , [ + 0 ],": 1,
+        FENCE: 1 + 2,
+        LEFT: 2 * 2,
+        INIT + "1": 2 * 3 + slots,
+        INIT + "2": slots,
+        ALL_BUT + "0": 2 * 3,
+        ALL_BUT + f"{pieces}": 2,  # S, while PV is computed
+        # In the first and the next tile; the first consumer to begin with, and where it does not see a tile.
+        "bar.sync 8, 256": 2 + is_causal,
+        "bar.sync 9, 256": 2,
+        "bar.arrive 8, 256": 2,
+        "bar.arrive 9, 256": 2 + 1 + is_causal,
+    }
+    # Queries of both consumers; keys and values, each at one end of a walk and in it.
+    return words | Counter(f"{EXPECT}{rows * head_dim * 2}" for rows in (64, 64, *[block_n] * 4))
 
 
 def backward_words(head_dim, special):
@@ -129,7 +156,11 @@ def backward_words(head_dim, special):
 def test_every_word_that_orders_accesses_is_there(which, head_dim, is_causal, special, dtype):
     ptx = re.sub(r"%\w+|::cta", "", compiled(dtype)[which, head_dim, is_causal, special].assembly)
     words = [" ".join(word.split()) for word in SYNCHRONIZES.findall(ptx)]
-    assert Counter(words) == dict(forward=forward_words, backward=backward_words)[which](head_dim, special)
+    if which == "wide":
+        expected = wide_words(head_dim, is_causal)
+    else:
+        expected = dict(forward=forward_words, backward=backward_words)[which](head_dim, special)
+    assert Counter(words) == expected
     after = len(words) - next(i for i, word in enumerate(reversed(words)) if word.startswith(INIT))
     assert words[after] == FENCE, "the barriers' first state is fenced before the TMA sees it"
     if (which, special) == ("backward", ""):  # a program passes the turn on, and takes it
@@ -168,18 +199,27 @@ def test_the_backward_pass_launches_three_kernels():
 
 @interpreted_only
 @pytest.mark.parametrize(
-    ("case", "registers"), [((128, False, ""), 32), ((128, True, ""), 32), ((64, True, "short"), 16)]
+    ("case", "registers"),
+    [
+        (("forward", 128, False, ""), (32, 32)),
+        (("forward", 128, True, ""), (32, 32)),
+        (("forward", 64, True, "short"), (16, 16)),
+        (("wide", 192, False, ""), (16, 32)),
+        (("wide", 256, False, ""), (32, 16)),
+        (("wide", 256, True, ""), (32, 16)),
+    ],
 )
 def test_queries_in_registers_stay_there(case, registers):
     """S and PV both take their left factor from registers. ptxas 12.8 has given both the same ones in a plain kernel,
     so that P overwrote the queries (the Hopper chapter, appendix D.1)."""
-    turn = sass.turn(compiled(FP16)["forward", *case].sass)
+    turn = sass.turn(compiled(FP16)[case].sass)
     left = {}  # by the first register of the sum
     for x in turn:
         if product := re.search(r"HGMMA\S+ R(\d+), R(\d+), gdesc", x.text):
             left.setdefault(product[1], set()).update(int(product[2]) + i for i in range(4))
-    s, pv = left.values()
-    assert len(s) == len(pv) == registers
+    s, pv, *pieces = left.values()
+    assert (len(s), len(pv)) == registers
+    assert all(piece == pv for piece in pieces)
     assert not s & pv
     written = {int(to[1]) for x in turn if (to := re.match(r"(?:@!?\w+ )?(?!HGMMA)[A-Z]\S* R(\d+),", x.text))}
     assert written & pv, "P is rounded to 16 bits in every turn"

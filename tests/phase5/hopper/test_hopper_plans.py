@@ -8,6 +8,7 @@ from unittest import mock
 from common import make_qkv, runtime, validate
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.hopper.wide import forward as wide_forward
 from phase5_tuning.launch import configs
 from phase5_tuning.launch import plans as launch
 from phase5_tuning.passes import backward, forward
@@ -58,6 +59,23 @@ def test_what_they_do_not_take(monkeypatch):
         assert not hopper_forward.takes(q, k, v)
         monkeypatch.setenv("FLASH_ATTENTION_HOPPER", "1")
         assert hopper_forward.takes(q, k, v)
+
+
+def test_wide_heads_have_a_forward_kernel_of_their_own():
+    with on_a_gpu():
+        for head_dim in (136, 192, 256):
+            assert wide_forward.takes(*tensors(head_dim))
+            assert not hopper_forward.takes(*tensors(head_dim))
+        for head_dim in (128, 140, 264):
+            assert not wide_forward.takes(*(t[:, :1, :1] for t in tensors(head_dim)))  # one row, which no step aligns
+
+
+@pytest.mark.parametrize(("head_dim", "taker"), [(128, forward.HOPPER), (136, forward.WIDE), (256, forward.WIDE)])
+def test_what_takes_many_tiles_and_what_takes_few(head_dim, taker):
+    q, k = (torch.empty(1, heads, 64, head_dim, dtype=torch.float16) for heads in (20, 10))
+    for multiprocessors, expected in ((10, taker), (11, forward._attn_fwd_descriptors_kernel)):
+        with on_a_gpu(multiprocessors=multiprocessors):
+            assert forward.choose((q, k, k), (q, k, k), 0.1) == expected
 
 
 def test_descriptors_are_for_16_bits_on_hopper_and_later():
@@ -161,11 +179,11 @@ def test_a_switch_makes_another_plan(name, value, module, monkeypatch):
 # --- what a plan launches, and with what -----------------------------------------------------------------------------
 
 
-def forward_plan(*sizes, is_causal=False, sign=1, multiprocessors=132, **others):
-    """(plan, its launch's other arguments by name, its grid) of the Hopper forward pass; nothing is compiled."""
+def forward_plan(*sizes, is_causal=False, sign=1, multiprocessors=132, module=hopper_forward, **others):
+    """(plan, its launch's other arguments by name, its grid) of a Hopper forward pass; nothing is compiled."""
     q, k, v = make_qkv(*sizes, **others)
     with mock.patch.object(runtime, "recording", True), on_a_gpu(multiprocessors=multiprocessors):
-        plan = hopper_forward.plan(q, k, v, is_causal, 0.25, sign)
+        plan = module.plan(q, k, v, is_causal, 0.25, sign)
     return plan, arguments(plan.launch), plan.launch.grid[0]
 
 
@@ -186,12 +204,36 @@ def test_a_mask_is_asked_for_where_there_is_one(seq_k, is_causal, masked):
     assert backward_plan.seen_k == seq_k
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "seq_k", "is_causal", "masked"),
+    [
+        (192, 128, False, False),
+        (192, 64, False, True),
+        (256, 64, False, False),
+        (256, 96, False, True),
+        (192, 128, True, True),
+    ],
+)
+def test_a_mask_is_asked_for_where_wide_heads_have_one(head_dim, seq_k, is_causal, masked):
+    _, sizes, _ = forward_plan(1, 2, 256, head_dim, seq_k=seq_k, is_causal=is_causal, module=wide_forward)
+    assert (sizes["MASKED"], sizes["IS_CAUSAL"]) == (masked, is_causal)
+
+
 def test_the_forward_plan_s_sizes():
     _, sizes, programs = forward_plan(2, 6, 400, 96, heads_kv=2, seq_k=300)
     named = dict(heads_q=6, group=3, seq_q=400, seq_k=300, heads=12, together=1, scale=0.25, BLOCK_D=128, BLOCK_N=128)
     assert sizes.items() >= named.items()
     assert programs == 12 * math.ceil(400 / 128)
     assert forward_plan(2, 6, 400, 96, multiprocessors=7)[2] == 7
+
+
+@pytest.mark.parametrize(("head_dim", "pieces", "block_n"), [(136, 3, 128), (192, 3, 128), (200, 4, 64), (256, 4, 64)])
+def test_the_sizes_of_a_plan_for_wide_heads(head_dim, pieces, block_n):
+    _, sizes, programs = forward_plan(2, 6, 400, head_dim, heads_kv=2, seq_k=300, module=wide_forward)
+    named = dict(heads_q=6, group=3, seq_q=400, seq_k=300, heads=12, together=1, scale=0.25, PIECES=pieces)
+    assert sizes.items() >= (named | dict(BLOCK_N=block_n)).items()
+    assert programs == 12 * math.ceil(400 / 128)
+    assert forward_plan(2, 6, 400, head_dim, multiprocessors=7, module=wide_forward)[2] == 7
 
 
 @pytest.mark.parametrize(
@@ -210,12 +252,21 @@ def test_short_causal_walks_get_small_tiles(seq_q, seq_k, head_dim, is_causal, b
     assert sizes["BLOCK_N"] == block_n
 
 
-def test_causal_heads_take_turns_as_far_as_their_keys_fit_into_the_cache():
-    seq_k = hopper_forward.CACHED // (4 * 2 * 64 * 2)  # so that four heads of keys and values fill it
+@pytest.mark.parametrize(
+    ("heads", "most", "together"), [(16, 5, 4), (16, 16, 16), (10, 12, 10), (10, 9, 8), (40, 1, 1), (3, 0, 1)]
+)
+def test_wide_heads_take_turns_in_powers_of_two(heads, most, together):
+    assert wide_forward.heads_together(heads, most) == together
+
+
+@pytest.mark.parametrize(("module", "head_dim"), [(hopper_forward, 64), (wide_forward, 256)])
+def test_causal_heads_take_turns_as_far_as_their_keys_fit_into_the_cache(module, head_dim):
+    seq_k = hopper_forward.CACHED // (4 * 2 * head_dim * 2)  # so that four heads of keys and values fill it
     for heads_q, heads_kv, together in ((8, 8, 4), (8, 4, 8), (2, 2, 2), (16, 8, 8)):
-        q, k = (torch.empty(1, 1, 1, 64, dtype=torch.float16).expand(1, n, seq_k, 64) for n in (heads_q, heads_kv))
+        row = torch.empty(1, 1, 1, head_dim, dtype=torch.float16)
+        q, k = (row.expand(1, n, seq_k, head_dim) for n in (heads_q, heads_kv))
         with mock.patch.object(runtime, "recording", True), on_a_gpu():
-            full, causal = (hopper_forward.plan(q, k, k, is_causal, 1.0, 1) for is_causal in (False, True))
+            full, causal = (module.plan(q, k, k, is_causal, 1.0, 1) for is_causal in (False, True))
         assert (arguments(full.launch)["together"], arguments(causal.launch)["together"]) == (1, together)
 
 
@@ -389,8 +440,12 @@ def test_no_launch_gets_memory_of_the_other_sign():
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["tiles shipped", "tiles measured"])
-@pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "last rung"])
-def test_trap38_a_call_is_planned_and_launched_on_the_gpu_of_its_tensors(hopper, known):
+@pytest.mark.parametrize(
+    ("head_dim", "hopper"),
+    [(64, (True, True)), (192, (True, False)), (64, (False, False))],
+    ids=["hopper", "wide", "last rung"],
+)
+def test_trap38_a_call_is_planned_and_launched_on_the_gpu_of_its_tensors(head_dim, hopper, known):
     """Compiled, measured and launched where their GPU, here number 1, is the current one."""
     current, seen, asked = [0], [], set()
 
@@ -406,7 +461,7 @@ def test_trap38_a_call_is_planned_and_launched_on_the_gpu_of_its_tensors(hopper,
     def of_device(value):
         return lambda device=None: asked.add(current[-1] if device is None else device) or value
 
-    tensors = [t.half() for t in make_qkv(1, 2, 100, 64)]
+    tensors = [t.half() for t in make_qkv(1, 2, 100, head_dim)]
     with without_plans(), contextlib.ExitStack() as stack:
         stack.enter_context(on_a_gpu())
         for owner, name, value in (
@@ -421,15 +476,15 @@ def test_trap38_a_call_is_planned_and_launched_on_the_gpu_of_its_tensors(hopper,
             (configs, "time_ms", note("measure", SimpleNamespace(median=1.0))),
             (launch.Launch, "compile", note("compile")),
             (launch.Launch, "__call__", note("launch")),
-            (hopper_forward, "pays", lambda *_: hopper),
-            (hopper_backward, "pays", lambda *_: hopper),
+            (hopper_forward, "pays", lambda *_: hopper[0]),
+            (hopper_backward, "pays", lambda *_: hopper[1]),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         o, lse = forward.attention_forward(*tensors)
         after_forward = len(seen)
         backward.attention_backward(*tensors, o, lse, o)
-    for part in (seen[:after_forward], seen[after_forward:]):
-        expected = {"compile", "launch"} | (set() if hopper or known else {"measure"})
+    for part, by_hopper in zip((seen[:after_forward], seen[after_forward:]), hopper, strict=True):
+        expected = {"compile", "launch"} | (set() if by_hopper or known else {"measure"})
         assert {what for what, _ in part} == expected
     assert {device for _, device in seen} == {1}
     assert asked <= {1, tensors[0].device.index}, "what is asked of a GPU is asked of that of the tensors"
