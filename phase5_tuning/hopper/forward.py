@@ -441,9 +441,9 @@ def enabled() -> bool:
     return os.environ.get("FLASH_ATTENTION_HOPPER") != "0"
 
 
-def takes(*tensors: torch.Tensor) -> bool:
+def takes(*tensors: torch.Tensor, head_dims: range = range(8, 129, 8)) -> bool:
     """True if the Hopper kernels can take these tensors on the current GPU: compute capability 9.0, fp16 or bf16,
-    head_dim a multiple of 8 up to 128, rows as descriptors want them.
+    a head_dim that they have, rows as descriptors want them.
     """
     q = tensors[0]
     return (
@@ -452,8 +452,7 @@ def takes(*tensors: torch.Tensor) -> bool:
         and torch.version.hip is None
         and configs.capability() == (9, 0)
         and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[3] <= 128
-        and q.shape[3] % 8 == 0
+        and q.shape[3] in head_dims
         and descriptors_allowed(*tensors)
         and not any(t.is_neg() for t in tensors)
     )

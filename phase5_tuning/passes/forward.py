@@ -30,7 +30,7 @@ from phase5_tuning.launch.plans import (
 import torch
 
 # What takes a call, beside the kernels of rungs.
-NOTHING, BASE_E, SPLIT, FOLDED, HOPPER = "nothing", "base e", "split", "folded", "hopper"
+NOTHING, BASE_E, SPLIT, FOLDED, HOPPER, WIDE = "nothing", "base e", "split", "folded", "hopper", "wide"
 
 
 def attention_forward(

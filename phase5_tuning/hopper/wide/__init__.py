@@ -1,0 +1,1 @@
+"""Hopper kernels for a head_dim above 128."""
