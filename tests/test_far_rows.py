@@ -111,7 +111,7 @@ def test_the_hopper_backward_s_small_kernels():
     def noted(kernel, *args, grid, warmup=False, **kwargs):
         touched[kernel.__name__] = touched_far_down(run, kernel, *args, **kwargs)
 
-    sizes = dict(HEAD_DIM=16, BLOCK_D=64, BLOCK_M=padded)
+    sizes = dict(HEAD_DIM=16, BLOCK_D=64, SUM_D=64, BLOCK_M=padded)
     with mock.patch.object(InterpretedFunction, "run", noted):
         hopper_backward._attn_bwd_hopper_rows_kernel[(1,)](
             do, do, lse, dlse, row_lse, delta, dq_sum, count, do.stride(), do.stride(), 1, SEQ, padded,

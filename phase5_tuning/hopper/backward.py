@@ -23,14 +23,21 @@ from phase5_tuning.hopper import tma
 from phase5_tuning.hopper.forward import ROWS, columns_of
 from phase5_tuning.hopper.order import split_group, turns
 from phase5_tuning.hopper.parts import (
+    add_rows,
     aggregate,
     await_count,
+    await_rows,
     in_heads,
     in_pairs,
+    in_pieces,
     in_rows,
     meet,
+    no_rows,
     out_of_pairs,
+    over_columns,
     release_count,
+    rest_of,
+    store_rows,
     tma_add,
     under_all_rows,
 )
@@ -61,14 +68,14 @@ WRITERS = gl.constexpr(2)
 def _attn_bwd_hopper_rows_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, row_lse_ptr, delta_ptr, dq_sum_ptr, count_ptr,
     stride_o, stride_do, heads_q, seq_q, padded_q,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, ORDERED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SUM_D: tl.constexpr, BLOCK_M: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """-LSE and -delta of a tile of queries, for a P that is P_SCALE times as large; and everything
     that `_attn_bwd_hopper_kernel` counts and adds up, set to 0. That kernel adds what a shuffle
     returns: to subtract it, the compiler would negate it first.
 
     Grid: (padded_q / BLOCK_M * batch * heads_q,), so that each program has a query tile's counter. Program 0 clears the
-    ticket, which follows the counters. Rows beyond seq_q get an LSE of +inf: their P is 0.
+    ticket, which follows the counters. count_ptr may be None. Rows beyond seq_q get an LSE of +inf: their P is 0.
     """
     pid = tl.program_id(0)
     tiles_m = padded_q // BLOCK_M
@@ -89,29 +96,28 @@ def _attn_bwd_hopper_rows_kernel(
     rows = pid_bh.to(tl.int64) * padded_q + offs_m
     tl.store(row_lse_ptr + rows, -lse)
     tl.store(delta_ptr + rows, -delta / P_SCALE)
-    tl.store(count_ptr + pid, 0)
-    if pid == 0:
-        tl.store(count_ptr + tl.num_programs(0), 0)
+    if count_ptr is not None:
+        tl.store(count_ptr + pid, 0)
+        if pid == 0:
+            tl.store(count_ptr + tl.num_programs(0), 0)
     if not ORDERED:
         zeros = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        tl.store(dq_sum_ptr + rows[:, None] * BLOCK_D + offs_d[None, :], zeros)
+        tl.store(dq_sum_ptr + rows[:, None] * SUM_D + offs_d[None, :], zeros, mask=offs_d[None, :] < SUM_D)
 
 
 @triton.jit
 def _attn_bwd_hopper_dq_kernel(
     dq_sum_ptr, dq_ptr, stride_dq, heads_q, seq_q, padded_q, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SUM_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its sum, whose columns stand as `_over_all_banks` has put them: times the scale, and in dQ's dtype. Grid:
-    as the rows kernel's.
-    """
+    """dQ, times the scale, from its sum: SUM_D columns, as `_over_all_banks` puts them. Grid: as the rows kernel's."""
     pid = tl.program_id(0)
     tiles_m = padded_q // BLOCK_M
     pid_bh = pid // tiles_m
     offs_m = pid % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
     rows = pid_bh.to(tl.int64) * padded_q + offs_m
-    dq = tl.load(dq_sum_ptr + rows[:, None] * BLOCK_D + offs_d[None, :])
+    dq = tl.load(dq_sum_ptr + rows[:, None] * SUM_D + offs_d[None, :], mask=offs_d[None, :] < SUM_D)
     fours = dq.reshape((BLOCK_M, BLOCK_D // 32, 2, 2, 2, 4)).permute((0, 1, 4, 3, 2, 5))
     dq = fours.reshape((BLOCK_M, BLOCK_D))
     dq_head = head_base(dq_ptr, stride_dq, pid_bh, heads_q)
@@ -128,7 +134,7 @@ class Work:
     do: tma.tensor_descriptor
     lse: tma.tensor_descriptor  # negated; tiles (BLOCK_M,) of (batch x heads_q x padded_q,)
     delta: tma.tensor_descriptor  # as lse
-    dq_sum: tma.tensor_descriptor  # tiles (ROWS, 64) of (batch x heads_q x padded_q, BLOCK_D)
+    dq_sum: tma.tensor_descriptor  # tiles (ROWS, 64) of (batch x heads_q x padded_q, SUM_D)
     dk: tma.tensor_descriptor  # tiles (1, 1, ROWS, BLOCK_D), as dv's
     dv: tma.tensor_descriptor
     count_ptr: gl.tensor  # how many programs have added to each tile of queries
@@ -144,12 +150,13 @@ class Work:
     split: gl.tensor  # parts of a group
     BLOCK_M: gl.constexpr
     BLOCK_D: gl.constexpr
+    REST: gl.constexpr  # as hopper/parts.py's
     IS_CAUSAL: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, q, k, v, do, lse, delta, dq_sum, dk, dv, count_ptr, heads_q, group, seq_k, tiles_m, tiles_n,
-        n, toward, b, h, split, BLOCK_M, BLOCK_D, IS_CAUSAL,
+        n, toward, b, h, split, BLOCK_M, BLOCK_D, REST, IS_CAUSAL,
     ):  # fmt: skip
         self.q, self.k, self.v, self.do, self.lse, self.delta = q, k, v, do, lse, delta
         self.dq_sum, self.dk, self.dv, self.count_ptr = dq_sum, dk, dv, count_ptr
@@ -157,7 +164,7 @@ class Work:
         self.tiles_m, self.tiles_n, self.n, self.toward = tiles_m, tiles_n, n, toward
         self.b, self.h, self.split = b, h, split
         self.BLOCK_M, self.BLOCK_D = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_D)
-        self.IS_CAUSAL = gl.constexpr(IS_CAUSAL)
+        self.REST, self.IS_CAUSAL = gl.constexpr(REST), gl.constexpr(IS_CAUSAL)
 
     @gluon.jit
     def first_m(self):
@@ -212,7 +219,7 @@ class Memory:
     lse: gl.shared_memory_descriptor  # STAGES x (BLOCK_M,)
     delta: gl.shared_memory_descriptor
     ds: gl.shared_memory_descriptor  # 2 x (2 ROWS, BLOCK_M)
-    dq: gl.shared_memory_descriptor  # two halves for each writer: (ROWS, 64)
+    dq: gl.shared_memory_descriptor  # two halves for each writer: (ROWS, 64), of which the second may have 32 columns
     kv_full: gl.shared_memory_descriptor
     row_full: gl.shared_memory_descriptor
     row_empty: gl.shared_memory_descriptor
@@ -313,7 +320,7 @@ def _write(work, memory, ORDERED: gl.constexpr, ME: gl.constexpr):
 
 
 @gluon.jit
-def _over_all_banks(dq):
+def _over_all_banks(dq, COLUMNS: gl.constexpr):
     """dQ with its columns in another order: of each 32 columns, the second four and the fifth change places, and so do
     the fourth and the seventh.
 
@@ -321,13 +328,13 @@ def _over_all_banks(dq):
     row swizzled by its number, which puts neighbours of an even row and of the odd row after it into the same banks. In
     this order each half of a warp reaches all 32 banks.
     """
-    fours = dq.reshape([ROWS, 2, 2, 2, 2, 4]).permute((0, 1, 4, 3, 2, 5))
-    return fours.reshape([ROWS, 64])
+    fours = dq.reshape([ROWS, COLUMNS // 32, 2, 2, 2, 4]).permute((0, 1, 4, 3, 2, 5))
+    return fours.reshape([ROWS, COLUMNS])
 
 
 @gluon.jit
-def _add_queries(work, memory, m, step, dk, dv, scale_log2, masked_end, MASKED: gl.constexpr, ME: gl.constexpr):
-    """(dk, dv) with a tile of queries added, and this consumer's half of the tile's dQ handed on.
+def _add_queries(work, memory, m, step, k, v, dk, dv, scale_log2, masked_end, MASKED: gl.constexpr, ME: gl.constexpr):
+    """(dk, dv) with a tile of queries added, and this consumer's half of the tile's dQ handed on. k, v: its ROWS keys.
 
     Everything is transposed: a row is a key. So P^T and dS^T are left operands as they come.
     """
@@ -335,64 +342,58 @@ def _add_queries(work, memory, m, step, dk, dv, scale_log2, masked_end, MASKED: 
     BLOCK_D: gl.constexpr = work.BLOCK_D
     DTYPE: gl.constexpr = work.q.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    GRAD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, GRAD, 2)
-    QUERIES: gl.constexpr = gl.SliceLayout(0, S)
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    DQ_D: gl.constexpr = 32 if work.REST and ME == 1 else 64
     slot, parity = step % memory.STAGES, step // memory.STAGES & 1
     k_all = memory.k.reshape((CONSUMERS * ROWS, BLOCK_D))
-    k = k_all.slice(ME * ROWS, ROWS)
-    v = memory.v.reshape((CONSUMERS * ROWS, BLOCK_D)).slice(ME * ROWS, ROWS)
-    q = memory.q.index(slot).reshape((BLOCK_M, BLOCK_D))
-    do = memory.do.index(slot).reshape((BLOCK_M, BLOCK_D))
+    q = in_pieces(memory.q.index(slot).reshape((BLOCK_M, BLOCK_D)), work.REST)
+    do = in_pieces(memory.do.index(slot).reshape((BLOCK_M, BLOCK_D)), work.REST)
     ds_all = memory.ds.index(step % 2)
     mbarrier.wait(memory.row_full.index(slot), parity)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S)
-    s = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = over_columns(k, q, zeros)
+    dp = over_columns(v, do, zeros)
     lse_row = memory.lse.index(slot)
     if not MASKED:  # while S is computed; across a branch the registers would be held for long
         minus_lse = under_all_rows(lse_row, BLOCK_M, S)
-    s = warpgroup_mma_wait(1, deps=(s,))
+    s = warpgroup_mma_wait(len(v), deps=(s,))
     if MASKED and m < masked_end:
         offs_n = work.n * (CONSUMERS * ROWS) + ME * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         offs_n = gl.expand_dims(offs_n, 1)
         visible = offs_n < work.seq_k
         if work.IS_CAUSAL:
-            offs_m = gl.expand_dims(m * BLOCK_M + gl.arange(0, BLOCK_M, QUERIES), 0)
+            offs_m = gl.expand_dims(m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, S)), 0)
             visible = visible & (offs_n <= offs_m)
         s = gl.where(visible, s, float("-inf"))
     if MASKED:
         minus_lse = under_all_rows(lse_row, BLOCK_M, S)
     p = gl.exp2(s * scale_log2 + minus_lse)
-    p16 = gl.convert_layout(in_pairs(p, DTYPE), LEFT, assert_trivial=True)
+    p16 = in_pairs(p, DTYPE)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     if BLOCK_D == 64:  # frees the registers of p, of which BLOCK_M = 128 takes 64
-        p = out_of_pairs(gl.convert_layout(p16, S, assert_trivial=True))
+        p = out_of_pairs(p16)
     minus_delta = under_all_rows(memory.delta.index(slot), BLOCK_M, S)
     ds = (p * (dp / P_SCALE + minus_delta)).to(DTYPE)
     ds_all.slice(ME * ROWS, ROWS).store(ds)
-    ds = gl.convert_layout(ds, LEFT, assert_trivial=True)
-    dv_soon = warpgroup_mma(p16, do, dv, is_async=True)
+    dv = add_rows(dv, p16, do)
     fence_async_shared()
     meet(0, 256)  # both halves of dS are there
 
-    # dQ = dS K, 64 x 64 for each consumer: half of the queries, or half of head_dim.
-    zeros = gl.zeros([ROWS, 64], gl.float32, DQ)
+    # dQ = dS K, 64 x 64 for each consumer: half of the queries, or half of head_dim. The second half may be narrower.
+    zeros = gl.zeros([ROWS, DQ_D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_D, 16]))
     if BLOCK_M == 2 * ROWS:
         ds_mine = ds_all.permute((1, 0)).slice(ME * ROWS, ROWS)
         dq = warpgroup_mma(ds_mine, k_all, zeros, use_acc=False, is_async=True)
     else:
-        k_mine = k_all.slice(ME * 64, 64, dim=1)
+        k_mine = k_all.slice(ME * 64, DQ_D, dim=1)
         dq = warpgroup_mma(ds_all.permute((1, 0)), k_mine, zeros, use_acc=False, is_async=True)
-    dk_soon = warpgroup_mma(ds, q, dk, is_async=True)
+    dk = add_rows(dk, ds, q)
     side = step % WRITERS * 2 + ME
     mbarrier.wait(memory.dq_empty.index(side), step // WRITERS & 1 ^ 1)
-    dv, dq = warpgroup_mma_wait(1, deps=(dv_soon, dq))
-    memory.dq.index(side).store(_over_all_banks(dq))
+    dq = warpgroup_mma_wait(len(dk), deps=(dq,))
+    memory.dq.index(side).slice(0, DQ_D, dim=1).store(_over_all_banks(dq, DQ_D))
     fence_async_shared()
     mbarrier.arrive(memory.dq_full.index(side))
-    dk = warpgroup_mma_wait(0, deps=(dk_soon,))
+    dv, dk = await_rows(dv), await_rows(dk)
     mbarrier.arrive(memory.row_empty.index(slot))
     return dk, dv
 
@@ -400,13 +401,14 @@ def _add_queries(work, memory, m, step, dk, dv, scale_log2, masked_end, MASKED: 
 @gluon.jit
 def _consume(work, memory, scale, scale_log2, MASKED: gl.constexpr, ME: gl.constexpr):
     """dK and dV of this consumer's ROWS keys."""
-    BLOCK_D: gl.constexpr = work.BLOCK_D
-    DTYPE: gl.constexpr = work.q.dtype
-    GRAD: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     start_n = work.n * (CONSUMERS * ROWS)
-    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, GRAD)
-    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, GRAD)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, work.BLOCK_M, 16]), 2)
+    dk, dv = no_rows(work.BLOCK_D, work.REST), no_rows(work.BLOCK_D, work.REST)
+    k_tile = in_pieces(memory.k.reshape((CONSUMERS * ROWS, work.BLOCK_D)).slice(ME * ROWS, ROWS), work.REST)
+    v_tile = in_pieces(memory.v.reshape((CONSUMERS * ROWS, work.BLOCK_D)).slice(ME * ROWS, ROWS), work.REST)
     mbarrier.wait(memory.kv_full, 0)
+    # Narrow sums leave registers for K, so that products fetch the queries alone.
+    k = (k_tile[0].load(LEFT), k_tile[1].load(LEFT)) if work.REST else k_tile
     masked_end = 0
     if MASKED:
         if work.IS_CAUSAL:
@@ -416,14 +418,12 @@ def _consume(work, memory, scale, scale_log2, MASKED: gl.constexpr, ME: gl.const
     i = 0
     for step in range(work.steps() * work.group):
         m = work.tile_m(i)
-        dk, dv = _add_queries(work, memory, m, step, dk, dv, scale_log2, masked_end, MASKED, ME)
+        dk, dv = _add_queries(work, memory, m, step, k, v_tile, dk, dv, scale_log2, masked_end, MASKED, ME)
         i = gl.where(i + 1 == work.steps(), 0, i + 1)  # 0: the group's next head
 
     meet(0, 256)  # nobody reads K any more
-    dk_tile = memory.k.reshape((CONSUMERS * ROWS, BLOCK_D)).slice(ME * ROWS, ROWS)
-    dv_tile = memory.v.reshape((CONSUMERS * ROWS, BLOCK_D)).slice(ME * ROWS, ROWS)
-    dk_tile.store((dk * scale).to(DTYPE))
-    dv_tile.store((dv / P_SCALE).to(DTYPE))
+    store_rows(k_tile, dk, scale)
+    store_rows(v_tile, dv, 1.0 / P_SCALE)
     fence_async_shared()
     row = start_n + ME * ROWS
     if row < work.seq_k:
@@ -436,7 +436,7 @@ def _consume(work, memory, scale, scale_log2, MASKED: gl.constexpr, ME: gl.const
 def _attn_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, count_ptr,
     heads_q, heads_kv, group, seq_k, tiles_m, tiles_n, heads, together, split, scale, scale_log2,
-    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, REST: gl.constexpr, STAGES: gl.constexpr,
     IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """dK and dV, and the sum of dQ, without its scale. Grid: (tiles_n * heads,). scale > 0; scale_log2: times log2(e).
@@ -454,7 +454,7 @@ def _attn_bwd_hopper_kernel(
         q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc, count_ptr,
         gl.to_tensor(heads_q), gl.to_tensor(group), gl.to_tensor(seq_k), gl.to_tensor(tiles_m), gl.to_tensor(tiles_n),
         gl.to_tensor(n), gl.to_tensor(toward), gl.to_tensor(bh // heads_kv), gl.to_tensor(bh % heads_kv),
-        gl.to_tensor(split), BLOCK_M, BLOCK_D, IS_CAUSAL,
+        gl.to_tensor(split), BLOCK_M, BLOCK_D, REST, IS_CAUSAL,
     )  # fmt: skip
     memory = Memory(
         gl.allocate_shared_memory(DTYPE, [1, 1, BLOCK_N, BLOCK_D], k_desc.layout),
@@ -515,7 +515,7 @@ class HopperBackwardPlan:
     dq: Launch
     seen_k: int
     padded_rows: int  # batch x heads_q x padded_q
-    columns: int
+    sum_columns: int  # of dQ's sum
     tiles: int  # of queries, in all heads
     sign: int  # of the scale
     parts: tuple[int, int, int, int]  # shape of dK and of dV, a head once for each part of its group
@@ -527,7 +527,7 @@ class HopperBackwardPlan:
         if self.sign != 1:
             q = self.sign * q
         row_lse, delta = (torch.empty(self.padded_rows, dtype=torch.float32, device=q.device) for _ in range(2))
-        dq_sum = torch.empty(self.padded_rows, self.columns, dtype=torch.float32, device=q.device)
+        dq_sum = torch.empty(self.padded_rows, self.sum_columns, dtype=torch.float32, device=q.device)
         count = torch.empty(self.tiles + 1, dtype=torch.int32, device=q.device)
         if self.seen_k < k.shape[2]:
             dk[:, :, self.seen_k :], dv[:, :, self.seen_k :] = 0.0, 0.0
@@ -560,21 +560,22 @@ def plan(
     """
     q = q if sign == 1 else sign * q
     (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
-    columns = columns_of(head_dim)
+    columns, rest = columns_of(head_dim), rest_of(head_dim)
+    sum_columns = 96 if rest else columns
     block_m, block_n = BLOCK_M[columns], (CONSUMERS * ROWS).value
     seen_k = min(seq_k, seq_q) if is_causal else seq_k
     tiles_m, tiles_n = cdiv(seq_q, block_m), cdiv(seen_k, block_n)
     padded_q = tiles_m * block_m
-    row_bytes, programs = 2 * head_dim * q.itemsize + 4 * columns, configs.multiprocessors(q.device.index)
+    row_bytes, programs = 2 * head_dim * q.itemsize + 4 * sum_columns, configs.multiprocessors(q.device.index)
     split = split_group(heads_q // heads_kv, row_bytes, is_causal, programs)
     parts = batch, heads_kv * split, seq_k, head_dim
     group, heads = heads_q // parts[1], batch * parts[1]
     padded_rows, tiles = batch * heads_q * padded_q, batch * heads_q * tiles_m
     dq, dk, dv = (torch.empty(s, dtype=q.dtype, device=q.device) for s in (q.shape, parts, parts))
     row_lse = torch.empty(padded_rows, dtype=torch.float32, device=q.device)
-    dq_sum = torch.empty(padded_rows, columns, dtype=torch.float32, device=q.device)
+    dq_sum = torch.empty(padded_rows, sum_columns, dtype=torch.float32, device=q.device)
     count = torch.empty(tiles + 1, dtype=torch.int32, device=q.device)
-    tile = dict(HEAD_DIM=head_dim, BLOCK_D=columns, BLOCK_M=block_m)
+    tile = dict(HEAD_DIM=head_dim, BLOCK_D=columns, SUM_D=sum_columns, REST=rest, BLOCK_M=block_m)
     common = dict(heads_q=heads_q, seq_q=seq_q, padded_q=padded_q, ORDERED=in_order() if ordered is None else ordered)
     rows_sizes = tile | common | dict(stride_o=o.stride(), stride_do=do.stride())
     rows = Launch(_attn_bwd_hopper_rows_kernel, tiles, rows_sizes, {})
@@ -596,4 +597,4 @@ def plan(
             rows.compile(o, do, lse, dlse, row_lse, row_lse, dq_sum, count)
             fused.compile(q, k, v, do, row_lse, row_lse, dq_sum, dk, dv, count)
             dq_launch.compile(dq_sum, dq)
-    return HopperBackwardPlan(rows, fused, dq_launch, seen_k, padded_rows, columns, tiles, sign, parts)
+    return HopperBackwardPlan(rows, fused, dq_launch, seen_k, padded_rows, sum_columns, tiles, sign, parts)

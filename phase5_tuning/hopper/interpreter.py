@@ -37,6 +37,7 @@ from phase5_tuning.hopper import parts as hopper_parts
 from phase5_tuning.hopper import tma as hopper_tma
 from phase5_tuning.hopper.machine import Barrier, Load, Number, Scheduler, Shared, Unfenced, inside, me, scalar, tile
 from phase5_tuning.hopper.model import Deadlock, Race
+from phase5_tuning.hopper.wide import backward as wide_backward
 from phase5_tuning.hopper.wide import forward as wide_forward
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Launch, positive_scale
@@ -99,6 +100,10 @@ class _Gl:
     def max(self, x, axis):
         found = x.amax(axis)
         return found if found.dim() or found.is_floating_point() else Number(found)
+
+    def load(self, pointer):
+        inside(pointer.offset.min(), len(pointer.data)), inside(pointer.offset.max(), len(pointer.data))
+        return tile(pointer.data[pointer.offset])
 
     def store(self, pointer, value, mask=None):
         mask = torch.ones_like(value, dtype=torch.bool) if mask is None else mask
@@ -398,15 +403,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do):
         saved, (*of_call, options) = (*ctx.saved_tensors, do, None), ctx.of_call
-        module = options.get("backward", hopper_backward)
+        wide = do.shape[3] > 128
+        module = options.get("backward_wide", wide_backward) if wide else options.get("backward", hopper_backward)
         with interpreted(**options):
             gradients = module.plan(*saved, *of_call)(*saved)
         return *gradients, None, None, None, None
 
 
 def attention(**options) -> Callable:
-    """The Hopper kernels as verify_results takes them, differentiable up to a head_dim of 128. options: as
-    `interpreted`'s. The backward pass has two kernels of plain Triton, so that it needs TRITON_INTERPRET=1.
+    """The Hopper kernels as verify_results takes them, differentiable. options: as `interpreted`'s. The backward pass
+    has kernels of plain Triton too, so that it needs TRITON_INTERPRET=1.
     """
 
     def attention(q, k, v, *, is_causal, scale, enable_gqa):
@@ -417,17 +423,25 @@ def attention(**options) -> Callable:
 
 @contextlib.contextmanager
 def interpreted(
-    seed=0, multiprocessors=2, forward=hopper_forward, forward_wide=wide_forward, backward=hopper_backward, replaced=()
+    seed=0,
+    multiprocessors=2,
+    forward=hopper_forward,
+    forward_wide=wide_forward,
+    backward=hopper_backward,
+    backward_wide=wide_backward,
+    replaced=(),
 ):
     """Plans that are made inside run their Gluon kernels here. What torch.empty returns is full of NaN.
 
-    forward, forward_wide, backward: the modules whose plans they are. multiprocessors: of the GPU that plans are made
+    forward, ... backward_wide: the modules whose plans they are. multiprocessors: of the GPU that plans are made
     for. replaced: as Interpreted's.
     """
     kernels = (
         (forward, "_attn_fwd_hopper_kernel"),
         (forward_wide, "_attn_fwd_hopper_wide_kernel"),
         (backward, "_attn_bwd_hopper_kernel"),
+        (backward_wide, "_attn_bwd_hopper_wide_dkdv_kernel"),
+        (backward_wide, "_attn_bwd_hopper_wide_dq_kernel"),
     )
     with _one_at_a_time, contextlib.ExitStack() as patched:
         for module, name in kernels:

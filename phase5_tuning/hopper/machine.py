@@ -280,7 +280,7 @@ class Shared:
 
     def __init__(self, data: torch.Tensor, name: str, stored: dict[str, dict]):
         self.data, self.name, self.stored = data, name, stored
-        self.dtype = data.dtype
+        self.dtype, self.shape = data.dtype, data.shape
 
     def index(self, i):
         part = self.data[inside(i, len(self.data))]

@@ -13,6 +13,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate
 
@@ -194,3 +195,79 @@ def under_all_rows(row, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     odd = gl.join(gl.join(_eighth(part, 1), _eighth(part, 5)), gl.join(_eighth(part, 3), _eighth(part, 7)))
     rows = gl.join(even, odd).reshape([64, COLUMNS // 64, 8, 8]).permute((0, 1, 3, 2))
     return gl.convert_layout(rows.reshape([64, COLUMNS]), LAYOUT, assert_trivial=True)
+
+
+# Tiles have 64, 128 or 256 columns. Where head_dim is well below that, products are of the columns that exist: a tile
+# is then two pieces, half of its columns and REST more, and a sum of rows as well. REST 0: it is one piece.
+
+
+def rest_of(head_dim: int) -> int:
+    """REST for a head_dim up to 256: a power of two from 16 on, as every size of a tile."""
+    half = 128 if head_dim > 128 else 64
+    rest = max(16, 1 << (head_dim - half - 1).bit_length())
+    return rest if half < head_dim and rest < half else 0
+
+
+@gluon.jit
+def in_pieces(tile, REST: gl.constexpr):
+    """A tile in shared memory as a tuple of its pieces."""
+    if REST == 0:
+        return (tile,)
+    else:
+        HALF: gl.constexpr = tile.shape[1] // 2
+        return tile.slice(0, HALF, dim=1), tile.slice(HALF, REST, dim=1)
+
+
+@gluon.jit
+def over_columns(a, b, zeros):
+    """a b^T of two tiles in pieces, under way as so many products. a: in shared memory or in registers."""
+    total = warpgroup_mma(a[0], b[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if len(a) == 2:
+        total = warpgroup_mma(a[1], b[1].permute((1, 0)), total, is_async=True)
+    return total
+
+
+@gluon.jit
+def _no_rows(COLUMNS: gl.constexpr):
+    return gl.zeros([64, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+
+
+@gluon.jit
+def no_rows(COLUMNS: gl.constexpr, REST: gl.constexpr):
+    """A sum of 64 rows, in pieces, before anything is added."""
+    if REST == 0:
+        return (_no_rows(COLUMNS),)
+    else:
+        return _no_rows(COLUMNS // 2), _no_rows(REST)
+
+
+@gluon.jit
+def _add_rows(rows, a, b):
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, rows.type.layout, 2)
+    return warpgroup_mma(gl.convert_layout(a, LEFT, assert_trivial=True), b, rows, is_async=True)
+
+
+@gluon.jit
+def add_rows(rows, a, b):
+    """rows + a b, under way. a: in registers, as products leave it; rows and b: in pieces."""
+    if len(rows) == 1:
+        return (_add_rows(rows[0], a, b[0]),)
+    else:
+        return _add_rows(rows[0], a, b[0]), _add_rows(rows[1], a, b[1])
+
+
+@gluon.jit
+def await_rows(rows):
+    """A sum of rows, once no product is under way."""
+    if len(rows) == 1:
+        return (warpgroup_mma_wait(0, deps=rows),)
+    else:
+        return warpgroup_mma_wait(0, deps=rows)
+
+
+@gluon.jit
+def store_rows(tile, rows, factor):
+    """Rows times the factor, to a tile in shared memory; both in pieces."""
+    tile[0].store((rows[0] * factor).to(tile[0].dtype))
+    if len(rows) == 2:
+        tile[1].store((rows[1] * factor).to(tile[1].dtype))

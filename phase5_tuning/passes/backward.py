@@ -15,6 +15,7 @@ from phase4_backward.backward import _attn_bwd_dkdv_kernel
 from phase4_backward.backward import attention_backward as backward_in_base_e
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.hopper.wide import backward as wide_backward
 from phase5_tuning.ladder.dkdv import (
     _attn_bwd_dkdv_descriptors_kernel,
     _attn_bwd_dkdv_transposed_kernel,
@@ -35,7 +36,7 @@ from phase5_tuning.launch.plans import (
     remembered,
     tuned,
 )
-from phase5_tuning.passes.forward import BASE_E, HOPPER, NOTHING
+from phase5_tuning.passes.forward import BASE_E, HOPPER, NOTHING, WIDE
 
 import torch
 
@@ -49,7 +50,7 @@ def attention_backward(
 ):  # fmt: skip
     """Gradients of `attention_forward`: arguments and results as phase 4's `attention_backward`; lower_right as there.
 
-    dkdv_kernel, dq_kernel: rungs of the ladders; None: the Hopper kernel where it takes the call and all gradients are
+    dkdv_kernel, dq_kernel: rungs of the ladders; None: a Hopper kernel where one takes the call and all gradients are
     wanted, else the last rungs. dkdv_config, dq_config: tiles to use instead of the chosen ones, and then on a rung.
     """
     tensors = q, k, v, o, lse, do, *(() if dlse is None else (dlse,))
@@ -109,7 +110,7 @@ class BackwardPlan:
 
 
 def choose(given, converted, scale: float, needs, kernels, tiles):
-    """What takes a call: NOTHING, BASE_E, HOPPER, or the kernels of a rung (dK and dV's, dQ's).
+    """What takes a call: NOTHING, BASE_E, HOPPER, WIDE, or the kernels of a rung (dK and dV's, dQ's).
 
     given: the saved tensors as they came. converted: as plain kernels take them. scale: its absolute value. needs,
     kernels, tiles: of both kernels, as for `attention_backward`.
@@ -119,10 +120,11 @@ def choose(given, converted, scale: float, needs, kernels, tiles):
         return NOTHING
     if scale * LOG2E.value > validate.MAX_SCALE:  # in base 2 it would be infinite
         return BASE_E
-    # From a number of tiles on the fused kernel is faster than any rung; it makes all gradients at once.
+    # From a number of tiles on the Hopper kernels are faster than any rung; the fused one makes all gradients at once.
     as_usual = all(needs) and not any((*kernels, *tiles))
-    if as_usual and hopper_backward.takes(q, k, v, do) and hopper_backward.pays(q, k):
-        return HOPPER
+    for module, name in ((hopper_backward, HOPPER), (wide_backward, WIDE)):
+        if as_usual and module.takes(q, k, v, do) and hopper_backward.pays(q, k):
+            return name
     # The rungs before fetch tiles by pointers, which may have any stride and alignment.
     q, k, v, _, _, do, _ = converted
     last = (_attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel)
@@ -175,6 +177,8 @@ def _plan(
             return partial(backward_in_base_e, is_causal=is_causal, scale=scale, needs=needs)
         if kernels == HOPPER:
             return hopper_backward.plan(*given, is_causal, *positive_scale(scale))
+        if kernels == WIDE:
+            return wide_backward.plan(*given, is_causal, *positive_scale(scale))
         q, k, v, o, lse, do, dlse = converted
         (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
         delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)

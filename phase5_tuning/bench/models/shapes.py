@@ -22,6 +22,8 @@ from phase5_tuning.bench import peers
 from phase5_tuning.bench.models import calls
 from phase5_tuning.bench.models.decode import DECODE_KERNELS
 from phase5_tuning.decode import folded, split_kv
+from phase5_tuning.hopper.wide import backward as wide_backward
+from phase5_tuning.hopper.wide import forward as wide_forward
 from phase5_tuning.ladder.dkdv import _attn_bwd_rows_kernel
 from phase5_tuning.passes import forward
 from phase5_tuning.passes.rungs import LADDER
@@ -145,13 +147,19 @@ def run(args) -> list[dict]:
     return rows
 
 
+WIDE_KERNELS = (
+    wide_forward._attn_fwd_hopper_wide_kernel,
+    wide_backward._attn_bwd_hopper_wide_dkdv_kernel,
+    wide_backward._attn_bwd_hopper_wide_dq_kernel,
+)
 _LAST = LADDER[-1]
-KERNELS = *DECODE_KERNELS, *peers.HOPPER_KERNELS, _LAST.forward, _LAST.dkdv, _LAST.dq, _attn_bwd_rows_kernel
+OF_RUNGS = _LAST.forward, _LAST.dkdv, _LAST.dq, _attn_bwd_rows_kernel
+KERNELS = *DECODE_KERNELS, *peers.HOPPER_KERNELS, *WIDE_KERNELS, *OF_RUNGS
 SETTINGS = (
     SHAPES, GROUPED, SEED, DRAWN, ROUNDS, WARMUP_MS, drawn, attended, measured,
     calls.L2, calls.ROUNDS, calls.REPLAYS, calls.inputs, calls.in_turns, calls.call, calls.Replayed, calls.host_us,
     *peers.SETTINGS, *peers.HOPPER_SETTINGS, split_kv.tiles, split_kv.parts, split_kv.pays, split_kv.plan,
-    folded.parts, folded.plan, forward.choose,
+    folded.parts, folded.plan, forward.choose, wide_forward.SHAPES, wide_forward.plan, wide_backward.plan,
 )  # fmt: skip
 
 

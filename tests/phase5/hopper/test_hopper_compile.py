@@ -23,7 +23,7 @@ KERNELS = {
     "backward": "_attn_bwd_hopper_kernel",
 }
 # Bytes a thread, at most, by head_dim.
-SPILLS = {"forward": {64: 0, 128: 0}, "wide": {192: 0, 256: 0}, "backward": {64: 64, 128: 96}}
+SPILLS = {"forward": {64: 0, 128: 0}, "wide": {192: 0, 256: 0}, "backward": {64: 64, 80: 0, 96: 8, 128: 96}}
 SIZES = list(itertools.product((64, 128), (False, True)))
 # Pass, head_dim, is_causal, what is special.
 CASES = [
@@ -31,6 +31,7 @@ CASES = [
     ("forward", 64, True, "short"),
     *(("wide", *sizes, "") for sizes in itertools.product((192, 256), (False, True))),
     *(("backward", *sizes, order) for sizes in SIZES for order in ("", "any order")),
+    *(("backward", *sizes, "") for sizes in itertools.product((80, 96), (False, True))),
 ]
 VARIANTS = [
     pytest.param(*case, dtype, marks=[pytest.mark.slow] if dtype == BF16 else [])
@@ -127,17 +128,18 @@ def wide_words(head_dim, is_causal):
 
 
 def backward_words(head_dim, special):
-    queries = 2 * 64 * 128 * 2 + 2 * 4 * {64: 128, 128: 64}[head_dim]
+    columns, pieces = (64 if head_dim == 64 else 128), (2 if head_dim in (80, 96) else 1)
+    queries = 2 * 64 * 128 * 2 + 2 * 4 * {64: 128, 128: 64}[columns]
     words = {
         "atom.global.gpu.acq_rel.add.u32 , [ + 0 ],": 1,  # the ticket
         FENCE: 1 + 2 * 3,  # when barriers begin; of each consumer dS, dQ, and dK with dV
         LEFT: 2 + 2,  # consumers at their end, writers
         INIT + "1": 1 + 2 + 4 + 4,
         INIT + "2": 2,
-        f"{EXPECT}{2 * 128 * head_dim * 2}": 1,  # K and V
+        f"{EXPECT}{2 * 128 * columns * 2}": 1,  # K and V
         f"{EXPECT}{queries}": 1,  # Q and dO, LSE and delta
-        ALL_BUT + "0": 2 * 2,
-        ALL_BUT + "1": 2 * 2,
+        ALL_BUT + "0": 2 * 3,
+        ALL_BUT + f"{pieces}": 2 * 2,
         "bar.sync 8, 256": 2 * 2,  # dS is there, K is read
         "cp.reduce.async.bulk.tensor.2d.global.shared.add.bulk_group [, {, }], []": 2 * 2 * 2,
     }
@@ -195,6 +197,16 @@ def test_a_launch_in_gluon_is_described_with_its_layouts():
 def test_the_backward_pass_launches_three_kernels():
     names = [launch.name for launch in record("backward", 128, False, FP16)]
     assert names == ["_attn_bwd_hopper_rows_kernel", "_attn_bwd_hopper_kernel", "_attn_bwd_hopper_dq_kernel"]
+
+
+@interpreted_only
+@pytest.mark.parametrize(
+    ("head_dim", "widths"), [(80, {64: 44, 32: 8, 16: 16}), (96, {64: 48, 32: 24}), (128, {64: 48, 128: 16})]
+)
+def test_products_are_of_the_columns_that_exist(head_dim, widths):
+    """S and dP are 64 wide, with an instruction for each 16 columns of head_dim; gradients are as wide as head_dim."""
+    ptx = compiled(FP16)["backward", head_dim, False, ""].assembly
+    assert Counter(int(n) for n in re.findall(r"mma_async\S*m64n(\d+)k16", ptx)) == widths
 
 
 @interpreted_only

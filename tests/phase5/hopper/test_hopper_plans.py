@@ -296,17 +296,32 @@ def plan_backward(*sizes, is_causal=False, sign=1, multiprocessors=132, **others
     return plan, arguments(plan.fused)
 
 
-@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (128, 64), (40, 128)])
-def test_the_backward_plan_s_sizes(head_dim, block_m):
+@pytest.mark.parametrize(
+    ("head_dim", "block_m", "rest", "sum_columns"),
+    [
+        (64, 128, 0, 64),
+        (128, 64, 0, 128),
+        (40, 128, 0, 64),
+        (80, 64, 16, 96),
+        (88, 64, 32, 96),
+        (96, 64, 32, 96),
+        (104, 64, 0, 128),
+    ],
+)
+def test_the_backward_plan_s_sizes(head_dim, block_m, rest, sum_columns):
     plan, sizes = plan_backward(2, 6, 400, head_dim, heads_kv=2, seq_k=300)
     tiles_m = math.ceil(400 / block_m)
     named = dict(heads_q=6, heads_kv=2, group=3, seq_k=300, tiles_m=tiles_m, tiles_n=3, heads=4, together=4)
-    assert sizes.items() >= (named | dict(scale=0.25, BLOCK_M=block_m, ORDERED=True)).items()
+    assert sizes.items() >= (named | dict(scale=0.25, BLOCK_M=block_m, REST=rest, ORDERED=True)).items()
     assert (plan.tiles, plan.padded_rows) == (12 * tiles_m, 12 * tiles_m * block_m)
     assert plan.fused.grid[0] == 3 * 4
     assert plan.rows.grid[0] == plan.dq.grid[0] == plan.tiles
     for made in (plan.rows, plan.dq):
-        assert arguments(made).items() >= dict(heads_q=6, seq_q=400, padded_q=tiles_m * block_m).items()
+        of_call = dict(heads_q=6, seq_q=400, padded_q=tiles_m * block_m, SUM_D=sum_columns)
+        assert arguments(made).items() >= of_call.items()
+    assert plan.sum_columns == sum_columns
+    *_, dq_sum, _, _ = plan.fused.described
+    assert dq_sum._fields["shape"][1] == sum_columns
 
 
 @pytest.mark.parametrize(
@@ -497,16 +512,16 @@ def test_trap38_a_call_is_planned_and_launched_on_the_gpu_of_its_tensors(head_di
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("with_dlse", [False, True])
 def test_rows_are_prepared_for_a_large_p_and_counters_are_cleared(with_dlse, ordered):
-    (o, do, _), seq, padded, block_m = make_qkv(2, 3, 100, 40, layout_v="bshd"), 100, 128, 64
+    (o, do, _), seq, padded, block_m = make_qkv(2, 3, 100, 80, layout_v="bshd"), 100, 128, 64
     do = do.transpose(1, 2).contiguous().transpose(1, 2)
     lse = torch.randn(2, 3, seq)
     lse[0, 1, 7] = -math.inf  # a row that saw no key
     dlse = torch.randn(2, 3, seq) if with_dlse else None
     row_lse, delta = torch.full((2, 2, 3, padded), math.nan)
-    dq_sum, count = torch.full((6 * padded, 64), math.nan), torch.full((6 * 2 + 2,), 7, dtype=torch.int32)
+    dq_sum, count = torch.full((6 * padded + 1, 96), math.nan), torch.full((6 * 2 + 2,), 7, dtype=torch.int32)
     hopper_backward._attn_bwd_hopper_rows_kernel[(6 * 2,)](
         o, do, lse, dlse, row_lse, delta, dq_sum, count, o.stride(), do.stride(), 3, seq, padded,
-        HEAD_DIM=40, BLOCK_D=64, BLOCK_M=block_m, ORDERED=ordered,
+        HEAD_DIM=80, BLOCK_D=128, SUM_D=96, BLOCK_M=block_m, ORDERED=ordered,
     )  # fmt: skip
     expected = torch.where(lse == -math.inf, -math.inf, 14 - lse * math.log2(math.e))
     torch.testing.assert_close(row_lse[..., :seq], expected)
@@ -514,15 +529,17 @@ def test_rows_are_prepared_for_a_large_p_and_counters_are_cleared(with_dlse, ord
     expected = (o.double() * do.double()).sum(-1) - (dlse.double() if with_dlse else 0)
     torch.testing.assert_close(delta[..., :seq].double(), -expected / 2**14, rtol=1e-5, atol=1e-8)
     assert count.tolist() == [0] * 13 + [7]  # the ticket follows the counters
-    assert dq_sum.isnan().all() if ordered else (dq_sum == 0).all()
+    assert dq_sum[-1].isnan().all()
+    assert dq_sum.isnan().all() if ordered else (dq_sum[:-1] == 0).all()
 
 
 @interpreted_only
 def test_dq_is_scaled_and_rounded_once():
-    dq_sum, dq = torch.randn(2, 3, 128, 64), torch.full((2, 3, 100, 40), math.nan, dtype=torch.float16)
+    dq_sum, dq = torch.randn(2, 3, 128, 96), torch.full((2, 3, 100, 80), math.nan, dtype=torch.float16)
     # As `_over_all_banks` puts columns: bits 2 and 4 of their number change places.
-    places = [d & ~20 | (d & 4) << 2 | (d & 16) >> 2 for d in range(64)]
+    places = [d & ~20 | (d & 4) << 2 | (d & 16) >> 2 for d in range(96)]
     hopper_backward._attn_bwd_hopper_dq_kernel[(6 * 2,)](
-        dq_sum[..., places].contiguous(), dq, dq.stride(), 3, 100, 128, -0.3, HEAD_DIM=40, BLOCK_D=64, BLOCK_M=64
-    )
-    assert torch.equal(dq, (dq_sum[:, :, :100, :40] * -0.3).half())
+        dq_sum[..., places].contiguous(), dq, dq.stride(), 3, 100, 128, -0.3,
+        HEAD_DIM=80, BLOCK_D=128, SUM_D=96, BLOCK_M=64,
+    )  # fmt: skip
+    assert torch.equal(dq, (dq_sum[:, :, :100, :80] * -0.3).half())
