@@ -122,9 +122,10 @@ def choose(given, converted, scale: float, needs, kernels, tiles):
         return BASE_E
     # From a number of tiles on the Hopper kernels are faster than any rung; the fused one makes all gradients at once.
     as_usual = all(needs) and not any((*kernels, *tiles))
-    for module, name in ((hopper_backward, HOPPER), (wide_backward, WIDE)):
-        if as_usual and module.takes(q, k, v, do) and hopper_backward.pays(q, k):
-            return name
+    if as_usual and hopper_backward.takes(q, k, v, do) and hopper_backward.pays(q, k):
+        return HOPPER
+    if as_usual and wide_backward.takes(q, k, v, do) and hopper_backward.pays(q, k):
+        return WIDE
     # The rungs before fetch tiles by pointers, which may have any stride and alignment.
     q, k, v, _, _, do, _ = converted
     last = (_attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel)

@@ -98,8 +98,8 @@ class KeyWork:
 class KeyMemory:
     """A program's shared memory: tiles, and the barriers that say who may touch them, as hopper/backward.py's."""
 
-    k: gl.shared_memory_descriptor  # (ROWS, BLOCK_D); dV leaves from here, whose consumer is the one that reads K
-    v: gl.shared_memory_descriptor  # and dK from here
+    k: gl.shared_memory_descriptor  # (ROWS, BLOCK_D); dV leaves from here, as its consumer alone reads K
+    v: gl.shared_memory_descriptor  # (ROWS, BLOCK_D); dK leaves from here
     q: gl.shared_memory_descriptor  # STAGES x (ROWS, BLOCK_D)
     do: gl.shared_memory_descriptor
     lse: gl.shared_memory_descriptor  # STAGES x (ROWS,)
@@ -303,6 +303,7 @@ class QueryMemory:
 
 @gluon.jit
 def _fetch(work, memory, tile, source, n):
+    """The n-th ROWS keys or values, as a tile of the ring."""
     slot, parity = work.slot(tile)
     full = memory.kv_full.index(slot)
     mbarrier.wait(memory.kv_empty.index(slot), parity ^ 1)
@@ -338,13 +339,13 @@ def _consume_dq(work, memory, scale, scale_log2, MASKED: gl.constexpr, ME: gl.co
     mbarrier.wait(memory.q_full, 0)
     for n in range(tiles_n):
         zeros = gl.zeros([ROWS, ROWS], gl.float32, S)
-        v_slot, parity = work.slot(2 * n)
+        v_slot, v_parity = work.slot(2 * n)
         k_slot, k_parity = work.slot(2 * n + 1)
         k = in_pieces(memory.kv.index(k_slot).reshape((ROWS, BLOCK_D)), work.REST)
         v = in_pieces(memory.kv.index(v_slot).reshape((ROWS, BLOCK_D)), work.REST)
         mbarrier.wait(memory.kv_full.index(k_slot), k_parity)
         s = over_columns(q, k, zeros)
-        mbarrier.wait(memory.kv_full.index(v_slot), parity)
+        mbarrier.wait(memory.kv_full.index(v_slot), v_parity)
         dp = over_columns(do, v, zeros)
         s = warpgroup_mma_wait(len(v), deps=(s,))
         if MASKED and n + 1 == tiles_n:
