@@ -211,16 +211,28 @@ def _thread_sums(p, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _softmax_step(s, m_i, l_i, scale, BLOCK_N: gl.constexpr):
-    """(p, m, l, alpha) of one tile of logits, as in `_attn_fwd_descriptors_kernel`."""
+def _maxima(s, m_i, scale):
+    """(m, shift, alpha): the new maxima, what logits are measured against, and what older sums are multiplied by."""
     m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = gl.exp2(m_i - shift)
+    return m_new, shift, gl.exp2(m_i - shift)
+
+
+@gluon.jit
+def _exponentials(s, shift, alpha, l_i, scale, BLOCK_N: gl.constexpr):
+    """(p, l) of one tile of logits."""
     p = gl.exp2(s * scale - gl.expand_dims(shift, 1))
     sums = _thread_sums(p, BLOCK_N)
     of_sums: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-    l_i = l_i * gl.expand_dims(gl.convert_layout(alpha, of_sums, assert_trivial=True), 1) + sums
-    return p, m_new, l_i, alpha
+    return p, l_i * gl.expand_dims(gl.convert_layout(alpha, of_sums, assert_trivial=True), 1) + sums
+
+
+@gluon.jit
+def _softmax_step(s, m_i, l_i, scale, BLOCK_N: gl.constexpr):
+    """(p, m, l, alpha) of one tile of logits, as in `_attn_fwd_descriptors_kernel`."""
+    m_i, shift, alpha = _maxima(s, m_i, scale)
+    p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
+    return p, m_i, l_i, alpha
 
 
 @gluon.jit
@@ -273,7 +285,9 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.conste
         s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
         acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p, m_i, l_i, alpha = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
+        m_i, shift, alpha = _maxima(s, m_i, scale)
+        # It passes at once. But the assembler moves no wait for products over it, so maxima stay under PV.
+        mbarrier.wait(memory.kv_full.index(slot), parity)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(memory.kv_empty.index(slot))
     else:
@@ -281,8 +295,9 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.conste
         s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
         acc, s = warpgroup_mma_wait(0, deps=(acc, s))
         mbarrier.arrive(memory.kv_empty.index(slot))
-        p, m_i, l_i, alpha = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
+        m_i, shift, alpha = _maxima(s, m_i, scale)
     acc = acc * gl.expand_dims(gl.convert_layout(alpha, O_ROWS, assert_trivial=True), 1)
+    p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
     p16 = gl.convert_layout(p.to(p16.dtype), p16.type.layout, assert_trivial=True)
     return p, p16, acc, m_i, l_i
 
