@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from common import runtime
 from phase5_tuning.hopper import tma
-from phase5_tuning.hopper.parts import aggregate, in_heads
+from phase5_tuning.hopper.parts import aggregate, in_heads, rescaled
 from phase5_tuning.ladder.forward import LOG2E
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Launch, cdiv, descriptors_allowed
@@ -211,9 +211,14 @@ def _thread_sums(p, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _maxima(s, m_i, scale):
-    """(m, shift, alpha): the new maxima, what logits are measured against, and what older sums are multiplied by."""
+def _maxima(s, m_i, scale, RISE: gl.constexpr):
+    """(m, shift, alpha): the new maxima, what logits are measured against, and what older sums are multiplied by.
+
+    RISE: a maximum counts if it is higher by so much. So P is at most 2^RISE, and alpha is 1 in most tiles.
+    """
     m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale)
+    if RISE > 0:
+        m_new = gl.where(m_new > m_i + RISE, m_new, m_i)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
     return m_new, shift, gl.exp2(m_i - shift)
 
@@ -230,7 +235,7 @@ def _exponentials(s, shift, alpha, l_i, scale, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _softmax_step(s, m_i, l_i, scale, BLOCK_N: gl.constexpr):
     """(p, m, l, alpha) of one tile of logits, as in `_attn_fwd_descriptors_kernel`."""
-    m_i, shift, alpha = _maxima(s, m_i, scale)
+    m_i, shift, alpha = _maxima(s, m_i, scale, 0)
     p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
     return p, m_i, l_i, alpha
 
@@ -279,15 +284,17 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.conste
     """(p, p16, acc, m, l) after S of a tile and PV of the one before, whose P is p16. p: registers for S."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
     O_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    RISE: gl.constexpr = 8 if OVERLAP and memory.BLOCK_D == 128 else 0
     slot, parity = memory.slot(pair)
     mbarrier.wait(memory.kv_full.index(slot), parity)
     if OVERLAP:
         s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
         acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        m_i, shift, alpha = _maxima(s, m_i, scale)
-        # It passes at once. But the assembler moves no wait for products over it, so maxima stay under PV.
-        mbarrier.wait(memory.kv_full.index(slot), parity)
+        m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
+        if BLOCK_N == 128:
+            # It passes at once. But the assembler moves no wait for products over it, so maxima stay under PV.
+            mbarrier.wait(memory.kv_full.index(slot), parity)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(memory.kv_empty.index(slot))
     else:
@@ -295,8 +302,9 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.conste
         s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
         acc, s = warpgroup_mma_wait(0, deps=(acc, s))
         mbarrier.arrive(memory.kv_empty.index(slot))
-        m_i, shift, alpha = _maxima(s, m_i, scale)
-    acc = acc * gl.expand_dims(gl.convert_layout(alpha, O_ROWS, assert_trivial=True), 1)
+        m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
+    alpha_o = gl.convert_layout(alpha, O_ROWS, assert_trivial=True)
+    acc = rescaled(acc, alpha_o) if RISE > 0 else acc * gl.expand_dims(alpha_o, 1)
     p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
     p16 = gl.convert_layout(p.to(p16.dtype), p16.type.layout, assert_trivial=True)
     return p, p16, acc, m_i, l_i

@@ -73,6 +73,17 @@ def test_a_walk_that_first_meets_keys_of_minus_infinity(is_causal):
     torch.testing.assert_close(o.float(), right, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rise", [2, 20])
+def test_logits_that_rise_from_tile_to_tile(rise, head_dim):
+    """With overlap a maximum counts only if it is higher by 8 in base 2: by 2 it may be, and P is more than 1."""
+    q, k, v = inputs((1, 1, 1, 64, 640, head_dim, False))
+    q *= 0.1
+    q[..., 0] = 1
+    k[..., 0] += rise * torch.arange(640).flip(0).div(128, rounding_mode="floor")
+    verify_results(interpreter.attention(), q, k, v, scale=1.0).check()
+
+
 @interpreted_only
 def test_keys_past_the_end_weigh_nothing_where_all_logits_are_far_below_zero():
     q, k, v = make_qkv(1, 1, 40, 64, seq_k=70, kind="low")

@@ -184,3 +184,12 @@ def test_queries_in_registers_stay_there(case, registers):
     written = {int(to[1]) for x in turn if (to := re.match(r"(?:@!?\w+ )?(?!HGMMA)[A-Z]\S* R(\d+),", x.text))}
     assert written & pv, "P is rounded to 16 bits in every turn"
     assert not written & s
+
+
+@interpreted_only
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_turn_skips_the_rescaling_of_o(is_causal):
+    turn = sass.turn(compiled(FP16)["forward", 128, is_causal, ""].sass)
+    position = {x.address: n for n, x in enumerate(turn)}
+    skipped = [[y.name for y in turn[n + 1 : position.get(x.target, 0)]] for n, x in enumerate(turn) if x.target]
+    assert ["FMUL"] * 64 in skipped
