@@ -441,10 +441,11 @@ SHAPES = {
 }
 REGISTERS = {64: 128, 128: 168}  # at launch, for each of 16 or 12 warps
 BLOCK_N = 128
-# Under a causal mask a short sequence is all diagonal: small tiles waste less of it. Measured at
-# head_dim 64 with 512, 1024 and 2048 keys.
-SHORT_KEYS = 1024
-SHORT = SHAPES[128] | dict(STAGES=4, BLOCK_N=64, maxnreg=REGISTERS[128])
+# At head_dim 64, two consumers take fewer queries at once, and pad less of a short sequence.
+SHORT = tuple(SHAPES[128] | dict(STAGES=4, BLOCK_N=n, maxnreg=REGISTERS[128]) for n in (128, 64))
+# Microseconds of a multiprocessor for 64 queries at head_dim 64: for a tile, and for each of its
+# turns. By consumers and keys; fitted to calls with 77 to 16384 keys on an H100.
+US = {(3, 128): (0.80, 0.48), (2, 128): (0.80, 0.565), (2, 64): (0.62, 0.31)}
 CACHED = 16 * 2**20  # bytes of keys and values in use at once: a quarter of an H200's L2
 
 
@@ -511,6 +512,22 @@ class HopperForwardPlan:
         return o, lse
 
 
+def shape_of(columns: int, seq_q: int, seq_k: int, is_causal: bool) -> dict:
+    """The shape that takes the least time for a head, with what it pads: consumers past the last query count as others,
+    and a part of a tile of keys as a whole one.
+    """
+
+    def us(shape):
+        tile, turn = US[shape["CONSUMERS"], shape["BLOCK_N"]]
+        rows = shape["CONSUMERS"] * ROWS.value
+        ends = range(ROWS.value, cdiv(seq_q, rows) * rows + 1, ROWS.value)
+        turns = sum(cdiv(min(end, seq_k) if is_causal else seq_k, shape["BLOCK_N"]) for end in ends)
+        return len(ends) * tile + turns * turn
+
+    long = dict(BLOCK_N=BLOCK_N, maxnreg=REGISTERS[columns]) | SHAPES[columns]
+    return min((long, *SHORT), key=us) if columns == 64 else long
+
+
 def plan(q, k, v, is_causal: bool, scale: float, sign: int, **changes) -> HopperForwardPlan:
     """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied by.
 
@@ -524,9 +541,7 @@ def plan(q, k, v, is_causal: bool, scale: float, sign: int, **changes) -> Hopper
     if is_causal:
         of_a_head = max(1, 2 * seq_k * columns * q.itemsize // group)
         together = min(heads, max(1, CACHED // of_a_head))
-    shape = dict(BLOCK_N=BLOCK_N, maxnreg=REGISTERS[columns]) | SHAPES[columns]
-    if columns == 64 and is_causal and min(seq_q, seq_k) <= SHORT_KEYS:
-        shape = SHORT
+    shape = shape_of(columns, seq_q, seq_k, is_causal)
     sizes = dict(
         heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
         BLOCK_D=columns, IS_CAUSAL=is_causal, programs=configs.multiprocessors(q.device.index), **shape,

@@ -33,7 +33,9 @@ SHAPES = [  # batch, heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal
     (1, 2, 1, 300, 300, 128, True),
     (1, 3, 1, 65, 257, 72, False),
     (1, 1, 1, 200, 100, 128, True),
-    (1, 5, 5, 600, 65, 64, False),  # three consumers go round the ring of keys several times
+    (1, 5, 5, 570, 65, 64, False),  # three consumers go round the ring of keys several times
+    (1, 2, 1, 570, 570, 64, True),
+    (1, 2, 1, 577, 577, 64, False),
     (1, 4, 2, 250, 200, 64, False),
     (1, 4, 2, 200, 140, 64, True),  # in two parts
 ]

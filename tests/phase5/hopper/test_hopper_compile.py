@@ -24,6 +24,7 @@ SIZES = list(itertools.product((64, 128), (False, True)))
 CASES = [
     *(("forward", *sizes, "") for sizes in SIZES),
     ("forward", 64, True, "short"),
+    ("forward", 64, False, "ragged"),
     *(("backward", *sizes, order) for sizes in SIZES for order in ("", "any order")),
 ]
 VARIANTS = [
@@ -43,7 +44,7 @@ def record(which, head_dim, is_causal, dtype, seq=2048):
 
 
 def launch_of(which, head_dim, is_causal, special, dtype):
-    seq = 1024 if special == "short" else 2048
+    seq = dict(short=1024, ragged=577).get(special, 2048)
     with mock.patch.object(hopper_backward, "in_order", return_value=special != "any order"):
         launches = record(which, head_dim, is_causal, dtype, seq)
     return next(launch for launch in launches if launch.name == KERNELS[which])
@@ -83,7 +84,8 @@ ALL_BUT = "wgmma.wait_group.sync.aligned "
 
 
 def forward_words(head_dim, special):
-    consumers, stages, block_n = {64: (3, 4, 128), 128: (2, 2, 128)}[head_dim] if not special else (2, 4, 64)
+    shapes = {(64, ""): (3, 4, 128), (64, "short"): (2, 4, 64), (64, "ragged"): (2, 4, 128), (128, ""): (2, 2, 128)}
+    consumers, stages, block_n = shapes[head_dim, special]
     tile = block_n * head_dim * 2
     words = {
         "atom.global.gpu.relaxed.add.u32 , [ + 0 ],": 1,  # the queue
@@ -168,9 +170,15 @@ def test_the_backward_pass_launches_three_kernels():
 
 @interpreted_only
 @pytest.mark.parametrize(
-    ("case", "registers"), [((128, False, ""), 32), ((128, True, ""), 32), ((64, True, "short"), 16)]
+    ("case", "of_queries", "of_p"),
+    [
+        ((128, False, ""), 32, 32),
+        ((128, True, ""), 32, 32),
+        ((64, True, "short"), 16, 16),
+        ((64, False, "ragged"), 16, 32),
+    ],
 )
-def test_queries_in_registers_stay_there(case, registers):
+def test_queries_in_registers_stay_there(case, of_queries, of_p):
     """S and PV both take their left factor from registers. ptxas 12.8 has given both the same ones in a plain kernel,
     so that P overwrote the queries (the Hopper chapter, appendix D.1)."""
     turn = sass.turn(compiled(FP16)["forward", *case].sass)
@@ -179,7 +187,7 @@ def test_queries_in_registers_stay_there(case, registers):
         if product := re.search(r"HGMMA\S+ R(\d+), R(\d+), gdesc", x.text):
             left.setdefault(product[1], set()).update(int(product[2]) + i for i in range(4))
     s, pv = left.values()
-    assert len(s) == len(pv) == registers
+    assert (len(s), len(pv)) == (of_queries, of_p)
     assert not s & pv
     written = {int(to[1]) for x in turn if (to := re.match(r"(?:@!?\w+ )?(?!HGMMA)[A-Z]\S* R(\d+),", x.text))}
     assert written & pv, "P is rounded to 16 bits in every turn"
