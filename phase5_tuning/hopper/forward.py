@@ -284,6 +284,7 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.conste
     """(p, p16, acc, m, l) after S of a tile and PV of the one before, whose P is p16. p: registers for S."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
     O_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    # At head_dim 64 there is half as much to rescale: less than it takes to find out that nobody needs it.
     RISE: gl.constexpr = 8 if OVERLAP and memory.BLOCK_D == 128 else 0
     slot, parity = memory.slot(pair)
     mbarrier.wait(memory.kv_full.index(slot), parity)
@@ -292,7 +293,7 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.conste
         acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
         m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
-        if BLOCK_N == 128:
+        if BLOCK_N == 128:  # fewer maxima are not worth another wait
             # It passes at once. But the assembler moves no wait for products over it, so maxima stay under PV.
             mbarrier.wait(memory.kv_full.index(slot), parity)
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -432,9 +433,9 @@ def _attn_fwd_hopper_kernel(
         )
 
 
-# By head_dim, padded: at 128, two consumers with 240 registers a thread, queries among them. The source
-# has PV of a tile under the exponentials of the next; the assembler moves the wait up. At 64 three
-# consumers of 160 registers fit, and one's products overlap the exponentials of another.
+# By head_dim, padded: at 128, two consumers with 240 registers a thread, queries among them. PV of a
+# tile runs under the maxima of the next. At 64 three consumers of 160 registers fit, and one's products
+# overlap the exponentials of another.
 SHAPES = {
     64: dict(CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32),
     128: dict(CONSUMERS=2, STAGES=2, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24),
@@ -513,8 +514,8 @@ class HopperForwardPlan:
 
 
 def shape_of(columns: int, seq_q: int, seq_k: int, is_causal: bool) -> dict:
-    """The shape that takes the least time for a head, with what it pads: consumers past the last query count as others,
-    and a part of a tile of keys as a whole one.
+    """The shape that takes the least time for a head, padding included: consumers past the last query count like the
+    others, and a part of a tile of keys like a whole one.
     """
 
     def us(shape):
