@@ -68,7 +68,6 @@ def hopper_at_any_size():
     few = {64: 0, 128: 0}
     with (
         mock.patch("phase5_tuning.hopper.forward.NARROW", 0),
-        mock.patch("phase5_tuning.hopper.forward.SHORT_KEYS", 300),  # calls on both sides are small here
         mock.patch("phase5_tuning.hopper.order.MOST_TOGETHER", 2),  # few heads walk in both ways
         mock.patch.dict("phase5_tuning.hopper.forward.FEW", few),
         mock.patch.dict("phase5_tuning.hopper.backward.FEW", few),

@@ -53,7 +53,7 @@ HOPPER_KERNELS = (
 )
 HOPPER_SETTINGS = (
     hopper_forward.SHAPES, hopper_forward.REGISTERS, hopper_forward.BLOCK_N, hopper_forward.CACHED,
-    hopper_forward.SHORT, hopper_forward.SHORT_KEYS,
+    hopper_forward.SHORT, hopper_forward.US, hopper_forward.shape_of,
     hopper_backward.BLOCK_M, hopper_backward.STAGES,
     hopper_order.MOST_TOGETHER, hopper_order.CACHED,
     hopper_forward.plan, hopper_backward.plan, hopper_order.split_group, hopper_order.turns,

@@ -173,9 +173,10 @@ def _check_compiled(head_dim, shape, c):
     as_compiled = _as_compiled(shape, c)
     predicted = _predicted(head_dim, as_compiled)
     if predicted < FAST:
+        under, of = _hidden(c)
         reject(
-            f"{what}: 0 of {_hidden(c)[1]} exponentials stand under a product of the same warps, although OVERLAP is "
-            "set: the assembler has moved the wait for the products before them (section 5). So the kernel runs as "
+            f"{what}: {under} of {of} exponentials stand under a product of the same warps, although OVERLAP is "
+            "set: the wait for the products stands before the others (section 5). So the kernel runs as "
             f"without overlap, and there the model gives {predicted:.0f} TFLOP/s, where {FAST} are asked for. "
             f"{_why_slow(head_dim, as_compiled, 'OVERLAP')}"
         )
@@ -187,5 +188,6 @@ def _hidden(c):
 
 
 def _as_compiled(shape, c):
-    """The shape without its overlap, if the compiled kernel has none."""
-    return shape | dict(OVERLAP=bool(shape["OVERLAP"]) and _hidden(c)[0] > 0)
+    """The shape without its overlap, if the compiled kernel has little of it."""
+    under, of = _hidden(c)
+    return shape | dict(OVERLAP=bool(shape["OVERLAP"]) and 2 * under > of)

@@ -22,7 +22,7 @@ moves them: producers give some back, consumers take more. Write
 
 The check compares the counts with numbers of its own, has the compiler make both kernels for sm_90 (without a GPU, in
 some ten seconds), and asks the model of phase5_tuning/hopper/model.py how fast the shape is. Where the machine code has
-no exponential under a product of the same warps, the model is asked without overlap. Right is a shape that fits, in
+most exponentials under no product of the same warps, the model is asked without overlap. Right is a shape that fits, in
 whose kernels nothing is spilled and no product waits for the one before (ptxas calls that serialized), and that reaches
 550 TFLOP/s in the model.
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from common import runtime
 from phase5_tuning.hopper import tma
-from phase5_tuning.hopper.parts import aggregate, in_heads
+from phase5_tuning.hopper.parts import aggregate, in_heads, rescaled
 from phase5_tuning.ladder.forward import LOG2E
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Launch, cdiv, descriptors_allowed
@@ -211,16 +211,33 @@ def _thread_sums(p, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _softmax_step(s, m_i, l_i, scale, BLOCK_N: gl.constexpr):
-    """(p, m, l, alpha) of one tile of logits, as in `_attn_fwd_descriptors_kernel`."""
+def _maxima(s, m_i, scale, RISE: gl.constexpr):
+    """(m, shift, alpha): the new maxima, what logits are measured against, and what older sums are multiplied by.
+
+    RISE: a maximum counts if it is higher by so much. So P is at most 2^RISE, and alpha is 1 in most tiles.
+    """
     m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale)
+    if RISE > 0:
+        m_new = gl.where(m_new > m_i + RISE, m_new, m_i)
     shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = gl.exp2(m_i - shift)
+    return m_new, shift, gl.exp2(m_i - shift)
+
+
+@gluon.jit
+def _exponentials(s, shift, alpha, l_i, scale, BLOCK_N: gl.constexpr):
+    """(p, l) of one tile of logits."""
     p = gl.exp2(s * scale - gl.expand_dims(shift, 1))
     sums = _thread_sums(p, BLOCK_N)
     of_sums: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-    l_i = l_i * gl.expand_dims(gl.convert_layout(alpha, of_sums, assert_trivial=True), 1) + sums
-    return p, m_new, l_i, alpha
+    return p, l_i * gl.expand_dims(gl.convert_layout(alpha, of_sums, assert_trivial=True), 1) + sums
+
+
+@gluon.jit
+def _softmax_step(s, m_i, l_i, scale, BLOCK_N: gl.constexpr):
+    """(p, m, l, alpha) of one tile of logits, as in `_attn_fwd_descriptors_kernel`."""
+    m_i, shift, alpha = _maxima(s, m_i, scale, 0)
+    p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
+    return p, m_i, l_i, alpha
 
 
 @gluon.jit
@@ -267,13 +284,18 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.conste
     """(p, p16, acc, m, l) after S of a tile and PV of the one before, whose P is p16. p: registers for S."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
     O_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    # At head_dim 64 there is half as much to rescale: less than it takes to find out that nobody needs it.
+    RISE: gl.constexpr = 8 if OVERLAP and memory.BLOCK_D == 128 else 0
     slot, parity = memory.slot(pair)
     mbarrier.wait(memory.kv_full.index(slot), parity)
     if OVERLAP:
         s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
         acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p, m_i, l_i, alpha = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
+        m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
+        if BLOCK_N == 128:  # fewer maxima are not worth another wait
+            # It passes at once. But the assembler moves no wait for products over it, so maxima stay under PV.
+            mbarrier.wait(memory.kv_full.index(slot), parity)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(memory.kv_empty.index(slot))
     else:
@@ -281,8 +303,10 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.conste
         s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
         acc, s = warpgroup_mma_wait(0, deps=(acc, s))
         mbarrier.arrive(memory.kv_empty.index(slot))
-        p, m_i, l_i, alpha = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
-    acc = acc * gl.expand_dims(gl.convert_layout(alpha, O_ROWS, assert_trivial=True), 1)
+        m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
+    alpha_o = gl.convert_layout(alpha, O_ROWS, assert_trivial=True)
+    acc = rescaled(acc, alpha_o) if RISE > 0 else acc * gl.expand_dims(alpha_o, 1)
+    p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
     p16 = gl.convert_layout(p.to(p16.dtype), p16.type.layout, assert_trivial=True)
     return p, p16, acc, m_i, l_i
 
@@ -409,19 +433,20 @@ def _attn_fwd_hopper_kernel(
         )
 
 
-# By head_dim, padded: at 128, two consumers with 240 registers a thread, queries among them. The source
-# has PV of a tile under the exponentials of the next; the assembler moves the wait up. At 64 three
-# consumers of 160 registers fit, and one's products overlap the exponentials of another.
+# By head_dim, padded: at 128, two consumers with 240 registers a thread, queries among them. PV of a
+# tile runs under the maxima of the next. At 64 three consumers of 160 registers fit, and one's products
+# overlap the exponentials of another.
 SHAPES = {
     64: dict(CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32),
     128: dict(CONSUMERS=2, STAGES=2, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24),
 }
 REGISTERS = {64: 128, 128: 168}  # at launch, for each of 16 or 12 warps
 BLOCK_N = 128
-# Under a causal mask a short sequence is all diagonal: small tiles waste less of it. Measured at
-# head_dim 64 with 512, 1024 and 2048 keys.
-SHORT_KEYS = 1024
-SHORT = SHAPES[128] | dict(STAGES=4, BLOCK_N=64, maxnreg=REGISTERS[128])
+# At head_dim 64, two consumers take fewer queries at once, and pad less of a short sequence.
+SHORT = tuple(SHAPES[128] | dict(STAGES=4, BLOCK_N=n, maxnreg=REGISTERS[128]) for n in (128, 64))
+# Microseconds of a multiprocessor for 64 queries at head_dim 64: for a tile, and for each of its
+# turns. By consumers and keys; fitted to calls with 77 to 16384 keys on an H100.
+US = {(3, 128): (0.80, 0.48), (2, 128): (0.80, 0.565), (2, 64): (0.62, 0.31)}
 CACHED = 16 * 2**20  # bytes of keys and values in use at once: a quarter of an H200's L2
 
 
@@ -487,6 +512,22 @@ class HopperForwardPlan:
         return o, lse
 
 
+def shape_of(columns: int, seq_q: int, seq_k: int, is_causal: bool) -> dict:
+    """The shape that takes the least time for a head, padding included: consumers past the last query count like the
+    others, and a part of a tile of keys like a whole one.
+    """
+
+    def us(shape):
+        tile, turn = US[shape["CONSUMERS"], shape["BLOCK_N"]]
+        rows = shape["CONSUMERS"] * ROWS.value
+        ends = range(ROWS.value, cdiv(seq_q, rows) * rows + 1, ROWS.value)
+        turns = sum(cdiv(min(end, seq_k) if is_causal else seq_k, shape["BLOCK_N"]) for end in ends)
+        return len(ends) * tile + turns * turn
+
+    long = dict(BLOCK_N=BLOCK_N, maxnreg=REGISTERS[columns]) | SHAPES[columns]
+    return min((long, *SHORT), key=us) if columns == 64 else long
+
+
 def plan(q, k, v, is_causal: bool, scale: float, sign: int, **changes) -> HopperForwardPlan:
     """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied by.
 
@@ -500,9 +541,7 @@ def plan(q, k, v, is_causal: bool, scale: float, sign: int, **changes) -> Hopper
     if is_causal:
         of_a_head = max(1, 2 * seq_k * columns * q.itemsize // group)
         together = min(heads, max(1, CACHED // of_a_head))
-    shape = dict(BLOCK_N=BLOCK_N, maxnreg=REGISTERS[columns]) | SHAPES[columns]
-    if columns == 64 and is_causal and min(seq_q, seq_k) <= SHORT_KEYS:
-        shape = SHORT
+    shape = shape_of(columns, seq_q, seq_k, is_causal)
     sizes = dict(
         heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
         BLOCK_D=columns, IS_CAUSAL=is_causal, programs=configs.multiprocessors(q.device.index), **shape,

@@ -256,6 +256,7 @@ STAND_INS = [  # (what a kernel's module has, what stands for it here)
     (hopper_parts.await_count, _await_count),
     (hopper_parts.release_count, _release_count),
     (hopper_parts.under_all_rows, lambda row, columns, layout: row.load().expand(64, columns)),
+    (hopper_parts.rescaled, lambda acc, alpha: acc * alpha.unsqueeze(1)),
     (hopper_parts.in_pairs, lambda x, dtype: x.to(dtype)),
     (hopper_parts.out_of_pairs, lambda x: x.float()),
 ]

@@ -150,6 +150,39 @@ def out_of_pairs(x):
 
 
 @gluon.constexpr_function
+def _unless_all_are_one(numbers):
+    # A thread has two rows of a product's tile: of each four numbers, two belong to either.
+    first, second = 2 * numbers, 2 * numbers + 2
+    products = (f"mul.rn.f32 ${i}, ${i}, ${2 * numbers + i};" for i in range(numbers))
+    return f"""{{
+        .reg .pred other, any;
+        setp.ne.f32 other, ${first}, 0f3F800000;
+        setp.ne.or.f32 other, ${second}, 0f3F800000, other;
+        vote.sync.any.pred any, other, 0xffffffff;
+        @!any bra.uni AS_THEY_ARE;
+        {" ".join(products)}
+        AS_THEY_ARE:
+        }}"""
+
+
+@gluon.constexpr_function
+def _in_place(numbers):
+    return ",".join([*["=f"] * numbers, *map(str, range(numbers)), *["f"] * numbers])
+
+
+@gluon.jit
+def rescaled(acc, alpha):
+    """The sums of a product times alpha, a number for each row. A warp skips the multiplications if all of its alphas
+    are 1.
+    """
+    NUMBERS: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
+    code: gl.constexpr = _unless_all_are_one(NUMBERS)
+    constraints: gl.constexpr = _in_place(NUMBERS)
+    acc, alpha = gl.broadcast(acc, gl.expand_dims(alpha, 1))
+    return gl.inline_asm_elementwise(code, constraints, [acc, alpha], dtype=gl.float32, is_pure=True, pack=NUMBERS)
+
+
+@gluon.constexpr_function
 def _from_lane(eighth):
     # Four lanes hold an eighth; a lane asks the one that stands in them where it does in its own.
     return f"shfl.sync.idx.b32 $0, $1, {4 * eighth}, 0x31f, 0xffffffff;"

@@ -17,7 +17,7 @@ Builds on: `_attn_fwd_hopper_kernel`, whose queue and walk it keeps.
 from common import runtime
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper import tma
-from phase5_tuning.hopper.forward import CACHED, ROWS, HopperForwardPlan, Work, _thread_sums
+from phase5_tuning.hopper.forward import CACHED, ROWS, HopperForwardPlan, Work, _exponentials, _maxima, _thread_sums
 from phase5_tuning.hopper.parts import aggregate, come, in_heads, meet
 from phase5_tuning.ladder.forward import LOG2E
 from phase5_tuning.launch import configs
@@ -201,23 +201,6 @@ def _times(acc, factor, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def _maxima(s, m_i, scale):
-    """(m, shift, alpha): the new maxima, what logits are measured against, and what older sums are multiplied by."""
-    m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale)
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    return m_new, shift, gl.exp2(m_i - shift)
-
-
-@gluon.jit
-def _exponentials(s, shift, alpha, l_i, scale, BLOCK_N: gl.constexpr):
-    """(p, l) of one tile of logits."""
-    p = gl.exp2(s * scale - gl.expand_dims(shift, 1))
-    sums = _thread_sums(p, BLOCK_N)
-    of_sums: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-    return p, l_i * gl.expand_dims(gl.convert_layout(alpha, of_sums, assert_trivial=True), 1) + sums
-
-
-@gluon.jit
 def _first_tile(work, memory, q, p, number, of_q, row, tiles_n, scale, MASKED: gl.constexpr, ME: gl.constexpr):
     """(p, m, l) of the last tile of keys, where the walk begins: the one that may need a mask. p: registers for S."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
@@ -241,7 +224,7 @@ def _first_tile(work, memory, q, p, number, of_q, row, tiles_n, scale, MASKED: g
         if work.IS_CAUSAL:
             visible = visible & (offs_m >= offs_n)
         s = gl.where(visible, s, float("-inf"))
-    m_i, shift, alpha = _maxima(s, m_i, scale)
+    m_i, shift, alpha = _maxima(s, m_i, scale, 0)
     p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
     return p, m_i, l_i
 
@@ -259,7 +242,7 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, number, scale, RESCALES_FIRST: 
     _release_other(ME)
     s = warpgroup_mma_wait(memory.PIECES, deps=(s,))
     mbarrier.arrive(memory.kv_empty.index(of_k))
-    m_i, shift, alpha = _maxima(s, m_i, scale)
+    m_i, shift, alpha = _maxima(s, m_i, scale, 0)
     if RESCALES_FIRST:
         # It passes at once. But the assembler moves no wait for products over it, so the maxima stay under PV.
         memory.filled(number + 1)

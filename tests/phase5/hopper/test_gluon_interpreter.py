@@ -34,7 +34,9 @@ SHAPES = [  # batch, heads_q, heads_kv, seq_q, seq_k, head_dim, is_causal
     (1, 2, 1, 300, 300, 128, True),
     (1, 3, 1, 65, 257, 72, False),
     (1, 1, 1, 200, 100, 128, True),
-    (1, 5, 5, 600, 65, 64, False),  # three consumers go round the ring of keys several times
+    (1, 5, 5, 570, 65, 64, False),  # three consumers go round the ring of keys several times
+    (1, 2, 1, 570, 570, 64, True),
+    (1, 2, 1, 577, 577, 64, False),
     (1, 4, 2, 250, 200, 64, False),
     (1, 4, 2, 300, 300, 192, True),
     (2, 2, 1, 70, 200, 136, True),
@@ -80,6 +82,17 @@ def test_a_walk_that_first_meets_keys_of_minus_infinity(is_causal):
     o = fn(q, k, v, is_causal=is_causal, scale=None, enable_gqa=False)
     right = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=is_causal)
     torch.testing.assert_close(o.float(), right, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("rise", [2, 20])
+def test_logits_that_rise_from_tile_to_tile(rise, head_dim):
+    """With overlap a maximum counts only if it is higher by 8 in base 2: by 2 it may be, and P is more than 1."""
+    q, k, v = inputs((1, 1, 1, 64, 640, head_dim, False))
+    q *= 0.1
+    q[..., 0] = 1
+    k[..., 0] += rise * torch.arange(640).flip(0).div(128, rounding_mode="floor")
+    verify_results(interpreter.attention(), q, k, v, scale=1.0).check()
 
 
 @interpreted_only

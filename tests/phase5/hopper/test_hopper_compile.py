@@ -29,6 +29,7 @@ SIZES = list(itertools.product((64, 128), (False, True)))
 CASES = [
     *(("forward", *sizes, "") for sizes in SIZES),
     ("forward", 64, True, "short"),
+    ("forward", 64, False, "ragged"),
     *(("wide", *sizes, "") for sizes in itertools.product((192, 256), (False, True))),
     *(("backward", *sizes, order) for sizes in SIZES for order in ("", "any order")),
     *(("backward", *sizes, "") for sizes in itertools.product((80, 96), (False, True))),
@@ -51,7 +52,7 @@ def record(which, head_dim, is_causal, dtype, seq=2048):
 
 
 def launch_of(which, head_dim, is_causal, special, dtype):
-    seq = 1024 if special == "short" else 2048
+    seq = dict(short=1024, ragged=577).get(special, 2048)
     with mock.patch.object(hopper_backward, "in_order", return_value=special != "any order"):
         launches = record(which, head_dim, is_causal, dtype, seq)
     return next(launch for launch in launches if launch.name == KERNELS[which])
@@ -91,7 +92,8 @@ ALL_BUT = "wgmma.wait_group.sync.aligned "
 
 
 def forward_words(head_dim, special):
-    consumers, stages, block_n = {64: (3, 4, 128), 128: (2, 2, 128)}[head_dim] if not special else (2, 4, 64)
+    shapes = {(64, ""): (3, 4, 128), (64, "short"): (2, 4, 64), (64, "ragged"): (2, 4, 128), (128, ""): (2, 2, 128)}
+    consumers, stages, block_n = shapes[head_dim, special]
     tile = block_n * head_dim * 2
     words = {
         "atom.global.gpu.relaxed.add.u32 , [ + 0 ],": 1,  # the queue
@@ -216,6 +218,7 @@ def test_products_are_of_the_columns_that_exist(head_dim, widths):
         (("forward", 128, False, ""), (32, 32)),
         (("forward", 128, True, ""), (32, 32)),
         (("forward", 64, True, "short"), (16, 16)),
+        (("forward", 64, False, "ragged"), (16, 32)),
         (("wide", 192, False, ""), (16, 32)),
         (("wide", 256, False, ""), (32, 16)),
         (("wide", 256, True, ""), (32, 16)),
@@ -236,3 +239,12 @@ def test_queries_in_registers_stay_there(case, registers):
     written = {int(to[1]) for x in turn if (to := re.match(r"(?:@!?\w+ )?(?!HGMMA)[A-Z]\S* R(\d+),", x.text))}
     assert written & pv, "P is rounded to 16 bits in every turn"
     assert not written & s
+
+
+@interpreted_only
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_turn_skips_the_rescaling_of_o(is_causal):
+    turn = sass.turn(compiled(FP16)["forward", 128, is_causal, ""].sass)
+    position = {x.address: n for n, x in enumerate(turn)}
+    skipped = [[y.name for y in turn[n + 1 : position.get(x.target, 0)]] for n, x in enumerate(turn) if x.target]
+    assert ["FMUL"] * 64 in skipped
