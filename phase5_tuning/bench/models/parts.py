@@ -31,10 +31,10 @@ COUNTS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128
 
 
 class Graph(decode.Replayed):
-    """A graph of functions that are called one after another."""
+    """A graph of functions that are called one after another, and their tensors, which it writes to again."""
 
     def __init__(self, functions: list):
-        self.calls, self.graph = len(functions), torch.cuda.CUDAGraph()
+        self.calls, self.functions, self.graph = len(functions), functions, torch.cuda.CUDAGraph()
         functions[0]()
         torch.cuda.synchronize()
         with torch.cuda.graph(self.graph):
