@@ -20,6 +20,7 @@ def check(answer):
     for what, lses in (
         ("lse near 200", 200 + eleven),
         ("lse near -200", eleven - 200),
+        ("lse near -2000", eleven - 2000),
         ("each part with a larger lse than the one before", rising),
         ("each part with a smaller lse than the one before", rising.flip(0)),
     ):
@@ -39,7 +40,7 @@ def check(answer):
         if o.dtype != dtype:
             reject(f"o is {o.dtype}, where {dtype} is asked for")
     loads = _check_loads(merge)
-    return f"1 to 20 parts, any of them without keys, all without, lse from -200 to 200; {loads}"
+    return f"1 to 20 parts, any of them without keys, all without, lse from -2000 to 200; {loads}"
 
 
 def _parts(lses, head_dim):
@@ -76,6 +77,7 @@ def _check_case(merge, what, lses):
         "this is the mean of the parts: a part weighs exp(lse - m)": parts.mean(dim=0),
         "this is the sum of the parts: a part weighs exp(lse - m)": parts.sum(dim=0),
         "the sum is not divided by the sum of the weights": undivided,
+        "o of a part is added without its weight exp(lse - m)": parts.sum(dim=0) / total[:, None],
     } | {sentence: of[0] for sentence, of in _wrong_merges(parts, weights).items()}
     require(f"{what}: o", o, undivided / total[:, None], mistakes=mistakes)
     mistakes = {
@@ -83,7 +85,8 @@ def _check_case(merge, what, lses):
         "this is the logarithm of the sum of weights: m is missing": total.log(),
     } | {sentence: of[1] for sentence, of in _wrong_merges(parts, weights).items()}
     mistakes = {} if nobody.any() else mistakes
-    signs = {"a finite number stands for -inf: start m at -inf": bool((lse[nobody] != -INF).any())}
+    signs = {"it is -inf: is m replaced by m_new at the end of a turn?": bool((lse[~nobody] == -INF).any())}
+    signs |= {"a finite number stands for -inf: start m at -inf": bool((lse[nobody] != -INF).any())}
     require(f"{what}: lse", lse, right, mistakes=mistakes, signs=signs)
 
 
@@ -102,12 +105,13 @@ def _wrong_merges(parts, weights, block=8):
             only=slice((len(parts) - 1) // block * block, None)
         ),
     }
+    named["weights are powers of e, as lse is a natural logarithm; yours are powers of 2"] = dict(exp=torch.exp2)
     walks = {sentence: _walk(parts, weights, block, **wrong) for sentence, wrong in named.items()}
     exchanged = (t.reshape(-1, *t.shape[2:]).unflatten(0, t.shape[1::-1]).transpose(0, 1) for t in (parts, weights))
     return walks | {"part p of row r lies at p * rows + r, not at r * parts + p": _walk(*exchanged, block)}
 
 
-def _walk(parts, weights, block, acc=False, l=False, pad=0, only=slice(None)):
+def _walk(parts, weights, block, acc=False, l=False, pad=0, only=slice(None), exp=torch.exp):
     parts, weights = parts[only], weights[only]
     if pad:
         parts = torch.cat([parts, torch.zeros(pad, *parts.shape[1:], dtype=parts.dtype)])
@@ -117,7 +121,7 @@ def _walk(parts, weights, block, acc=False, l=False, pad=0, only=slice(None)):
     for w, part in zip(weights.split(block), parts.split(block), strict=True):
         m_new = torch.maximum(m, w.amax(dim=0))
         shift = m_new.masked_fill(m_new == -INF, 0.0)
-        alpha, weight = torch.exp(m - shift), torch.exp(w - shift)
+        alpha, weight = exp(m - shift), exp(w - shift)
         total = (1.0 if l else alpha) * total + weight.sum(dim=0)
         o = (1.0 if acc else alpha[:, None]) * o + (weight[..., None] * part).sum(dim=0)
         m = m_new

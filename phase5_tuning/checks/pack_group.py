@@ -69,6 +69,9 @@ def _check_rows(attend, heads_q, heads_kv, seq_q):
         return h // group * group + r % group, r // group
 
     exchanged = (t.repeat(1, group, 1, 1) for t in (k, v))
+    divided = (t.flatten(0, 1)[torch.arange(2 * heads_kv) // group].view(t.shape) for t in (k, v))
+    batch, head, _, column = q.stride()
+    as_heads = q.as_strided((2, heads_kv, group * seq_q, 16), (batch, group * head, head, column)).reshape(q.shape)
     padded = [torch.cat([t, 0 * t[:, :, :28]], dim=2) for t in (k, v)]
     mistakes = {
         "q is loaded query after query, and o and lse are stored head after head (or the other way round): rows of a "
@@ -82,6 +85,9 @@ def _check_rows(attend, heads_q, heads_kv, seq_q):
             q, k, v, lambda h, m: (h // group + h % group * heads_kv, m)
         ),
         "query head h reads key head h // group, not h % heads_kv": _whole(q, *exchanged),
+        "pid_bh counts groups, which are heads of keys already: it is not divided by group": _whole(q, *divided),
+        "rows are taken for heads: a head has seq_q of them": _whole(as_heads, k, v),
+        "q has a stride between columns, too": _whole(q.as_strided(q.shape, (*q.stride()[:3], 1)), k, v),
         "every batch entry takes the queries of the first one: has q its batch stride?": _whole(q[:1], k, v),
         "28 keys past the end count as logit 0: mask them": _whole(q, *padded),
         "scale is missing": _whole(4 * q, k, v),
@@ -89,10 +95,11 @@ def _check_rows(attend, heads_q, heads_kv, seq_q):
     mistakes |= {f"q is read with the strides of k{where}": _whole(t, k, v) for where, t in misread(q, k).items()}
     mistakes |= {f"k is read with the strides of v{where}": _whole(q, t, v) for where, t in misread(k, v).items()}
     right = _whole(q, k, v)
-    require(f"lse, {what}", lse, right[1], mistakes={sentence: of[1] for sentence, of in mistakes.items()})
+    s = q.double() @ k.double().repeat_interleave(group, dim=1).mT / 4
+    found = {sentence: of[1] for sentence, of in mistakes.items()}
+    require(f"lse, {what}", lse, right[1], mistakes=found | {"m is missing": right[1] - s.amax(-1)})
     mistakes |= {f"v is read with the strides of k{where}": _whole(q, k, t) for where, t in misread(v, k).items()}
     found = {sentence: of[0] for sentence, of in mistakes.items()}
-    s = q.double() @ k.double().repeat_interleave(group, dim=1).mT / 4
     found["o is not divided by l"] = right[0] * (right[1] - s.amax(-1)).exp()[..., None]
     require(f"o, {what}", o, right[0], mistakes=found)
 
@@ -113,9 +120,11 @@ def _check_parts(attend, parts):
             }
             require_none(signs, f"part {part} of {parts}, which has no keys")
             continue
-        whole, right = (_whole(q, k[:, :, slice(*keys)], v[:, :, slice(*keys)]) for keys in ((0, 150), (begin, end)))
-        if close(lse[part], whole[1]):
-            reject(f"{what}: it took all 150 keys: the walk is from begin_n to end_n")
+        spans = (0, 150), (0, share), (begin, end)
+        whole, first, right = (_whole(q, k[:, :, slice(*keys)], v[:, :, slice(*keys)]) for keys in spans)
+        for taken, of in (("all 150 keys", whole), ("the keys of part 0", first)):
+            if close(lse[part], of[1]) and not close(lse[part], right[1]):
+                reject(f"{what}: it took {taken}: the walk is from begin_n to end_n")
         require(f"lse of {what}", lse[part], right[1])
         require(f"o of {what}", o[part], right[0], rtol=2e-3, atol=2e-3)
 

@@ -1741,6 +1741,26 @@ WRONG = {
         ),
         Wrong("no scale", {"q, k, v, scale, visible)": "q, k, v, 1.0, visible)"}, "scale is missing"),
         Wrong(
+            "rows as heads",
+            {
+                "offs_h * stride_q[1] + offs_m * stride_q[2]": (
+                    "(pid_bh % heads_kv * group + offs_r) * stride_q[1] + 0 * offs_m"
+                )
+            },
+            "rows are taken for heads",
+        ),
+        Wrong("columns side by side", {"offs_d[None, :] * stride_q[3]": "offs_d[None, :]"}, "a stride between columns"),
+        Wrong(
+            "keys of pid_bh // group",
+            {
+                "head_base(k_ptr, stride_k, pid_bh, heads_kv)": "head_base(k_ptr, stride_k, pid_bh // group, heads_kv)",
+                "head_base(v_ptr, stride_v, pid_bh, heads_kv)": "head_base(v_ptr, stride_v, pid_bh // group, heads_kv)",
+            },
+            "it is not divided by group",
+        ),
+        Wrong("the first part's keys", {"range(begin_n, end_n,": "range(0, share,"}, "it took the keys of part 0"),
+        Wrong("lse without m", {"lse_ptr + row, m_i + tl.log": "lse_ptr + row, tl.log"}, "m is missing"),
+        Wrong(
             "q in fp32",
             {
                 "other=0.0)\n\n    k_head": "other=0.0).to(tl.float32)\n\n    k_head",
@@ -1805,6 +1825,12 @@ WRONG = {
             "the first block alone", {"range(0, parts, BLOCK_P)": "range(0, BLOCK_P, BLOCK_P)"}, "only the first block"
         ),
         Wrong("reads past the end", {"mask=there, other": "mask=offs_p >= 0, other"}, "go past the last part"),
+        Wrong("powers of 2", {"tl.exp(m - shift), tl.exp(": "tl.exp2(m - shift), tl.exp2("}, "yours are powers of 2"),
+        Wrong("m stays", {"        m = m_new\n": ""}, "is m replaced by m_new"),
+        Wrong("o without weights", {"tl.sum(weight[:, None] * o_part,": "tl.sum(o_part,"}, "added without its weight"),
+        Wrong(
+            "not below -1000", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "tl.maximum(m_new, -1000.0)"}, "-2000"
+        ),
         Wrong(
             "parts of a row as neighbors",
             {"slot = offs_p * rows + row": "slot = row * parts + offs_p"},
