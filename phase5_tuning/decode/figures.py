@@ -8,8 +8,6 @@ from common.measure.records import describe
 from common.style import COLORS
 
 CASE = "batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim"
-OURS = dict(color=COLORS["tiled"], marker="o")
-PEER = dict(color=COLORS["peer"], marker="v", markeredgecolor=COLORS["ink"], markeredgewidth=0.6)
 
 
 def by_case(record: dict, key: str) -> dict[tuple, dict]:
@@ -34,33 +32,45 @@ def best_peer(providers: Mapping[str, dict]) -> float:
     return min(row["ms"] for name, row in providers.items() if name != "ours")
 
 
-def roofline(record: dict, queries: Sequence[int], case: tuple) -> None:
-    """FLOP/s over FLOPs per byte, for several numbers of queries; case: with any number of them."""
-    batch, heads_q, heads_kv, _, seq_k, head_dim = case
+def step(text: str, after: str) -> None:
+    """One step of a model that writes: the query of the last token meets the keys and values of all tokens so far."""
+    fig, ax = style.drawing(8.5, 3.0)
+    last = len(text) - 1
+    for i, character in enumerate(text):
+        style.box(ax, i, 4.7, character, size=11, color="white", edge=COLORS["ink"])
+        style.box(ax, i, 1, "k", color=style.TINT["k"])
+        style.box(ax, i, 0, "v", color=style.TINT["v"])
+        style.arrow(ax, (last + 0.5, 3.7), (i + 0.5, 2.05), COLORS["q"])
+    style.box(ax, last, 3.7, "q", color=style.TINT["q"])
+    style.box(ax, last + 1.6, 4.7, after, size=11, color="white", edge=COLORS["ink"], ls="--")
+    style.arrow(ax, (last + 1.05, 5.2), (last + 1.55, 5.2))
+    for y, words in ((5.2, "tokens"), (1, "cache"), (4.2, "one query")):
+        ax.text(-0.3, y, words, ha="right", va="center", fontsize=10)
+    ax.set(xlim=(-3.2, last + 3), ylim=(-0.1, 5.9))
+    below = "a key and a value below each, and the query of the last one, which meets all of them"
+    style.show(fig, f"The tokens {text!r}, {below}. Then the next token is written: {after!r}.")
+
+
+def roofline(record: dict, queries: Sequence[int], group: int) -> None:
+    """The most FLOP/s that memory and products allow, and where calls of so many queries stand."""
     copy, gemm = (record["ceilings"][name] for name in ("copy_bytes_per_s", "gemm_flops_per_s"))
     fig, ax = style.new(7.5, 3.6)
-    reach = [1, gemm / copy, 4096]
-    ax.loglog(reach, [min(gemm, x * copy) / 1e12 for x in reach], color=COLORS["limit"], lw=1.2)
-    ax.annotate(f"a copy: {copy / 1e12:.1f} TB/s", (12, 12 * copy / 1e12), (-6, 10), textcoords="offset points",
-                ha="right", fontsize=9)  # fmt: skip
-    ax.annotate(f"a matrix product: {gemm / 1e12:.0f} TFLOP/s", (gemm / copy, gemm / 1e12), (0, 5),
-                textcoords="offset points", fontsize=9)  # fmt: skip
-    cases, said = by_case(record, "provider"), []
-    for i, n in enumerate(queries):
-        of = cases[batch, heads_q, heads_kv, n, seq_k, head_dim]
-        flops = 4 * batch * heads_q * n * seq_k * head_dim
-        x = flops / of["ours"]["bytes"]
-        for (name, ms), look in zip((("ours", of["ours"]["ms"]), ("SDPA", best_peer(of))), (OURS, PEER), strict=True):
-            ax.plot(x, flops / ms / 1e9, **look, markersize=9, ls="", label="" if i else name)
-            said.append(f"{n}, {name}: {flops / ms / 1e9:.0f}")
-        ax.annotate(f"{n} {'query' if n == 1 else 'queries'}", (x, flops / best_peer(of) / 1e9), (8, -12),
-                    textcoords="offset points", fontsize=9)  # fmt: skip
-    ax.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOP/s", xlim=(1, 4096), ylim=(1, 2000))
-    ax.legend(loc="lower right", title="measured")
+    roof = {x: min(gemm, x * copy) / 1e12 for x in (1, gemm / copy, 4096)}
+    ax.loglog([*roof], [*roof.values()], color=COLORS["limit"], lw=1.2)
+    words = dict(textcoords="offset points", fontsize=9)
+    ax.annotate(f"a copy: {copy / 1e12:.1f} TB/s", (12, 12 * copy / 1e12), (-6, 10), ha="right", **words)
+    ax.annotate(f"matrix products: {gemm / 1e12:.0f} TFLOP/s", (gemm / copy, gemm / 1e12), (0, 5), **words)
+    said = []
+    for n in queries:
+        most = min(gemm, n * group * copy) / 1e12
+        ax.plot(n * group, most, "o", color=COLORS["tiled"], markersize=9)
+        ax.annotate(f"{n} {'query' if n == 1 else 'queries'}", (n * group, most), (8, -13), **words)
+        said.append(f"{n}: {most:.0f}")
+    ax.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOP/s at most", xlim=(1, 4096), ylim=(1, 2000))
     style.show(
         fig,
-        "A roofline: a slope, the speed of a copy, and above it a flat roof, the speed of a matrix product. TFLOP/s by "
-        f"queries: {'; '.join(said)}.",
+        "A roofline: a slope, the speed of a copy, and above it a flat roof, the speed of matrix products. TFLOP/s at "
+        f"most, by queries in groups of {group}: {', '.join(said)}.",
         describe(record),
     )
 
