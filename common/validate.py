@@ -181,12 +181,14 @@ def refuse_transforms(*tensors) -> None:
             torch._dynamo.graph_break(msg=NO_FORWARD_MODE)
         if any(is_functorch_wrapped_tensor(t) or forward_ad.unpack_dual(t).tangent is not None for t in tensors):
             raise RuntimeError(NO_FORWARD_MODE)
-    if not torch.compiler.is_compiling() and any(map(_tracked_by_func, tensors)):
-        raise RuntimeError(NO_FUNC)
+    if not torch.compiler.is_compiling():
+        for t in tensors:
+            if isinstance(t, torch.Tensor) and is_functorch_wrapped_tensor(t) and _tracked_by_func(t):
+                raise RuntimeError(NO_FUNC)
 
 
 def _tracked_by_func(t: torch.Tensor) -> bool:
-    while isinstance(t, torch.Tensor) and is_functorch_wrapped_tensor(t):
+    while is_functorch_wrapped_tensor(t):
         if is_gradtrackingtensor(t):
             return True
         t = get_unwrapped(t)

@@ -4,6 +4,7 @@ import math
 from unittest import mock
 
 from common import runtime
+from common.speak.text import encode, lines
 from phase4_backward import train
 
 import torch
@@ -40,7 +41,7 @@ def gradients(model, attention):
     """The gradients of the weights that make Q in the last layer, and of the token table below all layers."""
     for block in model.blocks:
         block.attention = attention
-    tokens = train.encode("".join(train.lines(held_out=True))[: 32 * 65]).view(32, 65)
+    tokens = encode("".join(lines(held_out=True))[: 32 * 65]).view(32, 65)
     logits = model(tokens[:, :-1].to(runtime.DEVICE)).flatten(0, 1)
     loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten().to(runtime.DEVICE))
     qkv, table = torch.autograd.grad(loss, (model.blocks[-1].qkv.weight, model.token.weight))

@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 NAMES = "query", "key", "value"
+PLAIN = torch.Tensor, torch.nn.Parameter
 
 # --- autograd ------------------------------------------------------------------------------------------------------
 
@@ -25,8 +26,10 @@ def _traced(*tensors) -> bool:
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
         return True
-    plain = torch.Tensor, torch.nn.Parameter
-    return any(type(t) not in plain or not torch._C._has_storage(t) for t in tensors if t is not None)
+    for t in tensors:  # noqa: SIM110, a generator takes longer
+        if t is not None and (type(t) not in PLAIN or not torch._C._has_storage(t)):
+            return True
+    return False
 
 
 @torch.library.custom_op("flash_attention_course::tuned_forward", mutates_args=())

@@ -7,6 +7,8 @@ from unittest import mock
 
 from common import runtime
 from common.learn import doctor
+from common.measure import records
+from common.phases import ROOT
 from common.verify import guard
 
 import numpy as np
@@ -18,6 +20,12 @@ interpreted_only = pytest.mark.skipif(not runtime.INTERPRETED, reason="looks ins
 needs_interpreter = pytest.mark.skipif(doctor.interpreter_fails(), reason="Triton 3.6's fails with this NumPy")
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def of_phase_5(name):
+    """Phase 5's record of that name, of the first card that has one."""
+    path = min(ROOT.glob(f"phase5_tuning/results/h?00_{name}.json"))
+    return records.load("phase5_tuning", path.stem)
 
 
 def for_target(name):

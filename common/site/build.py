@@ -74,6 +74,7 @@ def linked(text: str) -> str:
     text = re.sub(r"\]\(phase\w+/exercises/(\w+)\.py\)", r"](exercises.md#\1)", text)
     text = re.sub(r"\]\(((?:phase|common)[\w/]+)\.py\)", lambda m: f"](code.md#{_anchor(m[1])})", text)
     text = re.sub(r"\]\((phase\w+/results/\w+)\.json\)", lambda m: f"](records.md#{_anchor(m[1])})", text)
+    text = re.sub(r"\]\(phase\w+/results/README\.md\)", "](records.md)", text)
     return re.sub(rf"\]\(({'|'.join(BESIDE)})\.md\)", lambda m: f"]({m[1].lower()}.md)", text)
 
 
@@ -145,13 +146,21 @@ def api_page() -> str:
 
 
 def records_page() -> str:
-    parts = ["# Records\n", "What was measured on a GPU, with what and when. Times are medians in milliseconds.\n"]
+    parts = [linked(_from_root(path)) for path in ROOT.glob("phase*/results/README.md")]
+    parts.append("## Rows\n\nTimes are medians in milliseconds.\n")
     for path in sorted(ROOT.glob("phase*/results/*.json")):
         record = records.load(path.parent.parent.name, path.stem)
         name = path.relative_to(ROOT).with_suffix("")
-        parts.append(f"({_anchor(str(name))})=\n## {name}\n\n{records.describe(record)}\n")
+        parts.append(f"({_anchor(str(name))})=\n### {name}\n\n{records.describe(record)}\n")
         parts.append(_table(record["rows"]))
     return "\n".join(parts)
+
+
+def _from_root(page: Path) -> str:
+    """A page of a phase's results whose links begin at the root: its records stand beside it, its chapters above."""
+    folder = page.parent.relative_to(ROOT)
+    text = re.sub(r"\]\((\w+\.json)\)", rf"]({folder}/\1)", page.read_text())
+    return re.sub(r"\]\(\.\./(\w+\.ipynb)\)", rf"]({folder.parent}/\1)", text)
 
 
 def _table(rows: list[dict]) -> str:

@@ -21,6 +21,7 @@ LINES = {  # a provider looks the same in every picture
     "sdpa-flash": dict(color=COLORS["peer"], marker="v", linestyle="--"),
     "flex": dict(color=COLORS["v"], marker="^", linestyle="-."),
     "sdpa-cudnn": dict(color=COLORS["s"], marker="D", linestyle="--"),
+    "flash-attn-3": dict(color=COLORS["k"], marker="p", linestyle="--"),
     "flash-attn-4": dict(color=COLORS["state"], marker="P", linestyle="--"),
     "flash-attn-4-det": dict(color=COLORS["state"], marker="X", linestyle=":"),
     "ours": dict(color=COLORS["tiled"], marker="o"),

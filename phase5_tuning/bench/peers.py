@@ -11,9 +11,10 @@
 
 Providers take turns, two each, once in either order, each after a rest and a warm-up; naive runs by itself, as its
 graph may leave no memory to others. The backward pass is timed by itself, on a graph that exists already. A case that a
-peer does not support, or that does not fit into memory, is a row that says so. FLOP/s count what the algorithm needs (4
-batch heads seq_q seq_k head_dim forward, 2.5 times that backward, half under a causal mask), not what a kernel
-recomputes.
+peer does not support, or that does not fit into memory, is a row that says so: flash-attn-3 (package fa3-fwd) has a
+forward pass in bf16 alone. FLOP/s count what the algorithm needs (4 batch heads seq_q seq_k head_dim forward, 2.5 times
+that backward, half under a causal mask), not what a kernel recomputes. The shapes of real models, with grouped heads,
+are timed by bench/models/shapes.py.
 """
 
 import functools
@@ -94,7 +95,16 @@ def flex(q, k, v, is_causal):
     return _compiled_flex()(q, k, v, block_mask=_causal_blocks(q.shape[2]) if is_causal else None)
 
 
+def flash_attn_3(q, k, v, is_causal):
+    """FlashAttention-3's forward pass in bf16, for a head_dim of 64 to 256. The causal mask is lower right."""
+    from fa3_fwd_interface import flash_attn_func
+
+    o = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=is_causal, num_splits=0)
+    return (o[0] if isinstance(o, tuple) else o).transpose(1, 2)
+
+
 def flash_attn_4(deterministic, q, k, v, is_causal):
+    """FlashAttention-4. The causal mask is lower right."""
     from flash_attn.cute import flash_attn_func
 
     o = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=is_causal, deterministic=deterministic)
@@ -161,6 +171,7 @@ PROVIDERS = {
     "sdpa-flash": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa-cudnn": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
     "flex": flex,
+    "flash-attn-3": flash_attn_3,
     "flash-attn-4": functools.partial(flash_attn_4, False),
     # The same bits in every run, as ours.
     "flash-attn-4-det": functools.partial(flash_attn_4, True),
@@ -180,6 +191,7 @@ PROVIDERS = {
     "64x64 in 3 stages": functools.partial(forward_only, configs.Config(64, 64, 4, 3)),
     "64x64 in 1 stage": functools.partial(forward_only, configs.Config(64, 64, 4, 1)),
 }
+PACKAGES = {"flash-attn-3": "fa3-fwd", "flash-attn-4": "flash-attn-4"}
 LADDER_PROVIDERS = ["phase 4", *(p for p in PROVIDERS if p.startswith("rung: ")), "ours"]
 
 
@@ -194,36 +206,52 @@ def timed(provider, mode, q, k, v, do, is_causal):
     fn = PROVIDERS[provider]
     if provider == "K pre-transposed":
         k = k.detach().mT.contiguous().mT.requires_grad_()
-    graph = []
 
     def forward():
         with torch.no_grad():
             return fn(q, k, v, is_causal)
 
-    def backward():
-        if not graph:  # in the first call, which is not timed
-            graph.append(fn(q, k, v, is_causal))
-        return torch.autograd.grad(graph[0], (q, k, v), do, retain_graph=True)
-
     def both():
         return torch.autograd.grad(fn(q, k, v, is_causal), (q, k, v), do)
 
+    backward = gradients(lambda: fn(q, k, v, is_causal), (q, k, v), do)
     return {"fwd": forward, "bwd": backward, "both": both}[mode]
 
 
-def check(dtype, batch, heads, head_dim, seq, is_causal):
-    """Verify ours: one head, the last of as many as are timed, as tiles depend on their number.
+def gradients(forward, inputs, do):
+    """A function of no arguments: the backward pass by itself, on the graph that `forward` makes in the first call."""
+    graph = []
 
-    Raises VerificationError.
+    def backward():
+        if not graph:
+            graph.append(forward())
+        return torch.autograd.grad(graph[0], inputs, do, retain_graph=True)
+
+    return backward
+
+
+def check(dtype, batch, heads, head_dim, seq, is_causal, *, heads_kv=None, seq_k=None, backward=True):
+    """Verify ours: one group of heads, the last of as many as are timed, as tiles depend on their number.
+
+    heads_kv, seq_k: where keys and values have others than queries. Raises VerificationError.
     """
-    others = (0, 0, 0, 0, heads - 1, 0, batch - 1, 0)
+    heads_kv = heads_kv or heads
+    group = heads // heads_kv
 
     def among_others(q, k, v, *, is_causal, scale, enable_gqa):
-        results = FlashAttention.apply(*(F.pad(t, others) for t in (q, k, v)), is_causal)
-        return tuple(result[-1:, -1:] for result in results)
+        others = [(0, 0, 0, 0, n - t.shape[1], 0, batch - 1, 0) for n, t in ((heads, q), (heads_kv, k), (heads_kv, v))]
+        results = FlashAttention.apply(*(F.pad(t, pad) for t, pad in zip((q, k, v), others, strict=True)), is_causal)
+        return tuple(result[-1:, -group:] for result in results)
 
-    q, k, v = make_qkv(1, 1, seq, head_dim, dtype=DTYPES[dtype], device=runtime.DEVICE)
-    verify_results(among_others, q, k, v, do=torch.randn_like(q), is_causal=is_causal, compare_sdpa=False).check()
+    q, k, v = make_qkv(1, group, seq, head_dim, heads_kv=1, seq_k=seq_k, dtype=DTYPES[dtype], device=runtime.DEVICE)
+    do = torch.randn_like(q) if backward else None
+    options = dict(do=do, is_causal=is_causal, enable_gqa=True, compare_sdpa=False)
+    verify_results(among_others, q, k, v, **options).check()
+
+
+def packages_of(providers) -> list[str]:
+    """The packages beside PyTorch that these providers come from."""
+    return [package for peer, package in PACKAGES.items() if any(p.startswith(peer) for p in providers)]
 
 
 def run(args) -> list[dict]:
@@ -320,8 +348,8 @@ def main(argv=None) -> int:
 
     args, rows = arguments(argv), []
     kernels, settings = recorded(args.provider)
-    packages = ["flash-attn-4"] if any(p.startswith("flash-attn-4") for p in args.provider) else []
-    code = records.main("phase5_tuning", kernels, lambda: rows.extend(run(args)) or rows, args, packages, settings)
+    measure = lambda: rows.extend(run(args)) or rows  # noqa: E731
+    code = records.main("phase5_tuning", kernels, measure, args, packages_of(args.provider), settings)
     if code:
         return code
     made, console = table(rows, args.clock), Console()

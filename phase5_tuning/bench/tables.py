@@ -1,13 +1,15 @@
-"""What the records say, as text: the chapter's tables and the README's. `python -m phase5_tuning.bench.tables` draws
-the README's picture and prints its table.
+"""What the records say, as text: the chapter's tables, the README's and those of results/README.md.
+
+`python -m phase5_tuning.bench.tables` draws the README's picture, prints its table, and writes results/README.md anew.
 """
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Mapping
 
 from common.arguments import arguments
-from common.measure.records import load
+from common.measure.records import describe, load
 from common.phases import ROOT
 from phase5_tuning.bench import figures
 from phase5_tuning.bench.figures import CASES, mask
@@ -16,7 +18,10 @@ NAMES = {
     "ours": "last rung",
     "hopper": "this chapter",
     "hopper in any order": "this chapter, any order",
+    "sdpa": "SDPA",
+    "sdpa-flash": "FlashAttention-2",
     "sdpa-cudnn": "cuDNN",
+    "flash-attn-3": "FlashAttention-3",
     "flash-attn-4": "FlashAttention-4",
     "flash-attn-4-det": "FlashAttention-4, fixed order",
 }
@@ -123,15 +128,15 @@ def without_an_idea(record: dict) -> str:
 
 
 def beside_the_faster(*records: dict, ours: str = "hopper", backward_peer: str = "flash-attn-4-det") -> Shares:
-    """This chapter's speed by the faster peer's, by case."""
+    """This chapter's speed by that of the fastest peer that was measured, by case."""
     speeds = {}
-    for r in (r for record in records for r in record["rows"]):
+    for r in (r for record in records for r in record["rows"] if "tflops" in r):
         case = r["dtype"], r["mode"], r["head_dim"], r["is_causal"], r["seq"]
         speeds.setdefault(case, {})[r["provider"]] = r["caller_tflops"], r["tflops"]
     found = {}
     for case, of in speeds.items():
-        peers = "sdpa-cudnn", "flash-attn-4" if case[1] == "fwd" else backward_peer
-        found[case] = tuple(of[ours][i] / max(of[peer][i] for peer in peers) for i in range(2))
+        peers = "sdpa-cudnn", "flash-attn-3", "flash-attn-4" if case[1] == "fwd" else backward_peer
+        found[case] = tuple(of[ours][i] / max(of[peer][i] for peer in peers if peer in of) for i in range(2))
     return found
 
 
@@ -297,6 +302,20 @@ PROVIDERS = {
 }
 
 
+def card(*records: dict) -> str:
+    """The card of records, such as "H200". Raises ValueError where they are of several, as no table mixes cards."""
+    cards = {record["provenance"]["gpu"].split()[1] for record in records}
+    if len(cards) > 1:
+        raise ValueError(f"expected records of one card, got {', '.join(sorted(cards))}")
+    return cards.pop()
+
+
+def readme_title() -> str:
+    """The line above the README's table."""
+    on = card(*(load("phase5_tuning", name) for name in RECORDS))
+    return f"TFLOP/s on an {on}, fp16, one sequence of {SEQ} tokens, 2048 columns (heads times head_dim):"
+
+
 def readme_rates() -> Rates:
     return rates(load("phase5_tuning", name) for name in RECORDS)
 
@@ -318,8 +337,98 @@ def fingerprint() -> str:
     return hashlib.sha256(readme_table().encode()).hexdigest()[:16]
 
 
+# --- results/README.md -----------------------------------------------------------------------------------------------
+
+PAGE = ROOT / "phase5_tuning" / "results" / "README.md"
+BEGIN, END = "<!-- written by python -m phase5_tuning.bench.tables -->", "<!-- end -->"
+HOLDS = {  # by a record's name without its card: what it holds, and the chapters that show it
+    "": ("ours, which was the last rung then, and its peers: fp16, 512 to 16384 tokens", "tuning, hopper"),
+    "bf16": ("the same in bf16, from 1024 tokens", "tuning"),
+    "context_2": ("attention over two GPUs", "context_parallel"),
+    "counters": (
+        "what a profiler counts in every rung, in the Hopper kernels and in FlashAttention-4",
+        "tuning, hopper",
+    ),
+    "deadends": ("what did not help", "tuning"),
+    "decode": ("few queries on long caches, beside their peers", "decode"),
+    "grouped": ("60 backward passes with grouped heads", ""),
+    "hopper_backward": ("the Hopper kernels' backward pass beside its peers, fp16", "hopper"),
+    "hopper_backward_bf16": ("the same in bf16", "hopper"),
+    "hopper_beside": ("arithmetic while a product is under way", "hopper"),
+    "hopper_counters": ("counters before 96 instructions were removed from the backward pass", "hopper"),
+    "hopper_forward": ("the Hopper kernel's forward pass beside its peers, fp16 and bf16", "hopper"),
+    "hopper_forward_again": ("the same command, run 14 minutes before", "hopper"),
+    "hopper_ideas": ("the Hopper kernel's forward pass without one of its ideas", "hopper"),
+    "hopper_leaderboard": ("one case, each pass and both in one call", "hopper"),
+    "host": ("what the host takes for a small call, step by step", "tuning"),
+    "host_triton_3_6": ("the same with Triton 3.6", "tuning"),
+    "ladder": ("every rung of the ladder, 4096 and 16384 tokens", "tuning"),
+    "long": ("one head of 128 to 65536 tokens, beside attention with S in memory", "tuning"),
+    "models": ("the shapes of real models, below", ""),
+    "parts": ("one query, with any number of parts of the keys", "decode"),
+    "power": ("how a GPU's clock and power settle", "tuning"),
+    "registers": ("one tile with and without a limit of registers", "tuning"),
+    "turns": ("the order of heads in the backward pass, counted and timed", "hopper"),
+}
+OF_SHAPES = "models", "grouped"  # records whose rows are listed below
+SIZES = "batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim"
+
+
+def list_of_records(found: Mapping[str, dict]) -> str:
+    """A line for each record in Markdown: card, versions, date, what it holds, who shows it, and its command."""
+    lines = ["| Record | Card | Triton, date | What | Chapter | Command |", "|---" * 6 + "|"]
+    for name, record in found.items():
+        p = record["provenance"]
+        what, chapters = HOLDS[_without_card(name)]
+        when = f"{p['triton']}, {p['date'][:10]}" + ("; awaits a new measurement" if record["stale"] else "")
+        command = re.sub(r" --commit \S+", "", p["command"])
+        links = ", ".join(f"[{chapter}](../{chapter}.ipynb)" for chapter in chapters.split(", ") if chapter)
+        lines.append(f"| [{name}]({name}.json) | {card(record)} | {when} | {what} | {links} | `{command}` |")
+    return "\n".join(lines)
+
+
+def _without_card(name: str) -> str:
+    return name.partition("_")[2]
+
+
+def table_of_shapes(record: dict) -> str:
+    """Ours beside the fastest peer, in Markdown: a line for each shape and pass."""
+    cases = {}
+    for r in record["rows"]:
+        cases.setdefault((r["shape"], r["mode"], *(r[key] for key in SIZES), r["is_causal"]), {})[r["provider"]] = r
+    lines = ["| Shape | Batch, heads / of keys, queries x keys, head_dim | Pass | us | GPU's clock | Caller's clock |"]
+    lines.append("|---" * 6 + "|")
+    for (shape, mode, batch, heads_q, heads_kv, seq_q, seq_k, head_dim, causal), of in cases.items():
+        sizes = f"{batch}, {heads_q} / {heads_kv}, {seq_q} x {seq_k}, {head_dim}, {mask(causal)}"
+        shares = " | ".join(_beside_the_fastest(of, clock) for clock in ("ms", "caller_ms"))
+        lines.append(f"| {shape} | {sizes} | {figures.PASSES[mode]} | {1e3 * of['ours']['ms']:.1f} | {shares} |")
+    return "\n".join(lines)
+
+
+def _beside_the_fastest(of: Mapping[str, dict], clock: str) -> str:
+    """Our speed by that of the fastest peer, its name, and by FlashAttention-4's in a fixed order where it is there."""
+    peers = {name: row[clock] for name, row in of.items() if name != "ours" and clock in row}
+    fastest = min(peers, key=peers.get)
+    ours = of["ours"][clock]
+    line = f"{peers[fastest] / ours:.2f} of {NAMES[fastest]}"
+    fixed = peers.get("flash-attn-4-det")
+    return line if fixed is None or fixed == peers[fastest] else f"{line}; {fixed / ours:.2f} of the fixed order"
+
+
+def results_page() -> str:
+    """results/README.md, with what the records say between its marks."""
+    found = {path.stem: load("phase5_tuning", path.stem) for path in sorted(PAGE.parent.glob("*.json"))}
+    parts = [list_of_records(found)]
+    for name, record in found.items():
+        if _without_card(name) in OF_SHAPES:
+            parts.append(f"## {name}\n\n{describe(record)}\n\n{table_of_shapes(record)}")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return "\n\n".join([before + BEGIN, *parts, END]) + rest.partition(END)[2]
+
+
 if __name__ == "__main__":
     arguments()
     figure = figures.bars(readme_rates(), PROVIDERS, SEQ)
     figure.savefig(PICTURE, dpi=110, metadata=dict(records=fingerprint()))
-    print(readme_table())
+    PAGE.write_text(results_page())
+    print(readme_title(), readme_table(), sep="\n\n")

@@ -47,21 +47,23 @@ def runner(compiled, grid: tuple[int, int, int], described: Sequence, rest: Sequ
     else:
         fixed = compiled.function, *flags, None, None, metadata, None, None, None
     listening = knobs.runtime.launch_enter_hook.calls, knobs.runtime.launch_exit_hook.calls
-    seen, count = [{} for _ in described], len(described)
+    count = len(described)
+    # Of each tensor that goes as a descriptor: its place, the descriptors that were made by address, how, and of what.
+    encoded_at = [(i, {}, d, kind) for i, (d, kind) in enumerate(zip(described, kinds, strict=True))]
 
     def launch(*tensors):
         if listening[0] or listening[1]:
             return by_triton(*tensors)
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
         arguments = []
-        for of_address, d, kind, address, t in zip(seen, described, kinds, addresses, tensors, strict=False):
+        for i, of_address, d, kind in encoded_at:
+            address = tensors[i].data_ptr()
             encoded = of_address.get(address)
             if encoded is None:
                 if len(of_address) >= LIMIT:
                     of_address.clear()
-                encoded = of_address[address] = encode(d.at(t), kind)
+                encoded = of_address[address] = encode(d.at(tensors[i]), kind)
             arguments += encoded
-        arguments += addresses[count:]
+        arguments += [None if t is None else t.data_ptr() for t in tensors[count:]]
         arguments += rest
         if in_a_list:
             launcher(*grid, stream_of(device), *fixed, arguments)

@@ -81,11 +81,12 @@ def attention_forward(
 class ForwardPlan:
     """A function of q, k and v for all calls of one kind.
 
-    rows: the shape of the LSE. sign: of the scale. as_given: no input is converted.
+    rows: the shape of the LSE, as a tuple, with which memory is had sooner than with a torch.Size. sign: of the scale.
+    as_given: no input is converted.
     """
 
     launch: Launch | split_kv.SplitLaunch | folded.FoldedLaunch
-    rows: torch.Size
+    rows: tuple[int, ...]
     sign: int
     as_given: bool
 
@@ -164,7 +165,7 @@ def _plan(q, k, v, is_causal, scale, kernel, config, lower_right) -> Callable:
         if kernel == HOPPER:
             return hopper_forward.plan(q, k, v, is_causal, scale, sign)
         q, k, v = converted
-        (batch, heads_q, seq_q, head_dim), rows = q.shape, q.shape[:3]
+        (batch, heads_q, seq_q, head_dim), rows = q.shape, tuple(q.shape[:3])
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
         if kernel == SPLIT:

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import re
 import sys
 from unittest import mock
 
@@ -83,7 +84,22 @@ def test_every_row_has_times_or_losses_or_says_why_not(folder, name):
 
 
 def test_the_readme_says_what_the_records_say():
-    assert tables.readme_table() in (ROOT / "README.md").read_text()
+    assert f"{tables.readme_title()}\n\n{tables.readme_table()}" in (ROOT / "README.md").read_text()
+
+
+def test_the_page_of_results_says_what_the_records_say():
+    written = tables.PAGE.read_text()
+    assert tables.results_page() == written, "python -m phase5_tuning.bench.tables writes it anew"
+    of_phase_5 = {name for folder, name in RECORDED if folder == "phase5_tuning"}
+    assert set(re.findall(r"^\| \[(\w+)\]\(\1\.json\)", written, re.MULTILINE)) == of_phase_5
+
+
+@pytest.mark.parametrize("name", [name for name, (_, chapters) in tables.HOLDS.items() if chapters])
+def test_a_chapter_that_shows_a_record_names_it(name):
+    quoted = rf"(h\d00_)?{name}" if name else r"h\d00"
+    for chapter in tables.HOLDS[name][1].split(", "):
+        text = (ROOT / "phase5_tuning" / f"{chapter}.ipynb").read_text()
+        assert re.search(rf'\\"{quoted}\\"', text), chapter
 
 
 def test_the_readmes_picture_is_of_the_records():

@@ -5,23 +5,24 @@ import json
 
 from common import runtime
 from common.measure import records
+from common.speak import text, trained
+from common.speak.gpt import complete
 from common.verify.mistakes.table import MISTAKES
 from phase2_tiling.tiling import attention as one_head
 from phase4_backward import speak, train
 from phase4_backward.backward import flash_attention
-from phase4_backward.train import complete
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-HELD_OUT = [line.strip() for line in train.lines(held_out=True)]
+HELD_OUT = [line.strip() for line in text.lines(held_out=True)]
 LISTED = [*HELD_OUT[:40], *(line for line in HELD_OUT if line[2] == " "), "7 seven"]
 
 
 @pytest.fixture(scope="module")
 def model():
-    return speak.load()
+    return trained.load()
 
 
 def prompts(written):
@@ -41,10 +42,10 @@ def without_mask(q, k, v, is_causal):
 
 def without_cache(model, prompt):
     """The whole line is computed anew for each token."""
-    tokens = train.encode(prompt)[None].to(runtime.DEVICE)
+    tokens = text.encode(prompt)[None].to(runtime.DEVICE)
     while tokens.shape[1] < model.context and not (tokens == 0).any():
         tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(dim=-1)], dim=1)
-    return train.decode(tokens[0]).split("\n")[0]
+    return text.decode(tokens[0]).split("\n")[0]
 
 
 def test_the_model_writes_numbers_that_it_was_not_trained_on(model):
@@ -57,7 +58,7 @@ def test_it_writes_with_the_kernels_of_phase_4(model):
 
 
 def test_a_kernel_for_one_head_without_a_mask_speaks_token_by_token(model):
-    attention = speak.head_by_head(one_head)
+    attention = trained.head_by_head(one_head)
     assert complete(model, ["6 ", "2 "], attention, token_by_token=True) == ["6 six", "2 two"]
     with pytest.raises(ValueError, match=r"is_causal: expected False.*token_by_token=True"):
         complete(model, ["6 "], attention)
@@ -117,7 +118,7 @@ def test_loading_draws_no_random_numbers_and_the_weights_are_those_of_16_bits(mo
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    speak.load()
+    trained.load()
     assert torch.equal(torch.rand(3), expected)
     assert all(w.dtype == torch.float32 and torch.equal(w, w.half().float()) for w in model.parameters())
 
@@ -129,7 +130,7 @@ def test_record_and_weights_are_of_the_recipe_as_it_is():
 
 def test_record_and_weights_belong_together():
     record = records.load("phase4_backward", "cpu/speak")
-    assert record["provenance"]["weights"] == hashlib.sha256(speak.weights().read_bytes()).hexdigest()
+    assert record["provenance"]["weights"] == hashlib.sha256(trained.WEIGHTS.read_bytes()).hexdigest()
     assert len(record["provenance"]["commit"]) == 40
     (row,) = record["rows"]
     assert row["steps"] == speak.STEPS
@@ -140,20 +141,20 @@ def test_record_and_weights_belong_together():
 
 def test_the_model_is_trained_by_a_command(tmp_path, monkeypatch, model):
     monkeypatch.setattr(train, "ON_CPU", tmp_path)
-    monkeypatch.setattr(speak, "examine", lambda trained: {4: [trained.context == 64, False]})
+    monkeypatch.setattr(trained, "examine", lambda made: {4: [made.context == 64, False]})
     monkeypatch.setattr("sys.argv", ["speak", "--train", "short", "--steps", "2"])
     assert speak.main() == 0
     record = json.loads((tmp_path / "short.json").read_text())
     assert record["provenance"]["command"] == "python -m phase4_backward.speak --train short"
     assert (record["rows"][0]["right"], record["rows"][0]["of"]) == ([1], [2])
     assert len(record["rows"][0]["losses"]) == 2
-    trained = speak.load(name="short")
-    assert trained.token.weight.shape == model.token.weight.shape
-    assert not torch.equal(trained.token.weight, model.token.weight)
+    made = trained.load(weights=tmp_path / "short.safetensors")
+    assert made.token.weight.shape == model.token.weight.shape
+    assert not torch.equal(made.token.weight, model.token.weight)
 
 
 def test_each_number_is_examined_once(model):
-    right = speak.examine(speak.load(lambda q, k, v, is_causal: torch.zeros_like(q)))
+    right = trained.examine(trained.load(lambda q, k, v, is_causal: torch.zeros_like(q)))
     assert {digits: len(of) for digits, of in right.items()} == {1: 10, 2: 7, 3: 84, 4: 909}
     assert not any(map(any, right.values()))
 
@@ -163,12 +164,12 @@ def test_windows_of_whole_lines_begin_where_lines_do(monkeypatch):
 
     class Seen(train.GPT):
         def forward(self, tokens):
-            seen.extend(map(train.decode, tokens))
+            seen.extend(map(text.decode, tokens))
             return super().forward(tokens)
 
     monkeypatch.setattr(train, "GPT", Seen)
     train.train(train.sdpa(), 2, batch=50, whole_lines=True)
-    lines = set(train.lines(held_out=False))
+    lines = set(text.lines(held_out=False))
     assert all(f"{window.split(chr(10))[0]}\n" in lines for window in seen)
 
 

@@ -2,6 +2,8 @@
 
 from common import runtime
 from common.measure import records
+from common.speak import text
+from common.speak.gpt import complete
 from phase4_backward import train
 from phase4_backward.backward import flash_attention
 
@@ -23,19 +25,19 @@ import torch
     ],
 )
 def test_numbers_in_words(number, words):
-    assert train.in_words(number) == words
+    assert text.in_words(number) == words
 
 
 def test_every_number_is_trained_or_held_out():
-    trained, held_out = (set(train.lines(held_out=flag)) for flag in (False, True))
+    trained, held_out = (set(text.lines(held_out=flag)) for flag in (False, True))
     assert len(trained) == 9000
     assert len(held_out) == 1000
     assert not trained & held_out
 
 
 def test_text_survives_encoding():
-    text = "".join(train.lines(held_out=True))
-    assert train.decode(train.encode(text)) == text
+    held_out = "".join(text.lines(held_out=True))
+    assert text.decode(text.encode(held_out)) == held_out
 
 
 @pytest.mark.parametrize("steps", [1, 5, 6])
@@ -81,7 +83,7 @@ def test_a_wrong_scale_shows_in_the_losses():
 
 def test_the_model_completes_lines():
     _, model = train.train(train.sdpa(), 2)
-    written = train.complete(model, ["4170 ", "9006 "])
+    written = complete(model, ["4170 ", "9006 "])
     assert [w[:5] for w in written] == ["4170 ", "9006 "]
     share, answers = train.score(model, 5)
     assert 0 <= share <= 1

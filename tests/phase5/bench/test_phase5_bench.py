@@ -9,7 +9,7 @@ import time
 from unittest import mock
 
 from common import runtime
-from common.measure import records, timing
+from common.measure import timing
 from common.verify import VerificationError
 from phase5_tuning.attention import FlashAttention
 from phase5_tuning.bench import counters, figures, power
@@ -22,6 +22,7 @@ from phase5_tuning.passes.rungs import LADDER
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from helpers import of_phase_5
 from rich.console import Console
 
 SMALL = ["--head-dim", "16", "--tokens", "64", "--width", "32", "--seq-len", "32", "--causal", "yes"]
@@ -265,7 +266,7 @@ def test_an_endurance_run_of_calls_longer_than_itself_ends():
     assert row["watts_allowed"] is None
 
     case = dict(head_dim=64, is_causal=True, seq=64, mode="fwd", provider="ours")
-    head = dict(provenance=records.load("phase5_tuning", "h200_power")["provenance"])
+    head = dict(provenance=of_phase_5("power")["provenance"])
     figures.power(head | dict(rows=[case | row]), (64, True, 64, "fwd"))  # and a figure can be drawn of it
     plt.close("all")
 
@@ -294,7 +295,7 @@ def test_at_first_and_settled_are_parts_of_the_run():
 def test_a_legend_names_who_is_missing_in_the_first_panel():
     case = dict(is_causal=False, seq=64, mode="fwd", tflops=1.0)
     rows = [case | dict(head_dim=d, provider=p) for d, p in ((64, "ours"), (128, "ours"), (128, "flex"))]
-    head = {part: records.load("phase5_tuning")[part] for part in ("provenance", "ceilings")}
+    head = {part: of_phase_5("power")[part] for part in ("provenance", "ceilings")}
     with mock.patch.object(plt, "show"):
         figures.peers(head | dict(rows=rows), "fwd")
     assert [text.get_text() for text in plt.gcf().legends[0].get_texts()] == ["flex", "ours"]

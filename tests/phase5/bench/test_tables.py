@@ -1,9 +1,9 @@
 """The arithmetic of the Hopper chapter's tables, on records made up here and on the stored ones."""
 
-from common.measure import records
 from phase5_tuning.bench import tables
 
 import pytest
+from helpers import of_phase_5
 
 
 def row(provider, tflops, caller_tflops, mode="fwd"):
@@ -16,6 +16,16 @@ def test_the_faster_peer_is_chosen_for_each_clock():
     record = dict(rows=[*peers, row("hopper", 450.0, 351.0)])
     case = "fp16", "fwd", 64, False, 1024
     assert tables.beside_the_faster(record) == {case: (pytest.approx(0.9), pytest.approx(0.9))}
+
+
+def test_flash_attention_3_is_a_peer_where_it_has_a_speed():
+    rows = [row("sdpa-cudnn", 400.0, 390.0), row("flash-attn-4", 500.0, 300.0), row("hopper", 450.0, 360.0)]
+    case = "fp16", "fwd", 64, False, 1024
+    refused = row("flash-attn-3", 0.0, 0.0) | dict(note="no fp16")
+    del refused["tflops"]
+    of_others = pytest.approx(360 / 390), pytest.approx(0.9)
+    assert tables.beside_the_faster(dict(rows=[*rows, refused]))[case] == of_others
+    assert tables.beside_the_faster(dict(rows=[*rows, row("flash-attn-3", 900.0, 720.0)]))[case] == (0.5, 0.5)
 
 
 def test_a_backward_pass_in_a_fixed_order_stands_beside_a_fixed_order():
@@ -38,7 +48,7 @@ def test_a_later_record_replaces_a_speed():
 
 
 def test_pairs_are_this_chapters_kernel_and_its_peer_in_one_case():
-    pairs = tables.pairs(records.load("phase5_tuning", "h200_counters"))
+    pairs = tables.pairs(of_phase_5("counters"))
     assert len(pairs) == 9
     for ours, theirs in pairs:
         assert ours["provider"].startswith("hopper")
@@ -47,7 +57,7 @@ def test_pairs_are_this_chapters_kernel_and_its_peer_in_one_case():
 
 
 def test_what_misses_the_goal_is_listed_with_its_counters():
-    load = {name: records.load("phase5_tuning", f"h200_{name}") for name in ("hopper_backward", "counters")}
+    load = {name: of_phase_5(name) for name in ("hopper_backward", "counters")}
     shares = tables.beside_the_faster(load["hopper_backward"])
     of_any = dict(ours="hopper in any order", backward_peer="flash-attn-4")
     any_order = tables.beside_the_faster(load["hopper_backward"], **of_any)
@@ -76,6 +86,51 @@ def test_the_table_of_two_runs_counts_what_it_leaves_out():
 
 
 def test_instructions_before_and_after_are_of_one_case():
-    before, counters = (records.load("phase5_tuning", f"h200_{name}") for name in ("hopper_counters", "counters"))
+    before, counters = (of_phase_5(name) for name in ("hopper_counters", "counters"))
     _, *rows = tables.table_of_instructions(before, counters).splitlines()
-    assert [int(row.split()[-2]) for row in rows] == [693, 122, 1433]
+    of_bf16 = [r for r, _ in tables.pairs(counters) if (r["dtype"], r["mode"], r["head_dim"]) == ("bf16", "bwd", 64)]
+    assert [int(row.split()[-2]) for row in rows] == [round(r["counted"]["instructions"] / 1e6) for r in of_bf16]
+    assert len(rows) == 3
+
+
+def test_no_table_mixes_cards():
+    h100, h200 = (dict(provenance=dict(gpu=f"NVIDIA {gpu}")) for gpu in ("H100 80GB HBM3", "H200"))
+    assert (tables.card(h100, h100), tables.card(h200)) == ("H100", "H200")
+    with pytest.raises(ValueError, match="H100, H200"):
+        tables.card(h200, h100)
+
+
+def test_a_shape_stands_beside_the_peer_that_is_fastest_by_each_clock():
+    sizes = dict(batch=2, heads_q=32, heads_kv=8, seq_q=64, seq_k=128, head_dim=80, is_causal=True)
+    of = dict(shape="phi", mode="fwd") | sizes
+    rows = [of | dict(provider="sdpa", ms=0.5, caller_ms=2.0), of | dict(provider="flash-attn-3", note="refused")]
+    rows += [of | dict(provider="sdpa-cudnn", ms=0.4, caller_ms=3.0), of | dict(provider="ours", ms=0.5, caller_ms=1.0)]
+    of = of | dict(mode="bwd")
+    rows += [of | dict(provider=p, ms=t, caller_ms=t) for p, t in (("flash-attn-4", 1.0), ("flash-attn-4-det", 3.0))]
+    rows += [of | dict(provider="ours", ms=2.0, caller_ms=2.0)]
+    *_, forward, backward = tables.table_of_shapes(dict(rows=rows)).splitlines()
+    case = "| phi | 2, 32 / 8, 64 x 128, 80, causal"
+    assert forward == f"{case} | forward | 500.0 | 0.80 of cuDNN | 2.00 of SDPA |"
+    beside = "0.50 of FlashAttention-4; 1.50 of the fixed order"
+    assert backward == f"{case} | backward | 2000.0 | {beside} | {beside} |"
+
+
+def test_the_page_has_a_table_for_each_record_of_shapes(tmp_path, monkeypatch):
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n\n{tables.BEGIN}\n\nold\n\n{tables.END}\nafter\n")
+    signed = of_phase_5("turns")["provenance"]
+    sizes = dict.fromkeys(tables.SIZES, 1) | dict(shape="tiny", mode="fwd", is_causal=False)
+    rows = [sizes | dict(provider=p, ms=1.0, caller_ms=1.0) for p in ("sdpa", "ours")]
+    for name in ("h100_models", "h100_host"):
+        (tmp_path / f"{name}.json").write_text("")
+    monkeypatch.setattr(tables, "PAGE", page)
+    monkeypatch.setattr(
+        tables, "load", lambda folder, name: dict(provenance=signed, rows=rows, stale=name == "h100_host")
+    )
+    made = tables.results_page()
+    assert made.startswith("before\n\n")
+    assert made.endswith(f"{tables.END}\nafter\n")
+    assert "old" not in made
+    assert made.count("## ") == made.count("| tiny |") == 1
+    assert "## h100_models" in made
+    assert made.count("awaits a new measurement") == 1

@@ -292,3 +292,17 @@ def test_a_kernel_or_tiles_that_are_asked_for_are_taken():
     given = make_qkv(1, 2, 1, 64, seq_k=100)
     assert choose(given, given, 1.0) == SPLIT
     assert choose(given, given, 1.0, config=configs.Config(16, 16, 4, 1)) != SPLIT
+
+
+@pytest.mark.parametrize("head_dim", [5, 64])
+def test_o_of_all_parts_and_their_lse_lie_apart_and_aligned(head_dim):
+    """The kernels were compiled for addresses that are multiples of 16 bytes."""
+    attend, merge = mock.Mock(), mock.Mock()
+    q = torch.empty(1, 3, 1, head_dim)
+    split_kv.SplitLaunch(attend, merge, (7, 1, 3, 1))(q, q, q, q, q[..., 0])
+    *_, o_parts, lse_parts = attend.call_args.args
+    assert merge.call_args.args[:2] == (o_parts, lse_parts)
+    behind = lse_parts.data_ptr() - o_parts.data_ptr()
+    assert 4 * 7 * 3 * head_dim <= behind
+    assert behind % 16 == 0
+    assert lse_parts.numel() == 7 * 3
