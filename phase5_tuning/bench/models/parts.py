@@ -13,8 +13,7 @@ from common import arguments as command_line
 from common import runtime
 from common.canary import _double_kernel
 from common.measure import records
-from phase5_tuning.bench.models.calls import REPLAYS, ROUNDS, SIZES, WARMUP_MS, Replayed, inputs
-from phase5_tuning.bench.models.decode import DECODE_KERNELS
+from phase5_tuning.bench.models import decode
 from phase5_tuning.decode import split_kv
 from phase5_tuning.launch.plans import cdiv
 from phase5_tuning.passes.forward import attention_forward
@@ -31,6 +30,18 @@ CASES = [  # batch, heads_q, heads_kv, seq_k, head_dim
 COUNTS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128
 
 
+class Graph(decode.Replayed):
+    """A graph of functions that are called one after another, and their tensors, which it writes to again."""
+
+    def __init__(self, functions: list):
+        self.calls, self.functions, self.graph = len(functions), functions, torch.cuda.CUDAGraph()
+        functions[0]()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            for function in functions:
+                function()
+
+
 def counts(tiles: int) -> list[int]:
     """Numbers of parts without an empty one, for so many tiles of keys."""
     return sorted({cdiv(tiles, cdiv(tiles, n)) for n in COUNTS if n <= tiles})
@@ -39,24 +50,24 @@ def counts(tiles: int) -> list[int]:
 def measured(case) -> list[dict]:
     """A row for each number of parts, which take turns."""
     batch, heads_q, heads_kv, seq_k, head_dim = case
-    sizes = batch, heads_q, heads_kv, 1, seq_k, head_dim
-    tensors = inputs(sizes)
+    tensors = decode.inputs((batch, heads_q, heads_kv, 1, seq_k, head_dim))
     q, k, v = tensors[0]
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
     turns = tensors * max(1, 8 // len(tensors))
-    row = dict(zip(SIZES, sizes, strict=True)) | dict(bytes=2 * (k.nbytes + q.nbytes))
+    row = dict(batch=batch, heads_q=heads_q, heads_kv=heads_kv, seq_q=1, seq_k=seq_k, head_dim=head_dim)
+    row |= dict(bytes=2 * (k.nbytes + q.nbytes))
     tile = split_kv.tiles(heads_q // heads_kv, head_dim, q.itemsize)[0]
     both, alone = {}, {}
     for n in counts(cdiv(seq_k, tile.BLOCK_N)):
         with mock.patch.object(split_kv, "parts", return_value=n):
             launch = split_kv.plan(q, k, v, o, lse, False, 0, head_dim**-0.5)
-        both[n] = Replayed([partial(launch, *each, o, lse) for each in turns])
+        both[n] = Graph([partial(launch, *each, o, lse) for each in turns])
         of_parts = split_kv.room(launch.parts, q, torch.float32) if n > 1 else (None, None)
-        alone[n] = Replayed([partial(launch.attend, k, v, q, o, lse, *of_parts) for q, k, v in turns])
+        alone[n] = Graph([partial(launch.attend, k, v, q, o, lse, *of_parts) for q, k, v in turns])
     plain = partial(attention_forward, enable_gqa=True, kernel=LADDER[-1].forward)
-    plain_ms = Replayed([partial(plain, *each) for each in turns]).ms()
+    plain_ms = Graph([partial(plain, *each) for each in turns]).ms()
     times = {n: ([], []) for n in both}
-    for turn in range(ROUNDS):
+    for turn in range(decode.ROUNDS):
         for n in list(both)[:: -1 if turn % 2 else 1]:
             for found, graphs in zip(times[n], (both, alone), strict=True):
                 found += graphs[n].ms()
@@ -74,7 +85,7 @@ def timed(ms: list[float]) -> dict:
 def nothing() -> dict:
     """A launch that does next to nothing."""
     x = torch.zeros(1, device=runtime.DEVICE)
-    ms = Replayed([partial(_double_kernel[(1,)], x, x, 1, 16)] * 40).ms()
+    ms = Graph([partial(_double_kernel[(1,)], x, x, 1, 16)] * 40).ms()
     return dict(provider="nothing") | timed(ms)
 
 
@@ -90,8 +101,8 @@ def run() -> list[dict]:
     return rows
 
 
-KERNELS = *DECODE_KERNELS, LADDER[-1].forward, _double_kernel
-SETTINGS = CASES, COUNTS, ROUNDS, REPLAYS, WARMUP_MS, inputs, Replayed, measured, split_kv.tiles, split_kv.plan
+KERNELS = *decode.DECODE_KERNELS, LADDER[-1].forward, _double_kernel
+SETTINGS = CASES, COUNTS, decode.ROUNDS, decode.REPLAYS, decode.inputs, Graph, measured, split_kv.tiles, split_kv.plan
 
 
 def main(argv=None) -> int:
