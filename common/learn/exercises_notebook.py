@@ -1,14 +1,15 @@
-"""`check` for notebooks: the verdict on an exercise in a line."""
+"""For notebooks: the verdict on an exercise in a line, and the answer itself, to use it."""
+
+import importlib
+from types import ModuleType
 
 from common.learn import exercises, progress
-from common.learn.check import runner
+from common.learn.check import answer, runner
 
 
 def check(name: str) -> None:
     """Check the learner's file of an exercise and print the verdict. Raises KeyError for an unknown name."""
-    exercise = exercises.find(name)
-    if exercise is None:
-        raise KeyError(f"there is no exercise {name!r}; similar: {', '.join(exercises.similar(name)) or 'none'}")
+    exercise = _known(name)
     for sentence in progress.notices():
         print(sentence)
     verdict = runner.check(exercise)
@@ -20,3 +21,20 @@ def check(name: str) -> None:
         print(f"    Warning: {objection}")
     if not verdict.passed:
         print(f"    your file: {exercise.file}    help: course hint {exercise.number}")
+
+
+def solved(name: str) -> ModuleType:
+    """The learner's answer as a module; as long as it has not passed, the course's. Prints which of them it is."""
+    exercise = _known(name)
+    if progress.Progress.load().solved(exercise):
+        print(f"{exercise.number} {exercise.name}: yours")
+        return answer.load(exercise.path, name)
+    print(f"{exercise.number} {exercise.name}: the course's, until yours passes")
+    return importlib.import_module(f"{exercise.phase.folder}.solutions.{name}")
+
+
+def _known(name: str) -> exercises.Exercise:
+    exercise = exercises.find(name)
+    if exercise is None:
+        raise KeyError(f"there is no exercise {name!r}; similar: {', '.join(exercises.similar(name)) or 'none'}")
+    return exercise

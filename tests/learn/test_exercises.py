@@ -638,6 +638,21 @@ def test_a_verdict_is_said_although_it_cannot_be_noted(learner, tmp_path, monkey
     assert (tmp_path / ".course").read_text() == "a file"
 
 
+def test_a_chapter_uses_the_learners_answer_once_it_has_passed(learner, monkeypatch, capsys):
+    answer = learner("masked_add")
+    monkeypatch.setattr(exercises, "find", lambda name: answer.exercise)
+    monkeypatch.setattr(runner, "_in_child", lambda *_, **__: dict(kind="passed", message="all right"))
+    answer.exercise.path.write_text(ADD)
+    course = importlib.import_module("phase1_softmax.solutions.masked_add")
+    assert exercises_notebook.solved("masked_add") is course
+    answer(ADD)
+    assert exercises_notebook.solved("masked_add").__file__ == str(answer.exercise.path)
+    answer.exercise.path.write_text(f"{ADD}\n# edited since\n")
+    assert exercises_notebook.solved("masked_add") is course
+    course, own = "1.3 masked_add: the course's, until yours passes", "1.3 masked_add: yours"
+    assert capsys.readouterr().out.splitlines() == [course, own, course]
+
+
 def test_two_checks_at_once_forget_no_verdict(tmp_path):
     """Each process notes names of its own, one after the other."""
     code = (

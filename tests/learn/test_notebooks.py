@@ -19,7 +19,16 @@ from PIL import Image
 
 MACHINE_PATH = re.compile(r"(/home/|/root/|/tmp/|/usr/|/work/|/Users/|site-packages|\.venv|[A-Z]:\\)")
 # Cells that may define a kernel.
-EXPERIMENTS = {"softmax": 1, "tiling": 2, "forward": 0, "backward": 0, "tuning": 1, "hopper": 0, "context_parallel": 0}
+EXPERIMENTS = {
+    "softmax": 1,
+    "tiling": 2,
+    "forward": 0,
+    "backward": 0,
+    "tuning": 1,
+    "hopper": 0,
+    "decode": 0,
+    "context_parallel": 0,
+}
 
 
 @pytest.fixture(params=[path for phase in PHASES for path in phase.notebook_paths], ids=lambda p: p.stem)

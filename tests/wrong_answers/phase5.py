@@ -19,6 +19,8 @@ def _apart(transfers: str) -> dict[str, str]:
     }
 
 
+CHOSEN = "    return min(range(1, tiles + 1), key=microseconds)"  # of choose_parts
+
 WRONG = {
     "count_flops": [
         Wrong("not halved", {" // (2 if is_causal else 1)": ""}, "under a causal mask the count is half"),
@@ -1700,6 +1702,171 @@ WRONG = {
             "Q0 K0 V0, Q0 K2 V2 (2 times), where",
         ),
     ],
+    "pack_group": [
+        Wrong(
+            "the heads of the first group",
+            {"pid_bh % heads_kv * group + offs_r // seq_q, ": "offs_r // seq_q, "},
+            "they begin at g * group",
+        ),
+        Wrong(
+            "loaded in another order than stored",
+            {"offs_r // seq_q, offs_r % seq_q\n": "offs_r % group, offs_r // group\n"},
+            "rows of a tile have one order",
+        ),
+        Wrong("one query a head", {", offs_r % seq_q\n": ", 0 * offs_r\n"}, "all rows take the first query"),
+        Wrong(
+            "heads by modulo",
+            {"pid_bh % heads_kv * group + offs_r // seq_q, ": "pid_bh % heads_kv + offs_r // seq_q * heads_kv, "},
+            "yours are heads_kv apart",
+        ),
+        Wrong("no batch", {"pid_bh // heads_kv * stride_q[0] + ": ""}, "has q its batch stride?"),
+        Wrong(
+            "the padding of the last tile seen", {"(offs_n < seq_k)[None": "(offs_n >= 0)[None"}, "28 keys past the end"
+        ),
+        Wrong("all keys in every part", {"range(begin_n, end_n,": "range(0, seq_k,"}, "it took all 150 keys"),
+        Wrong("0 / 0", {"acc / l_safe[:, None]": "acc / l_i[:, None]"}, "0 / 0, l being 0?"),
+        Wrong("not divided", {"acc / l_safe[:, None]": "acc"}, "o is not divided by l"),
+        Wrong(
+            "keys read for each head",
+            {
+                "        v = load_tile(": "        for _ in range(1, group):\n"
+                "            k = load_tile(k_head, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)\n        v = load_tile("
+            },
+            "k is read 4 times: each head of a group reads it for itself",
+            at_once=True,
+        ),
+        Wrong("all parts in one place", {"(part * tl.num_programs(0) + pid_bh)": "pid_bh"}, "were never stored"),
+        Wrong(
+            "v where k lies", {"head_base(v_ptr, stride_v": "head_base(v_ptr, stride_k"}, "v is read with the strides"
+        ),
+        Wrong("no scale", {"q, k, v, scale, visible)": "q, k, v, 1.0, visible)"}, "scale is missing"),
+        Wrong(
+            "rows as heads",
+            {
+                "offs_h * stride_q[1] + offs_m * stride_q[2]": (
+                    "(pid_bh % heads_kv * group + offs_r) * stride_q[1] + 0 * offs_m"
+                )
+            },
+            "rows are taken for heads",
+        ),
+        Wrong("columns side by side", {"offs_d[None, :] * stride_q[3]": "offs_d[None, :]"}, "a stride between columns"),
+        Wrong(
+            "keys of pid_bh // group",
+            {
+                "head_base(k_ptr, stride_k, pid_bh, heads_kv)": "head_base(k_ptr, stride_k, pid_bh // group, heads_kv)",
+                "head_base(v_ptr, stride_v, pid_bh, heads_kv)": "head_base(v_ptr, stride_v, pid_bh // group, heads_kv)",
+            },
+            "it is not divided by group",
+        ),
+        Wrong("the first part's keys", {"range(begin_n, end_n,": "range(0, share,"}, "it took the keys of part 0"),
+        Wrong("lse without m", {"lse_ptr + row, m_i + tl.log": "lse_ptr + row, tl.log"}, "m is missing"),
+        Wrong(
+            "q in fp32",
+            {
+                "other=0.0)\n\n    k_head": "other=0.0).to(tl.float32)\n\n    k_head",
+                "acc, q, k, v, scale": "acc, q, k.to(tl.float32), v, scale",
+            },
+            "leaves the tensor cores idle",
+        ),
+    ],
+    "merge_parts": [
+        Wrong(
+            "-inf - -inf", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "a part without keys makes -inf"
+        ),
+        Wrong("0 / 0", {"tl.where(l == 0.0, 1.0, l)": "l"}, "0 / 0 at the end"),
+        Wrong(
+            "parts that do not exist count",
+            {'mask=there, other=float("-inf")': "mask=there, other=0.0"},
+            "count with lse 0",
+        ),
+        Wrong("acc not rescaled", {"acc = alpha * acc": "acc = acc"}, "acc is not rescaled"),
+        Wrong("l not rescaled", {"l = alpha * l": "l = l"}, "l is not rescaled"),
+        Wrong(
+            "neither rescaled",
+            {"acc = alpha * acc": "acc = acc", "l = alpha * l": "l = l"},
+            "neither l nor acc is rescaled",
+        ),
+        Wrong(
+            "the mean",
+            {
+                "alpha, weight = tl.exp(m - shift), tl.exp(lse_part - shift)": (
+                    "alpha, weight = 1.0, tl.where(there, 1.0, 0.0)"
+                )
+            },
+            "this is the mean of the parts",
+        ),
+        Wrong("not divided", {"o = acc / l_safe": "o = acc"}, "not divided by the sum of the weights"),
+        Wrong(
+            "no maximum",
+            {
+                "        m = m_new\n": "        m = 0.0 * m_new\n",
+                "m_new = tl.maximum(m, tl.max(lse_part, axis=0))": "m_new = tl.max(0.0 * tl.abs(offs_p), axis=0)",
+                'm = float("-inf")': "m = 0.0",
+            },
+            "is the largest lse subtracted",
+        ),
+        Wrong(
+            "no logarithm",
+            {"lse = m + tl.log(l_safe)": "lse = m + 0.0 * l_safe"},
+            "the logarithm of the sum of weights is missing",
+        ),
+        Wrong("the logarithm alone", {"lse = m + tl.log(l_safe)": "lse = tl.log(l_safe)"}, "m is missing"),
+        Wrong("-1e30 for -inf", {'    m = float("-inf")': "    m = -1e30"}, "a finite number stands for -inf"),
+        Wrong(
+            "one part at a time",
+            {
+                "range(0, parts, BLOCK_P)": "range(0, parts)",
+                "offs_p = first + tl.arange(0, BLOCK_P)": "offs_p = first + tl.arange(0, 1)",
+            },
+            "times, where 4 reads are enough",
+            at_once=True,
+        ),
+        Wrong(
+            "the first block alone", {"range(0, parts, BLOCK_P)": "range(0, BLOCK_P, BLOCK_P)"}, "only the first block"
+        ),
+        Wrong("reads past the end", {"mask=there, other": "mask=offs_p >= 0, other"}, "go past the last part"),
+        Wrong("powers of 2", {"tl.exp(m - shift), tl.exp(": "tl.exp2(m - shift), tl.exp2("}, "yours are powers of 2"),
+        Wrong("m stays", {"        m = m_new\n": ""}, "is m replaced by m_new"),
+        Wrong("o without weights", {"tl.sum(weight[:, None] * o_part,": "tl.sum(o_part,"}, "added without its weight"),
+        Wrong(
+            "not below -1000", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "tl.maximum(m_new, -1000.0)"}, "-2000"
+        ),
+        Wrong(
+            "parts of a row as neighbors",
+            {"slot = offs_p * rows + row": "slot = row * parts + offs_p"},
+            "part p of row r",
+        ),
+    ],
+    "choose_parts": [
+        Wrong("one part", {CHOSEN: "    return 1"}, "8 programs leave 124 multiprocessors idle"),
+        Wrong("a part for each tile", {CHOSEN: "    return tiles"}, "512 programs run in 4 rounds"),
+        Wrong("always sixteen", {CHOSEN: "    return min(tiles, 16)"}, "16 programs leave 116"),
+        Wrong(
+            "programs are not counted",
+            {CHOSEN: "    return min(tiles, multiprocessors)"},
+            "512 programs run in 4 rounds",
+        ),
+        Wrong(
+            "no part where programs are many",
+            {CHOSEN: "    return min(tiles, multiprocessors // programs)"},
+            "there is at least one part",
+        ),
+        Wrong(
+            "more parts than tiles",
+            {CHOSEN: "    return max(1, multiprocessors // programs)"},
+            "one tile of keys at least",
+        ),
+        Wrong("a float", {CHOSEN: "    return min(tiles, multiprocessors / programs)"}, "expected an int, got"),
+        Wrong(
+            "the memory alone",
+            {
+                "        reading = max(programs * tiles * tile_bytes / ALL, rounds * share * TILE)": (
+                    "        reading = programs * tiles * tile_bytes / ALL"
+                )
+            },
+            "programs leave",
+        ),
+    ],
 }
 
 # Other right answers than the solution: `mistake` says what they do in another way.
@@ -1791,5 +1958,40 @@ RIGHT = {
                 )
             },
         }.items()
+    ],
+    "pack_group": [
+        Wrong(
+            "query after query",
+            {
+                "offs_r // seq_q, offs_r % seq_q\n": "offs_r % group, offs_r // group\n",
+                "* rows + offs_r  #": "* rows + offs_r % group * seq_q + offs_r // group  #",
+            },
+            "K and V read once",
+            kind="passed",
+        )
+    ],
+    "choose_parts": [
+        Wrong(
+            "as many as fit", {CHOSEN: "    return max(1, min(tiles, multiprocessors // programs))"}, "", kind="passed"
+        ),
+        Wrong(
+            "half of them busy",
+            {CHOSEN: "    return max(1, min(tiles, multiprocessors // 2 // programs))"},
+            "",
+            kind="passed",
+        ),
+        Wrong(
+            "the last round nearly full",
+            {
+                CHOSEN: (
+                    "    n = range(1, min(tiles, 128) + 1)\n"
+                    "    full = [p * programs / (-(-p * programs // multiprocessors) * multiprocessors) for p in n]\n"
+                    "    near = next(p for p in n if full[p - 1] >= 0.85 * max(full))\n"
+                    "    return 1 if programs >= 0.8 * multiprocessors else near"
+                )
+            },
+            "",
+            kind="passed",
+        ),
     ],
 }

@@ -14,6 +14,7 @@ from common.verify import VerificationError
 from phase5_tuning.attention import FlashAttention
 from phase5_tuning.bench import counters, figures, power
 from phase5_tuning.bench import peers as bench
+from phase5_tuning.bench.models import parts
 from phase5_tuning.hopper import interpreter
 from phase5_tuning.hopper.backward import HopperBackwardPlan
 from phase5_tuning.passes.rungs import LADDER
@@ -374,3 +375,10 @@ def test_a_calls_counters_are_those_of_its_longest_kernel():
     del main["dram__bytes.sum"]
     with pytest.raises(KeyError, match="dram__bytes"):
         counters.parsed(as_ncu_writes(main))
+
+
+def test_no_part_that_is_timed_is_empty():
+    for tiles in range(1, 300):
+        timed = parts.counts(tiles)
+        assert timed[0] == 1
+        assert all((n - 1) * -(-tiles // n) < tiles for n in timed)

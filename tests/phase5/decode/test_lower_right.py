@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from common import make_qkv, runtime, verify_results
+from common import make_qkv, verify_results
 from phase5_tuning.attention import FlashAttention, flash_attention
 from phase5_tuning.decode import split_kv
 from phase5_tuning.passes.forward import attention_forward
@@ -122,57 +122,3 @@ def test_a_compiled_function_takes_the_mask():
         o = call(q, k, v, causal_lower_right(5, 40))
         results.append([o, *torch.autograd.grad(o.square().sum(), (q, k, v))])
     torch.testing.assert_close(*results)
-
-
-# --- a model that generates ------------------------------------------------------------------------------------------
-
-
-class Model(torch.nn.Module):
-    """Two layers of grouped attention and nothing else, with a cache of keys and values that is allocated once."""
-
-    LENGTH = 160
-
-    def __init__(self, attention):
-        super().__init__()
-        torch.manual_seed(0)
-        self.attention, self.seen = attention, 0
-        self.embed, self.head = torch.nn.Parameter(torch.randn(50, 64)), torch.nn.Parameter(torch.randn(64, 50))
-        self.mix = torch.nn.ParameterList(torch.randn(64, 128) / 8 for _ in range(2))
-        cache = torch.full((2, 2, 1, 2, self.LENGTH, 16), float("nan"))
-        self.register_buffer("cache", cache)  # layer, keys or values, batch, heads, seq, head_dim
-        self.to(runtime.DEVICE)
-
-    @torch.no_grad()
-    def forward(self, tokens):
-        """Logits after the last of some tokens, which come behind those before."""
-        n, x = len(tokens), self.embed[tokens]
-        length = self.seen + n
-        for mix, cache in zip(self.mix, self.cache, strict=True):
-            q, k, v = (x @ mix).view(n, 8, 16).transpose(0, 1)[None].split((4, 2, 2), dim=1)
-            cache[0, :, :, self.seen : length], cache[1, :, :, self.seen : length] = k, v
-            mask = causal_lower_right(n, length)
-            o = self.attention(q, *cache[..., :length, :], attn_mask=mask, enable_gqa=True)
-            x = x + o[0].transpose(0, 1).reshape(n, 64)
-        self.seen = length
-        return x[-1] @ self.head
-
-
-def test_a_model_says_the_same_as_with_sdpa():
-    """A prompt in chunks, then a token at a time, then three that were guessed."""
-    prompt = torch.arange(101) * 7 % 50
-    said, logits = [], []
-    for attention in (flash_attention, F.scaled_dot_product_attention):
-        model, tokens, seen = Model(attention), [], []
-        for chunk in prompt.split(40):
-            out = model(chunk)
-            seen.append(out)
-        for _ in range(20):
-            tokens.append(int(out.argmax()))
-            out = model(torch.tensor(tokens[-1:]))
-            seen.append(out)
-        seen.append(model(torch.tensor(tokens[:3])))
-        said.append(tokens)
-        logits.append(torch.stack(seen))
-    assert said[0] == said[1]
-    assert len(set(said[0])) > 3
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)

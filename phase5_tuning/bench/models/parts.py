@@ -1,0 +1,115 @@
+"""One query, cut by hand: `python -m phase5_tuning.bench.models.parts --name h100_parts`.
+
+How long decode/split_kv.py takes with any number of parts, on the GPU, bf16: by replays of a graph, as in decode.py. A
+row has the time of both kernels (ms), and of the parts without their merge (parts_ms). The provider "plain" is the
+ladder's last rung, a program for each head; "nothing" is a kernel that doubles one number.
+"""
+
+import statistics
+from functools import partial
+from unittest import mock
+
+from common import arguments as command_line
+from common import runtime
+from common.canary import _double_kernel
+from common.measure import records
+from phase5_tuning.bench.models import decode
+from phase5_tuning.decode import split_kv
+from phase5_tuning.launch.plans import cdiv
+from phase5_tuning.passes.forward import attention_forward
+from phase5_tuning.passes.rungs import LADDER
+
+import torch
+
+K = 1024
+CASES = [  # batch, heads_q, heads_kv, seq_k, head_dim
+    *((1, 32, 8, n * K, 128) for n in (1, 2, 8, 32, 128)),
+    *((batch, 32, 8, n * K, 128) for batch, n in ((4, 8), (8, 4), (12, 4), (16, 8), (20, 4), (32, 4))),
+    (1, 32, 32, 8 * K, 128), (1, 16, 1, 32 * K, 128), (1, 12, 12, 4 * K, 64), (32, 16, 16, 2 * K, 64),
+]  # fmt: skip
+COUNTS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128
+
+
+class Graph(decode.Replayed):
+    """A graph of functions that are called one after another, and their tensors, which it writes to again."""
+
+    def __init__(self, functions: list):
+        self.calls, self.functions, self.graph = len(functions), functions, torch.cuda.CUDAGraph()
+        functions[0]()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self.graph):
+            for function in functions:
+                function()
+
+
+def counts(tiles: int) -> list[int]:
+    """Numbers of parts without an empty one, for so many tiles of keys."""
+    return sorted({cdiv(tiles, cdiv(tiles, n)) for n in COUNTS if n <= tiles})
+
+
+def measured(case) -> list[dict]:
+    """A row for each number of parts, which take turns."""
+    batch, heads_q, heads_kv, seq_k, head_dim = case
+    tensors = decode.inputs((batch, heads_q, heads_kv, 1, seq_k, head_dim))
+    q, k, v = tensors[0]
+    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
+    turns = tensors * max(1, 8 // len(tensors))
+    row = dict(batch=batch, heads_q=heads_q, heads_kv=heads_kv, seq_q=1, seq_k=seq_k, head_dim=head_dim)
+    row |= dict(bytes=2 * (k.nbytes + q.nbytes))
+    tile = split_kv.tiles(heads_q // heads_kv, head_dim, q.itemsize)[0]
+    both, alone = {}, {}
+    for n in counts(cdiv(seq_k, tile.BLOCK_N)):
+        with mock.patch.object(split_kv, "parts", return_value=n):
+            launch = split_kv.plan(q, k, v, o, lse, False, 0, head_dim**-0.5)
+        both[n] = Graph([partial(launch, *each, o, lse) for each in turns])
+        of_parts = split_kv.room(launch.parts, q, torch.float32) if n > 1 else (None, None)
+        alone[n] = Graph([partial(launch.attend, k, v, q, o, lse, *of_parts) for q, k, v in turns])
+    plain = partial(attention_forward, enable_gqa=True, kernel=LADDER[-1].forward)
+    plain_ms = Graph([partial(plain, *each) for each in turns]).ms()
+    times = {n: ([], []) for n in both}
+    for turn in range(decode.ROUNDS):
+        for n in list(both)[:: -1 if turn % 2 else 1]:
+            for found, graphs in zip(times[n], (both, alone), strict=True):
+                found += graphs[n].ms()
+    rows = [
+        row | timed(ms) | dict(provider="ours", parts=n, parts_ms=statistics.median(parts_ms))
+        for n, (ms, parts_ms) in times.items()
+    ]
+    return [*rows, row | timed(plain_ms) | dict(provider="plain")]
+
+
+def timed(ms: list[float]) -> dict:
+    return dict(ms=statistics.median(ms), ms_min=min(ms), ms_max=max(ms))
+
+
+def nothing() -> dict:
+    """A launch that does next to nothing."""
+    x = torch.zeros(1, device=runtime.DEVICE)
+    ms = Graph([partial(_double_kernel[(1,)], x, x, 1, 16)] * 40).ms()
+    return dict(provider="nothing") | timed(ms)
+
+
+def run() -> list[dict]:
+    rows = [nothing()]
+    print(f"nothing {1e3 * rows[0]['ms']:.1f}")
+    for case in CASES:
+        made = measured(case)
+        rows += made
+        short = (f"{r['parts']}: {1e3 * r['ms']:.1f} ({1e3 * r['parts_ms']:.1f})" for r in made[:-1])
+        print(*case, *short, f"plain: {1e3 * made[-1]['ms']:.1f}", sep="  ", flush=True)
+        torch.cuda.empty_cache()
+    return rows
+
+
+KERNELS = *decode.DECODE_KERNELS, LADDER[-1].forward, _double_kernel
+SETTINGS = CASES, COUNTS, decode.ROUNDS, decode.REPLAYS, decode.inputs, Graph, measured, split_kv.tiles, split_kv.plan
+
+
+def main(argv=None) -> int:
+    args = command_line.arguments(argv=argv, name=records.NAME, commit=records.COMMIT)
+    with torch.no_grad():
+        return records.main("phase5_tuning", KERNELS, run, args, settings=SETTINGS)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

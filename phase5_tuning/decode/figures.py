@@ -1,0 +1,144 @@
+"""Pictures of the chapter on few queries, and the rows of its records by case."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from common import style
+from common.measure.records import describe
+from common.style import COLORS
+
+CASE = "batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim"
+
+
+def by_case(record: dict, key: str) -> dict[tuple, dict]:
+    """The timed rows of a record: {(batch, heads_q, heads_kv, seq_q, seq_k, head_dim): {row[key]: row}}; full mask.
+
+    key: "provider", or "parts" of rows that have them.
+    """
+    cases = {}
+    for row in record["rows"]:
+        if "ms" in row and key in row and case_of(row) and row.get("mask", "full") == "full":
+            cases.setdefault(case_of(row), {})[row[key]] = row
+    return cases
+
+
+def case_of(row: dict) -> tuple | None:
+    """What a row is of, in the order of CASE; None where it is of no case."""
+    return tuple(row[name] for name in CASE) if "seq_k" in row else None
+
+
+PEERS = {"SDPA": "sdpa", "FlashAttention-3": "flash-attn-3"}  # and how their providers' names begin
+
+
+def best(providers: Mapping[str, dict]) -> dict[str, float]:
+    """Milliseconds: ours, those of SDPA's fastest backend, and of other peers that were measured."""
+    named = {name: [row["ms"] for p, row in providers.items() if p.startswith(of)] for name, of in PEERS.items()}
+    return {"ours": providers["ours"]["ms"]} | {name: min(ms) for name, ms in named.items() if ms}
+
+
+def step(text: str, after: str) -> None:
+    """One step of a model that writes: the query of the last token meets the keys and values of all tokens so far."""
+    fig, ax = style.drawing(8.5, 3.0)
+    last = len(text) - 1
+    for i, character in enumerate(text):
+        style.box(ax, i, 4.7, character, size=11, color="white", edge=COLORS["ink"])
+        style.box(ax, i, 1, "k", color=style.TINT["k"])
+        style.box(ax, i, 0, "v", color=style.TINT["v"])
+        style.arrow(ax, (last + 0.5, 3.7), (i + 0.5, 2.05), COLORS["q"])
+    style.box(ax, last, 3.7, "q", color=style.TINT["q"])
+    style.box(ax, last + 1.6, 4.7, after, size=11, color="white", edge=COLORS["ink"], ls="--")
+    style.arrow(ax, (last + 1.05, 5.2), (last + 1.55, 5.2))
+    for y, words in ((5.2, "tokens"), (1, "cache"), (4.2, "one query")):
+        ax.text(-0.3, y, words, ha="right", va="center", fontsize=10)
+    ax.set(xlim=(-3.2, last + 3), ylim=(-0.1, 5.9))
+    below = "a key and a value below each, and the query of the last one, which meets all of them"
+    style.show(fig, f"The tokens {text!r}, {below}. Then the next token is written: {after!r}.")
+
+
+def roofline(record: dict, queries: Sequence[int], group: int) -> None:
+    """The most FLOP/s that memory and products allow, and where calls of so many queries stand."""
+    copy, gemm = (record["ceilings"][name] for name in ("copy_bytes_per_s", "gemm_flops_per_s"))
+    fig, ax = style.new(7.5, 3.6)
+    roof = {x: min(gemm, x * copy) / 1e12 for x in (1, gemm / copy, 4096)}
+    ax.loglog([*roof], [*roof.values()], color=COLORS["limit"], lw=1.2)
+    words = dict(textcoords="offset points", fontsize=9)
+    ax.annotate(f"a copy: {copy / 1e12:.1f} TB/s", (12, 12 * copy / 1e12), (-6, 10), ha="right", **words)
+    ax.annotate(f"matrix products: {gemm / 1e12:.0f} TFLOP/s", (gemm / copy, gemm / 1e12), (0, 5), **words)
+    said = []
+    for n in queries:
+        most = min(gemm, n * group * copy) / 1e12
+        ax.plot(n * group, most, "o", color=COLORS["tiled"], markersize=9)
+        ax.annotate(f"{n} {'query' if n == 1 else 'queries'}", (n * group, most), (8, -13), **words)
+        said.append(f"{n}: {most:.0f}")
+    ax.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOP/s at most", xlim=(1, 4096), ylim=(1, 2000))
+    style.show(
+        fig,
+        "A roofline: a slope, the speed of a copy, and above it a flat roof, the speed of matrix products. TFLOP/s at "
+        f"most, by queries in groups of {group}: {', '.join(said)}.",
+        describe(record),
+    )
+
+
+def programs(record: dict, cuts: Mapping[int, dict], multiprocessors: int) -> None:
+    """What runs on each multiprocessor; cuts: number of parts -> its row."""
+    fig, axes = style.new(9, 3.4, columns=len(cuts), sharey=True, sharex=True)
+    said = []
+    for ax, (n, row) in zip(axes, cuts.items(), strict=True):
+        count, walk = n * row["batch"] * row["heads_kv"], row["parts_ms"] * 1e3
+        merge = max(0.0, row["ms"] * 1e3 - walk) if n > 1 else 0.0
+        ax.barh(range(min(count, multiprocessors)), walk, height=1.0, align="edge", color=COLORS["k"])
+        if merge:
+            ax.axvspan(walk, walk + merge, color=COLORS["state"], lw=0)
+            ax.annotate("merge", (walk + merge, multiprocessors * 0.9), (4, 0), textcoords="offset points", fontsize=9)
+        ax.set(title=f"{n} {'part' if n == 1 else 'parts'}: {count} programs", xlabel="µs")
+        ax.set(ylim=(0, multiprocessors), xlim=(0, None))
+        said.append(f"{n} parts: {count} programs for {walk:.0f} µs, then {merge:.1f} µs of merging")
+    axes[0].set(ylabel="multiprocessor", yticks=[0, multiprocessors // 2, multiprocessors])
+    style.show(fig, f"A bar for each multiprocessor that works. {'; '.join(said)}.", describe(record))
+
+
+def over_parts(record: dict, lines: Mapping[str, Mapping[int, float]]) -> None:
+    """Microseconds by the number of parts; lines: name -> {parts: microseconds}."""
+    fig, ax = style.new(7.5, 3.8)
+    said = []
+    for (name, times), look in zip(lines.items(), ("o-", "s--", "^-.", "D:"), strict=True):
+        ax.loglog([*times], [*times.values()], look, color=COLORS["tiled"], markersize=6, label=name)
+        best = min(times, key=times.get)
+        ax.plot(best, times[best], "o", color="none", markeredgecolor=COLORS["state"], markersize=13, mew=2)
+        said.append(f"{name}: fastest with {best}, {times[best]:.0f} µs; with 1 {times[1]:.0f} µs")
+    ax.set_xscale("log", base=2)
+    most = max(max(times) for times in lines.values())
+    ticks = [2**i for i in range(math.ceil(math.log2(most)) + 1)]
+    ax.set(xticks=ticks, xticklabels=ticks, xlabel="parts", ylabel="µs of a call")
+    ax.yaxis.set_major_formatter("{x:g}")
+    ax.legend(fontsize=8)
+    style.show(fig, f"Time over parts; a ring marks the fastest. {'; '.join(said)}.", describe(record))
+
+
+def beside(record: dict) -> None:
+    """Every case of the record: how many times as fast as SDPA, and which share of a copy's speed."""
+    fig, axes = style.new(9, 3.8, columns=2, sharex=True)
+    kinds = {
+        "1 query": (lambda n: n == 1, dict(marker="o", color=COLORS["tiled"])),
+        "2 to 16": (lambda n: 1 < n <= 16, dict(marker="s", color=COLORS["s"])),
+        "more": (lambda n: n > 16, dict(marker="^", color=COLORS["ink"])),
+    }
+    copy, said = record["ceilings"]["copy_bytes_per_s"], []
+    for name, (belongs, look) in kinds.items():
+        rows = [of for case, of in by_case(record, "provider").items() if belongs(case[3])]
+        size = [of["ours"]["bytes"] / 1e6 for of in rows]
+        faster = [best(of)["SDPA"] / of["ours"]["ms"] for of in rows]
+        share = [of["ours"]["bytes"] / copy / of["ours"]["ms"] * 1e3 for of in rows]
+        for ax, values in zip(axes, (faster, share), strict=True):
+            ax.plot(size, values, ls="", markersize=6, markeredgecolor="white", label=name, **look)
+        said.append(f"{name}: {min(faster):.2f} to {max(faster):.2f} times SDPA's speed, {min(share):.2f} to "
+                    f"{max(share):.2f} of a copy's")  # fmt: skip
+    for ax in axes:
+        ax.axhline(1, color=COLORS["limit"], lw=1, ls=":")
+        ax.set_xscale("log")
+        ax.set(xlabel="MB of q, k, v and o")
+    axes[0].set_yscale("log", base=2)
+    axes[0].set(ylabel="times as fast as the best of SDPA", yticks=[1, 2, 4], yticklabels=["1", "2", "4"])
+    axes[1].set(ylabel="share of a copy's speed", ylim=(0, 1.1))
+    axes[1].legend(fontsize=8, loc="upper left", title="queries")
+    style.show(fig, f"A mark for each case, by its bytes. {'; '.join(said)}.", describe(record))
