@@ -56,7 +56,7 @@ class _Folded:
 
     def _repr_html_(self):
         block = f"<pre>{escape(self.text, quote=False)}</pre>"
-        return f"{self.open}\n<details><summary>Show the answer without one</summary>\n{block}</details>"
+        return f"{self.open}\n<details><summary>Show the answer</summary>\n{block}</details>"
 
 
 def predict(question: str, yours: Any = None) -> Prediction:

@@ -638,6 +638,17 @@ def test_a_verdict_is_said_although_it_cannot_be_noted(learner, tmp_path, monkey
     assert (tmp_path / ".course").read_text() == "a file"
 
 
+def test_a_chapter_uses_an_answer_that_has_passed_and_the_solution_until_then(learner, monkeypatch, capsys):
+    answer = learner("masked_add")
+    monkeypatch.setattr(exercises, "find", lambda name: answer.exercise)
+    answer.exercise.path.write_text("mine = 1")
+    assert exercises_notebook.own("masked_add").__name__ == "phase1_softmax.solutions.masked_add"
+    assert capsys.readouterr().out == "exercise 1.3 is not solved yet: this is the course's solution\n"
+    Progress(passed=dict(masked_add=progress.hash_of(b"mine = 1"))).save()
+    assert exercises_notebook.own("masked_add").mine == 1
+    assert capsys.readouterr().out == "your answer to exercise 1.3, work/phase1_softmax/masked_add.py\n"
+
+
 def test_two_checks_at_once_forget_no_verdict(tmp_path):
     """Each process notes names of its own, one after the other."""
     code = (

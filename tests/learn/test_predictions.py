@@ -26,7 +26,7 @@ def test_without_a_prediction_the_answer_stands_behind_a_click(capsys, monkeypat
     text, html = folded(capsys, monkeypatch, 2**31, "2 < 3 heads")
     assert text == "No prediction yet: put yours in place of None, and run that cell and this one again."
     before, _, inside = html.partition("</summary>")
-    assert before == f"{text}\n<details><summary>Show the answer without one"
+    assert before == f"{text}\n<details><summary>Show the answer"
     assert inside == "\n<pre>The answer: 2,147,483,648.\n2 &lt; 3 heads</pre></details>"
 
 

@@ -210,6 +210,12 @@ WRONG = {
             "the walk ends where it does in the top-left alignment",
         ),
         Wrong(
+            "the walk is as long as top-left at least",
+            {"(pid_m + 1) * BLOCK_M + shift)": "(pid_m + 1) * BLOCK_M + tl.maximum(shift, 0))"},
+            "causal bottom-right, 120 queries, 72 keys, head_dim 24, tiles of 32 and 16: 16 tiles are visited, where 9",
+            at_once=True,
+        ),
+        Wrong(
             "rows without a key are NaN",
             {"tl.where(l_i == 0.0, 1.0, l_i)": "tl.where(end_n <= 0, 1.0, l_i)"},
             "all logits are -inf",
