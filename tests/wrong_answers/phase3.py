@@ -79,7 +79,7 @@ WRONG = {
         Wrong(
             "batch and head swapped",
             {"b, h = pid_bh // heads_q, pid_bh % heads_q": "h, b = pid_bh // heads_q, pid_bh % heads_q"},
-            "reads",
+            "b is the number of the head // heads_q",
         ),
         Wrong(
             "the tile from the front",
@@ -229,7 +229,9 @@ WRONG = {
         Wrong("lse m - log(l)", {"m_i + tl.log(l_safe)": "m_i - tl.log(l_safe)"}, "the LSE is m - log(l)"),
         Wrong("lse without the maximum", {"m_i + tl.log(l_safe)": "tl.log(l_safe)"}, "without the maximum"),
         Wrong(
-            "lse without its batch", {"lse_ptr + head.to": "lse_ptr + (head % heads_q).to"}, "o is complete. The LSE"
+            "lse without its batch",
+            {"lse_ptr + head.to": "lse_ptr + (head % heads_q).to"},
+            "o is complete, and lse is not",
         ),
         Wrong(
             "q is loaded to BLOCK_D", {"offs_d, seq_q, HEAD_DIM)  #": "offs_d, seq_q, BLOCK_D)  #"}, "end at HEAD_DIM?"
