@@ -31,7 +31,7 @@ course: $(READY)
 test test-slow: export TRITON_INTERPRET = 1
 test: $(READY) style
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --nbval-lax --nbval-current-env \
-		phase*/*.ipynb tests
+		phase*/*.ipynb common/verify/*.ipynb tests
 
 # The rest: a browser, compilations for other GPUs than Hopper, the exercises' solutions and mistakes at length.
 test-slow: $(READY)

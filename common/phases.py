@@ -57,7 +57,7 @@ PHASES = (
     ),
     Phase(
         "phase3_forward", "A forward pass that models can call", ("forward",),
-        dict(forward=("forward", "_attn_fwd_kernel")), ("forward.ipynb",), (3,),
+        dict(forward=("forward", "_attn_fwd_kernel")), ("forward.ipynb",), (1.5,),
     ),
     Phase(
         "phase4_backward", "Recompute instead of remember", ("backward",),
@@ -73,6 +73,9 @@ PHASES = (
     ),
 )  # fmt: skip
 
+
+# Notebooks that belong to no phase.
+APART = ("common/verify/judging.ipynb",)
 
 # What the last phase offers to `course`, by name, since common imports no phase.
 BENCH, EXPORT = (f"{PHASES[-1].folder}.{module}" for module in ("bench.peers", "export"))

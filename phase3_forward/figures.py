@@ -1,6 +1,5 @@
 """Pictures of phase 3: the bookkeeping of a forward pass that models call."""
 
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from common import style
@@ -9,7 +8,6 @@ from common.style import COLORS
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch, Rectangle
 
 # Apart in grey as well: one a batch, a head, a group of heads.
@@ -226,7 +224,7 @@ def alignments(sizes: Sequence[tuple[int, int]]) -> None:
 
 def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
     """Attention weights P as written numbers: hidden cells are hatched, or orange if they have weight all the same."""
-    fig, axes = style.new(8.6, 2.7, len(matrices))
+    fig, axes = style.new(2.9 * len(matrices), 2.7, len(matrices))
     for ax, (title, p) in zip(axes, matrices.items(), strict=True):
         rows, cols = p.shape
         _matrix(ax, rows, cols, title)
@@ -282,87 +280,6 @@ def split_keys(heads: int, parts: int, multiprocessors: int) -> None:
         f"{tiles_n // parts} tiles each and give an o and an LSE each, and a merge makes one o and one LSE of them. "
         f"With {heads} heads {works} with {parts} parts.",
     )
-
-
-def error_budget(budget: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
-    """For every dtype and rounding: its predicted size, and the error when it alone is made."""
-    fig, axes = style.new(8.6, 2.6, columns=len(budget), sharey=True)
-    names = list(next(iter(budget.values())))
-    for ax, (dtype, sizes) in zip(axes, budget.items(), strict=True):
-        for y, (predicted, measured) in enumerate(sizes.values()):
-            ax.plot([predicted, measured], [y, y], color=COLORS["faint"], zorder=0)
-            ax.plot(predicted, y, "o", color=COLORS["ink"], markersize=7)
-            ax.plot(measured, y, "s", color=COLORS["state"], markersize=6)
-        ax.set(xscale="log", xlim=(1e-9, 1e-2), title=dtype, xlabel="error of an element of O, rms")
-    axes[0].set_yticks(range(len(names)), names)
-    axes[0].set_ylim(len(names) - 0.5, -0.5)
-    handles = [
-        plt.Line2D([], [], color=COLORS["ink"], marker="o", linestyle="", label="predicted"),
-        plt.Line2D([], [], color=COLORS["state"], marker="s", linestyle="", label="measured, made alone"),
-    ]
-    fig.legend(handles=handles, loc="outside lower center", ncols=2)
-    largest = {d: max(s, key=lambda name, s=s: s[name][0]) for d, s in budget.items()}
-    style.show(
-        fig,
-        "Root mean square errors of O by rounding, predicted and measured, on logarithmic axes. Largest: "
-        + "; ".join(f"{d}, {name} ({budget[d][name][0]:.0e} predicted)" for d, name in largest.items()),
-    )
-
-
-def two_numbers(z: Mapping[str, Sequence[tuple[float, float]]], limit: float) -> None:
-    """(largest z, rms z) of many results of each kernel: what either number tells apart."""
-    fig, ax = style.new(7, 3.2)
-    colors, ranges = (COLORS["tiled"], COLORS["peer"], COLORS["k"], COLORS["bad"]), []
-    for (name, points), color, marker in zip(z.items(), colors, "os^X", strict=True):
-        largest, rms = zip(*points, strict=True)
-        ax.plot(largest, rms, marker, color=color, label=name, markersize=6, mec=COLORS["ink"], mew=0.4)
-        of_largest = f"largest z {min(largest):.1f} to {max(largest):.1f}"
-        ranges.append(f"{name}: {of_largest}, rms {min(rms):.2f} to {max(rms):.2f}")
-    ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1)
-    ax.text(limit, 0.05, "  limit of z", va="bottom")
-    ax.set(xlabel="largest z of 8192 elements", ylabel="rms z", xlim=(0, None), ylim=(0, None))
-    ax.legend(loc="upper left", fontsize=9)
-    style.show(fig, f"Largest z against rms z, a dot for each seed. {'; '.join(ranges)}.")
-
-
-def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> None:
-    """Wrong kernels that at least one acceptance rule lets through, and which rules those are.
-
-    rows, counts  as returned by common.verify.mistakes.rules.rule_table
-    """
-    names = list(counts)
-    slipping = [row for row in rows if any(row[name] for name in names)]
-    slipping.sort(key=lambda row: -sum(row[name] for name in names))
-    table = np.array([[row[name] for name in names] for row in slipping], dtype=float)
-    totals = {
-        "wrong kernels accepted": ("let_through", "mistakes"),
-        "right results rejected": ("correct_rejected", "correct"),
-    }
-    fig, ax = style.new(8.6, 0.29 * (len(slipping) + 3) + 0.7)
-    colors = ListedColormap([COLORS["faint"], COLORS["bad"]])
-    ax.imshow(table, cmap=colors, vmin=0, vmax=1, aspect="auto")
-    for i, j in zip(*np.nonzero(table), strict=True):
-        ax.text(j, i, "accepted", ha="center", va="center", color="white", fontsize=8)
-    below = [len(slipping) + 0.5, len(slipping) + 1.5]
-    for y, (some, of_all) in zip(below, totals.values(), strict=True):
-        for x, rule in enumerate(names):
-            count, total = counts[rule][some], counts[rule][of_all]
-            weight = "bold" if count == 0 else "normal"
-            ax.text(x, y, f"{count} of {total}", ha="center", va="center", fontsize=9, fontweight=weight)
-    ax.set_xticks(range(len(names)), [textwrap.fill(name, 15) for name in names], fontsize=9)
-    labels = [*(row["what"] for row in slipping), *totals]
-    ax.set_yticks([*range(len(slipping)), *below], labels, fontsize=9)
-    ax.set_ylim(len(slipping) + 2, -0.5)
-    ax.xaxis.tick_top()
-    ax.tick_params(length=0)
-    ax.hlines(np.arange(0.5, len(slipping)), -0.5, len(names) - 0.5, color="white", linewidth=2)
-    ax.vlines(np.arange(0.5, len(names) - 1), -0.5, len(slipping) - 0.5, color="white", linewidth=2)
-    ax.spines[:].set_visible(False)
-    said = [
-        f"{rule} accepts {c['let_through']} of {c['mistakes']} and rejects {c['correct_rejected']} of {c['correct']}"
-        for rule, c in counts.items()
-    ]
-    style.show(fig, f"Wrong kernels and the rules that accept them. Right results rejected as well: {'; '.join(said)}.")
 
 
 Counted = Mapping[str, Mapping[int, int]]

@@ -37,6 +37,24 @@ def finish(o_head, stride_o, lse_head, offs_m, offs_d, seq_q, HEAD_DIM: tl.const
     tl.store(lse_head + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)
 
 
+def launch_o(kernel, q, k, v, *numbers):
+    """o of a kernel with a program for each tile of BLOCK_M queries of each head; like q, as `empty_like` makes it.
+
+    The kernel takes pointers to q, k, v and o, their strides, `numbers`, and the constants HEAD_DIM (a power of two
+    from 16 to 256) and those of `runtime.tile_sizes`.
+    """
+    o = torch.empty_like(q)
+    batch, heads_q, seq_q, head_dim = q.shape
+    tiles = runtime.tile_sizes(head_dim, q.dtype)
+    q, k, v, out = runtime.to_kernel_dtype(q, k, v, o)
+    grid = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads_q,)
+    if grid != (0,):
+        with runtime.on_device_of(q):
+            strides = q.stride(), k.stride(), v.stride(), out.stride()
+            kernel[grid](q, k, v, out, *strides, *numbers, HEAD_DIM=head_dim, **tiles)
+    return out.to(o.dtype)
+
+
 def launch(kernel, q, k, v, *numbers, **constants):
     """(o, lse) of a kernel with a program for each tile of BLOCK_M queries of each head: cdiv(seq_q, BLOCK_M) * batch *
     heads_q. o is like q, as `empty_like` makes it; lse (batch, heads_q, seq_q) is fp32 and contiguous.

@@ -3,15 +3,19 @@
 stage("heads")["_attn_fwd_kernel"]      one version of the kernel, to be shown or compared
 with stage("heads"): ...                inside, `attention_forward` launches it
 tried(stage("mask"))                    a version's report on a causal call, and the tiles of keys that it visits
+verdict_far_apart("heads")              a version's verdict where offsets need 64 bits
 """
 
 import math
+import tempfile
 from unittest import mock
 
 from common import make_qkv, runtime, verify_results
 from common.edited import Stage
 from common.measure import traffic
 from phase3_forward import forward
+
+import torch
 
 KERNEL, STEP, HEAD = "_attn_fwd_kernel", "attention_tile_step", "head_base"
 
@@ -56,6 +60,7 @@ _FEATURES = dict(heads=[_HEADS], head_dim=[_COLUMNS, _STATE], mask=[BOUND, MASK]
 GROWTH = ("phase 2", "heads", "head_dim", "mask", "lse")
 
 _VISIBLE = "visible = (offs_n < seq_k)[None, :]"
+_INSIDE = "(offs_n < seq_k)[:, None] & (offs_d < HEAD_DIM)[None, :]"
 _WRONG = {
     "heads one after another": [
         (KERNEL, "head_base(q_ptr, stride_q, pid_bh, heads_q)", "q_ptr + pid_bh * seq_q * HEAD_DIM"),
@@ -83,8 +88,11 @@ _WRONG = {
     "mask without a loop bound": [(KERNEL, *BOUND)],
     "loop bound without a mask": [(KERNEL, *MASK)],
     "diagonal hidden": [(KERNEL, "offs_m[:, None] >= offs_n", "offs_m[:, None] > offs_n")],
+    "mask the wrong way round": [(KERNEL, "offs_m[:, None] >= offs_n", "offs_m[:, None] <= offs_n")],
     "loop ends a tile early": [(KERNEL, "(pid_m + 1) * BLOCK_M)", "pid_m * BLOCK_M)")],
+    "K padded with NaN": [(KERNEL, _VISIBLE, f"k = tl.where({_INSIDE}, k, float('nan'))\n        {_VISIBLE}")],
     "hidden keys at -1e6": [(STEP, 'float("-inf")', "-1e6")],
+    "no rescale": [(STEP, "acc * alpha[:, None]", "acc")],
     "LSE without the maximum": [(KERNEL, "m_i + tl.log(l_safe)", "tl.log(l_safe)")],
     "batch of the keys forgotten": [
         (KERNEL, "stride_k, pid_bh // group,", "stride_k, pid_bh // group % (heads_q // group),")
@@ -97,6 +105,11 @@ _WRONG = {
     "suspect": [(KERNEL, "load_tile(v_head, stride_v, offs_n,", "load_tile(v_head, stride_v, offs_n - start_n,")],
 }
 NAMES = (*GROWTH, *_WRONG)
+# In which a model speaks, and what is wrong can be heard or not.
+HEARD = (
+    "diagonal hidden", "loop bound without a mask", "mask the wrong way round", "loop ends a tile early", "no rescale",
+    "LSE without the maximum",
+)  # fmt: skip
 
 
 def stage(name: str) -> Stage:
@@ -105,6 +118,30 @@ def stage(name: str) -> Stage:
         return Stage(forward, *_WRONG[name])
     later = GROWTH[GROWTH.index(name) + 1 :]
     return Stage(forward, *((KERNEL, *edit) for feature in later for edit in _FEATURES[feature]))
+
+
+def verdict_far_apart(name: str) -> str:
+    """Of the stage `name` on keys whose batch entries 0 and 2 lie 2^31 elements apart.
+
+    They lie in a sparse file, in which only the pages that are touched exist.
+    """
+    if not runtime.INTERPRETED:
+        return "not tried: kernels are compiled here, and the file is in a CPU's memory"
+    q, k, v = make_qkv(3, 2, 20, 16)
+    with tempfile.TemporaryDirectory() as folder, stage(name):
+        options = dict(shared=True, size=2**32 + 2**20, dtype=torch.float16)
+        file = torch.from_file(f"{folder}/sparse", **options)
+        far = file.as_strided(k.shape, (2**30, 20 * 16, 16, 1), 2**31).copy_(k)
+        return verify_results(forward.attention_forward, q, far, v).verdict
+
+
+def bytes_of(q, k, v, *, only: str = "", **options) -> int | str:
+    """What a call of the kernel moves, counted; only: what it loads of "q", "k" or "v"."""
+    if not runtime.INTERPRETED:
+        return "not counted: compiled"
+    with traffic.measure(q=q, k=k, v=v) as moved:
+        forward.attention_forward(q, k, v, **options)
+    return moved.loaded_from[only] if only else moved.total
 
 
 SEQ_Q, SEQ_K = 200, 100

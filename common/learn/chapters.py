@@ -60,7 +60,7 @@ def update() -> list[str]:
 
 
 def _chapters() -> list[str]:
-    return [f"{phase.folder}/{chapter}" for phase in phases.PHASES for chapter in phase.chapters]
+    return [f"{phase.folder}/{chapter}" for phase in phases.PHASES for chapter in phase.chapters] + list(phases.APART)
 
 
 def _committed(file: str) -> dict:

@@ -90,7 +90,9 @@ def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or
     jobs = []
     for phase in _chosen(name):
         jobs.append(partial(_verify_phase, phase))
-        jobs += [partial(_run_notebook, phase, path) for path in phase.notebook_paths]
+        jobs += [partial(_run_notebook, str(phase.number), path) for path in phase.notebook_paths]
+    if not name:
+        jobs += [partial(_run_notebook, "", phases.ROOT / page) for page in phases.APART]
     with _at_once() as pool, Progress(*columns, console=console) as progress:
         try:
             steps = list(pool.map(lambda job: job(progress), jobs))
@@ -149,7 +151,7 @@ def _at_once() -> ThreadPoolExecutor:
 
 @dataclass
 class _Step:
-    phase: int
+    phase: str  # its number; "" where it is of none
     checked: str
     cases: str
     z: float | None
@@ -164,11 +166,11 @@ def _print_summary(steps: list[_Step]) -> None:
         table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")
     for step in steps:
         z = "" if step.z is None else f"{step.z:.2f}"
-        table.add_row(str(step.phase), step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed])
+        table.add_row(step.phase, step.checked, step.cases, z, f"{step.seconds:.0f} s", VERDICT[step.passed])
     console.print(table)
     for step in steps:
         if not step.passed:
-            console.print(f"{step.phase}, {step.checked}:", style="bold red")
+            console.print(", ".join(filter(None, (step.phase, step.checked))) + ":", style="bold red")
             console.print(step.error, markup=False)
 
 
@@ -199,14 +201,14 @@ def _verify_phase(phase: phases.Phase, progress: Progress) -> _Step:
     worst = max((row["z"] for row in rows if row["z"] is not None), default=None)
     right = child.code == 0 and bool(rows) and passed == total
     seconds = time.perf_counter() - start
-    return _Step(phase.number, "kernels", f"{passed}/{total}", worst, seconds, right, "\n".join(errors))
+    return _Step(str(phase.number), "kernels", f"{passed}/{total}", worst, seconds, right, "\n".join(errors))
 
 
-def _run_notebook(phase: phases.Phase, path: Path, progress: Progress) -> _Step:
+def _run_notebook(phase: str, path: Path, progress: Progress) -> _Step:
     from common.learn import notebooks
 
     start = time.perf_counter()
-    task = progress.add_task(f"phase {phase.number}: {path.name}", total=None)
+    task = progress.add_task(f"phase {phase}: {path.name}" if phase else path.name, total=None)
     ran = [0, 0]
 
     def on_cell(done, total):
@@ -215,7 +217,7 @@ def _run_notebook(phase: phases.Phase, path: Path, progress: Progress) -> _Step:
 
     error = notebooks.execute(path, on_cell=on_cell)
     seconds = time.perf_counter() - start
-    return _Step(phase.number, path.name, "{}/{}".format(*ran), None, seconds, error is None, error or "")
+    return _Step(phase, path.name, "{}/{}".format(*ran), None, seconds, error is None, error or "")
 
 
 class _Child:

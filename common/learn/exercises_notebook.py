@@ -1,10 +1,14 @@
-"""For notebooks: the verdict on an exercise in a line, and the answer itself, to use it."""
+"""Exercises in notebooks: the verdict on an answer in a line, and the answer itself, to be used in later cells."""
 
 import importlib
 from types import ModuleType
 
 from common.learn import exercises, progress
 from common.learn.check import answer, runner
+
+import torch
+
+torch.set_num_threads(1)  # the tensors of a chapter are small: threads would only wait for one another
 
 
 def check(name: str) -> None:

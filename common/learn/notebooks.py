@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common.arguments import arguments, refuse
 from common.learn import exercises
-from common.phases import PHASES, ROOT
+from common.phases import APART, PHASES, ROOT
 
 import nbformat
 from nbclient import NotebookClient
@@ -28,7 +28,7 @@ METADATA = dict(kernelspec=KERNEL, language_info=dict(name="python"))
 
 def find(names: list[str] | None = None) -> list[Path]:
     """The notebooks of the course in order; with names, those whose path contains one of them."""
-    paths = [path for phase in PHASES for path in phase.notebook_paths]
+    paths = [path for phase in PHASES for path in phase.notebook_paths] + [ROOT / page for page in APART]
     return [p for p in paths if not names or any(n in str(p.relative_to(ROOT)) for n in names)]
 
 

@@ -4,10 +4,10 @@
 
 and some cells later, where the answer has been computed:
 
-    guess.against(answer)
+    guess.against(answer, "a line that would give it away")
 
-A notebook is stored with `yours=None`; a reader puts their own value there. Where the reader derives a tensor instead
-of guessing a number, `attempt` compares it at once:
+A notebook is stored with `yours=None`; a reader puts their own value there. Without one, the answer and its lines stand
+behind a click. Where the reader derives a tensor instead of guessing a number, `attempt` compares it at once:
 
     dV = None
     attempt("dV", dV, autograd["dV"])
@@ -16,9 +16,11 @@ of guessing a number, `attempt` compares it at once:
 import math
 import numbers
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import torch
+from IPython.display import display
 
 
 @dataclass(frozen=True)
@@ -27,18 +29,34 @@ class Prediction:
 
     yours: Any = None
 
-    def against(self, answer: Any) -> None:
-        """Print the answer, and how far the prediction is from it if there is one.
+    def against(self, answer: Any, *lines: str) -> None:
+        """Print the answer, how far the prediction is from it, and `lines`, which tell of the answer too.
 
-        Numbers are compared by their ratio, words without regard to spaces and capitals, everything else by equality.
+        Without a prediction all of it stands behind a click, and what is open says how to make one. Numbers are
+        compared by their ratio, words without regard to spaces and capitals, everything else by equality.
         """
         answer = _plain(answer)
         if self.yours is None:
-            print(f"The answer: {_text(answer)}.")
+            display(_Folded("\n".join([f"The answer: {_text(answer)}.", *lines])))
         else:
             yours = _plain(self.yours)
             print(f"You predicted {_text(yours)}. The answer: {_text(answer)}.")
-            print(f"Your prediction is {_verdict(yours, answer)}.")
+            print(f"Your prediction is {_verdict(yours, answer)}.", *lines, sep="\n")
+
+
+@dataclass(frozen=True)
+class _Folded:
+    """An answer that nobody has predicted yet. Where no HTML is shown, neither is the answer."""
+
+    text: str
+    open: str = "No prediction yet: put yours in place of None, and run that cell and this one again."
+
+    def __repr__(self):
+        return self.open
+
+    def _repr_html_(self):
+        block = f"<pre>{escape(self.text, quote=False)}</pre>"
+        return f"{self.open}\n<details><summary>Show the answer</summary>\n{block}</details>"
 
 
 def predict(question: str, yours: Any = None) -> Prediction:

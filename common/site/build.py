@@ -20,7 +20,7 @@ from pathlib import Path
 from common.arguments import arguments
 from common.learn import exercises
 from common.measure import records
-from common.phases import PHASES, ROOT
+from common.phases import APART, PHASES, ROOT
 from common.site import moving
 
 HERE = Path(__file__).parent
@@ -39,9 +39,9 @@ def main() -> int:
     pages |= {name.lower(): linked((ROOT / f"{name}.md").read_text()) for name in BESIDE}
     for name, text in pages.items():
         (SOURCE / f"{name}.md").write_text(text)
-    for path in (path for phase in PHASES for path in phase.notebook_paths):
+    for path in [*(path for phase in PHASES for path in phase.notebook_paths), *(ROOT / page for page in APART)]:
         target = SOURCE / path.relative_to(ROOT)
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(with_pictures(path.read_text()))
     for path in re.findall(r"\]\((\S+\.png)\)", (ROOT / "README.md").read_text()):
         (SOURCE / path).parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,8 @@ def _anchor(path: str) -> str:
 
 def index() -> str:
     chapters = [str(p.relative_to(ROOT).with_suffix("")) for phase in PHASES for p in phase.notebook_paths]
-    rest = ["exercises", "pictures", "glossary", "why_slow", "records", "code", "api", "contributing", "versions"]
+    rest = [page.removesuffix(".ipynb") for page in APART]
+    rest += ["exercises", "pictures", "glossary", "why_slow", "records", "code", "api", "contributing", "versions"]
     page = linked((ROOT / "README.md").read_text())
     for caption, names in (("Chapters", chapters), ("Beside them", rest)):
         page += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```\n"

@@ -31,6 +31,8 @@ their errors add up in dk and dv: 46 equal queries with P near 1e-24 gave a righ
 rows of do: in fp32, 128 equal terms gave dv a z of 7.5; in bf16, with weights that were equal too, equal dS gave dk a z
 of 7.
 
+judging.ipynb beside this file derives sigma, rounding by rounding.
+
 rho grows with the logits, as their fp32 sums do. At logits of 1e4 and more the harness excuses errors ten times those
 of a careful kernel. In the millions a logit's rounding exceeds 1, and any gradient is excused: zeros pass.
 """

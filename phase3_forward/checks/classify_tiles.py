@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import numbers
 
 from common.learn.check.require import reject
 from phase3_forward.checks import bottom_right, in_pieces
@@ -43,7 +44,7 @@ def _check_kind(answer):
 
 def _check_loop_bounds(answer):
     right, got = _all_bounds(bottom_right), [tuple(answer.loop_bounds(*row)) for row in ROWS]
-    if not all(isinstance(bound, int) for pair in got for bound in pair):
+    if not all(isinstance(bound, numbers.Integral) for pair in got for bound in pair):
         reject("loop_bounds: expected integers, as a loop counts with them: divide with //")
     if got == [(full, end - full) for full, end in right]:
         reject("loop_bounds: the end counts all tiles that are visited, the full ones too")

@@ -3,11 +3,14 @@
 import ast
 import dataclasses
 import inspect
+import math
 
 from common import make_qkv, runtime
 from common.learn.check.require import (
     NoHelp,
     Rejected,
+    close,
+    guarded,
     masked_loads_undefined,
     reject,
     reject_refused,
@@ -17,7 +20,9 @@ from common.learn.check.require import (
     tiles_of,
 )
 from common.measure import offline, traffic
-from phase3_forward.checks import BF16, FP16, FP32, INF, require_nothing_added
+from common.verify import guard
+from common.verify.reference import naive_attention
+from phase3_forward.checks import BF16, FP16, FP32, INF, bottom_right, indices, require_nothing_added, verify_masked
 
 import torch
 
@@ -44,6 +49,11 @@ CASES = [
     ("bf16: is it converted before the launch, and o back after it?", 2, 4, 2, 70, 100, 80, BF16, True, None,
      dict(layout="bshd", poison=True)),
 ]  # fmt: skip
+# The same without what does not matter to the alignment.
+BOTTOM_RIGHT = [
+    (20, 50, 16, FP32, {}), (50, 24, 40, FP16, dict(layout="bshd", poison=True)), (5, 3, 16, BF16, {}),
+    (3, 0, 16, FP32, {}),
+]  # fmt: skip
 
 
 def check(answer):
@@ -60,28 +70,76 @@ def check(answer):
                     o, lse = answer.attention(q, k, v, **given)
             except Rejected as wrong:
                 reject(f"{what}: {wrong}")
-            if not o.is_contiguous():
-                reject(f"{what}: o has the strides {o.stride()}; it is to be contiguous")
+            signs = {
+                f"o has the strides {o.stride()}; it is to be contiguous": not o.is_contiguous(),
+                "o is NaN throughout: do the loads of q and k end at HEAD_DIM? Their padded columns must be 0": (
+                    q.shape[3] in (5, 40) and o.numel() and o.isnan().all()
+                ),
+            }
+            require_none(signs, what)
             return o, lse
 
+        if what == CASES[1][0]:
+            _require_lse_of_batches(answer, what)
         require_verified(what, attend, q, k, v, **options)
     _check_empty(answer)
     require_nothing_added(answer.attention)
+    for case in BOTTOM_RIGHT:
+        _require_bottom_right(answer, *case)
     if runtime.INTERPRETED:
-        for is_causal in (False, True):
-            _require_few_tiles_and_loads(answer, is_causal)
+        for options in ({}, dict(is_causal=True), dict(is_causal=True, bottom_right=True)):
+            _require_few_tiles_and_loads(answer, **options)
     _require_one_launch(answer)
     require_tensor_cores(answer, lambda: answer.attention(*make_qkv(1, 1, 32, 16, dtype=FP16)))
-    return f"{len(CASES)} calls against SDPA: strides, grouped heads, head_dim, masks, dtypes; no tile or load in vain"
+    calls = len(CASES) + len(BOTTOM_RIGHT)
+    return f"{calls} calls against SDPA: strides, grouped heads, head_dim, both alignments; no tile or load in vain"
 
 
 def _require_own(answer):
-    """Reject an answer that takes phase 3's kernel."""
-    for node in ast.walk(ast.parse(inspect.getsource(answer))):
-        module = getattr(node, "module", None) or ""
-        names = [alias.name for alias in getattr(node, "names", [])]
-        if "phase3_forward.forward" in [module, *names] or (module == "phase3_forward" and "forward" in names):
-            reject(f"line {node.lineno} takes from phase 3's module: that is what you are to write")
+    """Reject an answer that takes phase 3's kernel, or pieces of it."""
+    nodes = ast.walk(ast.parse(inspect.getsource(answer)))
+    for node in (node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)):
+        names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+        if any(name.split(".")[0] == "phase3_forward" for name in names):
+            reject(f"line {node.lineno} takes from phase 3's modules: that is what you are to write")
+
+
+def _require_lse_of_batches(answer, what):
+    """Reject an LSE that is stored at another head's place, where o is at its own."""
+    q, k, v = make_qkv(2, 2, 32, 16, dtype=FP32)
+    with guard.watched(), NoHelp():
+        o, lse = answer.attention(q, k, v)
+    if guard.never_stored(lse).any() and not guard.never_stored(o).any():
+        place = "the LSE of query head h of batch b begins at row (b * heads_q + h) * seq_q"
+        reject(f"{what}: o is complete, and lse is not: {place}")
+
+
+def _require_bottom_right(answer, seq_q, seq_k, head_dim, dtype, memory):
+    """The mask that ends in the bottom right corner: row by row, those that see no key first."""
+    q, k, v = make_qkv(1, 2, seq_q, head_dim, seq_k=seq_k, dtype=dtype, **memory)
+    with tiles_of(32, 16):
+        o, lse = results = guarded(answer.attention)(q, k, v, is_causal=True, bottom_right=True)
+        full = answer.attention(q, k, v, bottom_right=True)[1]
+    what = f"bottom-right, {seq_q} queries and {seq_k} keys"
+    first = slice(0, max(0, seq_q - seq_k))
+    s = (q.double() @ k.double().mT) / math.sqrt(head_dim)
+    i, j = indices(seq_q, seq_k)
+    seen = {
+        "this is the top-left alignment": j <= i,
+        "this is right for j <= i + seq_q - seq_k: the shift has the wrong sign": j <= i + seq_q - seq_k,
+        "the walk ends where it does in the top-left alignment": (j <= i + seq_k - seq_q) & (j < (i // 32 + 1) * 32),
+    }
+    signs = {
+        "rows that see no key: o is NaN, which is what 0 / 0 gives": o[:, :, first].isnan().any(),
+        "rows that see no key: o is to be 0": (o[:, :, first] != 0).any(),
+        "rows that see no key: lse is to be -inf": (lse[:, :, first] != -INF).any(),
+        "without is_causal, bottom_right changes nothing": not close(full, naive_attention(q, k, v)[1], 0.01),
+    }
+    if seq_k > seq_q:  # every row of each of them sees a key
+        logsumexp = {sentence: s.masked_fill(~mask, -INF).logsumexp(dim=-1) for sentence, mask in seen.items()}
+        signs |= {sentence: close(lse, wrong, 0.01) for sentence, wrong in logsumexp.items()}
+    require_none(signs, what)
+    verify_masked(lambda *_: results, q, k, v, bottom_right(i, j, seq_q, seq_k), what=f"{what}: ")
 
 
 def _check_empty(answer):
@@ -97,14 +155,16 @@ def _check_empty(answer):
         reject("all logits are -inf: o = 0 and lse = -inf are right, in every row")
 
 
-def _require_few_tiles_and_loads(answer, is_causal):
+def _require_few_tiles_and_loads(answer, **options):
     """A walk ends with the keys, a causal one at the diagonal; no load reaches past a row or a column."""
     q, k, v = make_qkv(1, 1, 120, 24, seq_k=72)
     with tiles_of(32, 16), traffic.measure(q=q, k=k, v=v) as done:
-        answer.attention(q, k, v, is_causal=is_causal)
-    ends = [min(72, start_m + 32) if is_causal else 72 for start_m in range(0, 120, 32)]
+        answer.attention(q, k, v, **options)
+    shift = 72 - 120 if "bottom_right" in options else 0
+    ends = [max(0, min(72, start_m + 32 + shift)) if options else 72 for start_m in range(0, 120, 32)]
     needed = sum(-(-end // 16) for end in ends)
-    what = f"{'causal, ' * is_causal}120 queries, 72 keys, head_dim 24, tiles of 32 and 16"
+    mask = " ".join(option.replace("_", "-") for option in options) or "no mask"
+    what = f"{mask.removeprefix('is-')}, 120 queries, 72 keys, head_dim 24, tiles of 32 and 16"
     signs = {
         f"{done.products} products of tiles are computed by tl.dot, where {2 * needed} are needed. "
         "Are the tiles those of runtime.tile_sizes?": done.products < 2 * needed,

@@ -14,7 +14,7 @@ loop_bounds  two integers for the tiles of one row of tiles: how many are full (
 
 With seq_q > seq_k the first queries see nothing at all; a row of tiles without a visible pair has the bounds (0, 0).
 
-Notebook: phase3_forward/forward.ipynb, sections 4.2 and 4.3.
+Notebook: phase3_forward/forward.ipynb, sections 3.3 and 3.4.
 """
 
 

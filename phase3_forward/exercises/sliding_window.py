@@ -10,7 +10,7 @@ Write where the walk begins and ends, both in keys, and what is visible in each 
 a tile may see no key of the first tile visited, so that their maximum is still -inf
 when their first key arrives. The window may be as long as 2^31 - 1, the largest number of 32 bits.
 
-Notebook: phase3_forward/forward.ipynb, section 4.4; `finish` stores o and lse.
+Notebook: phase3_forward/forward.ipynb, section 4.3; `finish` stores o and lse.
 """
 
 from common import validate

@@ -16,7 +16,7 @@ part 1 the next, as far as there are any. Parts that come away empty have o = 0 
    column, lse_part[:, None]; it is imported, use it if you like);
 3. at its end, o (BLOCK_M, BLOCK_D) and lse (BLOCK_M,) from the state.
 
-Notebook: phase3_forward/forward.ipynb, section 5.2.
+Notebook: phase3_forward/forward.ipynb, section 4.4.
 """
 
 from common import runtime, validate

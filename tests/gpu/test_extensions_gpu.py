@@ -5,10 +5,10 @@ import functools
 from common import make_qkv, runtime, verify_results
 from common.verify.inputs import LAYOUTS
 from phase3_forward.checks import verify_masked
-from phase3_forward.solutions.epilogue import bottom_right_attention
 from phase3_forward.solutions.grouped_heads import grouped_attention
 from phase3_forward.solutions.sliding_window import sliding_window_attention
 from phase3_forward.solutions.split_kv import merge_parts, split_kv_attention, split_parts
+from phase3_forward.solutions.whole_forward import attention as whole_forward
 
 import pytest
 import torch
@@ -37,7 +37,8 @@ def verify_window(q, k, v, window):
 
 def verify_bottom_right(q, k, v):
     i, j = indices(q, k)
-    verify_masked(guarded(bottom_right_attention), q, k, v, j <= i + k.shape[2] - q.shape[2])
+    attention = functools.partial(whole_forward, is_causal=True, bottom_right=True)
+    verify_masked(guarded(attention), q, k, v, j <= i + k.shape[2] - q.shape[2])
 
 
 def verify_split(q, k, v, splits):
@@ -131,6 +132,8 @@ def test_bottom_right(seq_q, seq_k, head_dim, dtype):
 @every_dtype
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(6, 2), (6, 3), (4, 1), (4, 4)])
 def test_grouped_heads(heads_q, heads_kv, layout, dtype):
-    q, k, v = made(layout, 2, heads_q, 300, 40, heads_kv=heads_kv, seq_k=500, dtype=dtype)
-    for is_causal in (False, True):
-        verify_results(guarded(grouped_attention), q, k, v, is_causal=is_causal, enable_gqa=True).check()
+    def attention(q, k, v, *, is_causal, scale, enable_gqa):
+        return grouped_attention(q, k, v, scale, enable_gqa)
+
+    q, k, v = made(layout, 2, heads_q, 300, 64, heads_kv=heads_kv, seq_k=500, dtype=dtype)
+    verify_results(guarded(attention), q, k, v, enable_gqa=True).check()

@@ -267,6 +267,8 @@ def broken_course(tmp_path, monkeypatch):
     monkeypatch.setattr(phases, "ROOT", tmp_path)
     chapters = "empty.ipynb", "second.ipynb"
     monkeypatch.setattr(phases, "PHASES", (phases.Phase("phase1_x", "t", ("__main__",), "kernel", chapters),))
+    monkeypatch.setattr(phases, "APART", ("apart.ipynb",))
+    nbformat.write(nbformat.v4.new_notebook(), tmp_path / "apart.ipynb")
 
     def run(text, spoil=lambda folder: None):
         folder = tmp_path / "phase1_x"
@@ -294,7 +296,8 @@ def test_a_module_may_print_what_it_likes(broken_course):
     )
     assert done.exit_code == 0, done.output
     assert "1/1" in done.output
-    assert done.output.index("empty.ipynb") < done.output.index("second.ipynb")
+    names = "empty.ipynb", "second.ipynb", "apart.ipynb"
+    assert done.output.index(names[0]) < done.output.index(names[1]) < done.output.index(names[2])
 
 
 def test_of_all_cases_the_worst_z_is_shown(broken_course):
@@ -363,7 +366,7 @@ def test_a_notebook_whose_kernel_cannot_start_is_a_failed_step(broken_course, mo
     done = broken_course(f"print({ROW!r})")
     assert done.exit_code == 1
     assert "1/1" in done.output
-    assert done.output.count("RuntimeError: Kernel died before replying") == 2
+    assert done.output.count("RuntimeError: Kernel died before replying") == 3
 
 
 PHASE = """

@@ -238,8 +238,8 @@ def test_all_solved(copy, terminal):
     (copy / ".course").mkdir()
     for exercise in exercises.load():
         write(copy, exercise, exercise.stub)
-    hashes = {e.name: hashlib.sha256(e.stub.encode()).hexdigest()[:16] for e in exercises.load()}
-    (copy / ".course" / "progress.json").write_text(json.dumps(dict(passed=hashes, hints={})))
+    noted = {e.name: f"{hashlib.sha256(e.stub.encode()).hexdigest()[:16]} {e.version}" for e in exercises.load()}
+    (copy / ".course" / "progress.json").write_text(json.dumps(dict(passed=noted, hints={})))
     assert "All exercises are solved" in terminal.run("course")[0]
     for command in ("next", "hint", "watch"):
         shown, code = terminal.run(f"course {command}")

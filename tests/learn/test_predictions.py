@@ -2,6 +2,7 @@
 
 import math
 
+from common.learn import predictions
 from common.learn.predictions import Prediction, attempt, predict
 
 import pytest
@@ -10,27 +11,37 @@ import torch
 INVITATION = "Make a prediction: replace None in this cell by your answer, and run it again.\n"
 
 
-def test_without_a_prediction_the_output_is_fixed(capsys):
-    guess = predict("How many bytes?")
+def folded(capsys, monkeypatch, answer, *lines):
+    """What `against` displays without a prediction: (as text, as HTML); printed is nothing."""
+    shown = []
+    monkeypatch.setattr(predictions, "display", shown.append)
+    Prediction().against(answer, *lines)
+    assert not capsys.readouterr().out
+    return repr(shown[0]), shown[0]._repr_html_()
+
+
+def test_without_a_prediction_the_answer_stands_behind_a_click(capsys, monkeypatch):
+    predict("How many bytes?")
     assert capsys.readouterr().out == f"How many bytes?\n{INVITATION}"
-    guess.against(2**31)
-    assert capsys.readouterr().out == "The answer: 2,147,483,648.\n"
+    text, html = folded(capsys, monkeypatch, 2**31, "2 < 3 heads")
+    assert text == "No prediction yet: put yours in place of None, and run that cell and this one again."
+    before, _, inside = html.partition("</summary>")
+    assert before == f"{text}\n<details><summary>Show the answer"
+    assert inside == "\n<pre>The answer: 2,147,483,648.\n2 &lt; 3 heads</pre></details>"
 
 
 def test_a_prediction_is_repeated_without_a_verdict(capsys):
     guess = predict("How many bytes?", yours=4096)
     assert capsys.readouterr().out == "How many bytes?\nYour prediction: 4,096. The answer comes below.\n"
-    guess.against(8192)
+    guess.against(8192, "for P", "in fp16")
     assert capsys.readouterr().out == (
-        "You predicted 4,096. The answer: 8,192.\nYour prediction is 2 times too small.\n"
+        "You predicted 4,096. The answer: 8,192.\nYour prediction is 2 times too small.\nfor P\nin fp16\n"
     )
 
 
-def test_a_set_is_printed_in_order(capsys):
-    Prediction().against({"dv", "dq", "dk"})
-    assert capsys.readouterr().out == "The answer: {'dk', 'dq', 'dv'}.\n"
-    Prediction().against(set())
-    assert capsys.readouterr().out == "The answer: set().\n"
+def test_a_set_is_printed_in_order(capsys, monkeypatch):
+    assert "The answer: {'dk', 'dq', 'dv'}.<" in folded(capsys, monkeypatch, {"dv", "dq", "dk"})[1]
+    assert "The answer: set().<" in folded(capsys, monkeypatch, set())[1]
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from common.verify.inputs import KINDS, LAYOUTS
 from phase3_forward import attention_forward
 from phase3_forward.checks import verify_masked
 from phase3_forward.solutions.classify_tiles import kind, loop_bounds
-from phase3_forward.solutions.epilogue import bottom_right_attention
 from phase3_forward.solutions.grouped_heads import grouped_attention
 from phase3_forward.solutions.sliding_window import sliding_window_attention
 from phase3_forward.solutions.split_kv import merge_parts, split_kv_attention, split_parts
+from phase3_forward.solutions.whole_forward import attention
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 INF = float("inf")
 every_dtype = pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)
+bottom_right_attention = functools.partial(attention, is_causal=True, enable_gqa=True, bottom_right=True)
 every_layout = pytest.mark.parametrize("layout", [*LAYOUTS, "poisoned"])
 # o in this dtype, against fp64 on ordinary inputs; verify_masked is the sharper test, a row at a time
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
@@ -288,7 +289,7 @@ def test_bottom_right_in_every_layout(layout):
 
 @interpreted_only
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(200, 130), (130, 200), (100, 100)])
-def test_bottom_right_kernel_visits_the_tiles_of_exercise_1(seq_q, seq_k):
+def test_bottom_right_kernel_visits_the_tiles_that_are_classified(seq_q, seq_k):
     q, k, v = make_qkv(1, 1, seq_q, 16, seq_k=seq_k)
     blocks = [runtime.tile_sizes(16, q.dtype)[name] for name in ("BLOCK_M", "BLOCK_N")]
     with traffic.measure(k=k) as moved:
@@ -302,22 +303,26 @@ def test_bottom_right_kernel_visits_the_tiles_of_exercise_1(seq_q, seq_k):
     assert moved.loaded_from["k"] == keys * 16 * k.element_size()
 
 
+def grouped(q, k, v, *, is_causal=False, scale=None, enable_gqa=False):
+    assert not is_causal
+    return grouped_attention(q, k, v, scale, enable_gqa)
+
+
 @every_layout
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     ("heads_q", "heads_kv"), [(6, 2), (4, 1), *(pytest.param(6, n, marks=pytest.mark.slow) for n in (3, 6))]
 )
-def test_grouped_heads(heads_q, heads_kv, is_causal, layout):
-    q, k, v = made(layout, 2, heads_q, 33, 24, heads_kv=heads_kv, seq_k=40)
-    verify_results(guarded(grouped_attention), q, k, v, is_causal=is_causal, enable_gqa=True).check()
+def test_grouped_heads(heads_q, heads_kv, layout):
+    q, k, v = made(layout, 2, heads_q, 33, 32, heads_kv=heads_kv, seq_k=40)
+    verify_results(guarded(grouped), q, k, v, enable_gqa=True).check()
 
 
 @every_dtype
 def test_grouped_heads_write_o_with_the_strides_of_q(dtype):
-    q, k, v = make_qkv(2, 4, 70, 40, heads_kv=2, layout="bshd", dtype=dtype)
-    o, _ = guarded(grouped_attention)(q, k, v, enable_gqa=True)
+    q, k, v = make_qkv(2, 4, 70, 64, heads_kv=2, layout="bshd", dtype=dtype)
+    o = guarded(grouped)(q, k, v, enable_gqa=True)
     assert o.stride() == q.stride()
-    verify_results(guarded(grouped_attention), q, k, v, enable_gqa=True).check()
+    verify_results(guarded(grouped), q, k, v, enable_gqa=True).check()
 
 
 # --- what they refuse, and what the compiler makes of them ----------------------------------------------------------
@@ -335,7 +340,7 @@ def test_a_wrong_window_or_number_of_parts_is_named(value):
 
 def test_wrong_inputs_are_named():
     q, k, v = make_qkv(1, 4, 4, 16, heads_kv=2)
-    for fn in (bottom_right_attention, grouped_attention, windowed(3, scale=INF), split_kv_attention):
+    for fn in (attention, grouped_attention, windowed(3, scale=INF), split_kv_attention):
         with pytest.raises(ValueError, match=r"k: expected 4 heads|scale: expected a finite"):
             fn(q, k, v)
     with pytest.raises(TypeError, match=r"k: expected torch\.float16"):
@@ -371,7 +376,7 @@ def test_the_kernels_fit_every_gpu(dtype, target):
         q, k = (torch.empty(1, heads, 64, head_dim, dtype=dtype, device=runtime.DEVICE) for heads in (4, 2))
         calls = [
             lambda q=q: bottom_right_attention(q, q, q),
-            lambda q=q, k=k: grouped_attention(q, k, k, True, enable_gqa=True),
+            lambda q=q, k=k: grouped_attention(q, k, k, enable_gqa=True),
             lambda q=q, k=k: sliding_window_attention(q, k, k, 100, enable_gqa=True),
             lambda q=q, k=k: split_kv_attention(q[:, :, :1], k, k, 8, enable_gqa=True),
         ]

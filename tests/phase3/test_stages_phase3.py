@@ -26,8 +26,11 @@ WRONG = {  # a call that the wrong form gets wrong: None where it does not
     "mask without a loop bound": None,  # it only takes longer
     "loop bound without a mask": CALLS["mask"],
     "diagonal hidden": CALLS["mask"],
+    "mask the wrong way round": CALLS["mask"],
     "loop ends a tile early": CALLS["mask"],
+    "K padded with NaN": CALLS["head_dim"],
     "hidden keys at -1e6": dict(qkv=make_qkv(1, 1, 40, 32, seq_k=96, kind="low"), is_causal=True, scale=2000.0),
+    "no rescale": GROUPED,
     "LSE without the maximum": CALLS["lse"],
     "batch of the keys forgotten": GROUPED,
     "V addressed with K's strides": dict(qkv=make_qkv(1, 2, 20, 16, seq_k=70, layout_v="expanded")),

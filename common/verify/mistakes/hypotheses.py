@@ -142,7 +142,9 @@ def of_forward(name, c: Context) -> Iterator[Hypothesis]:
 def _mask_mistakes(c: Context) -> Iterator[Hypothesis]:
     seq_q, seq_k = c.q.shape[2], c.k.shape[2]
     if c.is_causal:
-        yield from map(known, ("causal_ignored", "causal_strict", "causal_loose", "causal_flipped"))
+        yield from map(known, ("causal_ignored", "causal_strict", "causal_loose"))
+        for own, tile in itertools.product((True, False), (None, *TILE_SIZES)):
+            yield known("causal_flipped", visible=wrong.flipped(own, tile))
         for tile in tiles_within(min(seq_q, seq_k)):
             yield known("causal_tiles_only", tile=tile, visible=wrong.tiles_unmasked(tile))
             yield known("diagonal_skipped", tile=tile, visible=wrong.tiles_skipped(tile))

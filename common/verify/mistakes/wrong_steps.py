@@ -200,6 +200,11 @@ def tiles_skipped(tile):
     return lambda i, j, m, n: j // tile < i // tile
 
 
+def flipped(own, tile):
+    """A causal mask that shows the future, and the own key or not; tile: of queries, where the loop ends with it."""
+    return lambda i, j, m, n: (j > i - int(own)) & (True if tile is None else j // tile <= i // tile)
+
+
 def whole_tiles(tile):
     """Where a loop ends that leaves the ragged tile out."""
     return lambda n: n // tile * tile
