@@ -18,14 +18,15 @@ import contextlib
 import itertools
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from common import runtime
 from common.arguments import arguments, refuse
 from common.measure import records
 from common.phases import ROOT
+from common.speak import trained
 from common.speak.gpt import GPT, complete
-from common.speak.text import encode, lines
+from common.speak.text import encode, in_words, lines
 from common.verify.mistakes import emulator
 from common.verify.mistakes.table import MISTAKES
 from phase3_forward.forward import _attn_fwd_kernel
@@ -86,6 +87,41 @@ def score(model: GPT, numbers: int = 500) -> tuple[float, list[str]]:
     wanted = [line.strip() for line in lines(held_out=True) if line[4] == " "][:numbers]
     written = complete(model, [w[:5] for w in wanted])
     return sum(a == b for a, b in zip(written, wanted, strict=True)) / len(wanted), written[:5]
+
+
+def relearn(attention: Callable, numbers: Sequence[int], steps: int = 12) -> list[list[str]]:
+    """What the model that speaks writes for these numbers as its last layer learns anew what makes q, k and v.
+
+    The weights that make q, k and v there are drawn at random, and trained alone, on the lines of the numbers: what
+    they learn comes through the gradients of `attention`, which runs in this layer. Returns the lines before training
+    and after every fourth step.
+    """
+    model = trained.load()
+    block, prompts = model.blocks[-1], [f"{number} " for number in numbers]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        wiped = torch.randn(block.qkv.weight.shape) * 0.02
+    block.qkv.weight.data.copy_(wiped)
+    block.qkv.bias.data.zero_()
+    block.qkv.requires_grad_(True)
+    text = [f"{number} {in_words(number)}\n" for number in numbers]
+    length = max(map(len, text))
+    tokens = torch.stack([encode(line.ljust(length, "\n")) for line in text]).to(runtime.DEVICE)
+    wanted = tokens[:, 1:].clone()
+    for row, line in zip(wanted, text, strict=True):
+        row[len(line) - 1 :] = -100  # what cross_entropy leaves out
+    optimizer = torch.optim.AdamW(block.qkv.parameters(), lr=1e-2, weight_decay=0)
+    written = [complete(model, prompts)]
+    for step in range(1, steps + 1):
+        block.attention = attention
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), wanted.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        block.attention = F.scaled_dot_product_attention
+        if step % 4 == 0:
+            written.append(complete(model, prompts))
+    return written
 
 
 # --- python -m phase4_backward.train -------------------------------------------------------------------------------

@@ -308,6 +308,9 @@ def gradients(q, k, v, do, o, lse, visible, *, modulo=False, delta=None, shared=
         return torch.stack([t[:, of].sum(1) for of in users], dim=1)
 
     right = dict(dq=ds @ k / 4, dk=grouped(ds.mT @ q / 4), dv=grouped(p.mT @ do))
+    p_of_delta = torch.where(visible, torch.exp(q @ k.mT / 4 - delta), 0.0)
+    of_delta = p_of_delta * (do @ v.mT - lse[..., None])
+    arguments = "lse and delta are exchanged: recompute_tile takes lse, then delta"
     order = "P and dS are exchanged: recompute_tile returns p, ds in this order"
     scale = "the scale is in it twice: it is multiplied after the loop"
     twice = "delta is subtracted twice: recompute_tile has done it"
@@ -318,6 +321,9 @@ def gradients(q, k, v, do, o, lse, visible, *, modulo=False, delta=None, shared=
         ("dq", twice): (ds - p * delta) @ k / 4,
         ("dv", order): grouped(ds.mT @ do),
         ("dk", order): grouped(p.mT @ q / 4),
+        ("dq", arguments): of_delta @ k / 4,
+        ("dk", arguments): grouped(of_delta.mT @ q / 4),
+        ("dv", arguments): grouped(p_of_delta.mT @ do),
         ("dv", "this is P^T Q: dV takes dO"): grouped(p.mT @ q),
         ("dk", "this is dS^T dO: dK takes Q"): grouped(ds.mT @ do / 4),
         ("dk", scale): right["dk"] / 4,

@@ -63,4 +63,6 @@ def _wrong_heads(inputs, delta, visible, block_m):
         "every head has the lse of head 0: lse_ptr + h * seq_q": lse_of_0,
         "every head has the delta of head 0: delta_ptr + h * seq_q": delta_of_0,
     }
-    return {sentence: gradients(**usual | options)[0] for sentence, options in changed.items()}
+    wrong = {sentence: gradients(**usual | options)[0] for sentence, options in changed.items()}
+    again = {name: 2 * grad for name, grad in gradients(**usual | first)[0].items()}  # a group has two heads
+    return wrong | {"every step visits the group's first head: h changes with g": again}

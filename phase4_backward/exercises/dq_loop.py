@@ -13,7 +13,7 @@ done with a tile.
     q, do       (batch, heads, seq_q, head_dim)      k, v   (batch, heads, seq_k, head_dim)      fp16, bf16 or fp32
     lse, delta  (batch, heads, seq_q), fp32          seq_q, seq_k: any lengths, also different ones
 
-Notebook: phase4_backward/backward.ipynb, section 3.4, "dQ: the walk of the forward pass".
+Notebook: phase4_backward/backward.ipynb, section 4.3, "dQ: the walk of the forward pass".
 """
 
 from common import runtime, validate

@@ -7,7 +7,7 @@ mask Z, 1 where a weight is kept and 0 where it is dropped, and a star for entry
     dV = (P * Z)^T dO / (1 - r)       dP = Z * (dO V^T) / (1 - r)       dS = P * (dP - delta)
 
 and dQ, dK follow from dS as ever. The softmax comes first: its sums, and so the LSE, know nothing of Z. And delta is
-still rowsum(dO * O), as the notebook asks you to derive.
+still rowsum(dO * O): can you see why?
 
 Both passes need the same Z, in tiles of any shape, and to store Z would be to store P. `tl.rand(seed, offset)` is a
 pure function (the Philox generator) from two integers to a number in [0, 1): the same wherever and whenever it is
@@ -18,7 +18,7 @@ may have more than 2^32 entries, after which a 32-bit offset would start over an
 Yours are `kept` and the heart of each of three loops; the check can be asked after each of the four. In the two of the
 backward pass, note that `recompute_tile` with a delta of zeros, `tl.zeros_like(delta)`, returns P and P * (dO V^T).
 
-Notebook: phase4_backward/backward.ipynb, section 7.1, "Dropout".
+Notebook: phase4_backward/backward.ipynb, section 4.7, "Two more features".
 """
 
 from common import runtime, validate

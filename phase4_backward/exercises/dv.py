@@ -15,9 +15,9 @@ is there, with its loads: past the end q, do and lse are 0. Write what is done w
 Products: `tl.dot(a, b, input_precision="ieee")`, and `tl.dot(a, b, acc, input_precision="ieee")` to add to acc. Both
 operands need the same dtype, so P goes into its product in that of dO.
 
-Why does dV need neither V nor delta? (Hint 3 answers.)
+Why does dV not need V? (Hint 3 answers.)
 
-Notebook: phase4_backward/backward.ipynb, section 3.2, "dV, the smallest kernel".
+Notebook: phase4_backward/backward.ipynb, section 2.4, "P from one number a row".
 """
 
 from common import runtime, validate

@@ -24,7 +24,7 @@ element in one launch, at least one of them to change it, are a race unless both
     q, k, v, do    (batch, heads, seq, head_dim), contiguous, one dtype: fp16, bf16 or fp32; no mask
     lse, delta     (batch, heads, seq_q), fp32, contiguous
 
-Notebook: phase4_backward/backward.ipynb, section 7.3, "One kernel for all three gradients".
+Notebook: phase4_backward/backward.ipynb, section 6.3, "One kernel for all three gradients".
 """
 
 from common import runtime, validate

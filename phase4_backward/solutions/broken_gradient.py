@@ -1,8 +1,8 @@
 """Six gradients are broken: say which line of each is wrong.
 
 `LINES` is the backward pass of one head, in the order in which it is computed. Each of the six patients A to F ran it
-with one line changed, on section 2's two queries and four keys. What came out stands in `PATIENTS`, rounded to three
-decimals; `RIGHT` is what should have come out. No forward pass was wrong: o and lse are right.
+with one line changed, on two queries and four keys with head_dim 2. What came out stands in `PATIENTS`, rounded to
+three decimals; `RIGHT` is what should have come out. No forward pass was wrong: o and lse are right.
 
 For each patient write the line as it was, in `DIAGNOSIS`: the name of the line, and the expression that stood there.
 Some patients have two diagnoses that give the same numbers; either will do.
@@ -13,7 +13,7 @@ Some patients have two diagnoses that give the same numbers; either will do.
 First ask which of dq, dk and dv are wrong, and which lines all the wrong ones share. Then look at the numbers: is one
 of them a multiple of the right one? Does each row add up to something?
 
-Notebook: phase4_backward/backward.ipynb, section 4.4, "Which gradients does each mistake spoil?".
+Notebook: phase4_backward/backward.ipynb, section 5.2, "Which gradients does each mistake spoil?".
 """
 
 import torch

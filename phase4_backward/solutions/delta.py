@@ -1,16 +1,8 @@
-"""Compute delta in two ways, and write the kernel for the cheaper one.
+"""Write the kernel of delta.
 
-dS = P * (dP - delta) needs one number a row, and there are two ways to it. One is a sum over keys: the Jacobian of the
-softmax says which (section 2.4). The other is a sum over head_dim: put dP = dO V^T into the first, and exchange the
-sums.
-
-Write both in PyTorch, for any leading axes, in the dtype of the inputs:
-
-    delta_over_keys(p, do, v)    p (..., seq_q, seq_k), do (..., seq_q, head_dim), v (..., seq_k, head_dim)
-    delta_over_head_dim(o, do)   o, do (..., seq_q, head_dim)
-
-Then write the second as a kernel. The kernel also serves a loss that uses LSE: where LSE has a gradient dlse, dS needs
-delta - dlse (section 2.7), so that is what the kernel stores.
+dS = P * (dP - delta) needs one number for each query, the dot product of its row of O and its row of dO (section 3.2).
+A loss may use LSE as well as O. Then LSE has a gradient dlse, and dS needs delta - dlse: that is what the kernel
+stores.
 
     o, do    (batch, heads, seq_q, head_dim), fp16, bf16 or fp32, any strides
     dlse     (batch, heads, seq_q), fp32, contiguous; or None, where the loss does not use LSE
@@ -18,9 +10,9 @@ delta - dlse (section 2.7), so that is what the kernel stores.
 
 Autograd chooses the strides of do: the gradient of a sum has stride 0 on every axis, and the gradient of a slice may
 lie in a larger tensor. The kernel multiplies and adds in fp32. Phase 2's `head_base` and `load_tile` take the strides
-of a tensor as they are.
+of a tensor as they are. `if dlse_ptr is not None:` is allowed in a kernel, and decided when it is compiled.
 
-Notebook: phase4_backward/backward.ipynb, section 2.5, "The number that every row subtracts".
+Notebook: phase4_backward/backward.ipynb, section 3.2, "The number that every row subtracts".
 """
 
 from common import runtime
@@ -29,20 +21,6 @@ from phase2_tiling.tiling import head_base, load_tile
 import torch
 import triton
 import triton.language as tl
-
-
-def delta_over_keys(p: torch.Tensor, do: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """delta as a sum over keys, (..., seq_q)."""
-    # your code: dP, and the sum over keys
-    return (p * (do @ v.mT)).sum(dim=-1)
-    # end of your code
-
-
-def delta_over_head_dim(o: torch.Tensor, do: torch.Tensor) -> torch.Tensor:
-    """delta as a sum over head_dim, (..., seq_q)."""
-    # your code: the sum over head_dim
-    return (do * o).sum(dim=-1)
-    # end of your code
 
 
 @triton.jit
@@ -70,7 +48,7 @@ def _delta_kernel(
 
 
 def delta(o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor | None = None) -> torch.Tensor:
-    """The kernel's result: delta, less dlse if there is one. (batch, heads, seq_q), fp32."""
+    """delta, less dlse if there is one: (batch, heads, seq_q), fp32."""
     batch, heads, seq_q, head_dim = o.shape
     delta = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
     o, do = runtime.to_kernel_dtype(o, do)

@@ -15,7 +15,7 @@ and what is done with a tile.
     q, do       (batch, heads_q, seq_q, head_dim)    k, v   (batch, heads_kv, seq_k, head_dim)    fp16, bf16 or fp32
     lse, delta  (batch, heads_q, seq_q), fp32        group = heads_q / heads_kv
 
-Notebook: phase4_backward/backward.ipynb, section 3.5, "dK and dV: the other walk".
+Notebook: phase4_backward/backward.ipynb, section 4.4, "dK and dV: the other walk".
 """
 
 from common import runtime, validate

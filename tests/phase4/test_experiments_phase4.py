@@ -1,10 +1,15 @@
-"""The notebook's two experiments: the bytes with P stored and recomputed, and a gradient of q times a factor."""
+"""What the chapter calls: the bytes with P stored and recomputed, the learner's pieces, and a model that learns."""
 
-from common import make_qkv
-from phase4_backward import bill, factor
+from types import SimpleNamespace
+
+from common.edited import Stage
+from common.learn import exercises
+from common.measure import records
+from common.speak.text import in_words
+from phase4_backward import backward, bill, lesson, train
 
 import pytest
-import torch
+import torch.nn.functional as F
 from helpers import interpreted_only
 
 
@@ -20,20 +25,43 @@ def test_storing_p_adds_a_write_and_two_reads():
     assert moved["fused, P stored"] - moved["recomputed"] == 6 * 4096**2
 
 
-@interpreted_only
-def test_a_kernel_that_loads_p_gives_the_same_gradients(capsys):
-    bill.both_ways(128)
-    recomputed, stored = capsys.readouterr().out.splitlines()
-    assert "less than 5e-4: True" in recomputed
-    assert "7 products a tile" in recomputed
-    assert "less than 5e-4: True" in stored
-    assert "4.00 of them P; 5 products a tile" in stored
+def test_what_storing_p_saves_takes_less_time_than_its_bytes():
+    answer, clocks = bill.dearer(records.load("phase4_backward"))
+    assert answer == "the 6 bytes"
+    assert clocks.endswith("6 bytes 0.37; 2 products and 2 exponentials 0.10 + 0.125 = 0.22")
 
 
-def test_only_the_gradient_of_q_is_multiplied():
-    inputs = [t.requires_grad_() for t in make_qkv(1, 1, 20, 16, dtype=torch.float32)]
-    right, wrong = (
-        torch.autograd.grad(factor.with_factor(x)(*(t * 1 for t in inputs), is_causal=True).sum(), inputs)
-        for x in (1, 8)
-    )
-    torch.testing.assert_close(wrong, (8 * right[0], *right[1:]))
+@pytest.mark.parametrize("name", lesson.EDITS)
+def test_each_edit_finds_its_line(name):
+    Stage(backward, *lesson.EDITS[name])
+
+
+def test_the_pieces_are_the_learners_where_they_are_solved(monkeypatch, tmp_path, capsys):
+    class Scratch(exercises.Exercise):
+        path = tmp_path / "delta.py"
+
+    delta = exercises.find("delta")
+    own = Scratch(**{field: getattr(delta, field) for field in exercises.Exercise.__annotations__})
+    own.path.write_text("def delta(o, do):\n    return 'mine'\n")
+    find = exercises.find
+    monkeypatch.setattr(exercises, "find", lambda name: own if name == "delta" else find(name))
+    solved = SimpleNamespace(solved=lambda exercise: exercise is own)
+    monkeypatch.setattr(lesson, "Progress", SimpleNamespace(load=lambda: solved))
+    pieces = lesson.pieces()
+    assert pieces.delta.delta(None, None) == "mine"
+    assert pieces.dq_loop.recompute_tile is pieces.dkdv_loop.recompute_tile is pieces.one_tile.recompute_tile
+    assert capsys.readouterr().out.splitlines() == [
+        "yours: delta",
+        "the course's: whole_forward, one_tile, dq_loop, dkdv_loop",
+    ]
+
+
+def test_the_last_layer_learns_through_its_attention_alone():
+    before, *_, after = train.relearn(F.scaled_dot_product_attention, (417, 2058))
+    right = [f"{number} {in_words(number)}" for number in (417, 2058)]
+    assert before != right == after
+
+    def no_gradient(q, k, v, is_causal):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).detach() + 0 * q
+
+    assert train.relearn(no_gradient, (417, 2058), steps=4) == [before, before]

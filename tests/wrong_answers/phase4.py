@@ -15,81 +15,6 @@ def _recomputed(k="k", scale="scale", lse="lse", exp="tl.exp"):
 
 
 WRONG = {
-    "softmax_jacobian": [
-        Wrong("the diagonal alone", {" - p[..., :, None] * p[..., None, :]": ""}, "the products are missing"),
-        Wrong(
-            "the sigmoid's",
-            {"torch.diag_embed(p) - p[..., :, None] * p[..., None, :]": "torch.diag_embed(p - p * p)"},
-            "only the diagonal is there",
-        ),
-        Wrong("products added", {"torch.diag_embed(p) -": "torch.diag_embed(p) +"}, "they are subtracted"),
-        Wrong(
-            "one row only",
-            {"torch.diag_embed(p) - p[..., :, None] * p[..., None, :]": "torch.diag(p) - torch.outer(p, p)"},
-            "Rows may be many",
-        ),
-        Wrong("p * dp", {"(dp[..., None, :] @ softmax_jacobian(p))[..., 0, :]": "p * dp"}, "this is p * dp"),
-        Wrong(
-            "dp untouched",
-            {"return (dp[..., None, :] @ softmax_jacobian(p))[..., 0, :]": "return dp"},
-            "dp comes back as it came",
-        ),
-        Wrong("fp32", {"dtype=torch.float64, requires_grad": "requires_grad"}, "finite differences need torch.float64"),
-        Wrong("equal logits", {"s = torch.randn(3, 5,": "s = torch.zeros(3, 5,"}, "Equal logits hide it"),
-        Wrong("it raises", {", raise_exception=False": ""}, "which is_right lets through"),
-        Wrong(
-            "fp32, and it raises",
-            {"dtype=torch.float64, requires_grad": "requires_grad", ", raise_exception=False": ""},
-            "finite differences need torch.float64",
-        ),
-        Wrong(
-            "no tolerance, and it raises",
-            {"raise_exception=False": "atol=1e-14, rtol=0"},
-            "With its own eps, atol and rtol",
-        ),
-        Wrong("no return", {"return torch.autograd.grad": "torch.autograd.grad"}, "return what gradcheck says"),
-        Wrong("no gradient asked for", {", requires_grad=True": ""}, "does the input require a gradient?"),
-        Wrong(
-            "always right",
-            {"return torch.autograd.gradcheck(softmax, (s,), raise_exception=False)": "return True"},
-            "it never calls the function",
-        ),
-    ],
-    "delta": [
-        Wrong("P forgotten", {"(p * (do @ v.mT)).sum": "(do @ v.mT).sum"}, "P is missing"),
-        Wrong("through P V", {"(p * (do @ v.mT)).sum": "((p @ v) * do).sum"}, "this goes through P V"),
-        Wrong("axes from the front", {"(do * o).sum(dim=-1)": "(do * o).sum(dim=3)"}, "Count axes from the end"),
-        Wrong("do has o's strides", {"(do_head, stride_do,": "(do_head, stride_o,"}, "its own"),
-        Wrong("16-bit products", {"o.to(tl.float32) * do.to(tl.float32)": "(o * do).to(tl.float32)"}, "to fp32 first"),
-        Wrong("the store is not masked", {"delta, mask=offs_m < seq_q": "delta"}, "does the store have a mask?"),
-        Wrong("fp32 inside", {"p * (do @ v.mT)": "p.float() * (do @ v.mT).float()"}, "computed in fp32"),
-        Wrong(
-            "head_dim not masked",
-            {
-                "(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM)": (
-                    "(o_head, stride_o, offs_m, offs_d, seq_q, BLOCK_D)"
-                ),
-                "(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)": (
-                    "(do_head, stride_do, offs_m, offs_d, seq_q, BLOCK_D)"
-                ),
-            },
-            "mask offs_d",
-        ),
-        Wrong("delta_ptr moved twice", {"delta_ptr + offs_m": "delta_ptr + pid_bh * seq_q + offs_m"}, "already"),
-        Wrong(
-            "no batch stride",
-            {"head_base(do_ptr, stride_do, pid_bh, heads)": "do_ptr + pid_bh % heads * stride_do[1]"},
-            "batch 0 is right, batch 1 is not",
-        ),
-        Wrong(
-            "no head stride",
-            {"head_base(do_ptr, stride_do, pid_bh, heads)": "do_ptr + pid_bh // heads * stride_do[0]"},
-            "head 0 is right, the others are not",
-        ),
-        Wrong("dlse added", {"delta -= ": "delta += "}, "dlse is added"),
-        Wrong("dlse forgotten", {"delta -= tl.load": "tl.load"}, "dlse is not subtracted"),
-        Wrong("dlse of head 0", {"dlse_ptr + pid_bh * seq_q": "dlse_ptr"}, "the dlse of head 0"),
-    ],
     "dv": [
         Wrong(
             "q scaled in 16 bits",
@@ -130,6 +55,169 @@ WRONG = {
             "the load of lse is not masked",
             {"(lse_head + offs_m, mask=offs_m < seq_q, other=0.0)": "(lse_head + offs_m)"},
             "the load needs the mask",
+        ),
+    ],
+    "delta": [
+        Wrong("do has o's strides", {"(do_head, stride_do,": "(do_head, stride_o,"}, "its own"),
+        Wrong("16-bit products", {"o.to(tl.float32) * do.to(tl.float32)": "(o * do).to(tl.float32)"}, "to fp32 first"),
+        Wrong("the store is not masked", {"delta, mask=offs_m < seq_q": "delta"}, "does the store have a mask?"),
+        Wrong(
+            "a 16-bit sum",
+            {"o.to(tl.float32) * do.to(tl.float32)": "o * do"},
+            "the sum is rounded to 16 bits: convert o and do to fp32 first",
+            at_once=True,
+        ),
+        Wrong(
+            "o of head 0",
+            {"head_base(o_ptr, stride_o, pid_bh, heads)": "o_ptr"},
+            "head 0 of batch 0 is right, other heads are not: `head_base(x_ptr,",
+            at_once=True,
+        ),
+        Wrong(
+            "the head by pid_m",
+            {"head_base(o_ptr, stride_o, pid_bh, heads)": "head_base(o_ptr, stride_o, pid_m, heads)"},
+            "is it found by pid_bh?",
+            at_once=True,
+        ),
+        Wrong(
+            "heads in contiguous memory",
+            {
+                "head_base(o_ptr, stride_o, pid_bh, heads)": "o_ptr + pid_bh * seq_q * HEAD_DIM",
+                "head_base(do_ptr, stride_do, pid_bh, heads)": "do_ptr + pid_bh * seq_q * HEAD_DIM",
+            },
+            "head 0 of batch 0 is right, other heads are not",
+            at_once=True,
+        ),
+        Wrong(
+            "do's heads by o's strides",
+            {"head_base(do_ptr, stride_do,": "head_base(do_ptr, stride_o,"},
+            "other heads are not: `head_base(x_ptr, stride_x",
+        ),
+        Wrong(
+            "dlse where there is none",
+            {"    if dlse_ptr is not None:\n        delta": "    if True:\n        delta"},
+            "dlse_ptr is None here: load from it under `if dlse_ptr is not None:` alone",
+            at_once=True,
+        ),
+        Wrong(
+            "head_dim not masked",
+            {
+                "(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM)": (
+                    "(o_head, stride_o, offs_m, offs_d, seq_q, BLOCK_D)"
+                ),
+                "(do_head, stride_do, offs_m, offs_d, seq_q, HEAD_DIM)": (
+                    "(do_head, stride_do, offs_m, offs_d, seq_q, BLOCK_D)"
+                ),
+            },
+            "mask offs_d",
+        ),
+        Wrong("delta_ptr moved twice", {"delta_ptr + offs_m": "delta_ptr + pid_bh * seq_q + offs_m"}, "already"),
+        Wrong(
+            "no batch stride",
+            {"head_base(do_ptr, stride_do, pid_bh, heads)": "do_ptr + pid_bh % heads * stride_do[1]"},
+            "batch 0 is right, batch 1 is not",
+        ),
+        Wrong(
+            "no head stride",
+            {"head_base(do_ptr, stride_do, pid_bh, heads)": "do_ptr + pid_bh // heads * stride_do[0]"},
+            "head 0 is right, the others are not",
+        ),
+        Wrong("dlse added", {"delta -= ": "delta += "}, "dlse is added"),
+        Wrong("dlse forgotten", {"delta -= tl.load": "tl.load"}, "dlse is not subtracted"),
+        Wrong("dlse of head 0", {"dlse_ptr + pid_bh * seq_q": "dlse_ptr"}, "the dlse of head 0"),
+    ],
+    "capped": [
+        Wrong("the cap's slope forgotten", {"ds = slope * p": "ds = p"}, "lacks the cap's slope"),
+        Wrong(
+            "slope after hiding",
+            {"    return c, slope": "    return c, slope if cap is None else 1 - (c / cap) ** 2"},
+            "Take the cap's slope before hiding",
+            at_once=True,
+        ),
+        Wrong("the slope is not squared", {"1 - t * t": "1 - t"}, "the slope of tanh(x) is 1 - tanh(x)^2"),
+        Wrong("the slope of C", {"cap * t, 1 - t * t": "cap * t, 1 - (cap * t) ** 2"}, "here it takes C"),
+        Wrong("no cap", {"if cap is not None": "if False"}, "the logits are not capped"),
+        Wrong("no scale", {" * q.shape[-1] ** -0.5\n    slope": "\n    slope"}, "not multiplied by the scale"),
+        Wrong("no delta", {".mT - delta)": ".mT)"}, "delta is not subtracted"),
+        Wrong("dq without the scale", {"dq += scale *": "dq +="}, "the scale is missing in the gradient"),
+        Wrong("no mask", {"    if is_causal:\n": "    if False:\n"}, "there is no causal mask"),
+        Wrong("hidden logits are 0", {'keys, float("-inf"))': "keys, 0.0)"}, "they are -inf"),
+        Wrong("acc not rescaled", {"alpha[..., None] * acc": "acc"}, "the accumulator is not rescaled"),
+        Wrong("l not rescaled", {"l = alpha * l": "l = l"}, "l is not rescaled"),
+        Wrong(
+            "P is kept",
+            {
+                "o, m + torch.log(l))": "o, m + torch.log(l), q.new_zeros(q.shape[-2], k.shape[-2]))",
+                "q, k, v, o, lse = ctx": "q, k, v, o, lse, _ = ctx",
+            },
+            "between the passes 6 tensors are kept, of shapes (300, 400)",
+            at_once=True,
+        ),
+        Wrong(
+            "LSE on ctx",
+            {
+                "ctx.save_for_backward(q, k, v, o, m + torch.log(l))": (
+                    "ctx.lse = m + torch.log(l)\n        ctx.save_for_backward(q, k, v, o)"
+                ),
+                "q, k, v, o, lse = ctx.saved_tensors": "(q, k, v, o), lse = ctx.saved_tensors, ctx.lse",
+            },
+            "ctx.lse holds a tensor",
+        ),
+        Wrong(
+            "no backward yet",
+            {"        q, k, v, o, lse = ctx": "        raise NotImplementedError\n        q, k, v, o, lse = ctx"},
+            "right so far: o. Next: line",
+            kind="unfinished",
+        ),
+        Wrong(
+            "a whole mask",
+            {
+                "torch.arange(q.shape[-2], device=q.device)[:, None] < keys": (
+                    "torch.ones(q.shape[-2], k.shape[-2]).triu(1)[:, start : start + BLOCK] > 0"
+                )
+            },
+            "makes a tensor of shape (300, 400) for 300 queries and 400 keys",
+        ),
+        Wrong(
+            "an item",
+            {"            c, _ = tile": "            assert m.max().item() < 1e30\n            c, _ = tile"},
+            "cannot record it",
+        ),
+    ],
+    "one_tile": [
+        Wrong("delta forgotten", {"p * (dp - delta[:, None])": "p * dp"}, "delta is not subtracted"),
+        Wrong("delta outside", {"p * (dp - delta[:, None])": "p * dp - delta[:, None]"}, "outside of the bracket"),
+        Wrong("delta added", {"(dp - delta[": "(dp + delta["}, "delta is added"),
+        Wrong(
+            "the other axis", {"delta[:, None]": "delta[None, :]"}, "A number for each row is a column", kind="error"
+        ),
+        Wrong("ds first", {"return p, p * (dp - delta[:, None])": "return p * (dp - delta[:, None]), p"}, "exchanged"),
+        Wrong("no guard", {'tl.where(lse == float("-inf"), 0.0, lse)': "lse"}, "-inf - (-inf) is NaN", at_once=True),
+        Wrong("no mask", {'    s = tl.where(visible, s, float("-inf"))\n': ""}, "not 0 where `visible` is false"),
+        Wrong("no scale", {'input_precision="ieee") * scale': 'input_precision="ieee")'}, "by the scale"),
+        Wrong(
+            "scale in ds", {"return p, p *": "return p, scale * p *"}, "the kernels multiply by it after their loops"
+        ),
+        Wrong("exp2", {"tl.exp(": "tl.exp2("}, "LSE is a natural logarithm"),
+        Wrong("LSE forgotten", {' - tl.where(lse == float("-inf"), 0.0, lse)[:, None]': ""}, "subtract the LSE"),
+        Wrong(
+            "LSE and delta exchanged",
+            {'- tl.where(lse == float("-inf"), 0.0, lse)[:, None]': "- delta[:, None]", "dp - delta": "dp - lse"},
+            "LSE and delta are exchanged",
+            at_once=True,
+        ),
+        Wrong("LSE for delta", {"dp - delta[:, None]": "dp - lse[:, None]"}, "is it delta that is subtracted from dP?"),
+        Wrong("dO K^T", {"do, tl.trans(v)": "do, tl.trans(k)"}, "dP takes V"),
+        Wrong("TF32", {'tl.trans(v), input_precision="ieee")': "tl.trans(v))"}, "tl.dot without input_precision"),
+        Wrong(
+            "tiles are converted up", {"(do, tl.trans(v),": "(do.to(tl.float32), tl.trans(v.to(tl.float32)),"}, "two"
+        ),
+        Wrong("p is rounded", {"    dp = tl": "    p = p.to(q.dtype).to(tl.float32)\n    dp = tl"}, "p is rounded"),
+        Wrong("the LSE is rounded", {"0.0, lse)[:": "0.0, lse.to(q.dtype).to(tl.float32))[:"}, "the LSE is rounded"),
+        Wrong(
+            "q * scale is rounded",
+            {"tl.dot(q, tl.trans(k)": "tl.dot((q * scale).to(q.dtype), tl.trans(k)", '"ieee") * scale': '"ieee")'},
+            "q * scale is rounded",
         ),
     ],
     "dq_loop": [
@@ -202,6 +290,12 @@ WRONG = {
         Wrong("P K", {"_, ds = ": "ds, _ = "}, "this is P K"),
         Wrong("dS V", {"ds.to(k.dtype), k, dq": "ds.to(v.dtype), v, dq"}, "this is dS V"),
         Wrong("scale twice", {"dq = tl.dot(ds.to": "dq = tl.dot((ds * scale).to"}, "the scale is in it twice"),
+        Wrong(
+            "LSE and delta exchanged",
+            {"do, lse, delta, scale": "do, delta, lse, scale"},
+            "lse and delta are exchanged",
+            at_once=True,
+        ),
         Wrong("delta twice", {"dq = tl.dot(ds.to": "dq = tl.dot((ds - _ * delta[:, None]).to"}, "subtracted twice"),
     ],
     "dkdv_loop": [
@@ -234,6 +328,18 @@ WRONG = {
             {"pid_n * BLOCK_N // BLOCK_M * BLOCK_M": "pid_n * BLOCK_N // BLOCK_M"},
             "start is a number of queries, not of tiles",
         ),
+        Wrong(
+            "the group's first head in every step",
+            {"h = h_kv * group + g": "h = h_kv * group"},
+            "every step visits the group's first head",
+            at_once=True,
+        ),
+        Wrong(
+            "LSE and delta exchanged",
+            {"do, lse, delta, scale": "do, delta, lse, scale"},
+            "lse and delta are exchanged",
+            at_once=True,
+        ),
         Wrong("head of the group alone", {"h = h_kv * group + g": "h = g"}, "begin at h_kv * group"),
         Wrong(
             "do with q's strides",
@@ -252,33 +358,6 @@ WRONG = {
         Wrong("P and dS exchanged", {"p, ds = ": "ds, p = "}, "returns p, ds in this order"),
         Wrong("dK with dO", {"tl.trans(ds.to(q.dtype)), q, dk": "tl.trans(ds.to(do.dtype)), do, dk"}, "dK takes Q"),
         Wrong("dK scaled twice", {"tl.trans(ds.to": "tl.trans((ds * scale).to"}, "the scale is in it twice"),
-    ],
-    "broken_gradient": [
-        Wrong(
-            "the patient's numbers",
-            {"scale**2 * ds.T @ q": "torch.tensor([[0.428, 0.265], [0.002, -0.151], [0.187, -0.12], [-0.617, 0.006]])"},
-            "not the numbers that came out",
-        ),
-        Wrong("dk unscaled for scaled twice", {"scale**2 * ds.T @ q": "ds.T @ q"}, "but not in this way: dk[0, 0]"),
-        Wrong("not named", {'"B": {"delta": "0 * lse"},': '"B": {},'}, "B: no line is named yet"),
-        Wrong(
-            "too early",
-            {'"A": {"dk": "scale**2 * ds.T @ q"}': '"A": {"ds": "scale * p * (dp - delta[:, None])"}'},
-            "A: wrong here: dk. A wrong line 'ds' cannot do that: dq would be wrong too",
-        ),
-        Wrong(
-            "too late",
-            {'"C": {"p": "torch.exp(s - lse.flip(0)[:, None])"}': '"C": {"dv": "p.T @ o"}'},
-            "dk and dq would be right",
-        ),
-        Wrong("two lines", {'{"dv": "ds.T @ do"}': '{"dv": "ds.T @ do", "dq": "ds @ k"}'}, "D: name one line"),
-        Wrong("not Python", {'"ds.T @ do"': '"dS^T dO"'}, "raises SyntaxError"),
-        Wrong("wrong shape", {'"ds.T @ do"': '"ds.T @ v.T"'}, "of shape (4, 4)"),
-        Wrong(
-            "delta for dS",
-            {'"E": {"ds": "p * dp - delta[:, None]"}': '"E": {"delta": "-(do * o).sum(dim=1)"}'},
-            "E: 'delta' may be the line, but not in this way",
-        ),
     ],
     "dropout": [
         Wrong("keeps what it should drop", {">= p_drop": "< p_drop"}, "this keeps what should be dropped"),
@@ -442,6 +521,33 @@ WRONG = {
             "right so far: sequence, _forward_kernel, _dkdv_kernel. Next: _dq_kernel",
         ),
     ],
+    "broken_gradient": [
+        Wrong(
+            "the patient's numbers",
+            {"scale**2 * ds.T @ q": "torch.tensor([[0.428, 0.265], [0.002, -0.151], [0.187, -0.12], [-0.617, 0.006]])"},
+            "not the numbers that came out",
+        ),
+        Wrong("dk unscaled for scaled twice", {"scale**2 * ds.T @ q": "ds.T @ q"}, "but not in this way: dk[0, 0]"),
+        Wrong("not named", {'"B": {"delta": "0 * lse"},': '"B": {},'}, "B: no line is named yet"),
+        Wrong(
+            "too early",
+            {'"A": {"dk": "scale**2 * ds.T @ q"}': '"A": {"ds": "scale * p * (dp - delta[:, None])"}'},
+            "A: wrong here: dk. A wrong line 'ds' cannot do that: dq would be wrong too",
+        ),
+        Wrong(
+            "too late",
+            {'"C": {"p": "torch.exp(s - lse.flip(0)[:, None])"}': '"C": {"dv": "p.T @ o"}'},
+            "dk and dq would be right",
+        ),
+        Wrong("two lines", {'{"dv": "ds.T @ do"}': '{"dv": "ds.T @ do", "dq": "ds @ k"}'}, "D: name one line"),
+        Wrong("not Python", {'"ds.T @ do"': '"dS^T dO"'}, "raises SyntaxError"),
+        Wrong("wrong shape", {'"ds.T @ do"': '"ds.T @ v.T"'}, "of shape (4, 4)"),
+        Wrong(
+            "delta for dS",
+            {'"E": {"ds": "p * dp - delta[:, None]"}': '"E": {"delta": "-(do * o).sum(dim=1)"}'},
+            "E: 'delta' may be the line, but not in this way",
+        ),
+    ],
     "atomic_dq": [
         Wrong(
             "load, add and store",
@@ -508,4 +614,20 @@ WRONG = {
             "dq_sum is fp32, and is rounded to dq once",
         ),
     ],
+}
+
+RIGHT = {
+    "one_tile": [
+        Wrong(
+            "hidden after exp",
+            {
+                '    s = tl.where(visible, s, float("-inf"))\n': "",
+                'tl.exp(s - tl.where(lse == float("-inf"), 0.0, lse)[:, None])': (
+                    "tl.where(visible, tl.exp(s - lse[:, None]), 0.0)"
+                ),
+            },
+            "",
+            kind="passed",
+        )
+    ]
 }

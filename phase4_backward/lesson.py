@@ -1,0 +1,221 @@
+"""What the chapter's cells call: the learner's pieces, edited kernels, and experiments with their tables."""
+
+import math
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from common import make_qkv, make_tensor, verify_results
+from common.edited import Stage
+from common.learn import exercises
+from common.learn.check import answer
+from common.learn.progress import Progress
+from common.speak.text import in_words
+from common.verify import harness
+from common.verify.expected import expected
+from common.verify.mistakes.table import MISTAKES
+from common.verify.reference import naive_attention, naive_attention_backward
+from phase3_forward.forward import attention_forward
+from phase4_backward import backward, train
+from phase4_backward.backward import FlashAttention, attention_backward, flash_attention
+
+import torch
+
+# --- 4. The kernels ----------------------------------------------------------------------------------------
+
+
+def summed_in_random_orders() -> list[torch.Tensor]:
+    """dQ of 64 queries as the sum of eight tiles' parts, fp32, in 100 random orders."""
+    q, k, v = make_qkv(1, 1, 64, 64, seq_k=512, dtype=torch.float32, device="cpu")
+    do = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    o, _, p = naive_attention(q, k, v)
+    ds = p * (do @ v.mT - (do * o).sum(dim=-1, keepdim=True))
+    parts = [ds[..., n : n + 64] @ k[:, :, n : n + 64] / 8 for n in range(0, 512, 64)]
+    orders = torch.Generator().manual_seed(0)
+    return [sum(parts[n] for n in torch.randperm(8, generator=orders).tolist()) for _ in range(100)]
+
+
+DKDV, LSE = "_attn_bwd_dkdv_kernel", "lse_ptr + row + offs_m"
+EDITS = {
+    "walk from query 0": [(DKDV, "start = pid_n * BLOCK_N // BLOCK_M * BLOCK_M", "start = 0")],
+    "no causal mask": [(DKDV, "visible & (offs_m[:, None] >= offs_n[None, :])", "visible")],
+    "first head of a group alone": [(DKDV, "range(0, group)", "range(0, 1)")],
+    "missing queries not masked": [(DKDV, "visible = (offs_m < seq_q)[:, None]", "visible = (offs_m >= 0)[:, None]")],
+    "their LSE loaded as -1000": [
+        (DKDV, f"{LSE}, mask=offs_m < seq_q, other=0.0", f"{LSE}, mask=offs_m < seq_q, other=-1000.0")
+    ],
+    "missing keys not masked": [
+        ("_attn_bwd_dq_kernel", "visible = (offs_n < seq_k)[None, :]", "visible = (offs_n >= 0)[None, :]")
+    ],
+    "delta = 0": [("_delta_kernel", "o.to(tl.float32) * do", "0.0 * do")],
+    "dS = P * dP - delta": [("recompute_tile", "p * (dp - delta[:, None])", "p * dp - delta[:, None]")],
+    "dV = dS^T dO": [(DKDV, "tl.trans(p.to(do.dtype))", "tl.trans(ds.to(do.dtype))")],
+    "dK scaled twice": [(DKDV, "HEAD_DIM, dk * scale", "HEAD_DIM, dk * scale * scale")],
+}  # fmt: skip
+
+
+def attention(q, k, v, *, is_causal, scale, enable_gqa):
+    """o and lse, as verify_results takes them."""
+    return FlashAttention.apply(q, k, v, is_causal, scale)
+
+
+def verdict(*edits: str, is_causal: bool = True, **inputs) -> str:
+    """What verify_results says of the kernels with these EDITS: 70 queries and keys, 4 query heads on 2 key heads."""
+    q, k, v = make_qkv(1, 4, 70, 32, heads_kv=2, **inputs)
+    do = make_tensor(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1))
+    with Stage(backward, *(edit for name in edits for edit in EDITS[name])):
+        options = dict(is_causal=is_causal, enable_gqa=True, compare_sdpa=False)
+        return verify_results(attention, q, k, v, do=do, **options).verdict
+
+
+PIECES = ("whole_forward", "delta", "one_tile", "dq_loop", "dkdv_loop")
+
+
+def pieces() -> SimpleNamespace:
+    """The modules of the exercises that make both passes: the learner's where solved, else the course's solution."""
+    own, modules, progress = [], {}, Progress.load()
+    for name in PIECES:
+        exercise = exercises.find(name)
+        solved = progress.solved(exercise)
+        own += [name] if solved else []
+        modules[name] = answer.load(exercise.path if solved else exercise.solution, name)
+    for loop in (modules["dq_loop"], modules["dkdv_loop"]):
+        loop.recompute_tile = modules["one_tile"].recompute_tile
+    print("yours:", ", ".join(own) or "none yet")
+    if course := [name for name in PIECES if name not in own]:
+        print("the course's:", ", ".join(course))
+    return SimpleNamespace(**modules)
+
+
+def verdicts(fn: Callable) -> None:
+    """Print what verify_results says of attention fn(q, k, v, is_causal=, scale=, enable_gqa=) and its gradients."""
+    for dtype in (torch.float16, torch.float32):
+        for is_causal, sizes in ((False, dict(seq_k=100)), (True, dict(layout="bshd"))):
+            q, k, v = make_qkv(1, 2, 70, 40, dtype=dtype, **sizes)
+            do = make_tensor(q.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+            report = verify_results(fn, q, k, v, do=do, is_causal=is_causal, compare_sdpa=False)
+            case = f"{str(dtype).removeprefix('torch.')}, {'causal' if is_causal else 'full'}"
+            print(f"{case:<16}{report.verdict}")
+
+
+# --- 5. Tests ------------------------------------------------------------------------------------------------------
+
+
+def quotient_errors(dtype: torch.dtype, steps: list[float]) -> list[float]:
+    """The relative error of the difference quotient along one direction, with attention computed in dtype."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, do, e = (torch.randn(1, 1, 24, 16, generator=generator, dtype=torch.float64) for _ in range(5))
+    exact = (naive_attention_backward(q, k, v, do)[0] * e).sum()
+
+    def loss(q):
+        return (naive_attention(q.to(dtype), k.to(dtype), v.to(dtype))[0].double() * do).sum()
+
+    slopes = [(loss(q + h * e) - loss(q - h * e)) / (2 * h) for h in steps]
+    return [max((slope / exact - 1).abs().item(), 1e-16) for slope in slopes]
+
+
+def gradcheck(fn: Callable, dtype: torch.dtype) -> bool:
+    """What torch.autograd.gradcheck says of fn(q, k, v) on eight queries and 34 keys of this dtype."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 1, s, 2, generator=generator, dtype=torch.float64).to(dtype) for s in (8, 34, 34)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # gradcheck's own, of anything below fp64
+        return torch.autograd.gradcheck(fn, [t.requires_grad_() for t in inputs], raise_exception=False)
+
+
+def mistakes() -> dict[str, tuple[dict[str, float], bool]]:
+    """19 mistakes of a backward pass, in an emulation of the kernels in PyTorch: the z of verify_results by tensor, and
+    whether a fixed tolerance of 0.01 lets all three gradients pass.
+    """
+    found = {}
+    for mutant in MISTAKES.values():
+        if not mutant.case.grad or mutant.benign or mutant.foreign:
+            continue
+        q, k, v, do = mutant.case.inputs()
+        got = harness.run_attention(mutant.attention, q, k, v, do, mutant.case.options)
+        wanted = expected(q, k, v, do, mutant.case.is_causal, q.shape[-1] ** -0.5)
+        apart = {name: (got[name].double() - of.truth).abs() for name, of in wanted.items()}
+        z = {name: (apart[name] / of.sigma).max().item() for name, of in wanted.items()}
+        found[mutant.what] = z, all(apart[name].max() <= 1e-2 for name in ("dq", "dk", "dv"))
+    return found
+
+
+def scaled_gradients() -> tuple[int, list[str]]:
+    """Gradients whose dO is multiplied by powers of two, in fp16 and bf16: how many powers leave dq in fp16 off by more
+    than a percent, and a table of the errors.
+    """
+    off, lines = 0, ["relative error of dq    fp16      bf16"]
+    for power in (-20, -16, -12, 0, 12, 16):
+        errors = [_error_of_dq(dtype, power) for dtype in (torch.float16, torch.bfloat16)]
+        off += not errors[0] < 0.01  # so that NaN is counted
+        lines.append(f"dO times 2^{power:<9}" + "".join(f"{x:>10.1e}" for x in errors))
+    return off, lines
+
+
+def _error_of_dq(dtype, power):
+    q, k, v = make_qkv(1, 1, 64, 32, seq_k=128, dtype=dtype)
+    do = make_tensor(q.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    truth = naive_attention_backward(*(t.double() for t in (q, k, v, do)))[0]
+    o, lse = attention_forward(q, k, v)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's, where infinities meet
+        dq = attention_backward(q, k, v, o, lse, do * 2.0**power, needs=(True, False))[0]
+    return ((dq.double() / 2.0**power - truth).norm() / truth.norm()).item()
+
+
+# --- 6. The price --------------------------------------------------------------------------------------------------
+
+
+def our_speed(record: dict) -> None:
+    """Print the speed of the backward pass as a multiple of each of SDPA's two backends."""
+    ms = {(r["head_dim"], r["is_causal"], r["seq"], r["provider"]): r["ms"] for r in record["rows"]}
+    print(f"{'our speed, SDPA = 1':<24}{'flash':>7}{'cuDNN':>7}")
+    for case in sorted({key[:3] for key in ms}):
+        ratios = [ms[*case, f"SDPA {peer}"] / ms[*case, "phase 4"] for peer in ("flash", "cuDNN")]
+        mask = "causal" if case[1] else "full"
+        print(f"D {case[0]:<4} {mask:<7} {case[2]:>5}  ", *(f"{ratio:6.2f}" for ratio in ratios))
+
+
+# --- 7. Training ---------------------------------------------------------------------------------------------------
+
+
+def ends(record: dict) -> tuple[dict[str, float], list[str]]:
+    """The losses at the end of the runs with wrong gradients: those of seed 0 by mistake, and a table of all."""
+    losses = {}
+    for row in record["rows"]:
+        losses.setdefault(row["attention"], []).append(row["losses"])
+    found, lines = {}, [f"{'':<37}after 50 steps   at the end, seeds 0, 1, 2"]
+    for name, runs in losses.items():
+        means = [sum(run[-20:]) / 20 if len(run) == 400 else math.nan for run in runs]
+        label = MISTAKES[name].what if name in MISTAKES else name
+        found[label] = means[0]
+        lines.append(f"{label:<37}{sum(runs[0][45:50]) / 5:>8.2f}       " + "".join(f" {end:6.2f}" for end in means))
+    return found, lines
+
+
+def last_losses(record: dict) -> None:
+    """Print the mean loss of the last 100 steps of each long run."""
+    for dtype in ("float32", "bfloat16"):
+        runs = [row for row in record["rows"] if row["dtype"] == dtype]
+        ends = (f"{row['attention']} {sum(row['losses'][-100:]) / 100:.4f}" for row in runs)
+        print(f"last 100 steps, {dtype:<9}", ", ".join(ends))
+
+
+NUMBERS = (417, 2058)
+
+
+def speak(fn: Callable) -> None:
+    """Print what the model that speaks writes, as its last layer learns with attention fn(q, k, v, is_causal=)."""
+    for step, lines in zip((0, 4, 8, 12), train.relearn(fn, NUMBERS), strict=True):
+        print(f"step {step:<3}", " | ".join(lines))
+
+
+def speak_wrongly(*edits: str) -> tuple[int, list[str]]:
+    """With how many of these EDITS both lines are right after twelve steps, and what is written with each."""
+    right, said = 0, []
+    for edit in edits:
+        with Stage(backward, *EDITS[edit]):
+            lines = train.relearn(flash_attention, NUMBERS)[-1]
+        right += lines == [f"{number} {in_words(number)}" for number in NUMBERS]
+        said.append(f"{edit:<22} " + " | ".join(lines))
+    return right, said
