@@ -1,0 +1,35 @@
+"""The FP8 kernel in the interpreter of hopper/interpreter.py."""
+
+import contextlib
+
+from phase5_tuning.fp8 import forward as fp8_forward
+from phase5_tuning.fp8 import parts
+from phase5_tuning.hopper import interpreter, machine
+
+import torch
+
+
+def _codes_of_powers(x, factor, start, line):
+    if line:
+        return machine.tile((x * factor + start).clamp(min=0).half().view(torch.uint16).to(torch.uint8))
+    return machine.tile(torch.exp2(x * factor + start).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def _rescaled(acc, factor):
+    return acc * factor.unsqueeze(1)
+
+
+STAND_INS = [
+    (parts.codes_of_powers, _codes_of_powers),
+    (parts.unpacked, lambda codes, layout: machine.tile(codes.view(torch.float8_e4m3fn))),
+    (parts.rescaled, _rescaled),
+]
+
+
+@contextlib.contextmanager
+def interpreted(seed=0, module=fp8_forward, **options):
+    """Plans of forward.py that are made inside run here. module: it, or one with a mistake. options: as those of
+    hopper/interpreter.py.
+    """
+    with interpreter.interpreted(seed, replaced=STAND_INS, also=[(module, "_attn_fwd_fp8_kernel")], **options):
+        yield
