@@ -33,12 +33,20 @@ def key_order() -> torch.Tensor:
     return torch.tensor(held)
 
 
-def quantize(q, k, v, columns: int, rotate: bool, sign: int) -> Quantized:
-    """As the kernel: arguments as for quantize.plan."""
-    q8, q_scale = _rows(_rotated(sign * q, columns, rotate), QUERIES.value)
-    k8, k_scale = _rows(_rotated(k, columns, rotate), KEYS.value)
+# What shares a scale: of each tile's largest element (batch, heads, tiles), that of all which share one with it.
+SHARED = {
+    "tile": lambda largest: largest,
+    "head": lambda largest: largest.amax(2, keepdim=True).expand_as(largest),
+    "tensor": lambda largest: largest.amax().expand_as(largest),
+}
+
+
+def quantize(q, k, v, columns: int, rotate: bool, sign: int, by: str = "tile") -> Quantized:
+    """As the kernel: arguments as for quantize.plan. by: what shares a scale, of SHARED."""
+    q8, q_scale = _rows(_rotated(sign * q, columns, rotate), QUERIES.value, SHARED[by])
+    k8, k_scale = _rows(_rotated(k, columns, rotate), KEYS.value, SHARED[by])
     v = _in_tiles(_padded(v, columns), KEYS.value)
-    largest = v.abs().amax((3, 4))
+    largest = SHARED[by](v.abs().amax((3, 4)))
     v_scale = (largest / LARGEST.value).log2().ceil().exp2().clamp(LEAST_V.value, MOST_V.value)
     v = v.masked_fill((largest > LARGEST.value * MOST_V.value)[..., None, None], torch.nan)
     v8 = torch.empty(*v.shape[:3], ROWS_OF_V, KEYS.value, dtype=E4M3, device=v.device)
@@ -76,10 +84,10 @@ def _in_tiles(t, rows):
     return torch.nn.functional.pad(t, (0, 0, 0, -t.shape[2] % rows)).unflatten(2, (tiles(t.shape[2], rows), rows))
 
 
-def _rows(t, rows):
+def _rows(t, rows, shared):
     """(codes, scales) of q or k."""
     seq, t = t.shape[2], _in_tiles(t, rows)
-    scale = (t.abs().amax((3, 4)) / LARGEST.value).clamp(min=LEAST.value)
+    scale = (shared(t.abs().amax((3, 4))) / LARGEST.value).clamp(min=LEAST.value)
     codes = (t / scale[..., None, None]).float().to(E4M3)
     return codes.flatten(2, 3)[:, :, :seq].contiguous(), scale
 
