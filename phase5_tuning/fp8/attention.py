@@ -35,7 +35,7 @@ class Fp8Plan:
         q, k, v = runtime.to_kernel_dtype(q, k, v)
         with runtime.on_device_of(q):
             quantized = codes(self.quantize, q, k, v, *self.how)
-            o, out = _room(given, q.dtype)
+            o, out = _room(given, given.dtype if self.hopper else q.dtype)
             lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
             # The queue belongs to one call: another may run at the same time on another stream.
             queue = [torch.zeros(1, dtype=torch.int32, device=q.device)] if self.hopper else []
@@ -109,8 +109,8 @@ def _plan(q, k, v, is_causal, scale, rotate, line):
     with runtime.on_device_of(q):
         launch = quantize.plan(q, k, v, *how) if _has_e4m3() else None
         quantized = codes(launch, q, k, v, *how) if launch is None else quantize.room(q, k, how[0])
-        _, out = _room(given, q.dtype)
         hopper = _has_wgmma()
+        _, out = _room(given, given.dtype if hopper else q.dtype)
         attend = (forward if hopper else plain).plan(quantized, out, is_causal, scale, line)
     return Fp8Plan(launch, attend, hopper, how)
 

@@ -110,7 +110,7 @@ def _quantize_values(
     tl.store(to + offs_d[:, None] * KEYS + tl.arange(0, KEYS)[None, :], codes.trans(1, 0))
 
 
-@triton.jit(do_not_specialize=["heads", "heads_q", "heads_kv", "seq_q", "seq_k"])
+@triton.jit(do_not_specialize=["batch", "heads_q", "heads_kv", "seq_q", "seq_k"])
 def _quantize_kernel(
     q_ptr, k_ptr, v_ptr, q8_ptr, k8_ptr, v8_ptr, q_scale_ptr, kv_scale_ptr, stride_q, stride_k, stride_v,
     batch, heads_q, heads_kv, seq_q, seq_k, sign,

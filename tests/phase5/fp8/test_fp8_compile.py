@@ -1,0 +1,104 @@
+"""What the compiler makes of the FP8 kernels, for GPUs that are not here."""
+
+import functools
+import itertools
+import re
+from unittest import mock
+
+from common.measure import offline
+from phase5_tuning.fp8 import forward, plain, quantize
+from phase5_tuning.launch import configs
+
+import pytest
+import torch
+from helpers import for_target, interpreted_only
+
+CASES = list(itertools.product((64, 128), (False, True), (False, True)))  # head_dim, is_causal, line
+
+
+def tensors(head_dim, dtype=torch.bfloat16):
+    q, k = (torch.empty(2, heads, 2048, head_dim, dtype=dtype) for heads in (4, 2))
+    return q, k, quantize.room(q, k, head_dim), torch.empty(q.shape[:3])
+
+
+def recorded(call):
+    with mock.patch.object(configs, "multiprocessors", return_value=132):  # an H200's
+        (launch,) = offline.record_launches(call)
+    return launch
+
+
+def hopper_launch(head_dim, is_causal, line):
+    q, _, codes, lse = tensors(head_dim)
+    taken = torch.zeros(1, dtype=torch.int32)
+
+    def call():
+        forward.plan(codes, q, is_causal, 0.1, line)(*codes[:3], q, *codes[3:], lse, taken)
+
+    return recorded(call)
+
+
+def quantize_launch(head_dim, rotate=True):
+    q, k, codes, _ = tensors(head_dim)
+    return recorded(lambda: quantize.plan(q, k, k, head_dim, rotate, 1)(q, k, k, *codes))
+
+
+def plain_launch(head_dim, line, half):
+    q, _, codes, lse = tensors(head_dim)
+    if half:
+        codes = codes._replace(**{name: getattr(codes, name).half() for name in "qkv"})
+    return recorded(lambda: plain.plan(codes, q, True, 0.1, line)(*codes[:3], q, *codes[3:], lse))
+
+
+@functools.cache
+def compiled():
+    """All variants in one child process, since it takes seconds to start."""
+    made = offline.compile_launches([hopper_launch(*case) for case in CASES], ["sm_90"], sass=True)
+    return dict(zip(CASES, made, strict=True))
+
+
+def opcodes(sass):
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", sass)
+
+
+@interpreted_only
+@pytest.mark.parametrize(("head_dim", "is_causal", "line"), CASES)
+def test_the_hopper_kernel_compiles(head_dim, is_causal, line):
+    c = compiled()[head_dim, is_causal, line]
+    assert c.error is None, str(c)
+    assert c.fits, str(c)
+    assert c.spills == 0, str(c)
+    assert not c.serialized, str(c)
+    consumers = {64: 3, 128: 2}[head_dim]
+    assert c.instructions["setmaxnreg"] > 0
+    # Of P, twice a consumer: of the first tile and of the next ones. Alpha, of two rows.
+    assert c.instructions["ex2"] == consumers * (2 if line else 2 * 64 + 2)
+    found = opcodes(c.sass)
+    assert "QGMMA" in found
+    assert "HGMMA" not in found
+    # Codes stay where they are: of the line, one for four codes; exact, none.
+    per_consumer = 2 * 16 if line else 0
+    assert abs(found.count("PRMT") - consumers * per_consumer) <= 8 * consumers, found.count("PRMT")
+
+
+@interpreted_only
+@pytest.mark.parametrize("target", [for_target(name) for name in ("sm_90", "sm_89", "sm_100", "sm_120")])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_other_kernels_compile(head_dim, target):
+    launches = [
+        quantize_launch(head_dim),
+        quantize_launch(head_dim, rotate=False),
+        plain_launch(head_dim, False, False),
+    ]
+    for c in offline.compile_launches([*launches, plain_launch(head_dim, True, False)], [target]):
+        assert c.error is None, str(c)
+        assert c.fits, str(c)
+        assert c.spills == 0, str(c)
+
+
+@interpreted_only
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+def test_the_plain_kernel_compiles_where_there_is_no_e4m3(target):
+    for c in offline.compile_launches([plain_launch(d, False, True) for d in (64, 128)], [target]):
+        assert c.error is None, str(c)
+        assert c.fits, str(c)
