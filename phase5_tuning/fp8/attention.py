@@ -111,7 +111,8 @@ def _plan(q, k, v, is_causal, scale, rotate, line):
         quantized = codes(launch, q, k, v, *how) if launch is None else quantize.room(q, k, how[0])
         hopper = _has_wgmma()
         _, out = _room(given, given.dtype if hopper else q.dtype)
-        attend = (forward if hopper else plain).plan(quantized, out, is_causal, scale, line)
+        make = forward.plan if hopper else plain.plan
+        attend = make(quantized, out, is_causal, scale, line)
     return Fp8Plan(launch, attend, hopper, how)
 
 

@@ -17,8 +17,6 @@ import torch
 import triton
 import triton.language as tl
 
-CENTRE, TOP = tl.constexpr(CENTRE.value), tl.constexpr(TOP.value)
-
 
 @triton.jit
 def _rounded(x):
