@@ -81,6 +81,21 @@ def test_the_hopper_kernel_compiles(head_dim, is_causal, line):
 
 
 @interpreted_only
+@pytest.mark.parametrize(("head_dim", "is_causal", "line"), CASES)
+def test_every_word_that_orders_accesses_is_there(head_dim, is_causal, line):
+    ptx = compiled()[head_dim, is_causal, line].assembly
+    consumers, stages = {64: (3, 4), 128: (2, 3)}[head_dim]
+    counts = {
+        "fence.proxy.async.shared": 1 + consumers,  # when barriers begin, and ones are there; O
+        "cp.async.bulk.wait_group.read \t0": consumers * 2,  # O, before the next one and at the end
+        "wgmma.wait_group.sync.aligned 0": consumers * 3,
+        "wgmma.wait_group.sync.aligned 2": consumers,  # S, while PV and its sums are computed
+        "mbarrier.init": 2 * 2 + 2 * stages,
+    }
+    assert {word: ptx.count(word) for word in counts} == counts
+
+
+@interpreted_only
 @pytest.mark.parametrize("target", [for_target(name) for name in ("sm_90", "sm_89", "sm_100", "sm_120")])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_other_kernels_compile(head_dim, target):
