@@ -193,7 +193,7 @@ def verify_results(
     kinds = {name: (shape, torch.float32 if name == "lse" else q.dtype) for name, shape in shapes.items()}
     trial = _Trial(partial(run_attention, fn, kwargs=options), inputs, wanted, kinds, case, context)
     results = trial.results()
-    if compare_sdpa and q.numel() > 0:
+    if compare_sdpa and q.numel() > 0 and in_e4m3 is None:  # SDPA reads what is not rounded
         # On fresh copies: torch 2.11's fused backends read rows at odd addresses wrongly, or stop the GPU over them.
         copies = [t if t is None else t.contiguous().clone() for t in (given.q, given.k, given.v, given.do)]
         options["scale"] = None if scale is None else true_scale  # SDPA takes no Fraction

@@ -130,7 +130,7 @@ def check(head_dim: int, is_causal: bool, seq: int) -> None:
 
     q, k, v = make_qkv(1, 1, seq, head_dim, dtype=torch.bfloat16, device=runtime.DEVICE)
     rounded = reference.restored(reference.quantize(q, k, v, columns_of(head_dim), True, 1), head_dim)
-    verify_results(among_others, q, k, v, is_causal=is_causal, in_e4m3=rounded, compare_sdpa=False).check()
+    verify_results(among_others, q, k, v, is_causal=is_causal, in_e4m3=rounded).check()
 
 
 def speed(head_dim: int, is_causal: bool, seq: int) -> list[dict]:

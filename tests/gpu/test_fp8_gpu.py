@@ -35,7 +35,7 @@ def verify(q, k, v, *, rotate=True, line=False, **options):
         return o if line else (o, lse)
 
     with guards():
-        verify_results(fn, q, k, v, enable_gqa=True, compare_sdpa=False, in_e4m3=rounded, **options).check()
+        verify_results(fn, q, k, v, enable_gqa=True, in_e4m3=rounded, **options).check()
 
 
 @MASKS

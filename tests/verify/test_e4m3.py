@@ -33,7 +33,7 @@ def report(fn, kind="normal", seq_q=80, seq_k=200, is_causal=False):
     q, k, v = make_qkv(1, 2, seq_q, 32, seq_k=seq_k, kind=kind)
     codes = [(t.float() * 64).to(E4M3) for t in (q, k, v)]
     q, k, v = (c.half() / 64 for c in codes)  # fp16 holds them
-    given = dict(in_e4m3=[t.double() for t in (q, k, v)], is_causal=is_causal, compare_sdpa=False)
+    given = dict(in_e4m3=[t.double() for t in (q, k, v)], is_causal=is_causal)
     return verify_results(fn, q, k, v, **given)
 
 
@@ -54,7 +54,7 @@ def test_sigma_is_about_what_rounding_makes():
 def test_many_weights_too_small_for_e4m3_may_be_lost():
     q, k, v = (torch.zeros(1, 1, n, 16, dtype=torch.float16) for n in (4, 4000, 4000))
     q[..., 0], k[:, :, 0, 0], v[:, :, 0, 0] = 4, 12, 1  # one key is 2^17.3 times as heavy as each of the others
-    given = dict(in_e4m3=[t.double() for t in (q, k, v)], scale=0.25, compare_sdpa=False)
+    given = dict(in_e4m3=[t.double() for t in (q, k, v)], scale=0.25)
     verify_results(attention(), q, k, v, **given).check()
 
 

@@ -52,7 +52,7 @@ def rounded(q, k, v, rotate=True):
 
 
 def verify(fn, q, k, v, rotate=True, **options):
-    options |= dict(enable_gqa=True, compare_sdpa=False, in_e4m3=rounded(q, k, v, rotate))
+    options |= dict(enable_gqa=True, in_e4m3=rounded(q, k, v, rotate))
     return verify_results(fn, q, k, v, **options)
 
 
