@@ -149,6 +149,20 @@ def _last_values(memory, codes, acc, sums, ones, l_i, v_scale, pair, P: gl.const
 
 
 @gluon.jit
+def _store(work, o_place, o, m_i, l_row, b, h, row):
+    """Queue O for the TMA, where the one before has left; store the LSE."""
+    M: gl.constexpr = m_i.type.layout
+    tma.store_wait(0)
+    o_place.reshape(o.shape).store(o.to(work.o.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(work.o, [b, h, row, 0], o_place)
+    offs_m = row + gl.arange(0, ROWS, M)
+    lse = (m_i - TOP + gl.log2(gl.convert_layout(l_row, M, assert_trivial=True))) / LOG2E
+    lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
+    gl.store(lse_row + offs_m, lse, mask=offs_m < work.seq_q)
+
+
+@gluon.jit
 def _consume(
     work, memory, scales, o_places, ones_place, scale, MASKED: gl.constexpr, LINE: gl.constexpr, ME: gl.constexpr
 ):  # fmt: skip
@@ -161,7 +175,6 @@ def _consume(
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 4)
     ones = ones_place.permute((1, 0))
-    o_place = o_places.index(ME)
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     sums = gl.zeros([ROWS, 8], gl.float32, L)  # eight times the same, as l
     pair = 0
@@ -199,14 +212,7 @@ def _consume(
 
         o, l_row = _last_values(memory, codes, acc, sums, ones, l_i, v_scale, pair, P)
         pair += 1
-        tma.store_wait(0)
-        o_place.reshape((ROWS, BLOCK_D)).store(o.to(work.o.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(work.o, [b, h, row, 0], o_place)
-        offs_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        l_row = gl.convert_layout(l_row, gl.SliceLayout(1, S), assert_trivial=True)
-        lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
-        gl.store(lse_row + offs_m, (m_i - TOP + gl.log2(l_row)) / LOG2E, mask=offs_m < work.seq_q)
+        _store(work, o_places.index(ME), o, m_i, l_row, b, h, row)
         turn += 1
         tile = memory.read_tile(turn)
     tma.store_wait(0)
