@@ -5,7 +5,7 @@ import itertools
 import re
 from unittest import mock
 
-from common.measure import offline
+from common.measure import offline, sass
 from phase5_tuning.fp8 import forward, plain, quantize
 from phase5_tuning.launch import configs
 
@@ -56,8 +56,8 @@ def compiled():
     return dict(zip(CASES, made, strict=True))
 
 
-def opcodes(sass):
-    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", sass)
+def opcodes(listing):
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", listing)
 
 
 @interpreted_only
@@ -93,6 +93,25 @@ def test_every_word_that_orders_accesses_is_there(head_dim, is_causal, line):
         "mbarrier.init": 2 * 2 + 2 * stages,
     }
     assert {word: ptx.count(word) for word in counts} == counts
+
+
+@interpreted_only
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_queries_and_p_have_registers_of_their_own(is_causal):
+    """ptxas 12.8 has given two left factors the same ones in another kernel (tests/phase5/hopper). And P's next codes,
+    whose registers are those of the codes before, are made after the products that read these."""
+    turn = [x.text for x in sass.turn(compiled()[128, is_causal, False].sass.replace("QGMMA", "HGMMA"))]
+    left = {}  # by the first register of the sum
+    for product in filter(None, (re.search(r"HGMMA\S+ R(\d+), R(\d+), gdesc", text) for text in turn)):
+        left.setdefault(product[1], set()).update(int(product[2]) + i for i in range(4))
+    s, pv, sums = left.values()
+    assert len(s) == len(pv) == 16
+    assert pv == sums
+    assert not s & pv
+    last_wait = max(i for i, text in enumerate(turn) if "DEPBAR.LE gsb0, 0x0" in text)
+    written = [(i, int(to[1])) for i, text in enumerate(turn) if (to := re.match(r"F2FP\S+ R(\d+),", text))]
+    assert pv <= {to for _, to in written}
+    assert all(i > last_wait for i, to in written if to in pv)
 
 
 @interpreted_only
