@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+BLOCK_N = 64  # keys of a turn: two for each scale
+
 
 @triton.jit
 def _rounded(x):
@@ -41,14 +43,14 @@ def _on_the_line(x):
 def _attn_fwd_fp8_plain_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, q_scale_ptr, kv_scale_ptr, lse_ptr, stride_o, heads_q, group, seq_q, seq_k, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, IS_CAUSAL: tl.constexpr, LINE: tl.constexpr,
-    TRANSPOSED_ROWS: tl.constexpr,
+    TRANSPOSED_ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of codes and scales, as `_attn_fwd_fp8_kernel`. Grid: one program for each 64 queries."""
     tiles_q, tiles_k = tl.cdiv(seq_q, QUERIES), tl.cdiv(seq_k, KEYS)
     pid_m, pid_bh = tl.program_id(0) % tiles_q, tl.program_id(0) // tiles_q
     head_k = pid_bh // heads_q * (heads_q // group) + pid_bh % heads_q // group
     offs_m, offs_d = pid_m * QUERIES + tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
-    place = tl.arange(0, KEYS)  # of each 16, thread t's four: 2t, 2t + 1, 2t + 8, 2t + 9
+    place = tl.arange(0, BLOCK_N)  # of each 16, thread t's four: 2t, 2t + 1, 2t + 8, 2t + 9
     key_of_place = (place // 16) * 16 + place % 16 // 4 * 2 + place % 4 // 2 * 8 + place % 2
     q_ptr += pid_bh.to(tl.int64) * seq_q * BLOCK_D
     k_ptr += head_k.to(tl.int64) * seq_k * BLOCK_D
@@ -60,9 +62,10 @@ def _attn_fwd_fp8_plain_kernel(
     m_i = tl.full((QUERIES,), float("-inf"), tl.float32)
     l_i = tl.zeros((QUERIES,), tl.float32)
     acc = tl.zeros((QUERIES, BLOCK_D), tl.float32)
-    last = tl.minimum(tiles_k, tl.cdiv((pid_m + 1) * QUERIES, KEYS)) if IS_CAUSAL else tiles_k
-    for tile in range(0, last):
-        offs_n = tile * KEYS + key_of_place
+    end_n = tl.minimum(seq_k, (pid_m + 1) * QUERIES) if IS_CAUSAL else seq_k
+    for start_n in range(0, end_n, BLOCK_N):
+        tile = start_n // KEYS
+        offs_n = start_n + key_of_place
         k = tl.load(k_ptr + offs_n[:, None] * BLOCK_D + offs_d, mask=(offs_n < seq_k)[:, None], other=0.0)
         s = tl.dot(q, tl.trans(k.to(tl.float16))) * tl.maximum(factor_q * tl.load(kv_scale_ptr + tile * 4), 2.0**-126)
         visible = (offs_n < seq_k)[None, :]
@@ -74,8 +77,10 @@ def _attn_fwd_fp8_plain_kernel(
         x = s - m_new[:, None] + TOP
         p = _on_the_line(x) if LINE else _rounded(tl.exp2(x))
         l_i = l_i * alpha + tl.sum(p.to(tl.float32), 1)
-        v = tl.load(v_ptr + (tile * TRANSPOSED_ROWS + offs_d)[:, None] * KEYS + place[None, :]).to(tl.float16)
-        acc = acc * alpha[:, None] + tl.dot(p, tl.trans(v)) * tl.load(kv_scale_ptr + tile * 4 + 1)
+        v = tl.load(
+            v_ptr + (tile * TRANSPOSED_ROWS + offs_d)[:, None] * KEYS + (start_n - tile * KEYS + place)[None, :]
+        )
+        acc = acc * alpha[:, None] + tl.dot(p, tl.trans(v.to(tl.float16))) * tl.load(kv_scale_ptr + tile * 4 + 1)
         m_i = m_new
     base = head_base(o_ptr, stride_o, pid_bh, heads_q)
     store_tile(base, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_i[:, None])
@@ -89,10 +94,11 @@ def plan(quantized: Quantized, o: torch.Tensor, is_causal: bool, scale: float, l
     (batch, heads_q, seq_q, columns), (_, heads_kv, seq_k, _) = q.shape, k.shape
     sizes = dict(
         stride_o=o.stride(), heads_q=heads_q, group=heads_q // heads_kv, seq_q=seq_q, seq_k=seq_k, scale=scale,
-        HEAD_DIM=o.shape[3], BLOCK_D=columns, IS_CAUSAL=is_causal, LINE=line, TRANSPOSED_ROWS=ROWS_OF_V,
+        HEAD_DIM=o.shape[3], BLOCK_D=columns, IS_CAUSAL=is_causal, LINE=line,
+        TRANSPOSED_ROWS=ROWS_OF_V, BLOCK_N=BLOCK_N,
     )  # fmt: skip
     programs = cdiv(seq_q, QUERIES.value) * batch * heads_q
-    tried = [configs.Config(QUERIES.value, KEYS.value, 4, stages) for stages in (2, 1)]
+    tried = [configs.Config(QUERIES.value, BLOCK_N, 4, stages) for stages in (2, 1)]
     lse = torch.empty(o.shape[:3], dtype=torch.float32, device=o.device)
     make = lambda config: Launch(_attn_fwd_fp8_plain_kernel, programs, sizes, config.options)  # noqa: E731
     return prepared(make, tried, q, k, v, o, q_scale, kv_scale, lse)
