@@ -4,9 +4,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 
-from common import runtime
+from common import make_qkv, runtime, verify_results
+from common.verify.suite import Case
 from phase4_backward import cases as phase4
 from phase5_tuning.attention import FlashAttention
+from phase5_tuning.fp8 import reference
+from phase5_tuning.fp8.attention import attention_forward_fp8
+from phase5_tuning.hopper.forward import columns_of
 from phase5_tuning.launch import configs
 from phase5_tuning.passes.rungs import LADDER, Rung
 
@@ -35,6 +39,18 @@ def attention(q, k, v, *, is_causal, scale, enable_gqa):
 case = partial(phase4.case, fn=attention)
 
 
+def in_e4m3(head_dim: int, is_causal: bool) -> Case:
+    """The FP8 operator, against the truth of what it rounds q, k and v to."""
+
+    def verified():
+        q, k, v = make_qkv(1, 2, 70, head_dim, heads_kv=1, seq_k=200)
+        rounded = reference.restored(reference.quantize(q, k, v, columns_of(head_dim), True, 1), head_dim)
+        options = dict(is_causal=is_causal, enable_gqa=True, in_e4m3=rounded)
+        return verify_results(attention_forward_fp8, q, k, v, **options)
+
+    return Case(f"e4m3, head_dim {head_dim}, {'causal' if is_causal else 'full'}", verified)
+
+
 def cases():
     for rung in LADDER:
         for mask in ("full", "causal"):
@@ -52,3 +68,5 @@ def cases():
         yield case(f"head_dim {head_dim}", 1, 2, 70, head_dim, is_causal=True)
     yield case("one query, one key, head_dim 59", 1, 1, 1, 59)  # with an axis of one, rows need not be aligned
     yield from phase4.with_gradients(case)
+    for head_dim, is_causal in ((64, False), (128, True)):
+        yield in_e4m3(head_dim, is_causal)

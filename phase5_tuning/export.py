@@ -31,6 +31,7 @@ ROOTS = (
     ("phase5_tuning.attention", "FlashAttention"),
     ("phase5_tuning.passes.forward", "attention_forward"),
     ("phase5_tuning.passes.backward", "attention_backward"),
+    ("phase5_tuning.fp8.attention", "flash_attention_fp8"),
 )
 HOUSE = "common", *(phase.folder for phase in PHASES)
 FIRST = "common.runtime"  # chooses how Triton runs, so it stands before Triton is imported
@@ -38,6 +39,7 @@ FIRST = "common.runtime"  # chooses how Triton runs, so it stands before Triton 
 # What is said otherwise where there is no course.
 INSTEAD = {
     "flash_attention_course::tuned_": "flash_attention_export::",
+    "flash_attention_course::fp8_": "flash_attention_export::fp8_",
     "the course could choose": "this file could choose",
     "common.runtime (or a phase)": "this file",
     "; exercise 4.7 has a kernel for it": "",
@@ -57,6 +59,8 @@ The course derives this code, proves it and measures it; comments that name a ph
         the same with the rows' logsumexp, both differentiable.
     attention_forward, attention_backward
         the two passes, without autograd.
+    flash_attention_fp8(q, k, v, is_causal=False, scale=None, enable_gqa=False, *, rotate=True, line=False) -> o
+        the forward pass with both products in e4m3 (8 bits); head_dim up to 128, no gradients.
 
 q is (batch, heads_q, seq_q, head_dim), k and v are (batch, heads_kv, seq_k, head_dim): fp16, bf16 or
 fp32, any strides, head_dim up to 256. heads_q is heads_kv, or with enable_gqa a multiple of it.

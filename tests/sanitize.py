@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from common.arguments import arguments, refuse
@@ -63,6 +64,7 @@ def calls():
     from phase3_forward import attention_forward
     from phase4_backward import FlashAttention as phase4
     from phase5_tuning.attention import FlashAttention as phase5
+    from phase5_tuning.fp8.attention import attention_forward_fp8
 
     import torch
 
@@ -87,6 +89,10 @@ def calls():
         ):
             said = f"{name}, {dtype}, head_dim {head_dim}"
             yield said, lambda args=(operator, dtype, head_dim, is_causal): both_passes(*args)
+    for head_dim, line in ((40, False), (128, True)):
+        tensors = make_qkv(1, 4, 77, head_dim, heads_kv=2, seq_k=133)
+        call = partial(attention_forward_fp8, *tensors, is_causal=True, enable_gqa=True, line=line)
+        yield f"phase 5, e4m3, head_dim {head_dim}", call
 
 
 def call_all(hopper_too: bool) -> None:

@@ -9,6 +9,9 @@ from phase2_tiling import attention, attention_resident, attention_unfused
 from phase3_forward import attention_forward
 from phase4_backward import FlashAttention as Phase4
 from phase5_tuning.attention import FlashAttention as Phase5
+from phase5_tuning.fp8 import reference
+from phase5_tuning.fp8.attention import attention_forward_fp8
+from phase5_tuning.hopper.forward import columns_of
 from phase5_tuning.passes.rungs import LADDER
 
 import pytest
@@ -88,6 +91,17 @@ def test_phase5(inputs, dtype):
 @given(inputs=anything(100, 100, [16, 24, 40, 64], [rung.attention for rung in LADDER]))
 def test_every_rung(inputs, dtype):
     verify(inputs.fn, inputs.tensors(dtype), **inputs.options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@share(0.15)
+@given(inputs=anything(150, 300, range(1, 129) if runtime.INTERPRETED else [16, 40, 64, 128]))
+def test_fp8(inputs, dtype):
+    *qkv, _ = inputs.tensors(dtype)
+    head_dim = qkv[0].shape[3]
+    assume(all(qkv[0].shape) and all(qkv[1].shape))
+    rounded = reference.restored(reference.quantize(*qkv, columns_of(head_dim), True, 1), head_dim)
+    verify(attention_forward_fp8, (*qkv, None), in_e4m3=rounded, **inputs.options)
 
 
 @pytest.mark.gpu

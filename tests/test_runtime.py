@@ -19,6 +19,8 @@ from common.measure import offline
 from phase1_softmax import logsumexp, softmax, softmax_fused, softmax_online
 from phase2_tiling import attention, attention_resident, attention_unfused, matmul
 from phase3_forward import attention_forward
+from phase5_tuning.fp8 import interpreter as fp8_interpreter
+from phase5_tuning.fp8.attention import attention_forward_fp8
 from phase5_tuning.hopper import interpreter as gluon_interpreter
 from phase5_tuning.passes.rungs import LADDER
 
@@ -303,6 +305,10 @@ def _hopper(q, k, v):
     return gluon_interpreter.attention()(q, k, v, is_causal=False, scale=None, enable_gqa=False)
 
 
+def _hopper_fp8(q, k, v):
+    return fp8_interpreter.attention()(q, k, v, is_causal=False, scale=None, enable_gqa=False)
+
+
 def _operators():
     """name: (function, tensors), also where a tensor is empty."""
     for rows in (5, 0):
@@ -319,9 +325,11 @@ def _operators():
             yield name, (_both_passes(forward, phase.attention_backward), qkv)
             for fn in (phase.flash_attention, phase.FlashAttention.apply):
                 yield f"{name}, {fn.__qualname__}", (_differentiated(fn), qkv)
+        yield f"fp8, {keys} keys", (attention_forward_fp8, qkv)
     for rung in LADDER:
         yield rung.name, (_differentiated(rung.attention), make_qkv(1, 2, 20, 16))
     yield "Hopper", (_differentiated(_hopper), make_qkv(1, 2, 20, 16))
+    yield "Hopper fp8", (_hopper_fp8, make_qkv(1, 2, 20, 16))
 
 
 OPERATORS = dict(_operators())
@@ -349,7 +357,7 @@ def test_no_operator_depends_on_pytorchs_default_dtype(name):
 
 
 @interpreted_only
-@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "Hopper"])  # its interpreter is a CPU's
+@pytest.mark.parametrize("name", [name for name in OPERATORS if "Hopper" not in name])  # its interpreter is a CPU's
 def test_what_an_operator_allocates_is_on_the_device_of_its_tensors(name):
     fn, tensors = OPERATORS[name]
     expected = fn(*tensors)

@@ -20,8 +20,8 @@ def test_all_phases_are_called(capsys, hopper_too):
     sanitize.call_all(hopper_too)
     names = capsys.readouterr().out.splitlines()
     assert {name.split(",")[0].strip() for name in names} == {f"phase {n}" for n in range(1, 6)}
-    assert sum("with Hopper" in name for name in names) == 3 * hopper_too
-    assert len(names) == 10 + 3 * hopper_too
+    assert sum("with Hopper" in name for name in names) == 5 * hopper_too
+    assert len(names) == 12 + 5 * hopper_too
 
 
 @pytest.mark.skipif(runtime.DEVICE == "cuda", reason="it may be there")

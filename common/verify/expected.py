@@ -16,6 +16,11 @@ HALF_SUBNORMAL = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134, torch.floa
 # The smallest normal fp32 number: what exp returns below it may be flushed to zero.
 TINY = 2.0**-126
 
+# P in e4m3, its largest near 2^7: rounded to 3 bits of mantissa, and below 2^-6 to a multiple of 2^-9.
+U8, H8 = 2.0**-4, 2.0**-10 / 2.0**7
+# Of sums of products of e4m3: Hopper's tensor cores keep 13 bits of the largest of 32 terms and the sum before.
+E8, TERMS8 = 2.0**-13, 32
+
 CHUNK_ELEMENTS = 2**21  # entries of S handled at once: keeps the fp64 temporaries near 300 MB
 # Longer rows: o and lse are checked on a sample of rows, gradients always on all.
 SAMPLE_ABOVE_KEYS = 4096
@@ -39,14 +44,21 @@ class Expected:
         return actual if self.rows is None else actual.index_select(2, self.rows)
 
 
-def expected(q, k, v, do, is_causal, scale) -> dict[str, Expected]:
-    """Truth and sigma of every tensor, fp64. Works through one kv head and a chunk of query rows at a time."""
-    batch, heads_q, seq_q, head_dim = q.shape
+def expected(q, k, v, do, is_causal, scale, in_e4m3=None) -> dict[str, Expected]:
+    """Truth and sigma of every tensor, fp64. Works through one kv head and a chunk of query rows at a time.
+
+    in_e4m3: (q, k, v) as an attention in e4m3 has rounded them, and may have rotated q and k; then they are what truth
+    and sigma are of. There are no gradients.
+    """
+    dtype, head_dim = q.dtype, v.shape[3]
+    if in_e4m3 is not None:
+        q, k, v = in_e4m3
+    batch, heads_q, seq_q, _ = q.shape
     heads_kv, seq_k = k.shape[1], k.shape[2]
     group = heads_q // max(1, heads_kv)
     rows = _sample_rows(seq_q, q.device) if do is None and seq_k > SAMPLE_ABOVE_KEYS else torch.arange(seq_q)
     rows = rows.to(q.device)
-    u, h = UNIT_ROUNDOFF[q.dtype], HALF_SUBNORMAL[q.dtype]
+    u, h = UNIT_ROUNDOFF[dtype], HALF_SUBNORMAL[dtype]
 
     f64 = dict(dtype=torch.float64, device=q.device)
     shapes = dict(o=(batch, heads_q, len(rows), head_dim), lse=(batch, heads_q, len(rows)))
@@ -67,7 +79,10 @@ def expected(q, k, v, do, is_causal, scale) -> dict[str, Expected]:
             do1 = None if do is None else do[b, heads, rows[part]].double()
             mask = rows[part, None] >= torch.arange(seq_k, device=q.device) if is_causal else None
             t = _truth(q1, k1, v1, do1, mask, scale)
-            m = _variances(q1, k1, v1, do1, mask, scale, t, q.dtype)
+            if in_e4m3 is None:
+                m = _variances(q1, k1, v1, do1, mask, scale, t, dtype)
+            else:
+                m = _variances_in_e4m3(q1, k1, v1, mask, scale, t, dtype)
             for name in ("o", "lse", "dq") if do is not None else ("o", "lse"):
                 truth[name][b, heads, part], var[name][b, heads, part] = t[name], m[name]
             if do is not None:
@@ -164,6 +179,29 @@ def _variances(q, k, v, do, mask, scale, truth, dtype) -> dict[str, torch.Tensor
     of_o = (o.to(dtype).double() - o).nan_to_num(0.0, 0.0, 0.0)
     var["shift_dk"] = scale * ((p * (do * of_o).sum(dim=-1, keepdim=True)).mT @ q).sum(dim=0)
     return var
+
+
+def _variances_in_e4m3(q, k, v, mask, scale, truth, dtype) -> dict[str, torch.Tensor]:
+    """The squared rounding error of a correct kernel whose operands are e4m3, P too, and which divides by the sum of P
+    as it was rounded.
+    """
+    u, lse, o = UNIT_ROUNDOFF[dtype], truth["lse"], truth["o"]
+    p = torch.exp(truth["s"] - lse[..., None])
+    rho = E8 * max(2.0, math.sqrt(k.shape[1] / TERMS8) / 2) * abs(scale) * (q.abs() @ k.abs().T)
+    rho = torch.where(p == 0, 0.0, rho)
+    # What is rounded alone, and what is lost or won alike by all that are smaller than half of the least number.
+    r = p**2 * U8**2 + (p * torch.expm1(rho.clamp(max=20.0))) ** 2
+    small = p.clamp(max=H8 * p.amax(dim=-1, keepdim=True) if p.shape[-1] else None)
+    lost = small.sum(dim=-1, keepdim=True)
+    var = (
+        (r @ v**2 - 2 * o * (r @ v) + o**2 * r.sum(dim=-1, keepdim=True)).clamp(min=0.0)  # r weighs (v - o)^2
+        + (small @ v.abs() + lost * o.abs()) ** 2
+        + (E8 * max(2.0, math.sqrt(k.shape[0] / TERMS8) / 2) * (p @ v.abs())) ** 2  # the sum over keys
+        + u**2 * o**2  # the result rounded to its dtype
+    )
+    # All of a row may be rounded alike: the LSE is off by up to U8, which is to be six times sigma.
+    of_lse = (U8 / 6) ** 2 + lost[..., 0] ** 2 + (p * rho**2).sum(dim=-1) + (2 * E * (4 + lse.abs())) ** 2
+    return dict(o=var, lse=of_lse)
 
 
 def _lse_variance(s, p, rho, finite_lse):

@@ -144,8 +144,9 @@ class Report:
 
 
 def verify_results(
-    fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_gqa=False, compare_sdpa=True, isolated=False
-) -> Report:
+    fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_gqa=False, compare_sdpa=True, isolated=False,
+    in_e4m3=None,
+) -> Report:  # fmt: skip
     """Hold `fn` against SDPA in fp64, element by element (see the module's docstring).
 
     fn            called as fn(q, k, v, is_causal=, scale=, enable_gqa=); returns o, or (o, lse) with lse in fp32
@@ -154,6 +155,8 @@ def verify_results(
     compare_sdpa  also run PyTorch's SDPA in the same dtype, to print its z beside ours
     isolated      on the CPU, run in a forked process: a kernel that kills its process, as a load outside of all memory
                   does, is then a failure like others. (On a GPU it raises, and no later launch works.)
+    in_e4m3       (q, k, v) in fp64 as fn rounds them to e4m3, and may have rotated q and k: the truth is of these, and
+                  sigma is that of a kernel which multiplies in e4m3
 
     Returns a Report; `.check()` raises VerificationError if anything failed. Nothing is printed. Above 4096 keys o and
     lse are compared on 256 query rows (the first, the last, and random ones between), gradients always on all.
@@ -170,12 +173,12 @@ def verify_results(
     """
     _check_arguments(fn, q, k, v, do, is_causal, enable_gqa)
     true_scale = check_scale(scale, q.shape[-1])
-    _check_gradients(q, k, v, do)
+    _check_gradients(q, k, v, do, in_e4m3)
     options = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     flags = "".join(f", {n}" for n, on in (("causal", is_causal), (f"scale={scale}", scale is not None)) if on)
     case = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {str(q.dtype).removeprefix('torch.')}{flags}"
     if isolated and not q.is_cuda:
-        again = partial(verify_results, fn, q, k, v, do=do, **options, compare_sdpa=compare_sdpa)
+        again = partial(verify_results, fn, q, k, v, do=do, **options, compare_sdpa=compare_sdpa, in_e4m3=in_e4m3)
         try:
             return child.isolated(again)
         except child.Died as died:
@@ -187,12 +190,12 @@ def verify_results(
 
     inputs = {name: t.detach() for name, t in dict(q=q, k=k, v=v, do=do).items() if t is not None}
     given = context(inputs)
-    wanted = expected(given.q, given.k, given.v, given.do, is_causal, true_scale)
+    wanted = expected(given.q, given.k, given.v, given.do, is_causal, true_scale, in_e4m3)
     shapes = dict(o=q.shape, lse=q.shape[:-1], dq=q.shape, dk=k.shape, dv=v.shape)
     kinds = {name: (shape, torch.float32 if name == "lse" else q.dtype) for name, shape in shapes.items()}
     trial = _Trial(partial(run_attention, fn, kwargs=options), inputs, wanted, kinds, case, context)
     results = trial.results()
-    if compare_sdpa and q.numel() > 0:
+    if compare_sdpa and q.numel() > 0 and in_e4m3 is None:  # SDPA reads what is not rounded
         # On fresh copies: torch 2.11's fused backends read rows at odd addresses wrongly, or stop the GPU over them.
         copies = [t if t is None else t.contiguous().clone() for t in (given.q, given.k, given.v, given.do)]
         options["scale"] = None if scale is None else true_scale  # SDPA takes no Fraction
@@ -266,10 +269,12 @@ def _check_shapes(q, k, v) -> None:
         raise ValueError(f"v: expected {tuple(k.shape)} like k, got {_described(v)}")
 
 
-def _check_gradients(q, k, v, do) -> None:
-    """Raise where PyTorch would give none."""
+def _check_gradients(q, k, v, do, in_e4m3) -> None:
+    """Raise where there are none to compare."""
     if do is None:
         return
+    if in_e4m3 is not None:
+        raise ValueError("do: expected None beside in_e4m3, whose sigma knows no gradients")
     if torch.is_inference_mode_enabled():
         raise RuntimeError("do: there are no gradients inside torch.inference_mode(); call outside it, or without do")
     for name, t in dict(q=q, k=k, v=v).items():

@@ -60,7 +60,7 @@ _one_at_a_time = threading.RLock()  # there is one scheduler, and one set of pat
 class _Gl:
     """gl in a kernel."""
 
-    float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
+    float16, bfloat16, float32, float8e4nv = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
     int32, int64 = torch.int32, torch.int64
     static_range, to_tensor = range, staticmethod(scalar)
     constexpr = staticmethod(lambda value: value)
@@ -71,6 +71,7 @@ class _Gl:
     expand_dims = staticmethod(lambda x, axis: x.unsqueeze(axis))
     convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
     sum = staticmethod(lambda x, axis: x.sum(axis))
+    broadcast = staticmethod(lambda *tiles: torch.broadcast_tensors(*tiles))
 
     def __getattr__(self, name):
         if name.endswith("Layout"):
@@ -81,7 +82,7 @@ class _Gl:
         return Number(min(a, b)) if isinstance(a, int) else torch.minimum(a, b)
 
     def maximum(self, a, b):
-        return Number(max(a, b)) if isinstance(a, int) else torch.maximum(a, b)
+        return Number(max(a, b)) if isinstance(a, int) else torch.maximum(a, torch.as_tensor(b))
 
     def where(self, condition, a, b):
         if isinstance(condition, torch.Tensor):
@@ -102,8 +103,11 @@ class _Gl:
         return found if found.dim() or found.is_floating_point() else Number(found)
 
     def load(self, pointer):
-        inside(pointer.offset.min(), len(pointer.data)), inside(pointer.offset.max(), len(pointer.data))
-        return tile(pointer.data[pointer.offset])
+        offset, size = pointer.offset, len(pointer.data)
+        if isinstance(offset, Number):
+            return pointer.data[inside(offset, size)]
+        inside(offset.min(), size), inside(offset.max(), size)
+        return tile(pointer.data[offset])
 
     def store(self, pointer, value, mask=None):
         mask = torch.ones_like(value, dtype=torch.bool) if mask is None else mask
@@ -431,11 +435,12 @@ def interpreted(
     backward=hopper_backward,
     backward_wide=wide_backward,
     replaced=(),
+    also=(),
 ):
     """Plans that are made inside run their Gluon kernels here. What torch.empty returns is full of NaN.
 
     forward, ... backward_wide: the modules whose plans they are. multiprocessors: of the GPU that plans are made
-    for. replaced: as Interpreted's.
+    for. replaced: as Interpreted's. also: (module, name) of more kernels.
     """
     kernels = (
         (forward, "_attn_fwd_hopper_kernel"),
@@ -443,6 +448,7 @@ def interpreted(
         (backward, "_attn_bwd_hopper_kernel"),
         (backward_wide, "_attn_bwd_hopper_wide_dkdv_kernel"),
         (backward_wide, "_attn_bwd_hopper_wide_dq_kernel"),
+        *also,
     )
     with _one_at_a_time, contextlib.ExitStack() as patched:
         for module, name in kernels:

@@ -149,8 +149,8 @@ class Product(UnderWay):
 
     def __init__(self, a, b, total):
         self.a, self.b, self.total, self.value = a, b, total, None
-        if a.dtype != b.dtype or a.dtype.itemsize != 2:
-            raise TypeError(f"expected two factors of one 16-bit dtype, got {a.dtype} and {b.dtype}")
+        if a.dtype != b.dtype or a.dtype.itemsize > 2:
+            raise TypeError(f"expected two factors of one dtype of 8 or 16 bits, got {a.dtype} and {b.dtype}")
         super().__init__(reads=tuple(x for x in (a, b) if isinstance(x, Shared)))
         self.by.products.append(self)
 
@@ -296,6 +296,9 @@ class Shared:
     def permute(self, order):
         return Shared(self.data.permute(order), self.name, self.stored)
 
+    def _reinterpret(self, dtype, shape, layout):
+        return Shared(self.data.view(-1).view(dtype).view([int(n) for n in shape]), self.name, self.stored)
+
     def load(self, layout=None):
         me().wait()
         self.check(f"{me().name} reads", writing=False)
@@ -368,6 +371,9 @@ class Pointer:
 
     def __add__(self, offset):
         return Pointer(self.data, self.offset + offset)
+
+    def __sub__(self, offset):
+        return self + -offset
 
 
 class Descriptor:

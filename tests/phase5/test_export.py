@@ -12,7 +12,7 @@ from unittest import mock
 from common import runtime
 from common.measure import offline
 from common.phases import ROOT
-from phase5_tuning import attention_backward, attention_forward, export, flash_attention
+from phase5_tuning import attention_backward, attention_forward, export, flash_attention, flash_attention_fp8
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.launch import configs
@@ -103,6 +103,10 @@ def test_the_file_and_the_course_live_in_one_process(beside):
     assert torch.equal(o, flash_attention(*given["qkv"], is_causal=True, enable_gqa=True))
     operator = torch.ops.flash_attention_export.forward(*given["qkv"], True, None)[0]
     assert torch.equal(o, operator)
+    options = dict(is_causal=True, enable_gqa=True)
+    assert torch.equal(
+        beside.flash_attention_fp8(*given["qkv"], **options), flash_attention_fp8(*given["qkv"], **options)
+    )
 
 
 def launches(forward, backward, plan_forward, plan_backward, head_dim):
