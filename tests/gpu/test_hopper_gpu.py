@@ -184,7 +184,7 @@ def test_which_calls_take_them(monkeypatch):
     odd = torch.empty(1, 2, 200, 72, device="cuda", dtype=q.dtype)[..., 1:65]
     assert kinds_of(q, k, v, odd.copy_(q))[1] is not HopperBackwardPlan
     assert not set(both) & set(kinds_of(*(t.float() for t in (q, k, v))))
-    assert kinds_of(*make_qkv(1, 2, 200, 160)) == [HopperForwardPlan, backward_module.BackwardPlan]
+    assert kinds_of(*make_qkv(1, 2, 200, 160)) == [HopperForwardPlan, WideBackwardPlan]
     assert not set(both) & set(kinds_of(*make_qkv(1, 2, 200, 60)))
     monkeypatch.setenv("FLASH_ATTENTION_HOPPER", "0")
     assert not set(both) & set(kinds_of(q, k, v))
