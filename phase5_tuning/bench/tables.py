@@ -306,7 +306,7 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
     "decode": ("few queries on long caches, beside their peers", "decode"),
     "grouped": ("60 backward passes with grouped heads", ""),
     "hopper_backward": ("the Hopper kernels' backward pass beside its peers, fp16", "hopper"),
-    "hopper_backward_bf16": ("the same in bf16", "hopper"),
+    "hopper_backward_bf16": ("the Hopper kernels' backward pass beside its peers, bf16", "hopper"),
     "hopper_beside": ("arithmetic while a product is under way", "hopper"),
     "hopper_counters": ("counters before 96 instructions were removed from the backward pass", "hopper"),
     "hopper_forward": ("the Hopper kernel's forward pass beside its peers, fp16 and bf16", "hopper"),
