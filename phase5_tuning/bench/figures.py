@@ -217,7 +217,8 @@ def bars(rates: Mapping[tuple[str, int, bool, int, str], float], providers: Mapp
                     ax.text(at, height + 6, f"{height:.0f}", ha="center", fontsize=7)
         ax.set_title(f"{title}, seq {seq}", fontsize=10)
         ax.set(ylabel="TFLOP/s", ylim=(0, 1.1 * ax.get_ylim()[1]))
-    handles = [Patch(label=name, **BARS[provider]) for provider, name in providers.items()]
+    shown = [p for p in providers if any(of == p and at == seq for of, _, _, at, _ in rates)]
+    handles = [Patch(label=providers[p], **BARS[p]) for p in shown]
     fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
     axes[1].set_xticks(range(len(CASES)), [f"head_dim {d}, {mask(c)}" for d, c in CASES])
     return fig

@@ -70,7 +70,6 @@ def _share(rate, case, mode, one, other):
 def beside_others(rate: Rates) -> str:
     """This chapter's speed by those of the others, of 16384 tokens and a few of 4096."""
     others = {
-        "last rung": ("hopper", "ours"),
         "cuDNN": ("hopper", "sdpa-cudnn"),
         "FA4": ("hopper", "flash-attn-4"),
         "FA4, fixed": ("hopper", "flash-attn-4-det"),
@@ -163,35 +162,16 @@ def _of_call(row):
     return row["counted"]["clocks"] * (1 + row["beside"])
 
 
-def below_the_goal(fixed: Shares, any_order: Shares, counters: dict) -> str:
-    """What misses the goal by the GPU's clock, and what was counted there."""
-    counted = {}
-    for ours, theirs in pairs(counters):
-        case = ours["mode"], ours["head_dim"], ours["is_causal"], ours["seq"], ours["provider"]
-        counted.setdefault(case, {})[ours["dtype"]] = ours, theirs
-    lines = [
-        f"{'':<46}{'speed / faster peer':>20}{'FA4 / ours, counted':>27}{'tensor cores busy':>22}",
-        f"{'':<46}{'fp16':>11}{'bf16':>9}{'clocks':>13}{'MHz':>7}{'time':>7}{'ours':>14}{'FA4':>8}",
-    ]
-    for name, shares, ours in (("", fixed, "hopper"), ("any order, ", any_order, "hopper in any order")):
-        missed = {case[1:] for case, (_, gpu) in shares.items() if gpu < GOAL}
-        # In any order only the cases that were counted.
-        missed = {m for m in missed if shares is fixed or (*m, ours) in counted}
-        for case in sorted(missed, key=lambda c: (c[0] == "bwd", c[1:])):
-            mode, d, causal, seq = case
-            order = "fixed order, " if mode == "bwd" and not name else name
-            line = f"{f'{mode}, {order}head_dim {d}, {mask(causal)}, {seq}':<46}  "
-            speeds = (shares.get((dtype, *case), (math.nan,) * 2)[1] for dtype in ("fp16", "bf16"))
-            line += "".join(_cell(x, 9, 3) for x in speeds)
-            if of := counted.get((*case, ours)):
-                mine, theirs = of.get("bf16") or of["fp16"]
-                line += f"{_of_call(theirs) / _of_call(mine):>13.2f}"
-                line += f"{theirs['mhz'] / mine['mhz']:>7.2f}{theirs['ms'] / mine['ms']:>7.2f}"
-                line += f"{mine['counted']['tensor_cores']:>12.0f} %"
-                line += f"{theirs['counted']['tensor_cores']:>6.0f} %"
-            else:
-                line += f"{'not counted':>20}"
-            lines.append(line)
+def below_the_goal(shares: Shares) -> str:
+    """What misses the goal by the GPU's clock."""
+    lines = [f"{'':<46}{'speed / faster peer':>20}", f"{'':<46}{'fp16':>11}{'bf16':>9}"]
+    missed = {case[1:] for case, (_, gpu) in shares.items() if gpu < GOAL}
+    for case in sorted(missed, key=lambda c: (c[0] == "bwd", c[1:])):
+        mode, d, causal, seq = case
+        order = "fixed order, " if mode == "bwd" else ""
+        speeds = (shares.get((dtype, *case), (math.nan,) * 2)[1] for dtype in ("fp16", "bf16"))
+        line = f"{f'{mode}, {order}head_dim {d}, {mask(causal)}, {seq}':<46}  "
+        lines.append(line + "".join(_cell(x, 9, 3) for x in speeds))
     return "\n".join(lines)
 
 
@@ -262,39 +242,12 @@ def _case(row):
     return tuple(row[key] for key in ("dtype", "mode", "head_dim", "is_causal", "seq"))
 
 
-def table_of_runs(first: Shares, again: Shares) -> str:
-    """All cases that miss the goal by a clock in the first of two runs."""
-    missed = {case for case, shares in first.items() if min(shares) < GOAL}
-    lines = [
-        "speed / that of the faster peer: cases that are below 0.98 by a clock, in the first run",
-        f"{'':<38}{'caller':>8}{'GPU':>8}   another run: {'caller':>6}{'GPU':>8}",
-    ]
-    for case in sorted(missed, key=lambda case: (case[1] == "bwd", case[2:], case[0] == "bf16")):
-        dtype, mode, d, causal, seq = case
-        name = f"{mode}, {dtype}, head_dim {d}, {mask(causal)}, {seq}"
-        line = f"{name:<38}" + "{:>8.3f}{:>8.3f}".format(*first[case])
-        lines.append(line + ("{:>22.3f}{:>8.3f}".format(*again[case]) if case in again else ""))
-    later = sum(min(shares) < GOAL for case, shares in again.items() if case not in missed)
-    left_out = f"left out: {len(first) - len(missed)} of {len(first)} cases"
-    by = [max(abs(again[case][i] - first[case][i]) for case in again) for i in range(2)]
-    lines += [
-        f"{left_out}; {later} of these are below 0.98 by a clock in the other run",
-        f"at least 0.98: {reach_the_goal(first.values())}",
-        f"  the forward pass: {reach_the_goal(shares for case, shares in first.items() if case in again)}",
-        f"  in the other run: {reach_the_goal(again.values())}",
-        f"  one case in two runs differs by up to {by[0]:.2f} by the caller's clock, {by[1]:.2f} by the GPU's",
-    ]
-    return "\n".join(lines)
-
-
 # --- the README's ---------------------------------------------------------------------------------------------------
 
 PICTURE = ROOT / "phase5_tuning" / "speeds.png"
 SEQ = 16384
-RECORDS = "h200", "h200_hopper_forward", "h200_hopper_backward"
+RECORDS = "h100_hopper_forward", "h100_hopper_backward"
 PROVIDERS = {
-    "sdpa-flash": "FlashAttention-2 (SDPA)",
-    "flex": "FlexAttention",
     "sdpa-cudnn": "cuDNN (SDPA)",
     "flash-attn-4": "FlashAttention-4",
     "flash-attn-4-det": "FlashAttention-4, fixed order",
@@ -342,7 +295,7 @@ def fingerprint() -> str:
 PAGE = ROOT / "phase5_tuning" / "results" / "README.md"
 BEGIN, END = "<!-- written by python -m phase5_tuning.bench.tables -->", "<!-- end -->"
 HOLDS = {  # by a record's name without its card: what it holds, and the chapters that show it
-    "": ("ours, which was the last rung then, and its peers: fp16, 512 to 16384 tokens", "tuning, hopper"),
+    "": ("ours, which was the last rung then, and its peers: fp16, 512 to 16384 tokens", "tuning"),
     "bf16": ("the same in bf16, from 1024 tokens", "tuning"),
     "context_2": ("attention over two GPUs", "context_parallel"),
     "counters": (
@@ -353,11 +306,10 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
     "decode": ("few queries on long caches, beside their peers", "decode"),
     "grouped": ("60 backward passes with grouped heads", ""),
     "hopper_backward": ("the Hopper kernels' backward pass beside its peers, fp16", "hopper"),
-    "hopper_backward_bf16": ("the same in bf16", "hopper"),
+    "hopper_backward_bf16": ("the Hopper kernels' backward pass beside its peers, bf16", "hopper"),
     "hopper_beside": ("arithmetic while a product is under way", "hopper"),
     "hopper_counters": ("counters before 96 instructions were removed from the backward pass", "hopper"),
     "hopper_forward": ("the Hopper kernel's forward pass beside its peers, fp16 and bf16", "hopper"),
-    "hopper_forward_again": ("the same command, run 14 minutes before", "hopper"),
     "hopper_ideas": ("the Hopper kernel's forward pass without one of its ideas", "hopper"),
     "hopper_leaderboard": ("one case, each pass and both in one call", "hopper"),
     "host": ("what the host takes for a small call, step by step", "tuning"),

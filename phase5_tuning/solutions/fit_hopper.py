@@ -14,9 +14,8 @@ moves them: producers give some back, consumers take more. Write
 3. `shape`, the choice for head_dim 64 and for 128:
        CONSUMERS             2 or 3
        STAGES                pairs of tiles of K and V in the ring
-       OVERLAP               multiply with the P of the step before under the exponentials: it needs registers for S and
-                             for that P in 16 bits. The assembler may undo it. (Two consumers also hold their
-                             queries in registers, three do not.)
+       OVERLAP               multiply with the P of the step before under the maxima: it needs registers for S and for
+                             that P in 16 bits. (Two consumers also hold their queries in registers, three do not.)
        CONSUMER_REGISTERS    of a thread, after setmaxnreg: a multiple of 8, from 24 to 240
        PRODUCER_REGISTERS    the same. The warpgroups together cannot have more than they had at launch.
 
