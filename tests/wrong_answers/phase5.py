@@ -479,7 +479,7 @@ WRONG = {
         Wrong(
             "the readers' parity",
             {"kv_empty.index(slot), parity ^ 1)": "kv_empty.index(slot), parity)"},
-            "Deadlock: nobody can go on",
+            "waits for dq_empty[1], parity 1",
         ),
         Wrong(
             "no wait for room",
@@ -821,7 +821,7 @@ WRONG = {
         Wrong(
             "one part is not waited for",
             {"        mbarrier.wait(memory.dq_full.index(2 * ME + 1), parity)\n": ""},
-            "where it is NaN: its sum or a part was used before anybody filled it",
+            "waits for dq_empty[1], parity 1",
         ),
         Wrong("the parity of all steps", {"step // WRITERS & 1": "step & 1"}, "Deadlock"),
         Wrong(
