@@ -479,7 +479,7 @@ WRONG = {
         Wrong(
             "the readers' parity",
             {"kv_empty.index(slot), parity ^ 1)": "kv_empty.index(slot), parity)"},
-            "waits for dq_empty[1], parity 1",
+            "Deadlock: nobody can go on",
         ),
         Wrong(
             "no wait for room",
