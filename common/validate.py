@@ -63,6 +63,13 @@ def check_out_dtype(dtype) -> None:
         raise TypeError(f"out_dtype: expected one of {', '.join(map(str, runtime.DTYPES))}, got {dtype}")
 
 
+def check_count(name: str, value, least: int, most: int) -> int:
+    """`value`, an int within these bounds."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{name}: expected an int from {least} to {most}, got {value!r}")
+    return value
+
+
 def check_scale(scale, head_dim: int) -> float:
     """`scale` as a float; None becomes 1/sqrt(head_dim), with the true head_dim and not the padded one."""
     if scale is None:

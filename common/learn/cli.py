@@ -23,8 +23,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from typer.core import TyperGroup
+
+
+class _Commands(TyperGroup):
+    """Commands that end with the same word and code when Ctrl-C stops them."""
+
+    def invoke(self, context: typer.Context) -> object:
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            console.show_cursor()  # which a command may have hidden
+            console.print("\nStopped.")
+            raise typer.Exit(130) from None
+
 
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
@@ -124,9 +139,7 @@ def _module(*arguments: str) -> int:
             return child.wait()
         except KeyboardInterrupt:
             child.kill()
-            console.show_cursor()  # which the module may have hidden
-            console.print("Stopped.")
-            raise typer.Exit(130) from None
+            raise
 
 
 @app.command()
@@ -263,6 +276,10 @@ def main() -> None:
         app()
     except exercises.Damaged as damaged:
         sys.exit(str(damaged))
+    except (FileExistsError, NotADirectoryError) as error:
+        path = Path(error.filename)
+        file = next((place for place in (path, *path.parents) if place.is_file()), path)
+        sys.exit(f"{file} is a file, and the course needs a folder of that name: move it away")
     except OSError as error:
         sys.exit(f"{error}. Is there room on the disk, and may you read and write there?")
 

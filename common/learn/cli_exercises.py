@@ -1,7 +1,7 @@
 """The commands of `course` for learning: where one stands, the next task, check, hint, solution, diff, reset, watch."""
 
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Annotated, NoReturn
 
 from common import phases
@@ -29,7 +29,10 @@ MARKS = {
     "crashed": "[bold red]crashed[/]",
 }
 Name = Annotated[str, typer.Argument(help="its name, number (1.3) or file; without: the next one", show_default=False)]
-NameOrAll = Annotated[str, typer.Argument(help="its name, number (1.3) or file; without: all", show_default=False)]
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(help="names, numbers (1.3) or files, or phases (2); without: all", show_default=False),
+]
 Limit = Annotated[int, typer.Option(help="seconds that an answer may take", min=1)]
 
 
@@ -64,11 +67,11 @@ def next_task(name: Name = "") -> None:
     console.print(f"Then:       [bold]course check {exercise.number}[/]  (stuck? course hint {exercise.number})")
 
 
-def check(name: NameOrAll = "", limit: Limit = TIME_LIMIT) -> None:
-    """Check one exercise, all of a phase (course check 2), or all. Exit code 1 if any is not passed."""
-    phase = phases.find(name) if name else None
-    one = bool(name) and phase is None
-    chosen = [_chosen(name)] if one else [e for e in exercises.load() if phase in (None, e.phase)]
+def check(names: Names = None, limit: Limit = TIME_LIMIT) -> None:
+    """Check one exercise, several, all of a phase (course check 2), or all. Exit code 1 if any is not passed."""
+    named = [e for name in names or () for e in _of_phase(name) or [_chosen(name)]]
+    chosen = named or exercises.load()
+    one = bool(names) and len(chosen) == 1
     failed = 0
     for exercise in chosen:
         with console.status(f"checking {exercise.name}") if console.is_terminal else nullcontext():
@@ -81,8 +84,10 @@ def check(name: NameOrAll = "", limit: Limit = TIME_LIMIT) -> None:
         console.print(f"\n{len(chosen) - failed} of {len(chosen)} exercises passed")
     elif failed:
         console.print(f"Your file: {exercise.file}\nHelp:      [bold]course hint {exercise.number}[/]")
+    if not failed:
+        progress.turn_to(chosen[-1])
     if not failed or not one:
-        _say_next(Progress.load(), after=chosen[-1] if not failed else None)
+        _say_next(Progress.load())
     raise typer.Exit(int(failed > 0))
 
 
@@ -109,7 +114,10 @@ def solution(
     """Show how the solution of a solved exercise differs from your answer; of any other exercise with --give-up."""
     so_far = Progress.load()
     solved = [e for e in exercises.load() if so_far.solved(e)]
-    exercise = solved[-1] if solved and not name and not give_up else _chosen(name)
+    if solved and not name and not give_up:
+        exercise = next((e for e in solved if e.name == so_far.last), solved[-1])
+    else:
+        exercise = _chosen(name)
     if exercise not in solved and not give_up:
         console.print(f"{exercise.number} is not solved yet: [bold]course hint {exercise.number}[/] helps.")
         console.print("To see the solution all the same, add [bold]--give-up[/].")
@@ -181,32 +189,37 @@ def watch(name: Name = "", limit: Limit = TIME_LIMIT) -> None:
     """Check an exercise each time its file is saved until it passes; without a name, then the next. Ctrl-C ends."""
     exercise, seen = _chosen(name), None
     console.print(f"Watching [bold]{exercise.file}[/]; save it to check. Ctrl-C ends.")
-    try:
-        while True:
-            now = exercise.path.stat().st_mtime_ns if exercise.path.exists() else None
-            if now not in (None, seen):  # some editors take the file away for a moment
-                seen = now
-                verdict = runner.check(exercise, limit=limit)
-                _print_verdict(exercise, verdict)
-                _print_objections(exercise, verdict)
-                following = Progress.load().next(after=exercise)
-                if verdict.passed and (name or following is None):
-                    console.print("Solved." if following else "All exercises are solved.")
-                    return
-                if verdict.passed:
-                    exercise, seen = following, None
-                    progress.begin(exercise)
-                    console.print(f"\nNext: [bold]{exercise.number} {exercise.title}[/], {exercise.file}")
-            time.sleep(0.3)
-    except KeyboardInterrupt:
-        console.print("\nStopped.")
+    while True:
+        now = None
+        with suppress(FileNotFoundError):  # some editors take the file away for a moment
+            now = exercise.path.stat().st_mtime_ns
+        if now not in (None, seen):
+            seen = now
+            verdict = runner.check(exercise, limit=limit)
+            _print_verdict(exercise, verdict)
+            _print_objections(exercise, verdict)
+            following = Progress.load().next()
+            if verdict.passed and (name or following is None):
+                console.print("Solved." if following else "All exercises are solved.")
+                return
+            if verdict.passed:
+                exercise, seen = following, None
+                progress.turn_to(exercise)
+                console.print(f"\nNext: [bold]{exercise.number} {exercise.title}[/], {exercise.file}")
+        time.sleep(0.3)
 
 
 def _chosen(name: str) -> Exercise:
     """The exercise that is meant, or the next one, with its file created. Ends the command where there is none."""
     exercise = _found(name)
-    progress.begin(exercise)
+    progress.turn_to(exercise)
     return exercise
+
+
+def _of_phase(name: str) -> list[Exercise]:
+    """The exercises of a phase that is called by its number or folder; none for any other name."""
+    phase = phases.find(name)
+    return [e for e in exercises.load() if phase and e.phase == phase]
 
 
 def _found(name: str) -> Exercise:
@@ -257,8 +270,8 @@ def _print_task(text: str) -> None:
         console.line()
 
 
-def _say_next(so_far: Progress, after: Exercise | None = None) -> None:
-    exercise = so_far.next(after)
+def _say_next(so_far: Progress) -> None:
+    exercise = so_far.next()
     if exercise is None:
         console.print("All exercises are solved.")
         return

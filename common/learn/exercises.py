@@ -69,7 +69,9 @@ class Exercise:
     @property
     def answer(self) -> bytes | None:
         """What the learner's file holds; None where there is none."""
-        return self.path.read_bytes() if self.path.exists() else None
+        with contextlib.suppress(FileNotFoundError):
+            return self.path.read_bytes()
+        return None
 
     @property
     def shipped(self) -> Path:

@@ -15,11 +15,14 @@ from common.learn.exercises import Damaged, Exercise
 
 @dataclass
 class Progress:
-    """What has been solved, and how many hints were shown: .course/progress.json in the checkout, ignored by git."""
+    """What has been solved, how many hints were shown, and what was worked on last: .course/progress.json in the
+    checkout, ignored by git.
+    """
 
     passed: dict[str, str] = field(default_factory=dict)  # name: hash of the answer, and the version of the task
     hints: dict[str, int] = field(default_factory=dict)
     begun: dict[str, str] = field(default_factory=dict)  # name: hash of the file as it was created
+    last: str = ""  # the exercise that a command was about, by name
 
     @staticmethod
     def path() -> Path:
@@ -47,13 +50,14 @@ class Progress:
         try:
             stored = json.loads(text)
             passed, hints, begun = stored["passed"], stored["hints"], stored.get("begun", {})
-            right = all(isinstance(value, str) for value in [*passed.values(), *begun.values()])
+            last = stored.get("last", "")
+            right = all(isinstance(value, str) for value in [*passed.values(), *begun.values(), last])
             right &= all(isinstance(count, int) and count >= 0 for count in hints.values())
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError("not a progress file") from error
         if not right:
             raise ValueError("a value of the wrong kind")
-        return cls(passed, hints, begun)
+        return cls(passed, hints, begun, last)
 
     @classmethod
     @contextlib.contextmanager
@@ -86,10 +90,10 @@ class Progress:
         noted, _, version = self.passed.get(exercise.name, "").partition(" ")
         return version or "1" if answer is not None and noted == hash_of(answer) else ""
 
-    def next(self, after: Exercise | None = None) -> Exercise | None:
-        """The first exercise that is not solved; the first of those after another one, if there is any."""
+    def next(self) -> Exercise | None:
+        """The exercise that was worked on last or, if it is solved, the first one behind it that is not."""
         everything = list(exercises.load())
-        start = everything.index(after) + 1 if after else 0
+        start = next((place for place, e in enumerate(everything) if e.name == self.last), 0)
         return next((e for e in everything[start:] + everything[:start] if not self.solved(e)), None)
 
 
@@ -111,6 +115,14 @@ def begin(exercise: Exercise) -> None:
     as_shipped = exercise.answer == exercise.stub.encode()
     if not (as_shipped or edited(exercise)):
         _write_stub(exercise)
+
+
+def turn_to(exercise: Exercise) -> None:
+    """Begin an exercise, and note that it is the one that is worked on."""
+    begin(exercise)
+    if Progress.load().last != exercise.name:
+        with contextlib.suppress(OSError), Progress.changed() as progress:
+            progress.last = exercise.name
 
 
 def _write_stub(exercise: Exercise) -> None:

@@ -63,7 +63,8 @@ def isolated(call: Callable[[], T]) -> T:
         stack.seek(0)
         written = answer.read()
         if code or not written:
-            frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.read().decode(errors="replace"))
+            written = stack.read().decode("unicode_escape")  # as faulthandler writes letters that ASCII lacks
+            frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', written)
             raise Died(code, own_line(frames))
     returned, value = pickle.loads(written)
     if returned:

@@ -69,6 +69,5 @@ def sliding_window_attention(
     key (with seq_q > seq_k) has o = 0 and lse = -inf. Raises TypeError or ValueError naming the argument.
     """
     scale = validate.check_qkv(q, k, v, scale, enable_gqa=enable_gqa)
-    if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window < 2**31:
-        raise ValueError(f"window: expected an int from 1 to 2^31 - 1, got {window!r}")
+    validate.check_count("window", window, 1, 2**31 - 1)
     return launch(_window_kernel, q, k, v, q.shape[1], q.shape[1] // k.shape[1], q.shape[2], k.shape[2], window, scale)

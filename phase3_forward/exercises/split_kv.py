@@ -101,8 +101,7 @@ def _merge_kernel(
 def split_parts(q, k, v, splits: int, scale: float | None = None, enable_gqa: bool = False):
     """o (splits, batch, heads_q, seq_q, head_dim) and lse (splits, batch, heads_q, seq_q) of the parts, both fp32."""
     scale = validate.check_qkv(q, k, v, scale, enable_gqa=enable_gqa)
-    if not isinstance(splits, int) or isinstance(splits, bool) or splits < 1:
-        raise ValueError(f"splits: expected an int from 1 upwards, got {splits!r}")
+    validate.check_count("splits", splits, 1, 1024)
     batch, heads_q, seq_q, head_dim = q.shape
     o_parts = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
     lse_parts = torch.empty(splits, *q.shape[:3], dtype=torch.float32, device=q.device)
@@ -144,8 +143,8 @@ def split_kv_attention(
     """Attention without a mask for few queries and many keys, the keys split among programs.
 
     q (batch, heads_q, seq_q, head_dim), k and v (batch, heads_kv, seq_k, head_dim): fp16, bf16 or fp32, any strides,
-    head_dim up to 256; with enable_gqa heads_q may be a multiple of heads_kv. splits: an int from 1 upwards, also more
-    than there are tiles of keys. Returns o like q and lse (batch, heads_q, seq_q) in fp32, rounded once whatever the
-    number of parts. Raises TypeError or ValueError naming the argument.
+    head_dim up to 256; with enable_gqa heads_q may be a multiple of heads_kv. splits: an int from 1 to 1024, also
+    more than there are tiles of keys. Returns o like q and lse (batch, heads_q, seq_q) in fp32, rounded once whatever
+    the number of parts. Raises TypeError or ValueError naming the argument.
     """
     return merge_parts(*split_parts(q, k, v, splits, scale, enable_gqa), q.dtype)

@@ -196,11 +196,9 @@ def _grid(q, k, is_causal, backward=False):
 
 
 def _check(p, seed):
-    if not 0 <= p < 1:
-        raise ValueError(f"p: expected a probability, 0 <= p < 1, got {p}")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed: expected an integer from 0 to 2^63 - 1, got {seed}")
-    return float(p), int(seed)
+    if not (isinstance(p, float | int) and 0 <= p < 1):
+        raise ValueError(f"p: expected a probability, 0 <= p < 1, got {p!r}")
+    return float(p), validate.check_count("seed", seed, 0, 2**63 - 1)
 
 
 def dropout_attention(q, k, v, p: float, seed: int, is_causal: bool = False, scale: float | None = None):

@@ -59,7 +59,7 @@ def test_what_runs_a_module_on_this_terminal_can_be_stopped(monkeypatch, tmp_pat
     monkeypatch.setattr(subprocess.Popen, "wait", mock.Mock(side_effect=[KeyboardInterrupt, 0, 0]))
     monkeypatch.setattr(subprocess, "run", None)  # which would print where the module was
     done = CliRunner().invoke(cli.app, ["export", str(tmp_path / "x.py")])
-    assert (done.exit_code, done.output) == (130, "Stopped.\n")
+    assert (done.exit_code, done.output) == (130, "\nStopped.\n")
 
 
 def test_an_unknown_phase_is_named_with_those_that_exist():

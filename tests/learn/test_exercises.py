@@ -312,7 +312,7 @@ def learner(tmp_path, monkeypatch):
     """An exercise whose file and progress lie in a scratch folder; a function that writes an answer and checks it."""
 
     class Scratch(exercises.Exercise):
-        path = tmp_path / "answer.py"
+        path = tmp_path / "Käse 1.0 (neu)" / "answer.py"  # as a learner may call a folder
 
     monkeypatch.setattr(Progress, "path", staticmethod(lambda: tmp_path / ".course" / "progress.json"))
 
@@ -320,6 +320,7 @@ def learner(tmp_path, monkeypatch):
         made = Scratch(**{field: getattr(exercises.find(name), field) for field in exercises.Exercise.__annotations__})
 
         def answer(text, **options):
+            made.path.parent.mkdir(exist_ok=True)
             made.path.write_text(text)
             return check(made, **options)
 
@@ -360,6 +361,7 @@ ADD = exercises.find("masked_add").solution.read_text()
         pytest.param("import pdb; pdb.set_trace()", "error", "no debugger under check", marks=pytest.mark.slow),
         ("import os; os.abort()", "crashed", "is it masked, and is its offset that of this tensor?"),
         ("import os; os._exit(3)", "crashed", "code 3"),
+        ("import builtins; builtins.isinstance = 3", "crashed", "does the answer replace something of Python's"),
         pytest.param("import sys; sys.exit(0)", "error", "SystemExit", marks=pytest.mark.slow),
         pytest.param("undefined_name", "error", "undefined_name", marks=pytest.mark.slow),
         ("1 +", "error", "SyntaxError"),

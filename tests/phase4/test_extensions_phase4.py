@@ -116,7 +116,7 @@ def test_dropout_of_nothing(shape):
     assert not any(t.any() for t in (o, q.grad, k.grad, v.grad))
 
 
-@pytest.mark.parametrize(("p", "seed"), [(1.0, 0), (-0.1, 0), (float("nan"), 0), (0.5, -1), (0.5, 2**63)])
+@pytest.mark.parametrize(("p", "seed"), [(1.0, 0), (-0.1, 0), (float("nan"), 0), (0.5, -1), (0.5, 2**63), (0.5, 1.5)])
 def test_dropout_refuses_what_is_no_probability_or_seed(p, seed):
     q, k, v = make_qkv(1, 1, 4, 16)
     with pytest.raises(ValueError, match=r"^(p|seed): expected"):

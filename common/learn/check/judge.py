@@ -2,7 +2,8 @@
 
 Loads an answer, gives it to FOLDER/checks/EXERCISE.py, and writes one JSON object to the file VERDICT: kind, message,
 whether there is a GPU, and launches of the answer's kernels for the compiler to look at. Where Python crashes, or the
-answer has no end after LIMIT seconds, the process ends and its stack goes to VERDICT.stack. What a function of the
+answer has no end after LIMIT seconds, the process ends and its stack goes to VERDICT.stack, as does an error of the
+judge itself. What a function of the
 answer is given is in VERDICT.note while verify_results calls it.
 """
 
@@ -19,6 +20,7 @@ from types import ModuleType
 from common.arguments import arguments
 from common.learn.check import answer, errors
 from common.learn.check.require import Rejected
+from common.learn.check.runner import OF_THE_JUDGE
 from common.verify import VerificationError, isolated
 
 import torch
@@ -62,6 +64,8 @@ def _no_debugger(*_, **__):
 def main(folder: str, name: str, path: str, verdict: str, limit: str) -> int:
     stack = open(f"{verdict}.stack", "w")  # noqa: SIM115 - open until the process ends
     faulthandler.enable(stack)
+    # An answer can replace what the judge itself calls, and the judge's traceback says nothing to who wrote it.
+    sys.excepthook = lambda kind, error, _: stack.write(f"{OF_THE_JUDGE}{kind.__name__}: {error}\n")
     isolated.noted(Path(f"{verdict}.note"))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that cannot show a letter shows "?"

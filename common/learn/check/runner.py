@@ -23,6 +23,7 @@ from common.learn.progress import Progress, begin, hash_of
 TIME_LIMIT = 60
 STARTING = 30  # seconds for Python to start, on a busy machine
 COMPILER_LIMIT = 30  # seconds for the compiler, after an answer passed; a few are usual
+OF_THE_JUDGE = "raised by the judge: "  # in VERDICT.stack, in place of a stack
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
         answer = exercise.answer
     except OSError as error:
         return Verdict("error", f"its file cannot be read: {error}")
-    if answer.decode(errors="replace") == exercise.stub:
+    if answer is None or answer.decode(errors="replace") == exercise.stub:
         return Verdict("unfinished", "the file is as shipped: nothing has been changed yet")
     start = time.perf_counter()
     outcome = _in_child(exercise, limit, interpret=True)
@@ -121,26 +122,32 @@ def _in_child(exercise: Exercise, limit: float, *, interpret: bool) -> dict:
 
 def _without_verdict(path: Path, report: Path, code: int | None, limit: float) -> dict:
     """How the process ended, on which inputs, and at which line of the answer."""
-    stack, note = (report.with_name(f"{report.name}.{name}") for name in ("stack", "note"))
+    stack, case = (_written(report.with_name(f"{report.name}.{name}")) for name in ("stack", "note"))
     where = _innermost_line(path, stack)
-    case = note.read_text() if note.exists() else ""
     on = f", on {case}" if case else ""
-    if code is None or (stack.exists() and stack.read_text(errors="replace").startswith("Timeout")):
+    if code is None or stack.startswith("Timeout"):
         message = f"no result after {limit:.0f} s{on}: is there a loop that never ends?"
         return dict(kind="timeout", message=f"{message} It was at {where}" if where else message)
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     message = f"Python {how} in the middle of the check{on}{where and ', at '}{where}"
     if -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
         message += "\nA load or store left all memory: is it masked, and is its offset that of this tensor?"
+    elif stack.startswith(OF_THE_JUDGE):
+        raised = stack.removeprefix(OF_THE_JUDGE).strip()
+        message += f"\nThe check itself raised {raised}: does the answer replace something of Python's or PyTorch's?"
     return dict(kind="crashed", message=message)
 
 
-def _innermost_line(path: Path, stack: Path) -> str:
+def _written(file: Path) -> str:
+    return file.read_text("utf-8", errors="replace") if file.exists() else ""
+
+
+def _innermost_line(path: Path, stack: str) -> str:
     """The line of the answer at which its process was last seen; "" where it was elsewhere."""
+    file = str(path).encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
+    seen = re.search(rf'File "{re.escape(file)}", line (\d+) in (\S+)\n', stack)
     try:
-        pattern = rf'File "{re.escape(str(path))}", line (\d+) in (\S+)\n'
-        line, function = re.search(pattern, stack.read_text("utf-8")).groups()
         with tokenize.open(path) as answer:  # in the encoding that Python takes it for
-            return f"line {line}, in {function}: {answer.readlines()[int(line) - 1].strip()}"
-    except (OSError, ValueError, AttributeError, IndexError, SyntaxError):
+            return f"line {seen[1]}, in {seen[2]}: {answer.readlines()[int(seen[1]) - 1].strip()}" if seen else ""
+    except (OSError, ValueError, IndexError, SyntaxError):
         return ""
