@@ -42,7 +42,10 @@ def names_only_what_exists(text):
             assert any((ROOT / name).exists() for name in stands_for), file
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "CHANGELOG.md", "WHY_SLOW.md"])
+PAGES = "CONTRIBUTING.md", "CHANGELOG.md", "WHY_SLOW.md", "VERSIONS.md"
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_names_only_what_exists(name):
     names_only_what_exists((ROOT / name).read_text())
 
@@ -65,9 +68,9 @@ def test_why_slow_has_ten_steps_of_which_each_shows_its_output():
 
 
 def test_uv_installs_as_make_does():
-    readme, makefile = (re.sub("-q ", "", (ROOT / name).read_text()) for name in ("README.md", "Makefile"))
+    page, makefile = (re.sub("-q ", "", (ROOT / name).read_text()) for name in ("VERSIONS.md", "Makefile"))
     for options in ("install -r requirements.txt", "--no-deps --config-settings editable_mode=compat -e ."):
-        assert options in readme.partition("## Other ways")[2]
+        assert options in page
         assert options in makefile.replace("--disable-pip-version-check ", "")
 
 

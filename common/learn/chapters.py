@@ -104,9 +104,9 @@ def _write(file: str, notebook: dict) -> None:
 
 
 def _write_pages() -> None:
-    """README and the phases' pages, whose links lead to the copies and to the learner's files."""
-    pages = ["README.md", *(f"{phase.folder}/README.md" for phase in phases.PHASES)]
-    pages = [page for page in pages if (phases.ROOT / page).exists()]
+    """The page at which `make lab` opens, and the phases' pages, whose links lead to copies and to learners' files."""
+    exercises.write(phases.ROOT / "work" / "README.md", _first_page().encode())
+    pages = [f"{phase.folder}/README.md" for phase in phases.PHASES]
     learners = {file: f"work/{file}" for file in [*_chapters(), *pages]}
     learners |= {str(e.shipped.relative_to(phases.ROOT)): e.file for e in exercises.load()}
     for page in pages:
@@ -119,6 +119,35 @@ def _write_pages() -> None:
         text = (phases.ROOT / page).read_text("utf-8")
         text = re.sub(r"\]\((?!https?:|#)([^)#\s]+)", link, text)
         exercises.write(phases.ROOT / "work" / page, text.encode())
+
+
+def _first_page() -> str:
+    """Where a learner goes on, and the way to every chapter, in Markdown."""
+    so_far = progress.Progress.load()
+    following, rows = so_far.next(), []
+    for phase in phases.PHASES:
+        of_phase = [e for e in exercises.load() if e.phase == phase]
+        names = ", ".join(f"[{name.removesuffix('.ipynb')}]({phase.folder}/{name})" for name in phase.chapters)
+        solved = f"{sum(map(so_far.solved, of_phase))} of {len(of_phase)}"
+        rows.append(f"| {phase.number} | {phase.title} | {names} | [{solved}]({phase.folder}/README.md) |")
+    go_on = "All exercises are solved."
+    if following:
+        chapter = f"{following.phase.folder}/{following.notebook}"
+        name = following.notebook.removesuffix(".ipynb")
+        to_file = following.file.removeprefix("work/")
+        go_on = f"Next: **[{following.number} {following.title}]({to_file})**, an exercise of [{name}]({chapter})."
+    return f"""# FlashAttention, from the online softmax to tuned kernels
+
+{go_on}
+
+| Phase | | Chapters | Exercises solved |
+|---|---|---|---|
+{chr(10).join(rows)}
+
+A chapter runs cell by cell with Shift+Enter. An exercise is a file: complete it, save it, and run the cell that checks
+it in the chapter, or `course check` in a terminal. Pictures move in notebooks that you trust: the command *Trust
+Notebook* is in the menu View, Activate Command Palette.
+"""
 
 
 # --- cells ---------------------------------------------------------------------------------------------------------

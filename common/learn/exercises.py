@@ -193,7 +193,23 @@ def write(path: Path, content: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+LISTED = "<!-- exercises, listed by python -m common.learn.exercises -->\n\n"
+
+
+def listed(page: str, phase: phases.Phase) -> str:
+    """A phase's README with its end, the table of exercises, as it should be."""
+    rows = ["| | Exercise | Chapter, section | Minutes |", "|---|---|---|---|"]
+    for e in load():
+        if e.phase == phase:
+            where = f"[{e.notebook.removesuffix('.ipynb')}]({e.notebook}), {e.section.split()[0].rstrip('.')}"
+            rows.append(f"| [{e.number}](exercises/{e.name}.py) | {e.title} | {where} | {e.minutes} |")
+    return page.partition(LISTED)[0] + LISTED + "\n".join(rows) + "\n"
+
+
 if __name__ == "__main__":
     arguments()
     for exercise in load():
         write(exercise.shipped, exercise.stub.encode())
+    for phase in phases.PHASES:
+        page = phases.ROOT / phase.folder / "README.md"
+        write(page, listed(read(page), phase).encode())

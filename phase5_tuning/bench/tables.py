@@ -1,6 +1,6 @@
 """What the records say, as text: the chapter's tables, the README's and those of results/README.md.
 
-`python -m phase5_tuning.bench.tables` draws the README's picture, prints its table, and writes results/README.md anew.
+`python -m phase5_tuning.bench.tables` draws the README's picture, and writes results/README.md anew.
 """
 
 import hashlib
@@ -242,7 +242,7 @@ def _case(row):
     return tuple(row[key] for key in ("dtype", "mode", "head_dim", "is_causal", "seq"))
 
 
-# --- the README's ---------------------------------------------------------------------------------------------------
+# --- the README's picture and its table ------------------------------------------------------------------------------
 
 PICTURE = ROOT / "phase5_tuning" / "speeds.png"
 SEQ = 16384
@@ -263,19 +263,19 @@ def card(*records: dict) -> str:
     return cards.pop()
 
 
-def readme_title() -> str:
-    """The line above the README's table."""
+def speeds_title() -> str:
+    """The line above the table of what the README's picture shows."""
     on = card(*(load("phase5_tuning", name) for name in RECORDS))
     return f"TFLOP/s on an {on}, fp16, one sequence of {SEQ} tokens, 2048 columns (heads times head_dim):"
 
 
-def readme_rates() -> Rates:
+def speeds_rates() -> Rates:
     return rates(load("phase5_tuning", name) for name in RECORDS)
 
 
-def readme_table() -> str:
+def speeds_table() -> str:
     """TFLOP/s at SEQ tokens in Markdown: a line for each case and pass, a column for each provider."""
-    found = readme_rates()
+    found = speeds_rates()
     lines = ["| | " + " | ".join(PROVIDERS.values()) + " |", "|---" * (len(PROVIDERS) + 1) + "|"]
     for mode, name in figures.PASSES.items():
         for d, is_causal in CASES:
@@ -287,7 +287,7 @@ def readme_table() -> str:
 
 def fingerprint() -> str:
     """A hash of what the picture shows; it is stored in the picture."""
-    return hashlib.sha256(readme_table().encode()).hexdigest()[:16]
+    return hashlib.sha256(speeds_table().encode()).hexdigest()[:16]
 
 
 # --- results/README.md -----------------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def _beside_the_fastest(of: Mapping[str, dict], clock: str) -> str:
 def results_page() -> str:
     """results/README.md, with what the records say between its marks."""
     found = {path.stem: load("phase5_tuning", path.stem) for path in sorted(PAGE.parent.glob("*.json"))}
-    parts = [list_of_records(found)]
+    parts = [f"{speeds_title()}\n\n{speeds_table()}", list_of_records(found)]
     for name, record in found.items():
         if _without_card(name) in OF_SHAPES:
             parts.append(f"## {name}\n\n{describe(record)}\n\n{table_of_shapes(record)}")
@@ -380,7 +380,6 @@ def results_page() -> str:
 
 if __name__ == "__main__":
     arguments()
-    figure = figures.bars(readme_rates(), PROVIDERS, SEQ)
+    figure = figures.bars(speeds_rates(), PROVIDERS, SEQ)
     figure.savefig(PICTURE, dpi=110, metadata=dict(records=fingerprint()))
     PAGE.write_text(results_page())
-    print(readme_title(), readme_table(), sep="\n\n")

@@ -196,10 +196,11 @@ def test_what_is_written_in_a_chapter_where_it_is_shipped_comes_to_the_copy(cour
 
 def test_links_of_copies_and_pages_lead_to_files(clone):
     renew(clone)
-    readme = (clone / "work" / "README.md").read_text()
-    assert "](phase1_softmax/softmax.ipynb)" in readme
-    assert "](phase1_softmax/merge.py)" in readme, "to the learner's file, not to the shipped one"
-    for path in [clone / "work" / "README.md", *clone.glob("work/*/*.ipynb")]:
+    first, page = ((clone / "work" / name).read_text() for name in ("README.md", "phase1_softmax/README.md"))
+    assert "](phase1_softmax/softmax.ipynb)" in first
+    assert "Next: **[1.1 Repair a softmax that overflows](phase1_softmax/safe_softmax.py)**" in first
+    assert "](merge.py)" in page, "to the learner's file, not to the shipped one"
+    for path in [clone / "work" / "README.md", *clone.glob("work/*/*.md"), *clone.glob("work/*/*.ipynb")]:
         text = path.read_text()
         if path.suffix == ".ipynb":
             text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")

@@ -239,26 +239,35 @@ def test_a_module_hands_its_exit_code_to_the_shell():
         assert called <= ending, f"{module} ends with 0 whatever {called - ending} returns"
 
 
-def test_the_readme_names_only_commands_that_exist():
-    text = (ROOT / "README.md").read_text()
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`?make ([a-z-]+)", text):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
-    for command in re.findall(r"\bcourse ([a-z]+)", text.partition("## Commands")[2]):
-        assert CliRunner().invoke(cli.app, [command, "--help"]).exit_code == 0, f"course {command}"
+PAGES = [ROOT / "README.md", ROOT / "common/verify/README.md", *(ROOT / phase.folder / "README.md" for phase in PHASES)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.parent.name)
+def test_a_readme_names_only_what_exists(page):
+    text, makefile = page.read_text(), (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", text, re.MULTILINE):
+        assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), f"make {target}"
+    for command in re.findall(r"^course ([a-z]+)|`course ([a-z]+)", text, re.MULTILINE):
+        assert CliRunner().invoke(cli.app, ["".join(command), "--help"]).exit_code == 0, f"course {command}"
     for module in re.findall(r"python -m ([\w.]+)", text):
         path = ROOT.joinpath(*module.split("."))
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
-        assert (ROOT / link).is_file(), link  # JupyterLab opens no folder
-    for path in (path for phase in PHASES for path in phase.notebook_paths):
-        assert f"]({path.relative_to(ROOT)})" in text
+        assert (page.parent / link).is_file(), link  # JupyterLab opens no folder
+
+
+def test_the_readmes_list_chapters_hours_and_exercises():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 850
     for phase in PHASES:
         minutes = sum(e.minutes for e in exercises.load() if e.phase == phase)
         hours = " + ".join(f"{h:g}" for h in phase.hours)
         assert f"| {hours}, exercises {round(minutes / 30) / 2:g} |" in text
-    for exercise in exercises.load():
-        assert f"[{exercise.number}]({exercise.shipped.relative_to(ROOT)})" in text
+        page = (ROOT / phase.folder / "README.md").read_text()
+        assert exercises.listed(page, phase) == page, "python -m common.learn.exercises lists them anew"
+        for path in phase.notebook_paths:
+            assert f"]({path.relative_to(ROOT)})" in text
+            assert f"| [{path.stem}]({path.name}) |" in page
 
 
 @pytest.fixture
