@@ -1,6 +1,6 @@
 """What phase 1 must get right, small enough for the interpreter; and what its chapter tries."""
 
-from common import runtime
+from common import runtime, source
 from common.edited import Stage
 from common.measure.traffic import SECTOR, measure
 from common.verify import verify_softmax
@@ -83,6 +83,22 @@ def larger(x: torch.Tensor) -> torch.Tensor:
 def broken() -> Stage:
     """The kernels with a mistake that the chapter lets its reader find."""
     return Stage(online_softmax, ("online_softmax_step", "alpha * l_i +", "l_i +"))
+
+
+def what_is_missing() -> tuple[str, ...]:
+    """What `broken` lacks, and the lines of the diff."""
+    changed = source.diff(broken()["online_softmax_step"], online_softmax.online_softmax_step).splitlines()
+    return "rescale of l", *(line for line in changed if line[0] in "+-")
+
+
+def two_passes() -> tuple[str, ...]:
+    """Which result needs two passes over a row, and why each does or does not."""
+    return (
+        "weights",
+        "weights: every weight contains l, which is known only after the last logit",
+        "LSE:     m + log l is corrected as the logits arrive",
+        "output:  the division by l stands outside the sum, and happens once, after the last key",
+    )
 
 
 def printed_updates(s1, v1, s2, v2) -> dict[str, float]:

@@ -150,7 +150,7 @@ def sectors(stride: int = 64, rows: int = 2, size: int = 2) -> None:
     numbers = np.arange(each * shown)
     strips = {
         "x: a row lies together": numbers >= 0,
-        f"x transposed: {rows} rows lie together": numbers % stride < rows,
+        f"x transposed: {rows} rows lie together (orange: read; green: comes along)": numbers % stride < rows,
     }
     _, axes = style.drawing(8.2, 2.6, rows=2)
     for ax, (title, read) in zip(axes, strips.items(), strict=True):
@@ -244,7 +244,7 @@ def softmax_times(record: dict) -> None:
         lengths, taken = [r["cols"] for r in rows], [r["ms"] for r in rows]
         ax.plot(lengths, taken, **look)
         place = dict(textcoords="offset points", va="center", fontsize=9, weight="bold")
-        beside = (9, 0) if len(lengths) > 2 else (9, -3)
+        beside = (9, 0) if len(lengths) > 2 else (4, -12)
         ax.annotate(provider, (lengths[-1], taken[-1]), beside, **place)
         times = ", ".join(f"{ms:.2f} at {n}" for n, ms in zip(lengths, taken, strict=True))
         said.append(f"{provider}: {times}")
