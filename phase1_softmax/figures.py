@@ -149,8 +149,8 @@ def sectors(stride: int = 64, rows: int = 2, size: int = 2) -> None:
     each, shown = SECTOR // size, 8
     numbers = np.arange(each * shown)
     strips = {
-        "x: a row lies together": numbers >= 0,
-        f"x transposed: {rows} rows lie together (orange: read; green: comes along)": numbers % stride < rows,
+        f"x: a row lies together (a box is a sector of {each} numbers)": numbers >= 0,
+        f"x transposed: {rows} rows lie together (dark: read; light: comes along)": numbers % stride < rows,
     }
     _, axes = style.drawing(8.2, 2.6, rows=2)
     for ax, (title, read) in zip(axes, strips.items(), strict=True):
