@@ -49,7 +49,7 @@ RUNGS = {
 PHASES = (
     Phase(
         "phase1_softmax", "Softmax while the row streams by", ("online_softmax",),
-        dict(softmax=("online_softmax", "_softmax_online_kernel")), ("softmax.ipynb",), (2.5,),
+        dict(softmax=("online_softmax", "_softmax_online_kernel")), ("softmax.ipynb",), (1.5,),
     ),
     Phase(
         "phase2_tiling", "Attention in tiles", ("tiling",),

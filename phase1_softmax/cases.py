@@ -1,13 +1,16 @@
-"""What phase 1 must get right, small enough for the interpreter; and a mistake to find."""
+"""What phase 1 must get right, small enough for the interpreter; and what its chapter tries."""
 
-from common import runtime
+from common import runtime, source
 from common.edited import Stage
+from common.measure.traffic import SECTOR, measure
 from common.verify import verify_softmax
 from common.verify.suite import Case
 from phase1_softmax import online_softmax
 from phase1_softmax.online_softmax import logsumexp, softmax, softmax_fused, softmax_online
+from phase1_softmax.solutions.attend_rows import attend_rows
 
 import torch
+import triton
 
 
 def cases():
@@ -29,23 +32,73 @@ def cases():
     yield case("no rows", softmax, (0, 17))
 
 
-def logsumexp_by_step() -> Stage:
-    """logsumexp with one state for a row, by `online_softmax_step`, in place of one for a column."""
-    kernel = "_logsumexp_kernel"
-    merged = 'tl.sum(l_i * tl.exp(m_i - tl.where(m == float("-inf"), 0.0, m)[:, None]), axis=1)'
+def randn(*shape, dtype=torch.float32, seed=0) -> torch.Tensor:
+    """Random numbers, the same on every machine, where kernels can use them."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(runtime.DEVICE, dtype)
+
+
+def unguarded() -> Stage:
+    """The fused kernel with two mistakes: it pads with 0, and a row of -inf alone subtracts -inf."""
+    kernel = "_softmax_fused_kernel"
     return Stage(
         online_softmax,
-        (kernel, "tl.full((BLOCK_M, BLOCK_N), ", "tl.full((BLOCK_M,), "),
-        (kernel, "tl.zeros((BLOCK_M, BLOCK_N), ", "tl.zeros((BLOCK_M,), "),
-        (kernel, "m_i, l_i = merge_states(m_i, l_i, x, 1.0)", "m_i, l_i, _, _ = online_softmax_step(m_i, l_i, x)"),
-        (kernel, "m = tl.max(m_i, axis=1)", "m = m_i"),
-        (kernel, merged, "l_i"),
+        (kernel, 'other=float("-inf")', "other=0.0"),
+        (kernel, 'tl.where(m == float("-inf"), 0.0, m)[:, None]', "m[:, None]"),
     )
+
+
+def loads(x: torch.Tensor) -> tuple[int, int]:
+    """The bytes of x that `softmax_fused` loads, and the sectors in which they lie: counted where kernels are
+    interpreted, otherwise computed for tiles of two rows.
+    """
+    if runtime.INTERPRETED:
+        with measure() as moved:
+            softmax_fused(x)
+        return moved.loaded, moved.sectors
+    run = 2 if x.stride(0) == 1 else x.shape[1]  # numbers of a tile that lie together
+    return x.nbytes, x.numel() // run * triton.cdiv(run * x.itemsize, SECTOR)
+
+
+def attended(s: torch.Tensor, v: torch.Tensor) -> tuple[float, float]:
+    """What exercise 1.6's solution reads of s and of v, in units of the size of s: counted, or by its formula."""
+    if not runtime.INTERPRETED:
+        return 1.0, len(s) * v.nbytes / s.nbytes
+    with measure(s=s, v=v) as moved:
+        attend_rows(s, v)
+    return moved.loaded_from["s"] / s.nbytes, moved.loaded_from["v"] / s.nbytes
+
+
+def last_column_left_out(x: torch.Tensor) -> torch.Tensor:
+    """A softmax whose sum lacks the last column."""
+    wide = x.double()
+    e = (wide - wide.amax(dim=-1, keepdim=True)).exp()
+    return (e / e[:, :-1].sum(dim=-1, keepdim=True)).to(x.dtype)
+
+
+def larger(x: torch.Tensor) -> torch.Tensor:
+    """A softmax whose weights are too large by the largest rounding of bf16."""
+    return (torch.softmax(x.double(), dim=-1) * (1 + 2.0**-8)).to(x.dtype)
 
 
 def broken() -> Stage:
     """The kernels with a mistake that the chapter lets its reader find."""
     return Stage(online_softmax, ("online_softmax_step", "alpha * l_i +", "l_i +"))
+
+
+def what_is_missing() -> tuple[str, ...]:
+    """What `broken` lacks, and the lines of the diff."""
+    changed = source.diff(broken()["online_softmax_step"], online_softmax.online_softmax_step).splitlines()
+    return "rescale of l", *(line for line in changed if line[0] in "+-")
+
+
+def two_passes() -> tuple[str, ...]:
+    """Which result needs two passes over a row, and why each does or does not."""
+    return (
+        "weights",
+        "weights: every weight contains l, which is known only after the last logit",
+        "LSE:     m + log l is corrected as the logits arrive",
+        "output:  the division by l stands outside the sum, and happens once, after the last key",
+    )
 
 
 def printed_updates(s1, v1, s2, v2) -> dict[str, float]:

@@ -2,11 +2,11 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from common import style
 from common.measure import records
-from common.verify.harness import Z_MAX
+from common.measure.traffic import SECTOR
 
 import numpy as np
 
@@ -86,65 +86,7 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
     )
 
 
-def roofline(points: Mapping[str, tuple[float, float, float]], copy: float, gemm: float) -> None:
-    """`points`: name -> (FLOPs, bytes, seconds to compute), under the roof of `copy` bytes/s and `gemm` FLOP/s, as
-    measured. A point that exponentials keep below the roof is a diamond.
-    """
-    _, ax = style.new(7.6, 3.6)
-    x = np.logspace(-0.5, 5.4, 200)
-    ridge = gemm / copy
-    ax.loglog(x, np.minimum(x * copy, gemm) / 1e12, color=INK)
-    ax.axvline(ridge, color=INK, lw=1, ls=":")
-    ax.text(ridge * 1.1, 1.25, f"ridge: {ridge:.0f} FLOP/byte", size=8)
-    ax.text(4.2, 15, f"HBM: {copy / 1e12:.2f} TB/s", rotation=36, size=8, ha="left", va="top")
-    ax.text(ridge * 1.1, gemm / 1e12 * 1.15, f"tensor cores: {gemm / 1e12:.0f} TFLOP/s", size=8)
-    said = []
-    for name, (flops, moved, seconds) in points.items():
-        intensity, height = flops / moved, flops / max(moved / copy, seconds) / 1e12
-        bound, below = intensity < ridge, height < 0.99 * min(flops / moved * copy, gemm) / 1e12
-        color = style.COLORS["bad"] if bound else style.COLORS["tiled"]
-        ax.plot(intensity, height, "o" if bound else "D" if below else "s", color=color, ms=7)
-        place = dict(textcoords="offset points", size=9)
-        where = dict(xytext=(-7, 4), ha="right") if bound else dict(xytext=(9, -4 if below else 6))
-        words = f"{name}: {height:.0f} TFLOP/s" if below else name
-        ax.annotate(words, (intensity, height), **where, **place)
-        said.append(f"{name} {intensity:.3g}, at {height:.0f} TFLOP/s")
-    ax.set(xlabel="arithmetic intensity in FLOP per byte of HBM traffic", ylabel="attainable TFLOP/s")
-    ax.set(xlim=(0.4, 2.5e5), ylim=(1, 1700))
-    ax.set_title("A roofline: what the memory allows, and what the tensor cores allow")
-    style.show(
-        ax.figure,
-        f"A roofline. Attainable speed rises with arithmetic intensity at {copy / 1e12:.2f} TB/s up to "
-        f"{gemm / 1e12:.0f} TFLOP/s at {ridge:.0f} FLOP per byte. In FLOP per byte: {'; '.join(said)}.",
-    )
-
-
-# --- the GPU in ten minutes ---------------------------------------------------------------------------------------
-
-
-def memory_hierarchy() -> None:
-    """Registers, shared memory, L2 and HBM of an H200: the nearer, the smaller and the faster."""
-    _, ax = style.drawing(8.2, 3.1)
-    for shift in (4, 2, 0):
-        _box(ax, 2 + shift, 4 + shift, width=31, height=29)
-    ax.text(17.5, 30.5, "SM: where kernels run", ha="center", size=9, weight="bold")
-    _box(ax, 5, 20, "registers\n256 KiB", width=25, height=9, color="#F6D7C8")
-    _box(ax, 5, 6, "shared memory\nup to 227 KiB\n30 TB/s, all SMs", width=25, height=12, color="#FBE7BF")
-    ax.text(17.5, 1, "132 of them", ha="center", size=9)
-    _box(ax, 48, 10, "L2 cache\n\n60 MB\n\nof all SMs", width=15, height=22, color="#DCEBF5")
-    _box(ax, 76, 4, "HBM\n\n141 GB\n\nevery tensor\nlives here", width=22, height=33, color="#E8E8E8")
-    style.arrow(ax, (37.5, 21), (47.5, 21), both=True)
-    style.arrow(ax, (63.5, 21), (75.5, 21), both=True)
-    ax.text(69.5, 23.5, "4.25 TB/s", ha="center", size=9, weight="bold")
-    ax.text(69.5, 17, "measured", ha="center", size=8)
-    ax.text(55.5, 1, "near, small, fast   $\\longleftrightarrow$   far, large, slow", ha="center", size=9, color=INK)
-    ax.set(xlim=(0, 100), ylim=(0, 40), title="The memories of an H200")
-    style.show(
-        ax.figure,
-        "The memories of an H200 from near, small and fast to far, large and slow: registers (256 KiB) and shared "
-        "memory (up to 227 KiB, 30 TB/s in all SMs together) in each of 132 SMs, the L2 cache of 60 MB "
-        "shared by all SMs, and HBM with 141 GB, where every tensor lives, at 4.25 TB/s.",
-    )
+# --- the first kernel, and memory ---------------------------------------------------------------------------------
 
 
 def programs_and_mask(n: int = 10, block: int = 4) -> None:
@@ -200,6 +142,34 @@ def memory_order() -> None:
     )
 
 
+def sectors(stride: int = 64, rows: int = 2, size: int = 2) -> None:
+    """Which sectors a tile reads, and how much of each: along a row of a contiguous matrix, and of a transposed one, in
+    which neighbors of a row lie `stride` numbers apart and the tile has `rows` rows.
+    """
+    each, shown = SECTOR // size, 8
+    numbers = np.arange(each * shown)
+    strips = {
+        f"x: a row lies together (a box is a sector of {each} numbers)": numbers >= 0,
+        f"x transposed: {rows} rows lie together (dark: read; light: comes along)": numbers % stride < rows,
+    }
+    _, axes = style.drawing(8.2, 2.6, rows=2)
+    for ax, (title, read) in zip(axes, strips.items(), strict=True):
+        for sector in range(shown):
+            own = read[sector * each : (sector + 1) * each]
+            left, fetched = sector * each, own.any()
+            _box(ax, left, 0, width=each - 1, color=TINTS[2] if fetched else "white")
+            if fetched:
+                _box(ax, left, 0, width=max(1.5, own.sum() - 1), color=TINTS[0])
+        ax.set(xlim=(-1, each * shown), ylim=(-0.3, 1.2))
+        ax.set_title(title, size=10, loc="left", pad=2)
+    style.show(
+        axes[0].figure,
+        f"Two strips of memory, {shown} sectors of {each} numbers each. A contiguous matrix: the tile reads all of "
+        f"every sector. The transposed one: it reads {rows} numbers of one sector in {stride // each}; the other "
+        f"{each - rows} of that sector come along.",
+    )
+
+
 def _matrix(ax, matrix):
     rows, cols = matrix.shape
     for i, j in np.ndindex(rows, cols):
@@ -218,58 +188,7 @@ def _memory(ax, matrix, memory):
     ax.text(7.8, 0.75, "visit number", ha="right", va="center", size=8)
 
 
-# --- 2. the mathematics -------------------------------------------------------------------------------------------
-
-
-def streaming_state(row: Sequence[float]) -> None:
-    """m and l after every element of a row; l taken apart into what each element contributes."""
-    _, (left, right) = style.new(8.4, 3.2, columns=2)
-    steps, m = np.arange(1, len(row) + 1), np.maximum.accumulate(row)
-    _running_maximum(left, row, m)
-    sums = _running_sum(right, row, m)
-    for ax in (left, right):
-        ax.set(xticks=steps, xlabel="elements seen", xlim=(0.5, len(row) + 0.6))
-    style.show(
-        left.figure,
-        f"Left: the running maximum m over the logits {list(row)} is {m.tolist()}. Right: the sum l after each of "
-        f"them is {sums}; at the new maximum 5 the old sum is multiplied by exp(-2).",
-    )
-
-
-def _running_maximum(ax, row, m):
-    steps = np.arange(1, len(row) + 1)
-    ax.step(steps, m, where="post", color=STATE)
-    ax.plot(steps, m, "o", color=STATE, ms=5)
-    ax.plot(steps, row, "D", color=GREY, ms=8, mec=INK, mew=0.6)
-    offset = dict(textcoords="offset points")
-    for k, x in zip(steps, row, strict=True):
-        ax.annotate(f"x = {x:g}", (k, x), (0, -16), ha="center", size=9, **offset)
-    end = dict(color=STATE, weight="bold", va="center")
-    ax.annotate("m", (steps[-1], m[-1]), (8, 0), **end, **offset)
-    ax.set(ylabel="logit", ylim=(-0.4, max(row) + 0.9), title="The running maximum m")
-
-
-def _running_sum(ax, row, m) -> list[float]:
-    """Draws l after each element, in the shares of the elements, and returns it."""
-    sums, middle = [], dict(ha="center", va="center", size=8)
-    for k, maximum in enumerate(m, start=1):
-        bottom = 0.0
-        for j in range(k):
-            part = math.exp(row[j] - maximum)
-            ax.bar(k, part, bottom=bottom, color=TINTS[j % 4], edgecolor=INK, lw=0.6, width=0.6)
-            if part > 0.09:
-                ax.text(k, bottom + part / 2, f"x = {row[j]:g}", **middle)
-            bottom += part
-        sums.append(round(bottom, 3))
-        ax.text(k, bottom + 0.03, f"l = {bottom:.3f}", ha="center", size=9)
-    # The 5 comes third. A bracket holds what the sum of the first two has become.
-    old = sums[1] * math.exp(m[1] - m[2])
-    ax.plot([2.67, 2.62, 2.62, 2.67], [0.01, 0.01, old, old], color=INK, lw=1)
-    words = "a new maximum: the old sum\nis multiplied by $e^{-2}$"
-    look = dict(size=8, ha="center", arrowprops=dict(arrowstyle="->", lw=0.8))
-    ax.annotate(words, (2.61, old / 2), (2.47, 1.58), **look)
-    ax.set(ylabel="l, the sum of $e^{s-m}$", ylim=(0, 1.85), title="The sum l, and the term of each logit")
-    return sums
+# --- the merge ----------------------------------------------------------------------------------------------------
 
 
 def merge_tree(row: Sequence[float]) -> None:
@@ -308,34 +227,16 @@ def _node(ax, x, y, part, *, color):
     _box(ax, x - 0.62, y - 0.19, _state(part), width=1.24, height=0.38, color=color, size=9)
 
 
-# --- 4. proof, 5. measurement -------------------------------------------------------------------------------------
-
-
-def z_histogram(z: np.ndarray) -> None:
-    """(actual - truth) / sigma of many elements, signed, and the limit."""
-    _, ax = style.new(7.6, 2.8)
-    ax.hist(z, bins=np.arange(-7, 7.01, 0.1), density=True, color=style.COLORS["peer"])
-    for side in (-Z_MAX, Z_MAX):
-        ax.axvline(side, color=style.COLORS["bad"], lw=1.5, ls="--")
-    ax.text(Z_MAX - 0.15, 0.62, f"limit {Z_MAX:g}", ha="right", size=8, color=INK)
-    ax.set(xlabel="(actual - truth) / sigma", xlim=(-Z_MAX - 0.8, Z_MAX + 0.8), ylabel="density")
-    ax.set_title(f"{z.size:,} weights of a softmax in fp16")
-    style.show(
-        ax.figure,
-        f"A histogram of (actual - truth) / sigma: the largest is {abs(z).max():.1f}, the limit is {Z_MAX:g}.",
-    )
+# --- time ---------------------------------------------------------------------------------------------------------
 
 
 def softmax_times(record: dict) -> None:
-    """Time against row length, beside what one to three matrices take at a copy's rate."""
+    """Time of a softmax against row length, beside what two and three matrices take at a copy's rate."""
     fig, ax = style.new(8, 4.6)
     looks = {
-        # Rings, since its times are nearly those of logsumexp and of a copy.
-        "softmax_fused": dict(color=style.COLORS["tiled"], marker="o", ms=13, mew=2, mfc="none"),
+        "softmax_fused": dict(color=style.COLORS["tiled"], marker="o", ms=9),
         "softmax_online": dict(color=style.COLORS["state"], marker="s"),
         "torch.softmax": dict(color=style.COLORS["s"], marker="^", linestyle="--"),
-        "logsumexp": dict(color=style.COLORS["v"], marker="D"),
-        "torch.logsumexp": dict(color=style.COLORS["s"], marker="v", linestyle="--"),
     }
     said = []
     for provider, look in looks.items():
@@ -343,16 +244,16 @@ def softmax_times(record: dict) -> None:
         lengths, taken = [r["cols"] for r in rows], [r["ms"] for r in rows]
         ax.plot(lengths, taken, **look)
         place = dict(textcoords="offset points", va="center", fontsize=9, weight="bold")
-        beside = (9, 0) if len(lengths) > 2 else (-66, -18)
+        beside = (9, 0) if len(lengths) > 2 else (4, -12)
         ax.annotate(provider, (lengths[-1], taken[-1]), beside, **place)
         times = ", ".join(f"{ms:.2f} at {n}" for n, ms in zip(lengths, taken, strict=True))
         said.append(f"{provider}: {times}")
-    for matrices, words in ((1, "one matrix"), (2, "a copy"), (3, "three matrices")):
+    for matrices, words in ((2, "a copy: two matrices"), (3, "three matrices")):
         ms = matrices * 2**29 / record["ceilings"]["copy_bytes_per_s"] * 1e3
         ax.axhline(ms, color=style.COLORS["limit"], linewidth=1, linestyle=":", zorder=1)
         ax.text(2**19.9, ms + 0.01, words, fontsize=8, va="bottom", ha="right")
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
-    ax.set(xlim=(760, 2**20), ylim=(0, 1.4), xlabel="values in a row (2^28 in all, fp16)", ylabel="time in ms")
-    ax.set(title="Time; dotted: moving one, two or three matrices at the rate of a copy")
+    ax.set(xlim=(760, 2**20), ylim=(0, 0.95), xlabel="values in a row (2^28 in all, fp16)", ylabel="time in ms")
+    ax.set(title="Time; dotted: moving two or three matrices at the rate of a copy")
     style.show(fig, f"Time in ms against the values in a row. {'; '.join(said)}.", records.describe(record))

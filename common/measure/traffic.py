@@ -19,14 +19,20 @@ import numpy as np
 import torch
 import triton
 
+SECTOR = 32  # bytes: what a GPU's memory is read in
+
 
 @dataclass
 class Traffic:
-    """Bytes loaded and stored, also by tensor for those that `measure` was given; and products of tiles (tl.dot)."""
+    """Bytes loaded and stored, also by tensor for those that `measure` was given; and products of tiles (tl.dot).
+
+    sectors: the 32-byte sectors of memory in which the loaded bytes lie, each once for a tl.load.
+    """
 
     loaded: int = 0
     stored: int = 0
     products: int = 0
+    sectors: int = 0
     loaded_from: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     stored_to: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
@@ -67,6 +73,7 @@ def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
 
     def counting_load(ptrs, mask, *args, **kwargs):
         size, owner = size_and_owner(ptrs, mask)
+        traffic.sectors += np.unique(ptrs.data[np.asarray(mask.data)] // SECTOR).size
         traffic.loaded += size
         traffic.loaded_from[owner] += size
         return load(ptrs, mask, *args, **kwargs)

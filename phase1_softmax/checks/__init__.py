@@ -47,4 +47,6 @@ def require_sane(what, actual, expected, else_=""):
         reject(f"{what} is NaN: {why}{else_}")
     rounded = close(actual, expected, 1e-6)
     if actual.dtype == torch.float64 and rounded and not torch.allclose(actual, expected, **EXACT):
+        if (actual.abs() <= expected.abs()).all():  # a rounding errs to both sides
+            reject(f"{what} is a little too small everywhere: is a number such as 1e-6 added to the divisor?")
         reject(f"{what} has the precision of fp32 only: is something converted? Keep the dtype of the inputs")

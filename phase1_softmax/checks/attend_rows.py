@@ -48,7 +48,7 @@ def _require_tiles(answer):
         launches.append(offline.record_launches(lambda s=s, v=v: answer.attend_rows(s, v)))
     anew = (
         "the kernel is compiled anew for rows of another length: does a tile hold a whole row? A long one does not "
-        "fit on the chip. Take a row a tile of columns at a time, by the recurrence of section 2.5"
+        "fit on the chip. Take a row a tile of columns at a time, by the recurrence of section 4.4"
     )
     require_none({anew: launches[0] != launches[1]})
 

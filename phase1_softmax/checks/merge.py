@@ -52,6 +52,10 @@ def check(answer):
         spoiled = t.reshape(*lse_a.shape, -1).isnan().all(dim=-1)
         if not (spoiled[0, 0] and spoiled[1, 0] and spoiled.sum() == 2):
             reject(f"one row of a is NaN, and in another row lse_b: {name} must be NaN in these rows, and only there")
+    o_a, lse_a = (t.clone() for t in parts[0])
+    o_a[0, 3] = math.nan
+    if answer.merge(o_a, lse_a, *parts[1])[0].isnan().all(-1).nonzero().tolist() != [[0, 3]]:
+        reject("o_a is NaN in one row, where both lse are finite: o must be NaN in that row, and only there")
     return "fp64 and fp32: rows in two parts and in eight, any order; parts that see nothing; NaN"
 
 

@@ -9,7 +9,9 @@ from phase1_softmax.checks import INF, called, randn
 
 import torch
 
-SOFTMAX = "softmax log_softmax gumbel_softmax safe_softmax"
+SOFTMAX = "softmax log_softmax gumbel_softmax safe_softmax softmin"
+
+MASKED_ROW = "a row of -inf alone"
 
 
 def check(answer):
@@ -23,6 +25,8 @@ def check(answer):
             if not isinstance(got, torch.Tensor) or (got.dtype, got.shape) != (dtype, x.shape):
                 reject(f"{what}: x is {_kind(x_in)}, so the result must be as well, but it is {_kind(got)}")
             report = verify_softmax(softmax, x_in)
+            if what == MASKED_ROW and got.isfinite().all() and (got[2] != 0).any():
+                reject(f"{what} must give zeros: does a finite number such as -1e4 stand for -inf?")
             if not report.passed:
                 reject(f"{what}: {question}\n{report}")
     spoiled = randn(3, 20)
@@ -51,14 +55,17 @@ def _cases():
     low = randn(4, 40) - 20000
     low[2:, ::3] = -INF
     finite = "does a finite number such as -1e4 stand for -inf? Logits may be lower"
+    alone = torch.where(torch.eye(6, device=runtime.DEVICE) == 1, randn(6, 6), -INF)
+    added = "its weight is 1 and l is 1: is a small number such as 1e-6 added to the divisor?"
     return [
         ("small logits", randn(3, 4, 50), (torch.float32,), "is the sum that of the last axis?"),
         ("logits around 200", randn(4, 100) + 200, runtime.DTYPES, too_large),
         ("rows around 200, -200, 1000, -1000", randn(4, 100) + around, (torch.float32,), one_row),
         ("one logit of 300", outlier, runtime.DTYPES, of_the_row),
         ("logits of -inf", partly, runtime.DTYPES, shared),
-        ("a row of -inf alone", masked, runtime.DTYPES, all_masked),
+        (MASKED_ROW, masked, runtime.DTYPES, all_masked),
         ("logits near -20000, some of them masked", low, (torch.float32, torch.bfloat16), finite),
+        ("one logit a row that is not masked", alone, (torch.float32,), added),
         ("a single value", randn(1), (torch.float32,), "its weight is 1"),
         ("logits from -12 to 0", -12 * randn(40, 200).sigmoid(), runtime.DTYPES, half),
         ("70000 equal logits", randn(1, 1).expand(1, 70000).clone(), (torch.float16,), half),

@@ -2,7 +2,7 @@
 
 Two programs have attended with the same queries to two different sets of keys. Each returns its normalized output o
 and lse, the logarithm of the sum of exp(s) over its keys. Combine them into what one program would have returned for
-all the keys. Section 2.5 merges outputs by m and l; here you have only lse = m + log(l).
+all the keys. Section 6.1 merges outputs by m and l; here you have only lse = m + log(l).
 
 Logits go into the hundreds, so exp(lse_a) and exp(lse_b) may overflow. A set in which a query saw no key has o = 0 and
 lse = -inf there. If one of the two sets is such a set, the result is the pair of the other one. If both are, the result
@@ -14,7 +14,7 @@ is o = 0 and lse = -inf again. A NaN in lse or o makes that row NaN.
 
 Split-KV decoding (phase 3) merges its parts with this very function, and ring attention does so across GPUs.
 
-Notebook: phase1_softmax/softmax.ipynb, section 2.6, "One number to keep".
+Notebook: phase1_softmax/softmax.ipynb, section 6.2, "One number to keep".
 """
 
 import math

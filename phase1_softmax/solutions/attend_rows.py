@@ -12,13 +12,12 @@ with a Triton kernel of your own, its grid and its launcher. It must read each l
 
 Rows are of any length, so take them a tile of columns at a time. A row that sees nothing has o = 0 and lse = -inf; a
 NaN in a row makes that row NaN. Read s and v in place, by their strides. Let one program take one row: for a block p
-(cols,) and a tile v (cols, head_dim), p v is tl.sum(p[:, None] * v, axis=0). m and l are numbers then, and begin as
-float("-inf") and 0.0. tl.arange wants a power of two: triton.next_power_of_2(head_dim) is the least that holds
-head_dim. Where kernels are interpreted, bf16 must be converted to fp32 before the launch (runtime.to_kernel_dtype),
-and o back after it. Strides may be large, so compute offsets in 64 bits; the check has no such tensor. On a GPU,
-launch `with runtime.on_device_of(s):`.
+(cols,) and a tile v (cols, head_dim), p v is tl.sum(p[:, None] * v, axis=0). tl.arange wants a power of two:
+triton.next_power_of_2(head_dim) is the least that holds head_dim. Where kernels are interpreted, bf16 must be converted
+to fp32 before the launch (runtime.to_kernel_dtype), and o back after it. Strides may be large, so compute offsets in 64
+bits; the check has no such tensor. On a GPU, launch `with runtime.on_device_of(s):`.
 
-Notebook: phase1_softmax/softmax.ipynb, section 3.8, "Each logit is read once".
+Notebook: phase1_softmax/softmax.ipynb, section 6.3, "Your kernel attends".
 """
 
 from common import runtime

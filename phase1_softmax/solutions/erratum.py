@@ -18,7 +18,7 @@ of both tiles. One of the four CANDIDATES gives the numerator for both tiles; A 
 
 `attend` computes the output from two tiles with any of the updates, to try them on.
 
-Notebook: phase1_softmax/softmax.ipynb, section 6.1, "Four updates".
+Notebook: phase1_softmax/softmax.ipynb, section 4.5, "What you will read elsewhere".
 """
 
 import torch

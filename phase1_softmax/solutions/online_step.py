@@ -1,7 +1,7 @@
 """Write the online step, in PyTorch and in Triton.
 
 A row of logits streams by in tiles. Its state is m, the largest logit so far, and l, the sum of exp(s - m) over the
-logits s so far; before the first tile, m = -inf and l = 0. Section 2.3 takes in one logit. Write the step that takes in
+logits s so far; before the first tile, m = -inf and l = 0. Section 4.1 takes in one logit. Write the step that takes in
 a tile: many rows, each by itself, and many columns at once.
 
 A row that has seen nothing but -inf so far is still in the state (-inf, 0). A NaN in a tile must show as NaN in l.
@@ -12,7 +12,7 @@ A row that has seen nothing but -inf so far is still in the state (-inf, 0). A N
 
 `logsumexp` makes a pass over rows with the first and `row_state` with the second, to try them on.
 
-Notebook: phase1_softmax/softmax.ipynb, section 3.5, "A row of any length".
+Notebook: phase1_softmax/softmax.ipynb, section 4.2, "A tile at a time".
 """
 
 import math

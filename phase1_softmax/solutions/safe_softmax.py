@@ -13,7 +13,7 @@ wrong for much else. Repair it, so that all of this holds:
 
 No torch.softmax: the point is to know what it does.
 
-Notebook: phase1_softmax/softmax.ipynb, section 2.2, "Subtracting a constant changes nothing".
+Notebook: phase1_softmax/softmax.ipynb, section 3.2, "Subtracting a constant changes nothing".
 """
 
 import math

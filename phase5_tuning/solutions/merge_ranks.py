@@ -5,7 +5,7 @@ and a kernel returns the result of the same queries over those keys alone: o_par
 lse_part. Change o and lse so that they are those of both sets of keys together.
 
 A ring of W ranks does it W - 1 times, and errors add up. Near 1000 neighboring fp32 numbers are 0.00006 apart. So the
-weights exp(lse - both) of exercise 1.2 do not quite add up to 1. Here they must, at any lse: where all rows of v are
+weights exp(lse - both) of exercise 1.5 do not quite add up to 1. Here they must, at any lse: where all rows of v are
 alike, o stays as it is, to 0.00001 after 63 merges.
 
     o         (..., seq, head_dim), fp32: change it, allocate no new one for the caller

@@ -97,9 +97,9 @@ def edit(path, change):
     nbformat.write(notebook, path)
 
 
-WHICH = 'predict("Which of the three needs two passes over the row?", yours={})'
-NOW_5 = 'predict("Now 5 arrives. What is l afterwards?", yours={})'
-KEYS = "predict(\"acc[0] after the key 'sleeps'?\", yours={})"
+WHICH = 'predict(\'Which needs two passes over the row: "weights", "LSE" or "output"?\', yours={})'
+CANARY = 'predict("The canary behind out holds -1. What does it hold after the launch?", yours={})'
+SECTORS = 'predict("How many times as many sectors does the kernel read of t as of x?", yours={})'
 STOPS = 'predict("Which mistake stops everybody: the wrong producer, or the wrong consumer?", yours={})'
 SHUFFLES = 'predict("How many shuffles does a thread execute in a turn, at head_dim 128?", yours={})'
 
@@ -111,14 +111,14 @@ def filled(*predictions):
 def test_what_is_written_in_a_chapter_stays_when_the_chapter_changes(course, clone):
     def new_version(notebook):
         cells = notebook.cells
-        cells.remove(cell_with(notebook, KEYS.format("None")))
-        asked = cell_with(notebook, NOW_5.format("None"))
-        asked.source = asked.source.replace("Now 5 arrives. What is", "A logit of 5 arrives. How large is")
+        cells.remove(cell_with(notebook, SECTORS.format("None")))
+        asked = cell_with(notebook, CANARY.format("None"))
+        asked.source = asked.source.replace("The canary behind out holds -1.", "Behind out stands -1.")
         cells.append(cells.pop(cells.index(cell_with(notebook, WHICH.format("None")))))
         cells[0].source = "# Softmax, told anew"
 
     assert renew(clone) == []
-    edits = filled((WHICH, "'safe'"), (NOW_5, 1.05), (KEYS, 3))
+    edits = filled((WHICH, "'safe'"), (CANARY, 1.05), (SECTORS, 3))
     used(clone / "work" / SOFTMAX, *edits, own="print('my own experiment')")
     used(clone / "work" / TILING)
     as_used = (clone / "work" / TILING).read_bytes()
@@ -134,9 +134,9 @@ def test_what_is_written_in_a_chapter_stays_when_the_chapter_changes(course, clo
     moved = cell_with(copy, WHICH.format("'safe'"))
     assert copy.cells[-2:] == [moved, cell_with(copy, "my own experiment")]
     assert moved.outputs[0].text == WHICH.format("'safe'")
-    asked = cell_with(copy, 'predict("A logit of 5 arrives. How large is l afterwards?", yours=1.05)')
+    asked = cell_with(copy, 'predict("Behind out stands -1. What does it hold after the launch?", yours=1.05)')
     assert asked.outputs == [], "what it printed was of another question"
-    assert [cell.source.count(KEYS.format(3)) for cell in read(clone / kept).cells] == [1]
+    assert [cell.source.count(SECTORS.format(3)) for cell in read(clone / kept).cells] == [1]
     shipped = read(course / SOFTMAX)
     assert len(copy.cells) == len(shipped.cells) + 1
     assert sum(a not in [c.source for c in shipped.cells] for a in [c.source for c in copy.cells]) == 3
@@ -186,9 +186,9 @@ def test_what_is_written_in_a_chapter_where_it_is_shipped_comes_to_the_copy(cour
     assert cell_with(read(clone / "work" / SOFTMAX), WHICH.format("'safe'"))
     # Brought to work/ by hand, without what a copy knows of the course.
     shutil.copy(clone / SOFTMAX, clone / "work" / SOFTMAX)
-    used(clone / "work" / SOFTMAX, *filled((NOW_5, 2)))
+    used(clone / "work" / SOFTMAX, *filled((CANARY, 2)))
     assert renew(clone) == []
-    assert cell_with(read(clone / "work" / SOFTMAX), NOW_5.format(2))
+    assert cell_with(read(clone / "work" / SOFTMAX), CANARY.format(2))
     (clone / "work" / SOFTMAX).write_text("{")
     assert renew(clone) == [f"work/{SOFTMAX} is no notebook and is now softmax.ipynb.old1, beside it."]
     assert read(clone / "work" / SOFTMAX).cells

@@ -166,7 +166,7 @@ def test_a_stub_is_the_solution_without_the_learners_part():
         stub_of(solution.replace(END, "#"))
 
 
-@pytest.mark.parametrize("name", ["masked_add", "1.3", *(f"{of}/masked_add.py" for of in FOLDERS)])
+@pytest.mark.parametrize("name", ["masked_add", "1.1", *(f"{of}/masked_add.py" for of in FOLDERS)])
 def test_an_exercise_goes_by_many_names(name):
     assert exercises.find(name).name == "masked_add"
 
@@ -633,9 +633,9 @@ def test_a_verdict_is_said_although_it_cannot_be_noted(learner, tmp_path, monkey
     monkeypatch.setattr(progress, "notices", list)
     exercises_notebook.check("masked_add")
     verdict, note = capsys.readouterr().out.splitlines()
-    assert verdict == "1.3 masked_add: PASS. all right"
+    assert verdict == "1.1 masked_add: PASS. all right"
     assert note.startswith("    This verdict is not noted, so check again later: ")
-    done = CliRunner().invoke(cli.app, ["check", "1.3"])
+    done = CliRunner().invoke(cli.app, ["check", "1.1"])
     assert done.output.index("all right") < done.output.index("This verdict is not noted")
     assert (tmp_path / ".course").read_text() == "a file"
 
@@ -651,7 +651,7 @@ def test_a_chapter_uses_the_learners_answer_once_it_has_passed(learner, monkeypa
     assert exercises_notebook.solved("masked_add").__file__ == str(answer.exercise.path)
     answer.exercise.path.write_text(f"{ADD}\n# edited since\n")
     assert exercises_notebook.solved("masked_add") is course
-    course, own = "1.3 masked_add: the course's, until yours passes", "1.3 masked_add: yours"
+    course, own = "1.1 masked_add: the course's, until yours passes", "1.1 masked_add: yours"
     assert capsys.readouterr().out.splitlines() == [course, own, course]
 
 

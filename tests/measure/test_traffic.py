@@ -34,6 +34,17 @@ def test_softmax(fn, sweeps, rows, cols, dtype):
     assert moved.total == traffic.softmax_bytes(rows, cols, sweeps, dtype.itemsize)
 
 
+@each_dtype
+@pytest.mark.parametrize(("cols", "in_a_tile"), [(256, 16), (2048, 2), (4096, 1)])
+def test_a_transposed_row_costs_a_sector_for_each_run_of_a_tile(cols, in_a_tile, dtype):
+    contiguous = torch.zeros(64, cols, dtype=dtype, device=runtime.DEVICE)
+    for x, run in ((contiguous, cols), (contiguous.t().contiguous().t(), in_a_tile)):
+        with traffic.measure() as moved:
+            softmax_fused(x)
+        assert moved.loaded == x.nbytes
+        assert moved.sectors == x.numel() // run * -(-run * dtype.itemsize // traffic.SECTOR)
+
+
 def test_products_of_tiles_are_counted():
     q, k, v = make_qkv(1, 2, 100, 16, seq_k=70)
     tiles = runtime.tile_sizes(16, q.dtype)

@@ -5,74 +5,6 @@ from wrong_answers import Wrong
 _NEW_L = "l * torch.exp(m - shift) + torch.exp(tile - shift[:, None]).sum(dim=1)"
 
 WRONG = {
-    "safe_softmax": [
-        Wrong(
-            "a maximum of at least -1e4",
-            {"torch.where(m == -math.inf, 0.0, m)": "m.clamp(min=-1e4)"},
-            "does a finite number such as -1e4 stand for -inf?",
-        ),
-        Wrong("no maximum is subtracted", {"s - torch.where(m == -math.inf, 0.0, m)": "s"}, "What may be subtracted"),
-        Wrong("-inf minus -inf", {"torch.where(m == -math.inf, 0.0, m)": "m"}, "no logit is left, so the maximum"),
-        Wrong("0 divided by 0", {"torch.where(l == 0, 1.0, l)": "l"}, "and so is 0/0"),
-        Wrong("the maximum of the whole tensor", {"s.amax(dim=-1, keepdim=True)": "s.max()"}, "that of each row"),
-        Wrong(
-            "the maximum of the whole tensor, and no guard",
-            {"torch.where(m == -math.inf, 0.0, m)": "x.float().max()", "torch.where(l == 0, 1.0, l)": "l"},
-            "some rows are all 0 or NaN: is the maximum that of each row",
-        ),
-        Wrong("the maximum is at least 0", {"keepdim=True)\n    e": "keepdim=True).clamp(min=0)\n    e"}, "each row"),
-        Wrong("the mean", {"s.amax(dim=-1, keepdim=True)": "s.mean(dim=-1, keepdim=True)"}, "no other statistic"),
-        Wrong("the first logit", {"s.amax(dim=-1, keepdim=True)": "s[..., :1]"}, "no other statistic"),
-        Wrong("the minimum", {"s.amax(dim=-1, keepdim=True)": "s.amin(dim=-1, keepdim=True)"}, "no other statistic"),
-        Wrong(
-            "the median",
-            {"s.amax(dim=-1, keepdim=True)": "s.median(dim=-1, keepdim=True).values"},
-            "no other statistic",
-        ),
-        Wrong("all of it in 16 bits", {"x.float()": "x"}, "is all of it computed in fp32"),
-        Wrong("NaN is hidden", {".to(x.dtype)": ".nan_to_num(0).to(x.dtype)"}, "a row with a NaN"),
-        Wrong("returned in fp32", {".to(x.dtype)": ""}, "torch.float16, so the result must be as well"),
-        Wrong(
-            "the input is written",
-            {"s = x.float()": "s = x.float().sub_(x.amax(-1, keepdim=True))"},
-            "writes into its argument 1",
-        ),
-        Wrong("PyTorch's softmax", {"(e / torch.where(l == 0, 1.0, l))": "torch.softmax(s, -1)"}, "write it out"),
-    ],
-    "merge": [
-        Wrong(
-            "exp of the logits' size", {"torch.logaddexp(lse_a, lse_b)": "(lse_a.exp() + lse_b.exp()).log()"}, "range"
-        ),
-        Wrong("weights that do not add up to 1", {"0.0, lse)": "0.0, torch.maximum(lse_a, lse_b))"}, "add up to 1"),
-        Wrong(
-            "no guard",
-            {"torch.where(lse == -math.inf, 0.0, lse)": "lse"},
-            "both: o is NaN, in a row where neither part saw a key",
-        ),
-        Wrong("no column", {"w_a[..., None] * o_a": "w_a * o_a"}, "x[..., None] makes it a column", kind="error"),
-        Wrong(
-            "a quotient of exponentials of the logits' size",
-            {"lse_a - shift), torch.exp(lse_b - shift)": "lse_a) / lse.exp(), torch.exp(lse_b) / lse.exp()"},
-            "logits near 1000: o is NaN, in a row where both parts saw keys",
-        ),
-        Wrong(
-            "a difference the wrong way around",
-            {"torch.logaddexp(lse_a, lse_b)": "lse_a + torch.log1p(torch.exp(lse_b - lse_a))"},
-            "in a row where one part saw no key",
-        ),
-        Wrong("the larger lse", {"torch.logaddexp(lse_a, lse_b)": "torch.maximum(lse_a, lse_b)"}, "the larger one"),
-        Wrong("swapped weights", {"w_a, w_b =": "w_b, w_a ="}, "swapped"),
-        Wrong(
-            "NaN is hidden",
-            {
-                "torch.logaddexp(lse_a, lse_b)\n": (
-                    "torch.logaddexp(lse_a, lse_b).nan_to_num(nan=-math.inf, neginf=-math.inf)\n"
-                )
-            },
-            "must be NaN in these rows",
-        ),
-        Wrong("the plain average", {"w_a[..., None] * o_a + w_b[..., None] * o_b": "(o_a + o_b) / 2"}, "plain average"),
-    ],
     "masked_add": [
         Wrong("the store is not masked", {"2 * x + y, mask=inside": "2 * x + y"}, "does the store have a mask?"),
         Wrong("a load is not masked", {"y_ptr + offsets, mask=inside": "y_ptr + offsets"}, "do both loads have the"),
@@ -122,6 +54,55 @@ WRONG = {
             {"inside = offsets < n": "inside = 0 <= offsets < n"},
             "in _masked_add_kernel: inside = 0 <= offsets < n\nTypeError: a block has no single truth value",
             kind="error",
+        ),
+    ],
+    "safe_softmax": [
+        Wrong(
+            "a maximum of at least -1e4",
+            {"torch.where(m == -math.inf, 0.0, m)": "m.clamp(min=-1e4)"},
+            "does a finite number such as -1e4 stand for -inf?",
+        ),
+        Wrong("no maximum is subtracted", {"s - torch.where(m == -math.inf, 0.0, m)": "s"}, "What may be subtracted"),
+        Wrong("-inf minus -inf", {"torch.where(m == -math.inf, 0.0, m)": "m"}, "no logit is left, so the maximum"),
+        Wrong("0 divided by 0", {"torch.where(l == 0, 1.0, l)": "l"}, "and so is 0/0"),
+        Wrong("the maximum of the whole tensor", {"s.amax(dim=-1, keepdim=True)": "s.max()"}, "that of each row"),
+        Wrong(
+            "the maximum of the whole tensor, and no guard",
+            {"torch.where(m == -math.inf, 0.0, m)": "x.float().max()", "torch.where(l == 0, 1.0, l)": "l"},
+            "some rows are all 0 or NaN: is the maximum that of each row",
+        ),
+        Wrong("the maximum is at least 0", {"keepdim=True)\n    e": "keepdim=True).clamp(min=0)\n    e"}, "each row"),
+        Wrong("the mean", {"s.amax(dim=-1, keepdim=True)": "s.mean(dim=-1, keepdim=True)"}, "no other statistic"),
+        Wrong("the first logit", {"s.amax(dim=-1, keepdim=True)": "s[..., :1]"}, "no other statistic"),
+        Wrong("the minimum", {"s.amax(dim=-1, keepdim=True)": "s.amin(dim=-1, keepdim=True)"}, "no other statistic"),
+        Wrong(
+            "the median",
+            {"s.amax(dim=-1, keepdim=True)": "s.median(dim=-1, keepdim=True).values"},
+            "no other statistic",
+        ),
+        Wrong("all of it in 16 bits", {"x.float()": "x"}, "is all of it computed in fp32"),
+        Wrong("NaN is hidden", {".to(x.dtype)": ".nan_to_num(0).to(x.dtype)"}, "a row with a NaN"),
+        Wrong("returned in fp32", {".to(x.dtype)": ""}, "torch.float16, so the result must be as well"),
+        Wrong(
+            "the input is written",
+            {"s = x.float()": "s = x.float().sub_(x.amax(-1, keepdim=True))"},
+            "writes into its argument 1",
+        ),
+        Wrong("PyTorch's softmax", {"(e / torch.where(l == 0, 1.0, l))": "torch.softmax(s, -1)"}, "write it out"),
+        Wrong(
+            "softmin",
+            {"(e / torch.where(l == 0, 1.0, l))": "torch.nn.functional.softmin(-s, -1)"},
+            "PyTorch's softmax does the work",
+        ),
+        Wrong(
+            "a small number is added to the divisor",
+            {"torch.where(l == 0, 1.0, l)": "(l + 1e-6)"},
+            "a small number such as 1e-6 added",
+        ),
+        Wrong(
+            "-1e4 for -inf",
+            {"s = x.float()": "s = x.float().clamp(min=-1e4)"},
+            "a row of -inf alone must give zeros: does a finite number such as -1e4",
         ),
     ],
     "online_step": [
@@ -195,6 +176,78 @@ WRONG = {
             "Triton: a large negative number for -inf",
             {"m_new = tl.maximum(m_i, tl": "m_new = tl.maximum(tl.maximum(m_i, -5000.0), tl"},
             "logits near -10000",
+        ),
+    ],
+    "erratum": [
+        Wrong("as printed", {"return torch.exp(m1 - m2) * o1": "return o1 / torch.exp(m1 - m2)"}, "must it grow?"),
+        Wrong("not rescaled", {"return torch.exp(m1 - m2) * o1": "return o1"}, "not rescaled"),
+        Wrong(
+            "both terms",
+            {"return torch.exp(m1 - m2) * o1 + p2 @ v2": "return torch.exp(m1 - m2) * (o1 + p2 @ v2)"},
+            "both terms are rescaled",
+        ),
+        Wrong(
+            "the new term",
+            {"torch.exp(m1 - m2) * o1 + p2 @ v2\n    #": "o1 + torch.exp(m1 - m2) * (p2 @ v2)\n    #"},
+            "not the new one",
+        ),
+        Wrong(
+            "a telling input that hides", {"torch.tensor([[3.0, 0.0]])": "torch.tensor([[1.5, 0.0]])"}, "is right too"
+        ),
+        Wrong("a hiding input that tells", {"return s2, v2, s1, v1  #": "return s1, v1, s2, v2  #"}, "is wrong (by"),
+        Wrong(
+            "a hiding input of zeros", {"return s2, v2, s1, v1  #": "return s2, 0 * v2, s1, v1  #"}, "both tiles must"
+        ),
+        Wrong("two tensors", {"    return s1, v1, s2, v2\n": "    return s1, v1\n"}, "expected four tensors"),
+        Wrong("v1 lies down", {"return s1, v1, s2, v2\n": "return s1, v1.T, s2, v2\n"}, "do not fit together"),
+        Wrong("v2 is wider", {"return s1, v1, s2, v2\n": "return s1, v1, s2, v2.repeat(1, 2)\n"}, "different head_dim"),
+        Wrong("s1 is infinite", {"return s1, v1, s2, v2\n": "return s1 / 0, v1, s2, v2\n"}, "must be finite"),
+    ],
+    "merge": [
+        Wrong(
+            "exp of the logits' size", {"torch.logaddexp(lse_a, lse_b)": "(lse_a.exp() + lse_b.exp()).log()"}, "range"
+        ),
+        Wrong("weights that do not add up to 1", {"0.0, lse)": "0.0, torch.maximum(lse_a, lse_b))"}, "add up to 1"),
+        Wrong(
+            "no guard",
+            {"torch.where(lse == -math.inf, 0.0, lse)": "lse"},
+            "both: o is NaN, in a row where neither part saw a key",
+        ),
+        Wrong("no column", {"w_a[..., None] * o_a": "w_a * o_a"}, "x[..., None] makes it a column", kind="error"),
+        Wrong(
+            "a quotient of exponentials of the logits' size",
+            {"lse_a - shift), torch.exp(lse_b - shift)": "lse_a) / lse.exp(), torch.exp(lse_b) / lse.exp()"},
+            "logits near 1000: o is NaN, in a row where both parts saw keys",
+        ),
+        Wrong(
+            "a difference the wrong way around",
+            {"torch.logaddexp(lse_a, lse_b)": "lse_a + torch.log1p(torch.exp(lse_b - lse_a))"},
+            "in a row where one part saw no key",
+        ),
+        Wrong("the larger lse", {"torch.logaddexp(lse_a, lse_b)": "torch.maximum(lse_a, lse_b)"}, "the larger one"),
+        Wrong("swapped weights", {"w_a, w_b =": "w_b, w_a ="}, "swapped"),
+        Wrong(
+            "NaN is hidden",
+            {
+                "torch.logaddexp(lse_a, lse_b)\n": (
+                    "torch.logaddexp(lse_a, lse_b).nan_to_num(nan=-math.inf, neginf=-math.inf)\n"
+                )
+            },
+            "must be NaN in these rows",
+        ),
+        Wrong("the plain average", {"w_a[..., None] * o_a + w_b[..., None] * o_b": "(o_a + o_b) / 2"}, "plain average"),
+        Wrong(
+            "NaN in o becomes 0",
+            {"w_a[..., None] * o_a +": "w_a[..., None] * o_a.nan_to_num(0) +"},
+            "o_a is NaN in one row, where both lse are finite",
+        ),
+        Wrong(
+            "a small number is added to the divisor",
+            {
+                "w_b[..., None] * o_b, lse": "w_b[..., None] * o_b) / (w_a + w_b + 1e-6)[..., None], lse",
+                "return w_a": "return (w_a",
+            },
+            "is a number such as 1e-6 added to the divisor?",
         ),
     ],
     "attend_rows": [
@@ -327,29 +380,20 @@ WRONG = {
         ),
         Wrong("NaN becomes 0", {"(acc / norm)": "tl.where(acc == acc, acc / norm, 0.0)"}, "o must be NaN in row 1"),
     ],
-    "erratum": [
-        Wrong("as printed", {"return torch.exp(m1 - m2) * o1": "return o1 / torch.exp(m1 - m2)"}, "must it grow?"),
-        Wrong("not rescaled", {"return torch.exp(m1 - m2) * o1": "return o1"}, "not rescaled"),
+}
+
+RIGHT = {
+    "masked_add": [
         Wrong(
-            "both terms",
-            {"return torch.exp(m1 - m2) * o1 + p2 @ v2": "return torch.exp(m1 - m2) * (o1 + p2 @ v2)"},
-            "both terms are rescaled",
-        ),
-        Wrong(
-            "the new term",
-            {"torch.exp(m1 - m2) * o1 + p2 @ v2\n    #": "o1 + torch.exp(m1 - m2) * (p2 @ v2)\n    #"},
-            "not the new one",
-        ),
-        Wrong(
-            "a telling input that hides", {"torch.tensor([[3.0, 0.0]])": "torch.tensor([[1.5, 0.0]])"}, "is right too"
-        ),
-        Wrong("a hiding input that tells", {"return s2, v2, s1, v1  #": "return s1, v1, s2, v2  #"}, "is wrong (by"),
-        Wrong(
-            "a hiding input of zeros", {"return s2, v2, s1, v1  #": "return s2, 0 * v2, s1, v1  #"}, "both tiles must"
-        ),
-        Wrong("two tensors", {"    return s1, v1, s2, v2\n": "    return s1, v1\n"}, "expected four tensors"),
-        Wrong("v1 lies down", {"return s1, v1, s2, v2\n": "return s1, v1.T, s2, v2\n"}, "do not fit together"),
-        Wrong("v2 is wider", {"return s1, v1, s2, v2\n": "return s1, v1, s2, v2.repeat(1, 2)\n"}, "different head_dim"),
-        Wrong("s1 is infinite", {"return s1, v1, s2, v2\n": "return s1 / 0, v1, s2, v2\n"}, "must be finite"),
-    ],
+            "clamped loads, a masked store",
+            {
+                "    x = tl.load(x_ptr + offsets, mask=inside)\n    y = tl.load(y_ptr + offsets, mask=inside)\n": (
+                    "    there = tl.minimum(offsets, n - 1)\n"
+                    "    x = tl.load(x_ptr + there)\n    y = tl.load(y_ptr + there)\n"
+                )
+            },
+            "",
+            kind="passed",
+        )
+    ]
 }
