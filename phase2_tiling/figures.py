@@ -181,14 +181,14 @@ def in_shared_memory(keys: int, head_dim: int, rows: int) -> None:
         look = dict(ha="center", va="center", size=9, color=INK)
         ax.text((first + last) / 2, bottom + height / 2, f"{name}: {height} KiB", **look)
     ax.set_xticks([i + 0.5 for i in range(len(steps))], steps)
-    ax.set(xlim=(0, 5), ylim=(0, 1.12 * (wide + narrow)), ylabel="KiB of shared memory")
+    ax.set(xlim=(0, 5.02), ylim=(0, 1.12 * (wide + narrow)), ylabel="KiB of shared memory")
     ax.tick_params(axis="x", length=0)
     ax.set_title(f"One program with {rows} queries and all {keys} keys, from left to right")
     style.show(
         fig,
-        f"Shared memory of one program over five steps. Q, {tile_q} KiB, lies there until S has been computed. K, {wide} "
-        f"KiB, leaves after the first step. V, {wide} KiB, then takes its place and stays to the end; P, {narrow} KiB, "
-        f"joins it for the last step, which makes {wide + narrow} KiB.",
+        f"Shared memory of one program over five steps. Q, {tile_q} KiB, lies there until S has been computed. K, "
+        f"{wide} KiB, leaves after the first step. V, {wide} KiB, then takes its place and stays to the end; P, "
+        f"{narrow} KiB, joins it for the last step, which makes {wide + narrow} KiB.",
     )
 
 
@@ -243,7 +243,7 @@ def stages_and_tests(passed: Mapping[str, Mapping[str, bool]]) -> None:
     for column, test in enumerate(tests):
         ax.text(column + 0.5, len(passed) + 0.15, test, ha="center", va="bottom", size=9, color=INK)
     ax.set(xlim=(-2.6, len(tests) + 0.03), ylim=(-0.03, len(passed) + 0.6))
-    ax.set_title("Each stage of the kernel, in five tests")
+    ax.set_title(f"Each stage of the kernel, in {len(tests)} tests")
     style.show(
         fig,
         "Which test each stage of the kernel fails: "
@@ -277,21 +277,19 @@ def bytes_against_seq(formulas: Mapping[str, Callable], measured: Mapping[str, M
     left.set_xticks(ticks, [str(n) for n in ticks])
     left.set(xlabel="seq", ylabel="MiB that the programs ask for", xlim=(50, 20000))
     left.set_title("Lines: formula. Markers: counted")
-    unfused, tiled = "unfused", "tiled"
-    right.plot(seq, curves[unfused] / curves[tiled], color=INK, lw=1)
-    shared = [n for n in measured.get(unfused, {}) if n in measured.get(tiled, {})]
-    ratio = [measured[unfused][n] / measured[tiled][n] for n in shared]
+    unfused, tiled = curves["unfused"], curves["tiled"]
+    right.plot(seq, unfused / tiled, color=INK, lw=1)
+    shared = list(measured["tiled"])
+    ratio = [measured["unfused"][n] / measured["tiled"][n] for n in shared]
     right.plot(shared, ratio, "D", color=COLORS["peer"], mec=INK, ms=6)
     right.set_xscale("log", base=2)
     right.set_xticks(ticks, [str(n) for n in ticks])
-    right.set(xlabel="seq", ylim=(0, 5), ylabel=f"{unfused} / {tiled}", title="Their ratio")
-    last = int(seq[-1])
+    right.set(xlabel="seq", ylim=(0, 5), ylabel="unfused / tiled", title="Their ratio")
     style.show(
         fig,
-        f"Bytes against seq, both logarithmic: counted values lie on the formulas. At {last}: {unfused} "
-        f"{curves[unfused][-1] / 2**20:.0f} MiB, {tiled} {curves[tiled][-1] / 2**20:.0f} MiB, q, k, v and o once "
-        f"{once[-1] / 2**20:.0f} MiB. The ratio rises from {curves[unfused][0] / curves[tiled][0]:.1f} "
-        f"to {curves[unfused][-1] / curves[tiled][-1]:.1f}.",
+        f"Bytes against seq, both logarithmic: counted values lie on the formulas. At {seq[-1]}: unfused "
+        f"{unfused[-1] / 2**20:.0f} MiB, tiled {tiled[-1] / 2**20:.0f} MiB, q, k, v and o once {once[-1] / 2**20:.0f} "
+        f"MiB. The ratio rises from {unfused[0] / tiled[0]:.1f} to {unfused[-1] / tiled[-1]:.1f}.",
     )
 
 

@@ -1,7 +1,7 @@
 """What the chapter's cells use: inputs, the kernel while it grows, the tests that judge it, and counted bytes.
 
-stage("rescale")["attention_tile_step"]      the step at one stage, to be shown or compared
-with stage("rescale"): ...                   inside, `tiling.attention` launches that stage
+stage("+ rescale")["attention_tile_step"]      the step at one stage, to be shown or compared
+with stage("+ rescale"): ...                   inside, `tiling.attention` launches that stage
 passed()                                     which stage passes which test
 """
 
@@ -25,13 +25,13 @@ _GUARD = (
     (KERNEL, "    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # no keys at all: o = 0\n", ""),
     (KERNEL, "l_safe[:, None]", "l_i[:, None]"),
 )
-# A stage, and the lines of the course's kernel that it lacks. The kernel grows from "bare" to "guard".
+# A stage, and the lines of the course's kernel that it lacks. The kernel grows from "bare" to "+ guard".
 _EDITS = {
     "bare": (_RESCALE, _MASK, *_GUARD),
-    "rescale": (_MASK, *_GUARD),
-    "mask of -1e4": (_FINITE, *_GUARD),
-    "mask": _GUARD,
-    "guard": (),
+    "+ rescale": (_MASK, *_GUARD),
+    "+ mask of -1e4": (_FINITE, *_GUARD),
+    "+ mask of -inf": _GUARD,
+    "+ guard": (),
     "no rescale": (_RESCALE,),
 }
 GROWTH = tuple(_EDITS)[:5]
@@ -40,8 +40,8 @@ TESTS = {
     "one tile": (64, 64, "normal", None),
     "four tiles": (64, 256, "normal", None),
     "ragged": (50, 90, "normal", None),
-    "ragged, large": (50, 90, "large", None),
-    "ragged, low": (50, 90, "low", 100.0),
+    "ragged large": (50, 90, "large", None),
+    "ragged low": (50, 90, "low", 100.0),
     "no keys": (17, 0, "normal", None),
 }
 
