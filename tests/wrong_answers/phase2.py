@@ -50,7 +50,17 @@ WRONG = {
     ],
     "inner_loop": [
         Wrong("masked before it is scaled", _MASK_FIRST, "is s masked before it is scaled?"),
-        Wrong("-1e38 for a missing key", {'s, float("-inf"))': "s, -1e38)"}, "keys past the end win"),
+        Wrong("-1e38 for a missing key", {'s, float("-inf"))': "s, -1e38)"}, "the logit of keys past the end or"),
+        Wrong("m starts at -1e30", {'((BLOCK_M,), float("-inf")': "((BLOCK_M,), -1e30"}, "or where m starts"),
+        Wrong("no guard", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i"}, "a row that sees no key gives NaN"),
+        Wrong(
+            "o is not divided", {"acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]": "acc"}, "not divided by the row sum l"
+        ),
+        Wrong(
+            "nothing is stored",
+            {"    store_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, o)\n": ""},
+            "800 of 800 elements were never stored",
+        ),
         Wrong(
             "fp32's lowest number for a missing key",
             {'s, float("-inf"))': "s, -3.4028234663852886e38)"},
@@ -100,8 +110,8 @@ WRONG = {
             "q, k and v are read as if contiguous",
             at_once=True,
         ),
-        Wrong("a sentinel of -1e4", {'s, float("-inf"))': "s, -1e4)"}, "Only -inf will do"),
-        Wrong("a sentinel of -1e6", {'s, float("-inf"))': "s, -1e6)"}, "Only -inf will do"),
+        Wrong("a sentinel of -1e4", {'s, float("-inf"))': "s, -1e4)"}, "only -inf will do"),
+        Wrong("a sentinel of -1e6", {'s, float("-inf"))': "s, -1e6)"}, "only -inf will do"),
         Wrong(
             "the module's own function",
             {
