@@ -53,7 +53,7 @@ PHASES = (
     ),
     Phase(
         "phase2_tiling", "Attention in tiles", ("tiling",),
-        dict(forward=("tiling", "_attention_tiled_kernel")), ("tiling.ipynb",), (2.5,),
+        dict(forward=("tiling", "_attention_tiled_kernel")), ("tiling.ipynb",), (1.5,),
     ),
     Phase(
         "phase3_forward", "A forward pass that models can call", ("forward",),

@@ -1,10 +1,10 @@
 """The pictures of phase 2. Each function draws one, from the numbers it is given."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from common import style
-from common.measure import records
+from common.measure import offline, records
 
 import numpy as np
 from matplotlib.patches import Rectangle
@@ -89,109 +89,6 @@ def _one_kernel(ax) -> None:
     ax.plot([13.3, center["O"]], [0.85, 0.85], color=COLORS["bad"], lw=1.3)
 
 
-# --- 2. the mathematics -------------------------------------------------------------------------------------------
-
-
-def matmul_orders() -> None:
-    """What one step of C = X Y touches, with the sum over r as the inner loop and as the outer loop."""
-    fig, (left, right) = _drawing(8.6, 3.5, 2)
-    rows, cols, inner = 4, 5, 3
-
-    def grid(ax, x, y, n_rows, n_cols, tint, chosen, name, label_below=False):
-        for i, j in np.ndindex(n_rows, n_cols):
-            look = dict(color=TINT[tint]) if chosen(i, j) else dict(line=0.5, edge=COLORS["s"])
-            _box(ax, x + j, y + n_rows - 1 - i, **look)
-        at = (x - 0.5, y + n_rows / 2) if not label_below else (x + n_cols / 2, y + n_rows + 0.5)
-        ax.text(*at, name, ha="center", va="center", size=12, weight="bold", color=INK)
-
-    for ax in (left, right):
-        ax.set(xlim=(-1, inner + cols + 1.4), ylim=(-1.5, rows + inner + 1.6))
-    x, y = inner + 0.7, rows + 0.5
-    grid(left, 0, 0, rows, inner, "q", lambda i, _: i == 1, "X")
-    grid(left, x, y, inner, cols, "k", lambda _, j: j == 3, "Y", label_below=True)
-    grid(left, x, 0, rows, cols, "state", lambda i, j: (i, j) == (1, 3), "")
-    left.text(x + 3.5, 2.5, "C", size=12, weight="bold", ha="center", va="center", color=INK)
-    style.arrow(left, (0.2, 2.5), (2.8, 2.5))
-    style.arrow(left, (x + 3.5, y + 2.8), (x + 3.5, y + 0.2))
-    left.set_title("Sum inside:\none tile of C at a time")
-    left.text((x + cols) / 2, -0.8, "C is written once", ha="center", size=9, color=INK)
-
-    grid(right, 0, 0, rows, inner, "q", lambda _, r: r == 1, "X")
-    grid(right, x, y, inner, cols, "k", lambda r, _: r == 1, "Y", label_below=True)
-    grid(right, x, 0, rows, cols, "state", lambda i, j: True, "")
-    right.text(x + 2.5, 2.5, "C", size=12, weight="bold", ha="center", va="center", color=INK)
-    right.set_title("Sum outside:\none column of tiles of X at a time")
-    words = "all of C is written at every turn, and read again at the next"
-    right.text((x + cols) / 2, -0.8, words, ha="center", size=9, color=INK)
-    style.show(
-        fig,
-        "C = X Y in tiles. Left, the sum inside: one row of tiles of X and one column of tiles of Y make one tile "
-        "of C, which is written once. Right, the sum outside: one column of tiles of X and one row of tiles of Y add "
-        "to every tile of C, and all of C is written at every turn, and read again at the next.",
-    )
-
-
-WIDTH = 1.35  # of a number
-
-
-def _numbers(ax, x, y, rows, tint, *, edge=INK):
-    """A grid of numbers, its lower left corner at (x, y)."""
-    for i, row in enumerate(rows):
-        for j, number in enumerate(row):
-            text = number if isinstance(number, str) else f"{number:.4g}" if abs(number) >= 1e-3 else "0"
-            _box(ax, x + j * WIDTH, y + len(rows) - 1 - i, text, width=WIDTH, color=tint, line=0.6, edge=edge)
-
-
-def worked_steps(q, k, v, turns) -> None:
-    """A small attention, one panel for each turn of the loop over tiles of keys.
-
-    q (rows, d), k and v (keys, d): tensors; a turn: dict(start, s, p, alpha, m, l, acc), tensors but for start.
-    """
-
-    def listed(x):
-        return x.double().mul(1000).round().div(1000).tolist()
-
-    q, k, v = map(listed, (q, k, v))
-    turns = [{n: x if n == "start" else listed(x) for n, x in turn.items()} for turn in turns]
-    keys, width = len(k), WIDTH
-    k_t, v_t = ([list(column) for column in zip(*x, strict=True)] for x in (k, v))
-    fig, axes = _drawing(11.5, 4.6, len(turns))
-    for n, (ax, turn) in enumerate(zip(axes, turns, strict=True)):
-        now = range(turn["start"], turn["start"] + len(turn["s"][0]))
-        for j in range(keys):
-            x = j * width
-            live = j in now
-            tint, edge = (TINT, INK) if live else (dict.fromkeys(TINT, "white"), FAINT)
-            _numbers(ax, x, 7.4, [[row[j]] for row in k_t], tint["k"], edge=edge)
-            _numbers(ax, x, 0.0, [[row[j]] for row in v_t], tint["v"], edge=edge)
-            for name, y in (("s", 4.9), ("p", 2.5)):
-                blank = "gone" if j < now[0] else ""
-                column = [[row[j - now[0]]] if live else [blank] for row in turn[name]]
-                _numbers(ax, x, y, column, tint["s"], edge=edge)
-        _numbers(ax, -2 * width - 0.9, 4.9, q, TINT["q"])
-        for text, y in (("$K^T$", 8.4), ("$S$", 5.9), ("$P$", 3.5), ("$V^T$", 1.0)):
-            ax.text(-0.25, y, text, ha="right", va="center", size=10, color=INK)
-        ax.text(-width - 0.9, 7.15, "$Q$", ha="center", size=10, color=INK)
-        x = keys * width + 1.9
-        columns = [("alpha", turn["alpha"]), ("m", turn["m"]), ("l", turn["l"])]
-        columns += [(f"acc{d}", [row[d] for row in turn["acc"]]) for d in range(len(turn["acc"][0]))]
-        for c, (name, values) in enumerate(columns):
-            tint = "white" if name == "alpha" else TINT["state"]
-            _numbers(ax, x + c * width, 2.5, [[value] for value in values], tint)
-            ax.text(x + (c + 0.5) * width, 4.75, name, ha="center", size=9, color=INK)
-        style.arrow(ax, (keys * width + 0.2, 3.5), (x - 0.2, 3.5))
-        ax.set(xlim=(-3.8, x + 5 * width + 0.2), ylim=(-0.2, 9.6), title=f"Turn {n + 1}: keys {now[0]} and {now[-1]}")
-    style.show(
-        fig,
-        "Attention of 2 queries and 4 keys in two turns of 2 keys. "
-        + " ".join(
-            f"Turn {n}: S {t['s']}, P {t['p']}, alpha {t['alpha']}, then m {t['m']}, l {t['l']}, acc {t['acc']}."
-            for n, t in enumerate(turns, start=1)
-        )
-        + " Earlier tiles of S and P are gone.",
-    )
-
-
 def loop_orders() -> None:
     """Who computes the tiles of S in which order, and what happens to o."""
     tiles = 4
@@ -269,8 +166,36 @@ def masked_tile(memory, x, tile) -> None:
     )
 
 
-def memory_wall(shared: Mapping[int, int], limits: Mapping[str, int]) -> None:
+def in_shared_memory(keys: int, head_dim: int, rows: int) -> None:
+    """When each tile of a program that holds all keys lies in shared memory: `rows` queries, fp16."""
+    steps = ("K into\nregisters", "load V", "$S = QK^T$", "softmax", "$PV$")
+    wide, narrow, tile_q = (n * width * 2 // 1024 for n, width in ((keys, head_dim), (rows, keys), (rows, head_dim)))
+    fig, ax = style.new(7.6, 3.3)
+    for name, tint, first, last, bottom, height in (
+        ("Q", "q", 0, 3, 0, tile_q),
+        ("K", "k", 0, 1, narrow, wide),
+        ("V", "v", 1, 5, narrow, wide),
+        ("P", "s", 4, 5, 0, narrow),
+    ):
+        ax.add_patch(Rectangle((first, bottom), last - first, height, fc=TINT[tint], ec=INK, lw=1))
+        look = dict(ha="center", va="center", size=9, color=INK)
+        ax.text((first + last) / 2, bottom + height / 2, f"{name}: {height} KiB", **look)
+    ax.set_xticks([i + 0.5 for i in range(len(steps))], steps)
+    ax.set(xlim=(0, 5.02), ylim=(0, 1.12 * (wide + narrow)), ylabel="KiB of shared memory")
+    ax.tick_params(axis="x", length=0)
+    ax.set_title(f"One program with {rows} queries and all {keys} keys, from left to right")
+    style.show(
+        fig,
+        f"Shared memory of one program over five steps. Q, {tile_q} KiB, lies there until S has been computed. K, "
+        f"{wide} KiB, leaves after the first step. V, {wide} KiB, then takes its place and stays to the end; P, "
+        f"{narrow} KiB, joins it for the last step, which makes {wide + narrow} KiB.",
+    )
+
+
+def memory_wall(shared: Mapping[int, int]) -> None:
     """Shared memory that the compiler asks for against seq (bytes), with the limit of each kind of GPU as a line."""
+    gpus = {"RTX 3090, RTX 4090": "sm_89", "A100": "sm_80", "H100, H200": "sm_90"}
+    limits = {name: offline.SHARED_LIMIT[target] for name, target in gpus.items()}
     fig, ax = style.new(7.6, 3.7)
     seq, size = np.array(list(shared)), np.array(list(shared.values())) / 1024
     for name, limit in limits.items():
@@ -318,7 +243,7 @@ def stages_and_tests(passed: Mapping[str, Mapping[str, bool]]) -> None:
     for column, test in enumerate(tests):
         ax.text(column + 0.5, len(passed) + 0.15, test, ha="center", va="bottom", size=9, color=INK)
     ax.set(xlim=(-2.6, len(tests) + 0.03), ylim=(-0.03, len(passed) + 0.6))
-    ax.set_title("Each stage of the kernel, in five tests")
+    ax.set_title(f"Each stage of the kernel, in {len(tests)} tests")
     style.show(
         fig,
         "Which test each stage of the kernel fails: "
@@ -332,38 +257,39 @@ def stages_and_tests(passed: Mapping[str, Mapping[str, bool]]) -> None:
 # --- 5. measurement -----------------------------------------------------------------------------------------------
 
 
-def bytes_against_seq(formulas: Mapping[str, tuple], measured: Mapping[str, Mapping[int, int]], once) -> None:
-    """formulas: name -> (color name, marker, function of seq); measured: name -> {seq: bytes}; once: seq -> bytes."""
+def bytes_against_seq(formulas: Mapping[str, Callable], measured: Mapping[str, Mapping[int, int]]) -> None:
+    """Bytes of the unfused and the tiled version in fp16 at head_dim 64. formulas: name -> function of seq; measured:
+    name -> {seq: bytes}.
+    """
     fig, (left, right) = style.new(9.2, 3.7, 2, width_ratios=(1.5, 1))
     seq, ticks = np.arange(64, 4097, 8), 2 ** np.arange(6, 13, 2)
-    curves = {name: np.array([f(int(n)) for n in seq]) for name, (_, _, f) in formulas.items()}
-    for name, (color, marker, _) in formulas.items():
-        left.plot(seq, curves[name] / 2**20, color=COLORS[color])
+    curves = {name: np.array([f(int(n)) for n in seq]) for name, f in formulas.items()}
+    for name, marker in dict(unfused="o", tiled="s").items():
+        left.plot(seq, curves[name] / 2**20, color=COLORS[name])
         left.text(seq[-1] * 1.12, curves[name][-1] / 2**20, name, va="center", size=9, color=INK)
-        points = measured.get(name, {})
-        left.plot(list(points), [b / 2**20 for b in points.values()], marker, color=COLORS[color], mec=INK, ms=7)
-    left.plot(seq, [once(int(n)) / 2**20 for n in seq], color=INK, lw=1, ls=":")
-    left.text(seq[-1] * 1.12, once(int(seq[-1])) / 2**20, "q, k, v, o once", va="center", size=9, color=INK)
+        points = measured[name]
+        left.plot(list(points), [b / 2**20 for b in points.values()], marker, color=COLORS[name], mec=INK, ms=7)
+    once = 4 * 64 * 2 * seq
+    left.plot(seq, once / 2**20, color=INK, lw=1, ls=":")
+    left.text(seq[-1] * 1.12, once[-1] / 2**20, "q, k, v, o once", va="center", size=9, color=INK)
     left.set_xscale("log", base=2)
     left.set_yscale("log", base=10)
     left.set_xticks(ticks, [str(n) for n in ticks])
     left.set(xlabel="seq", ylabel="MiB that the programs ask for", xlim=(50, 20000))
     left.set_title("Lines: formula. Markers: counted")
-    unfused, tiled = list(formulas)
-    right.plot(seq, curves[unfused] / curves[tiled], color=INK, lw=1)
-    shared = [n for n in measured.get(unfused, {}) if n in measured.get(tiled, {})]
-    ratio = [measured[unfused][n] / measured[tiled][n] for n in shared]
+    unfused, tiled = curves["unfused"], curves["tiled"]
+    right.plot(seq, unfused / tiled, color=INK, lw=1)
+    shared = list(measured["tiled"])
+    ratio = [measured["unfused"][n] / measured["tiled"][n] for n in shared]
     right.plot(shared, ratio, "D", color=COLORS["peer"], mec=INK, ms=6)
     right.set_xscale("log", base=2)
     right.set_xticks(ticks, [str(n) for n in ticks])
-    right.set(xlabel="seq", ylim=(0, 5), ylabel=f"{unfused} / {tiled}", title="Their ratio")
-    last = int(seq[-1])
+    right.set(xlabel="seq", ylim=(0, 5), ylabel="unfused / tiled", title="Their ratio")
     style.show(
         fig,
-        f"Bytes against seq, both logarithmic: counted values lie on the formulas. At {last}: {unfused} "
-        f"{curves[unfused][-1] / 2**20:.0f} MiB, {tiled} {curves[tiled][-1] / 2**20:.0f} MiB, q, k, v and o once "
-        f"{once(last) / 2**20:.0f} MiB. The ratio rises from {curves[unfused][0] / curves[tiled][0]:.1f} "
-        f"to {curves[unfused][-1] / curves[tiled][-1]:.1f}.",
+        f"Bytes against seq, both logarithmic: counted values lie on the formulas. At {seq[-1]}: unfused "
+        f"{unfused[-1] / 2**20:.0f} MiB, tiled {tiled[-1] / 2**20:.0f} MiB, q, k, v and o once {once[-1] / 2**20:.0f} "
+        f"MiB. The ratio rises from {unfused[0] / tiled[0]:.1f} to {unfused[-1] / tiled[-1]:.1f}.",
     )
 
 

@@ -122,15 +122,16 @@ def _wrong_loops(q, k, v):
 
 
 def _check_lowest_logits(attention):
-    """All logits are -1e30, so that all weights are the same, and any number above wins."""
+    """All logits are the lowest number of fp32, so that all weights are the same, and any number above wins."""
     q, k, v = one_head(3, 70, 16, dtype=FP32)
-    q.zero_()[:, 0], k.zero_()[:, 0] = 1.0, -1e30
+    q.zero_()[:, 0], k.zero_()[:, 0] = 1.0, torch.finfo(FP32).min
     right = v.double().mean(dim=0).expand(3, 16)
     o = attention(q, k, v, 1.0)
-    finite = "their logit is a finite number, and logits may be lower. Only -inf will do"
-    mistakes = {f"keys past the end win: {finite}": torch.zeros_like(right)}
+    only = "Logits may be lower: only -inf will do"
+    zero = f"o is 0: a finite number stands for -inf, as the logit of keys past the end or where m starts. {only}"
+    mistakes = {zero: torch.zeros_like(right)}
     for block in (16, 32, 64, 128):
         counted = 70 / (triton.cdiv(70, block) * block)
-        sentence = f"keys past the end count like the others (tiles of {block} keys): {finite}"
+        sentence = f"keys past the end count like the others (tiles of {block} keys): their logit is finite. {only}"
         mistakes[sentence] = counted * right
-    require("o, all logits -1e30", o, right, mistakes=mistakes)
+    require("o, all logits -3.4e38", o, right, mistakes=mistakes)

@@ -97,7 +97,7 @@ def _wrong_biases(q, k, v, bias):
         wrong[sentence] = _attention(q, k, v, bias[key % block])
         missing = -len(bias) % block
         padded = [torch.nn.functional.pad(t, (0, 0, 0, missing)) for t in (k, v)]
-        sentence = f"{missing} keys past the end count as logit 0 (section 3.1): which bias has a missing key?"
+        sentence = f"{missing} keys past the end count as logit 0: which bias has a missing key?"
         wrong[sentence] = _attention(q, *padded, torch.nn.functional.pad(bias, (0, missing)))
         for keys, also in ((k, ""), (padded[0], f", and {missing} keys past the end count as logit 0")):
             weights = torch.softmax(SCALE * q.double() @ keys.double().T, 1)[:, : len(bias)]
@@ -112,7 +112,7 @@ def _wrong_biases(q, k, v, bias):
 
 
 _WRONG_UPDATES = {
-    "the accumulator is not rescaled by alpha (section 3.4)": lambda acc, alpha, pv: acc + pv,
+    "the accumulator is not rescaled by alpha (section 1)": lambda acc, alpha, pv: acc + pv,
     "the new tile is rescaled too": lambda acc, alpha, pv: alpha * (acc + pv),
     "o holds the last tile of keys alone": lambda acc, alpha, pv: pv,
 }

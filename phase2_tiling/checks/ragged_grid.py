@@ -48,4 +48,19 @@ def check(answer):
             "mask, does every program own a query?": read_k != programs * k.nbytes,
         }
         require_none(signs, what)
+    _check_lowest_logits(answer)
     return f"lengths {', '.join(f'{m} x {n}' for m, n in lengths)}; nothing read or written outside"
+
+
+def _check_lowest_logits(answer):
+    """All logits are the lowest number of fp32: only -inf is below them."""
+    q, k, _ = one_head(3, 33, 16, dtype=FP32)
+    lowest = torch.finfo(FP32).min
+    q.zero_()[:, 0], k.zero_()[:, 0] = 1.0, lowest
+    out = torch.full((3,), NAN, device=q.device)
+    answer.largest_logit(q, k, 1.0, out)
+    finite = (
+        f"a key that does not exist wins with the logit {out[0].item():g}: logits may be lower, so only -inf will do"
+    )
+    right = torch.full_like(out, lowest)
+    require(f"out, all logits {lowest:g}", out, right, signs={finite: bool((out > lowest).all())}, rtol=1e-6, atol=0.0)

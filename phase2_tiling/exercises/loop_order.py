@@ -17,7 +17,7 @@ the state of keys seen before, and the launcher puts o = 0, m = -inf, l = 0 ther
 There is one program. Keep the barrier after the inner loop: what some of the program's threads store, others load at
 the next tile of keys.
 
-Notebook: phase2_tiling/tiling.ipynb, section 5.6, "Queries outside, or keys outside".
+Notebook: phase2_tiling/tiling.ipynb, section 5.4, "Which loop goes outside".
 """
 
 from common import runtime

@@ -1,24 +1,18 @@
 """Write the inner loop of FlashAttention.
 
-The kernel computes o = softmax(scale q k^T) v for one head. A program owns BLOCK_M queries; everything around the loop
-is there. Walk over the keys in tiles of BLOCK_N and carry (m, l, acc) along:
+The kernel computes o = softmax(scale q k^T) v for one head. A program owns BLOCK_M queries and has loaded them. The
+rest is yours: the state, the loop over tiles of BLOCK_N keys, and what is stored in o at the end. Section 1 of the
+chapter has the step of the loop as a formula; `online_softmax_step` is phase 1's, and does a part of it. The module's
+`attention_tile_step` is what you are about to write, so leave it aside.
 
-    s = scale q k^T      m' = max(m, max s)      alpha = e^(m - m')      p = e^(s - m')
-    l' = alpha l + sum p                         acc' = alpha acc + p v
-
-Keys that do not exist must neither be read nor get any weight. No tile of s or p is kept.
-
-What is at hand: `load_tile(base_ptr, stride, offs_row, offs_col, rows, cols)`, which the kernel
-calls for q, and phase 1's `m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)`, which takes a
-tile of logits (BLOCK_M, BLOCK_N) into m and l. The module's `attention_tile_step` is what you are
-about to write, so leave it aside.
-
-`tl.dot(a, b, acc)` is a b + acc in fp32; a and b must have one dtype (`p.to(v.dtype)`), and `input_precision="ieee"`
-keeps fp32 inputs whole on a GPU. The interpreter never cuts them, so the check looks for it in your source.
+- Keys that do not exist must neither be read nor get any weight.
+- Without any keys, o is 0.
+- Tiles of s and p are not kept: the next tile may overwrite them.
+- Products run on the tensor cores in the dtype of the inputs, and fp32 inputs are not cut to TF32.
 
     q, k, v   fp16, bf16 or fp32, (seq_q, head_dim) and (seq_k, head_dim), any strides; any seq_q and seq_k
 
-Notebook: phase2_tiling/tiling.ipynb, section 3.4, "The way through".
+Notebook: phase2_tiling/tiling.ipynb, section 4.1, "What a loop may keep".
 """
 
 from common import runtime
@@ -41,10 +35,10 @@ def _attention_kernel(
     offs_d = tl.arange(0, HEAD_DIM)
     q = load_tile(q_ptr, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)  # (BLOCK_M, HEAD_DIM)
 
+    # your code: the state, the loop over tiles of keys, and o
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-    # your code: the loop over tiles of keys that brings m_i, l_i and acc up to date
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = load_tile(k_ptr, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)  # (BLOCK_N, HEAD_DIM)
@@ -53,10 +47,10 @@ def _attention_kernel(
         s = tl.where((offs_n < seq_k)[None, :], s, float("-inf"))
         m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
-    # end of your code
 
     o = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     store_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, o)
+    # end of your code
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:

@@ -17,7 +17,7 @@ the state of keys seen before, and the launcher puts o = 0, m = -inf, l = 0 ther
 There is one program. Keep the barrier after the inner loop: what some of the program's threads store, others load at
 the next tile of keys.
 
-Notebook: phase2_tiling/tiling.ipynb, section 5.6, "Queries outside, or keys outside".
+Notebook: phase2_tiling/tiling.ipynb, section 5.4, "Which loop goes outside".
 """
 
 from common import runtime
@@ -58,7 +58,7 @@ def _attention_keys_outside_kernel(
             s = tl.where((offs_n < seq_k)[None, :], s, float("-inf"))
             m_i, l_new, alpha, p = online_softmax_step(m_i, l_i, s)
             acc = tl.dot(p.to(v.dtype), v, o * (alpha * l_i)[:, None], input_precision="ieee")
-            o = acc / tl.where(l_new == 0.0, 1.0, l_new)[:, None]
+            o = acc / l_new[:, None]  # a visit brings at least one key
 
             store_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, o)
             tl.store(m_ptr + offs_m, m_i, mask=rows)

@@ -8,7 +8,7 @@ counts every load and store, and wants the same numbers, to the byte.
     head_dim       16, 32, 64, 128 or 256
     dtype          torch.float16 or torch.float32 (`dtype.itemsize` bytes an element)
 
-Notebook: phase2_tiling/tiling.ipynb, section 5.3, "One kernel".
+Notebook: phase2_tiling/tiling.ipynb, section 5.1, "Counted in advance".
 """
 
 from common import runtime

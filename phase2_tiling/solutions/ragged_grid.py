@@ -13,7 +13,7 @@ A mask must broadcast to its pointers: for a tile of q it is (BLOCK_M, 1).
     q, k   fp16 or fp32, (seq_q, head_dim) and (seq_k, head_dim), any strides
     out    fp32, (seq_q,), contiguous; to be overwritten
 
-Notebook: phase2_tiling/tiling.ipynb, section 3.1, "A tile in memory".
+Notebook: phase2_tiling/tiling.ipynb, section 2.2, "Products of tiles".
 """
 
 from common import runtime

@@ -762,13 +762,44 @@ def test_require_names_the_first_wrong_element():
         require.require("x", 1.0, torch.zeros(1))
 
 
-@pytest.mark.parametrize("right", ["acc, 'ieee'", "input_precision='ieee'", "acc, 'tf32x3'", "allow_tf32=False"])
-def test_a_product_in_tf32_is_rejected_and_one_of_full_precision_is_not(right, tmp_path):
-    for arguments in ("acc", "acc, 'tf32'", right):
-        (tmp_path / "answer.py").write_text(f"def run():\n    tl.dot(a, b, {arguments})\n")
-        answer = load(tmp_path / "answer.py")
-        with nullcontext() if arguments == right else pytest.raises(require.Rejected, match=r"line 2: tl\.dot without"):
-            require.require_ieee(answer)
+PRODUCT = """
+import torch, triton
+import triton.language as tl
+
+IEEE = tl.constexpr("ieee")
+
+@triton.jit
+def kernel(x_ptr):
+    offs = tl.arange(0, 16)
+    x = tl.load(x_ptr + 16 * offs[:, None] + offs[None, :])
+    acc = tl.zeros((16, 16), tl.float32)
+    {product}
+    tl.store(x_ptr + 16 * offs[:, None] + offs[None, :], acc)
+
+def run():
+    kernel[(1,)](torch.zeros(16, 16, dtype=torch.float16))
+"""
+
+
+@interpreted_only
+@pytest.mark.parametrize(
+    ("product", "full"),
+    {
+        "tl.dot(x, x, acc, 'ieee')": True,
+        "tl.dot(x, x, input_precision='ieee')": True,
+        "tl.dot(x, x, acc, 'tf32x3')": True,
+        "tl.dot(x, x, allow_tf32=False)": True,
+        "tl.dot(x, x, input_precision=IEEE)": True,
+        "tl.dot(x, x, acc)": False,
+        "tl.dot(x, x, acc, 'tf32')": False,
+        "triton.language.dot(x, x)": False,
+    }.items(),
+)
+def test_a_product_in_tf32_is_rejected_and_one_of_full_precision_is_not(product, full, tmp_path):
+    (tmp_path / "answer.py").write_text(PRODUCT.format(product=f"acc = {product}"))
+    answer = load(tmp_path / "answer.py")
+    with nullcontext() if full else pytest.raises(require.Rejected, match=r"line 12: tl\.dot without"):
+        require.require_tensor_cores(answer, answer.run)
 
 
 def test_require_takes_what_fp32_makes_and_no_more():

@@ -3,7 +3,7 @@
 from common import make_qkv, make_tensor, runtime, verify_results
 from common.verify.expected import HALF_SUBNORMAL, UNIT_ROUNDOFF, E
 from common.verify.inputs import KINDS
-from phase2_tiling import attention, attention_resident, attention_unfused, matmul
+from phase2_tiling import attention, attention_resident, attention_unfused, lesson, matmul
 
 import pytest
 import torch
@@ -170,3 +170,16 @@ def test_matmul(sizes, dtype, out_dtype, memory, scale):
 def test_matmul_of_nothing_is_zero():
     a, b = make_tensor((1, 1, 5, 0))[0, 0], make_tensor((1, 1, 0, 7))[0, 0]
     assert torch.equal(guarded(matmul)(a, b), a.new_zeros(5, 7))
+
+
+# --- the chapter's stages ------------------------------------------------------------------------------------------
+
+
+@interpreted_only
+def test_each_piece_of_the_kernel_passes_tests_that_the_stage_before_failed():
+    failed = {stage: {test for test, good in tests.items() if not good} for stage, tests in lesson.passed().items()}
+    assert failed["bare"] == set(lesson.TESTS) - {"one tile"}
+    assert failed["+ rescale"] == {"ragged", "ragged low", "no keys"}
+    assert failed["+ mask of -1e4"] == {"ragged low", "no keys"}
+    assert failed["+ mask of -inf"] == {"no keys"}
+    assert not failed["+ guard"]

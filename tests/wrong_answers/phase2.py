@@ -46,10 +46,26 @@ WRONG = {
         ),
         Wrong("a sentinel of -1e3", {'s, float("-inf"))\n        #': "s, -1e3)\n        #"}, "with the logit -1000"),
         Wrong("a sentinel of -1e6", {'s, float("-inf"))\n        #': "s, -1e6)\n        #"}, "with the logit -1e+06"),
+        Wrong("a sentinel of -1e38", {'s, float("-inf"))\n        #': "s, -1e38)\n        #"}, "with the logit -1e+38"),
     ],
     "inner_loop": [
         Wrong("masked before it is scaled", _MASK_FIRST, "is s masked before it is scaled?"),
-        Wrong("-1e30 for a missing key", {'s, float("-inf"))': "s, -1e30)"}, "keys past the end count like the others"),
+        Wrong("-1e38 for a missing key", {'s, float("-inf"))': "s, -1e38)"}, "the logit of keys past the end or"),
+        Wrong("m starts at -1e30", {'((BLOCK_M,), float("-inf")': "((BLOCK_M,), -1e30"}, "or where m starts"),
+        Wrong("no guard", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i"}, "a row that sees no key gives NaN"),
+        Wrong(
+            "o is not divided", {"acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]": "acc"}, "not divided by the row sum l"
+        ),
+        Wrong(
+            "nothing is stored",
+            {"    store_tile(o_ptr, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, o)\n": ""},
+            "800 of 800 elements were never stored",
+        ),
+        Wrong(
+            "fp32's lowest number for a missing key",
+            {'s, float("-inf"))': "s, -3.4028234663852886e38)"},
+            "keys past the end count like the others",
+        ),
         Wrong("one key too many", {"(offs_n < seq_k)[None, :]": "(offs_n <= seq_k)[None, :]"}, "one key past the end"),
         Wrong("acc is not rescaled", {"acc * alpha[:, None]": "acc"}, "the accumulator is not rescaled by alpha"),
         Wrong(
@@ -94,8 +110,8 @@ WRONG = {
             "q, k and v are read as if contiguous",
             at_once=True,
         ),
-        Wrong("a sentinel of -1e4", {'s, float("-inf"))': "s, -1e4)"}, "Only -inf will do"),
-        Wrong("a sentinel of -1e6", {'s, float("-inf"))': "s, -1e6)"}, "Only -inf will do"),
+        Wrong("a sentinel of -1e4", {'s, float("-inf"))': "s, -1e4)"}, "only -inf will do"),
+        Wrong("a sentinel of -1e6", {'s, float("-inf"))': "s, -1e6)"}, "only -inf will do"),
         Wrong(
             "the module's own function",
             {
@@ -117,6 +133,11 @@ WRONG = {
         ),
         Wrong("start_n is missing", {"start_n + tl.arange": "tl.arange"}, "do the offsets contain start_n?"),
         Wrong("a product in TF32", {'tl.trans(k), input_precision="ieee"': "tl.trans(k)"}, "the 10 bits of TF32"),
+        Wrong(
+            "a product in TF32, spelled otherwise",
+            {'tl.dot(q, tl.trans(k), input_precision="ieee")': "triton.language.dot(q, tl.trans(k))"},
+            "the 10 bits of TF32",
+        ),
         Wrong(
             "q times scale in fp16",
             {
@@ -295,31 +316,28 @@ WRONG = {
             "the new l is multiplied", {"(alpha * l_i)[:, None]": "(alpha * l_new)[:, None]"}, "multiplied by the new l"
         ),
         Wrong("alpha is forgotten", {"(alpha * l_i)[:, None]": "l_i[:, None]"}, "but not by alpha"),
-        Wrong("o is left unnormalized", {" / tl.where(l_new == 0.0, 1.0, l_new)[:, None]": ""}, "not divided by l'"),
+        Wrong("o is left unnormalized", {" / l_new[:, None]": ""}, "not divided by l'"),
         Wrong(
             "acc is kept and divided at the end",
             {
                 "(alpha * l_i)[:, None]": "alpha[:, None]",
-                "tl.where(l_new == 0.0, 1.0, l_new)": "tl.where(start_n + BLOCK_N < seq_k, 1.0, l_new)",
+                "acc / l_new": "acc / tl.where(start_n + BLOCK_N < seq_k, 1.0, l_new)",
             },
             "acc that waits in memory",
         ),
         Wrong(
             "o is divided once more",
-            {"(alpha * l_i)[:, None]": "(alpha * l_i / tl.where(l_new == 0.0, 1.0, l_new))[:, None]"},
+            {"(alpha * l_i)[:, None]": "(alpha * l_i / l_new)[:, None]"},
             "p v alone has yet to be divided",
         ),
         Wrong(
             "p v is not divided",
-            {
-                "(alpha * l_i)[:, None]": "(alpha * l_i / tl.where(l_new == 0.0, 1.0, l_new))[:, None]",
-                " / tl.where(l_new == 0.0, 1.0, l_new)[:, None]": "",
-            },
+            {"(alpha * l_i)[:, None]": "(alpha * l_i / l_new)[:, None]", " / l_new[:, None]": ""},
             "p v is not divided by l'",
         ),
         Wrong(
             "acc is kept and never divided",
-            {"(alpha * l_i)[:, None]": "alpha[:, None]", " / tl.where(l_new == 0.0, 1.0, l_new)[:, None]": ""},
+            {"(alpha * l_i)[:, None]": "alpha[:, None]", " / l_new[:, None]": ""},
             "it is acc, which is never divided",
         ),
         Wrong(
@@ -364,5 +382,24 @@ WRONG = {
             },
             "p v is multiplied by alpha, too",
         ),
+    ],
+}
+
+
+RIGHT = {
+    "inner_loop": [
+        Wrong(
+            "a constant for the precision",
+            {
+                "\n\n@triton.jit": '\nIEEE = tl.constexpr("ieee")\n\n\n@triton.jit',
+                'tl.trans(k), input_precision="ieee"': "tl.trans(k), input_precision=IEEE",
+                'alpha[:, None], input_precision="ieee"': "alpha[:, None], input_precision=IEEE",
+            },
+            "",
+            kind="passed",
+        )
+    ],
+    "loop_order": [
+        Wrong("with a guard", {"acc / l_new": "acc / tl.where(l_new == 0.0, 1.0, l_new)"}, "", kind="passed")
     ],
 }
