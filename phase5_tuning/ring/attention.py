@@ -13,7 +13,8 @@ ring, so that every run gives the same bits. One's own terms stay at home: those
 are computed while the first keys travel, the others while the sums come home.
 
 Two other ways stand beside the ring, to compare with: `all_gather_attention` brings all keys at once,
-`ulysses_attention` gives each rank all rows of some heads.
+`ulysses_attention` gives each rank all rows of some heads. `mesh_attention` does the latter within a host
+and runs the ring between hosts.
 
 Builds on: `attention_forward` and `attention_backward` of this phase, ranks.py (who holds which
 rows, and whether the ranks agree), and torch.distributed.
@@ -29,11 +30,12 @@ from phase5_tuning.attention import flash_attention
 from phase5_tuning.decode.merge import merge_
 from phase5_tuning.passes.backward import attention_backward
 from phase5_tuning.passes.forward import attention_forward
-from phase5_tuning.ring.ranks import agreed, chunk_lengths, joined, meeting, shard_of, side_group
+from phase5_tuning.ring.ranks import agreed, chunk_lengths, heard_by_all, joined, meeting, shard_of, side_group
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 # --- whole and sharded ------------------------------------------------------------------------------------------------
 
@@ -303,19 +305,71 @@ def _attend(name, way, q, k, v, is_causal, scale, enable_gqa, group):
 
 
 def ulysses_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, group=None):
-    """As `context_parallel_attention`, by an all-to-all: a rank gets all rows of its share of the heads, attends as one
+    """As `context_parallel_attention`, by an all-to-all: a rank gets all rows of its part of the heads, attends as one
     GPU does, and sends the rows back.
 
     Raises ValueError too if heads_q or heads_kv cannot be divided by the number of ranks.
     Source: Jacobs et al., arXiv 2309.14509.
     """
     name = "ulysses_attention"
+    scale, *lengths = _agreed_on_heads(name, q, k, v, is_causal, scale, enable_gqa, group)
+    attend = functools.partial(flash_attention, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    return _over_heads(attend, q, k, v, *lengths, group)
+
+
+def _agreed_on_heads(name, q, k, v, is_causal, scale, enable_gqa, group) -> tuple:
+    """As `agreed`, if the ranks of the group can also divide the heads."""
     scale, rows_q, rows_k = agreed(name, q, k, v, is_causal, scale, enable_gqa, group)
     for what, heads in dict(heads_q=q.shape[1], heads_kv=k.shape[1]).items():
         if heads % len(rows_q):
             raise ValueError(f"{what}: {heads} heads cannot be shared by {len(rows_q)} ranks")
+    return scale, rows_q, rows_k
+
+
+def _over_heads(attend, q, k, v, rows_q, rows_k, group) -> torch.Tensor:
+    """attend(q, k, v) with all rows of the group and this rank's heads; its result in this rank's rows."""
     q, k, v = (
         _Turned.apply(t, _to_heads, _to_rows, rows, group) for t, rows in ((q, rows_q), (k, rows_k), (v, rows_k))
     )
-    o = flash_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    return _Turned.apply(o, _to_rows, _to_heads, rows_q, group)
+    return _Turned.apply(attend(q, k, v), _to_rows, _to_heads, rows_q, group)
+
+
+# --- both: heads within a host, the ring between hosts ----------------------------------------------------------------
+
+
+def mesh_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, *, mesh: DeviceMesh) -> torch.Tensor:
+    """As `context_parallel_attention`, on a mesh (hosts, GPUs of a host): the GPUs of a host exchange rows for heads,
+    as in `ulysses_attention`, and keys and values of these heads go round a ring of hosts.
+
+    q, k and v are shards as `mesh_shard` gives them, and so is o. All ranks of the mesh must call it. Raises TypeError
+    if mesh is no DeviceMesh, and ValueError if it has not two dimensions; ValueError on all ranks if the GPUs of a host
+    cannot divide heads_q or heads_kv.
+    Source: Fang and Zhao, arXiv 2405.07719.
+    """
+    between, within = _levels(mesh)
+    with heard_by_all("host", between):
+        options = is_causal, scale, enable_gqa
+        scale, *lengths = _agreed_on_heads("mesh_attention", q, k, v, *options, within)
+    options = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, group=between)
+    return _over_heads(functools.partial(context_parallel_attention, **options), q, k, v, *lengths, within)
+
+
+def mesh_shard(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's rows of x (..., seq, head_dim): the shard of its host, and of that the shard of its GPU."""
+    between, within = _levels(mesh)
+    return shard(shard(x, between), within)
+
+
+def mesh_unshard(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """What undoes `mesh_shard`: the whole tensor, on every rank, without a gradient."""
+    between, within = _levels(mesh)
+    return unshard(unshard(x, within), between)
+
+
+def _levels(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The groups of this rank: one rank of each host, and the ranks of its host."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim != 2:
+        raise ValueError(f"mesh: expected two dimensions (hosts, GPUs of a host), got {mesh.ndim}")
+    return mesh.get_all_groups()
