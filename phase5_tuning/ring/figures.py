@@ -198,3 +198,28 @@ def efficiencies(lengths: Sequence[int], of: Mapping[str, Sequence[float]]) -> N
     ax.legend(fontsize=8, loc="lower right")
     said = "; ".join(f"{name}: {', '.join(f'{e:.2f}' for e in values)}" for name, values in of.items())
     style.show(fig, alt=f"Efficiency at {', '.join(f'{seq:,}' for seq in lengths)} tokens. {said}.")
+
+
+def predicted(of: Mapping[str, Sequence[Sequence[float | None]]], gpus: Sequence[int], tokens: Sequence[int]) -> None:
+    """Predicted efficiency in per cent, a panel for each way; of: way -> at each number of tokens, of GPUs."""
+    fig, axes = style.new(9.5, 2.9, columns=len(of), sharey=True)
+    for ax, (way, rows) in zip(axes, of.items(), strict=True):
+        for y, x in itertools.product(range(len(tokens)), range(len(gpus))):
+            value = rows[y][x]
+            shade = "white" if value is None else str(0.35 + 0.65 * value)
+            said = "" if value is None else f"{100 * value:.0f}"
+            look = dict(color=shade, edge=COLORS["ink"], ink="white" if value is not None and value < 0.3 else "black")
+            style.box(ax, x - 0.5, y - 0.5, said, **look, line=0.5, size=7)
+        ax.set(title=f"{way} (predicted)", xlim=(-0.5, len(gpus) - 0.5), ylim=(-0.5, len(tokens) - 0.5), xlabel="GPUs")
+        ax.set(xticks=range(len(gpus)), yticks=range(len(tokens)))
+        ax.set_xticklabels([f"{n:,}" for n in gpus], rotation=60, fontsize=7)
+        ax.set_yticklabels([f"{n // 2**20}M" if n >= 2**20 else f"{n // 2**10}k" for n in tokens])
+    axes[0].set(ylabel="tokens")
+    longest = "; ".join(
+        f"{way}: {[None if e is None else round(100 * e) for e in rows[-1]]}" for way, rows in of.items()
+    )
+    style.show(
+        fig,
+        alt=f"Predicted efficiency in per cent by GPUs and tokens. With {tokens[-1]:,} tokens on {list(gpus)} GPUs: "
+        f"{longest}. With fewer tokens, or more GPUs, it falls.",
+    )
