@@ -206,10 +206,9 @@ def predicted(of: Mapping[str, Sequence[Sequence[float | None]]], gpus: Sequence
     for ax, (way, rows) in zip(axes, of.items(), strict=True):
         for y, x in itertools.product(range(len(tokens)), range(len(gpus))):
             value = rows[y][x]
-            shade = "white" if value is None else str(0.35 + 0.65 * value)
-            said = "" if value is None else f"{100 * value:.0f}"
-            look = dict(color=shade, edge=COLORS["ink"], ink="white" if value is not None and value < 0.3 else "black")
-            style.box(ax, x - 0.5, y - 0.5, said, **look, line=0.5, size=7)
+            shade = "white" if value is None else f"{0.5 + 0.5 * value:.2f}"
+            said = "–" if value is None else f"{100 * value:.0f}"
+            style.box(ax, x - 0.5, y - 0.5, said, color=shade, edge=COLORS["ink"], ink="black", line=0.5, size=8)
         ax.set(title=f"{way} (predicted)", xlim=(-0.5, len(gpus) - 0.5), ylim=(-0.5, len(tokens) - 0.5), xlabel="GPUs")
         ax.set(xticks=range(len(gpus)), yticks=range(len(tokens)))
         ax.set_xticklabels([f"{n:,}" for n in gpus], rotation=60, fontsize=7)
