@@ -1,13 +1,13 @@
 """Attention over several GPUs: each rank holds a part of the sequence, and keys and values travel.
 
 Rank r of W holds the queries, keys and values of two chunks of the sequence, r and 2W - 1 - r of 2W. Its queries must
-meet all keys. They meet them a rank's share at a time:
+meet all keys. They meet them a shard at a time:
 
-    (o, lse) of the share that is here        phase 5's forward pass, as on one GPU
+    (o, lse) of the shard that is here        phase 5's forward pass, as on one GPU
     merge into the result so far              phase 1's merge: o and LSE of disjoint sets of keys
     meanwhile: keys and values move on by a rank
 
-After W steps every share has been everywhere. The backward pass goes round once more; dK and dV
+After W steps every shard has been everywhere. The backward pass goes round once more; dK and dV
 travel with their keys and collect a term from every other rank, in fp32 and in the order of the
 ring, so that every run gives the same bits. One's own terms stay at home: those of half of the heads
 are computed while the first keys travel, the others while the sums come home.
@@ -110,9 +110,9 @@ def _around(ring: Ring, kv: torch.Tensor, lengths: Sequence[int]) -> Iterator:
 
 def _at_once(ring: Ring, kv: torch.Tensor, lengths: Sequence[int]) -> Iterator:
     """As `_around`, after one all-gather: every rank holds all keys and values."""
-    shares = _gathered(kv, lengths, ring.group)
+    shards = _gathered(kv, lengths, ring.group)
     for step in range(ring.ranks):
-        yield ring.source(step), shares[ring.source(step)]
+        yield ring.source(step), shards[ring.source(step)]
 
 
 class _Travelling:
@@ -122,7 +122,7 @@ class _Travelling:
         self.ring, self.lengths, self.transfer = ring, lengths, None
 
     def add(self, source: int, kv: torch.Tensor, where, terms) -> None:
-        """Add the terms (dk, dv) at `where` in the share kv of rank `source`."""
+        """Add the terms (dk, dv) at `where` in the shard kv of rank `source`."""
         if self.transfer is None:
             sums = _begun(kv, where, terms)
         else:
@@ -132,12 +132,12 @@ class _Travelling:
         self.transfer = self.ring.pass_on(sums, self.lengths[(source - 1) % self.ring.ranks])
 
     def home(self) -> torch.Tensor:
-        """dK and dV of this rank's share, in fp32, as all other ranks have computed them."""
+        """dK and dV of this rank's shard, in fp32, as all other ranks have computed them."""
         return _wait(self.transfer)
 
 
 class _Kept:
-    """As `_Travelling`, but a rank keeps its terms of each share to the end, and then sends all home."""
+    """As `_Travelling`, but a rank keeps its terms of each shard to the end, and then sends all home."""
 
     def __init__(self, ring: Ring, lengths: Sequence[int]):
         self.ring, self.rows, self.sums = ring, lengths[ring.rank], {}
@@ -166,13 +166,13 @@ def _begun(kv: torch.Tensor, where, terms: Sequence[torch.Tensor]) -> torch.Tens
 
 
 class _Sharded(torch.autograd.Function):
-    """Attention over the shares that `shares` yields; a `collector` brings dK and dV home."""
+    """Attention over the shards that `shards` yields; a `collector` brings dK and dV home."""
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal, scale, lengths_q, lengths_k, group, shares, collector):
+    def forward(ctx, q, k, v, is_causal, scale, lengths_q, lengths_k, group, shards, collector):
         ring, o = Ring(group), None
         early_q, early_k = (chunk_lengths(sum(n), ring.ranks) for n in (lengths_q, lengths_k))
-        for source, kv in shares(ring, torch.stack((k, v)).contiguous(), lengths_k):
+        for source, kv in shards(ring, torch.stack((k, v)).contiguous(), lengths_k):
             here = meeting(ring.rank, source, early_q[ring.rank], early_k[source], is_causal)
             rows, cols, masked = here
             near, far = q[:, :, rows], kv[:, :, :, cols]
@@ -184,20 +184,20 @@ class _Sharded(torch.autograd.Function):
             del kv, far  # else it would live until the next but one is on its way
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options = is_causal, scale, lengths_k, early_q, early_k, ring, shares, collector
+        ctx.options = is_causal, scale, lengths_k, early_q, early_k, ring, shards, collector
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
-        is_causal, scale, lengths_k, early_q, early_k, ring, shares, collector = ctx.options
+        is_causal, scale, lengths_k, early_q, early_k, ring, shards, collector = ctx.options
         heads, half, per_kv = k.shape[1], k.shape[1] // 2, q.shape[1] // max(k.shape[1], 1)
         dq, own = torch.zeros_like(q, dtype=torch.float32), []
         collected = collector(ring, lengths_k)
 
         def terms(source, far_k, far_v, first, end):
-            """(where, (dk, dv)) of the heads first to end of a rank's share; dQ's term is added."""
+            """(where, (dk, dv)) of the heads first to end of a rank's shard; dQ's term is added."""
             here = meeting(ring.rank, source, early_q[ring.rank], early_k[source], is_causal)
             rows, cols, masked = here
             near = slice(None), slice(first * per_kv, end * per_kv), rows
@@ -207,7 +207,7 @@ class _Sharded(torch.autograd.Function):
             dq[near] += part[0]
             return far, part[1:]
 
-        for source, kv in shares(ring, torch.stack((k, v)).contiguous(), lengths_k):
+        for source, kv in shards(ring, torch.stack((k, v)).contiguous(), lengths_k):
             if source != ring.rank:
                 collected.add(source, kv, *terms(source, *kv, 0, heads))
             elif half:  # half of its own heads, while the first keys travel

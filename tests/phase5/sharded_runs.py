@@ -159,8 +159,8 @@ def twice(call, x: torch.Tensor) -> None:
     dx.sum().backward()
 
 
-class SharesAlive(TorchDispatchMode):
-    """`most`: by dtype, how many tensors with five axes were alive at a time: keys and values of a share in one, or dK
+class ShardsAlive(TorchDispatchMode):
+    """`most`: by dtype, how many tensors with five axes were alive at a time: keys and values of a shard in one, or dK
     and dV. A tensor that is being sent is alive as long as its transfer holds it.
     """
 
@@ -235,9 +235,9 @@ def run(rank: int, ranks: int, folder: str) -> None:
         if case == "causal":
             again = attend(way, case)
             got["again"][way, case] = [torch.equal(*t) for t in zip(mine, again, strict=True)]
-    with SharesAlive() as shares:
+    with ShardsAlive() as shards:
         got["sent"] = context_bench.counted(lambda: attend(RING, "even shards"))
-    got["alive"] = shares.most
+    got["alive"] = shards.most
     got["small terms"] = {way: sums_of_small_terms(way) for way in (RING, GATHERED) if ranks > 1}
     got["idle"] = idle_transfers(lambda: attend(RING, "four heads"))
     got["round trip"] = [

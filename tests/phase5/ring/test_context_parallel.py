@@ -300,7 +300,7 @@ def test_the_bench_s_formula_is_the_number_of_bytes_sent(runs):
     assert [of_rank["sent"] for of_rank in got] == [expected] * ranks
 
 
-def test_two_shares_and_two_sums_are_alive_at_most(runs):
+def test_two_shards_and_two_sums_are_alive_at_most(runs):
     """Those that leave and those that come: what context_bench.ring_peak_bytes counts."""
     ranks, got = runs
     expected = {} if ranks == 1 else {torch.float16: 2, torch.float32: 2}
@@ -308,6 +308,6 @@ def test_two_shares_and_two_sums_are_alive_at_most(runs):
 
 
 def test_something_is_computed_during_each_transfer(runs):
-    """Keys and values travel in both passes, sums in the second; none makes the last move of a whole turn."""
+    """Keys and values travel in both passes, sums in the second; none makes a last transfer round the whole ring."""
     ranks, got = runs
     assert [of_rank["idle"] for of_rank in got] == [(3 * (ranks - 1), 0)] * ranks
