@@ -102,7 +102,9 @@ def predicted(of: Mapping[str, Sequence[Sequence[float | None]]], gpus: Sequence
             shade = "white" if value is None else f"{0.5 + 0.5 * value:.2f}"
             said = "–" if value is None else f"{100 * value:.0f}"
             style.box(ax, x - 0.5, y - 0.5, said, color=shade, edge=COLORS["ink"], ink="black", line=0.5, size=8)
-        ax.set(title=f"{way} (predicted)", xlim=(-0.5, len(gpus) - 0.5), ylim=(-0.5, len(tokens) - 0.5), xlabel="GPUs")
+        ax.set(
+            title=f"{way}: predicted, in %", xlim=(-0.5, len(gpus) - 0.5), ylim=(-0.5, len(tokens) - 0.5), xlabel="GPUs"
+        )
         ax.set(xticks=range(len(gpus)), yticks=range(len(tokens)))
         ax.set_xticklabels([f"{n:,}" for n in gpus], rotation=60, fontsize=7)
         ax.set_yticklabels([f"{n // 2**20}M" if n >= 2**20 else f"{n // 2**10}k" for n in tokens])

@@ -21,7 +21,7 @@ def with_gradients(attend, q, k, v):
     return [o.detach(), *torch.autograd.grad(o, (q, k, v), o.detach())]
 
 
-def main():
+def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     first, mesh = dist.get_rank() == 0, init_device_mesh("cpu", (2, 2))
