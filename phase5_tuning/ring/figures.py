@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from common import style
+from common.measure import records
 from common.style import COLORS, TINT
 
 CENTER = dict(ha="center", va="center")
@@ -78,9 +79,9 @@ def homeward(ranks: int, kv: float, sums: float) -> None:
     )
 
 
-def efficiencies(lengths: Sequence[int], of: Mapping[str, Sequence[float]]) -> None:
+def efficiencies(lengths: Sequence[int], of: Mapping[str, Sequence[float]], record: dict) -> None:
     """How near two GPUs come to twice the speed of one, by the length of the sequence; of: way -> at each length."""
-    fig, ax = style.new(7.0, 3.4)
+    fig, ax = style.new(8.0, 3.8)
     colors = (COLORS[name] for name in ("tiled", "k", "state", "ink"))
     for (name, values), look, color in zip(of.items(), ("o-", "s--", "^:", "D-."), colors, strict=True):
         ax.plot(lengths, values, look, color=color, label=name)
@@ -90,12 +91,15 @@ def efficiencies(lengths: Sequence[int], of: Mapping[str, Sequence[float]]) -> N
     ax.set(xlabel="tokens", ylabel="efficiency of two GPUs")
     ax.legend(fontsize=8, loc="lower right")
     said = "; ".join(f"{name}: {', '.join(f'{e:.2f}' for e in values)}" for name, values in of.items())
-    style.show(fig, alt=f"Efficiency at {', '.join(f'{seq:,}' for seq in lengths)} tokens. {said}.")
+    alt = f"Efficiency at {', '.join(f'{seq:,}' for seq in lengths)} tokens. {said}."
+    style.show(fig, alt, records.describe(record))
 
 
-def predicted(of: Mapping[str, Sequence[Sequence[float | None]]], gpus: Sequence[int], tokens: Sequence[int]) -> None:
-    """Predicted efficiency in per cent, a panel for each way; of: way -> at each number of tokens, of GPUs."""
-    fig, axes = style.new(9.5, 2.9, columns=len(of), sharey=True)
+def predicted(of: Mapping[str, Sequence[Sequence[float | None]]], gpus: Sequence[int], tokens: Sequence[int], by: str):
+    """Predicted efficiency in per cent, a panel for each way; of: way -> at each number of tokens, of GPUs. by: from
+    what it was predicted.
+    """
+    fig, axes = style.new(9.5, 3.2, columns=len(of), sharey=True)
     for ax, (way, rows) in zip(axes, of.items(), strict=True):
         for y, x in itertools.product(range(len(tokens)), range(len(gpus))):
             value = rows[y][x]
@@ -114,6 +118,7 @@ def predicted(of: Mapping[str, Sequence[Sequence[float | None]]], gpus: Sequence
     )
     style.show(
         fig,
-        alt=f"Predicted efficiency in per cent by GPUs and tokens. With {tokens[-1]:,} tokens on {list(gpus)} GPUs: "
+        f"Predicted efficiency in per cent by GPUs and tokens. With {tokens[-1]:,} tokens on {list(gpus)} GPUs: "
         f"{longest}. With fewer tokens, or more GPUs, it falls.",
+        by,
     )

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 
 from common import verify_results
@@ -109,20 +108,21 @@ def measured() -> tuple[dict, dict]:
 
 
 def measured_lines() -> list[str]:
-    """The lines of a table of times and efficiencies, and what the record is."""
-    record, of = measured()
+    """The lines of a table of times and efficiencies."""
+    _, of = measured()
     lines = ["milliseconds (efficiency)", " tokens  one GPU" + "".join(f"{name:>15}" for name in WAYS.values())]
     for seq in LENGTHS:
         rows = [of[seq, way] for way in WAYS]
         fields = "".join(f"{row['ms']:8.2f} ({row['efficiency']:.2f})" for row in rows)
         lines.append(f"{seq:>7}  {rows[0]['one_gpu_ms']:7.2f}{fields}")
-    return [*lines, "", *textwrap.wrap(records.describe(record), 110)]
+    return lines
 
 
 def show_measured() -> None:
     """The efficiencies as a picture."""
-    _, of = measured()
-    figures.efficiencies(LENGTHS, {name: [of[seq, way]["efficiency"] for seq in LENGTHS] for way, name in WAYS.items()})
+    record, of = measured()
+    by_way = {name: [of[seq, way]["efficiency"] for seq in LENGTHS] for way, name in WAYS.items()}
+    figures.efficiencies(LENGTHS, by_way, record)
 
 
 def parts(seq: int) -> list[str]:
@@ -155,12 +155,13 @@ def rates(seq: int) -> tuple[float, float]:
 def show_predicted(rate: float, within: float) -> None:
     """The picture of `model.efficiency` from 2 to 1,024 GPUs and 64k to 16M tokens."""
     gpus, tokens = [2**i for i in range(1, 11)], [2**i for i in range(16, 25, 2)]
-    names = dict(ring="ring", ulysses="Ulysses", both="both")
-    figures.predicted(
-        {
-            name: [[model.efficiency(way, w, n, rate, within) for w in gpus] for n in tokens]
-            for way, name in names.items()
-        },
-        gpus,
-        tokens,
+    by = (
+        f"Predicted, not measured: {rate / 1e12:.0f}e12 operations a second; hosts of {model.HOST} GPUs, "
+        f"{within / 1e9:.0f} GB/s within a host, {model.BETWEEN / 1e9:.0f} GB/s between hosts; causal, 16 heads of 128 "
+        "columns."
     )
+    of = {
+        name: [[model.efficiency(way, w, n, rate, within) for w in gpus] for n in tokens]
+        for way, name in dict(ring="ring", ulysses="Ulysses", both="both").items()
+    }
+    figures.predicted(of, gpus, tokens, by)
