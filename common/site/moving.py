@@ -14,10 +14,11 @@ from IPython.display import display
 from PIL import Image
 
 FOLDER = Path(__file__).parent / "pictures"
+STYLE, SCRIPT = '<link rel="stylesheet" href="shared.css">', '<script src="shared.js"></script>'
 WIDTH = 760  # of a still, in pixels of a page: a notebook's outputs are about so wide
 TITLES = {
     "softmax": "The online softmax", "tiles": "Tiles and bytes", "masks": "Masks and the grid",
-    "pipeline": "The pipeline of a multiprocessor",
+    "pipeline": "The pipeline of a multiprocessor", "ring": "A ring of ranks",
 }  # fmt: skip
 ALTS = {  # what the stills show
     "softmax": "Four logits as bars; the third, 5, is a new maximum. l and acc, as bars below, shrink by "
@@ -28,6 +29,8 @@ ALTS = {  # what the stills show
     "on six multiprocessors, one bar for each",
     "pipeline": "Timelines of the copy engine, the tensor cores, the exponential unit, the producer and two "
     "consumers over the first tiles of keys",
+    "ring": "Four ranks in a row. Each keeps its queries and holds the keys and values of another rank. Below, the "
+    "pairs of a chunk of queries and a chunk of keys: a number in those that are computed is their step, 0, 1 or 2",
 }
 INSTEAD = (
     "Here stands a picture that moves. To see it, trust this notebook (in JupyterLab: the command "
@@ -40,9 +43,16 @@ def still(name: str) -> Path:
     return FOLDER / f"{name}.png"
 
 
+def page(name: str) -> str:
+    """The picture as one page that asks for no other file."""
+    text = (FOLDER / f"{name}.html").read_text()
+    text = text.replace(STYLE, f"<style>\n{(FOLDER / 'shared.css').read_text()}</style>")
+    return text.replace(SCRIPT, f"<script>\n{(FOLDER / 'shared.js').read_text()}</script>")
+
+
 def digest(name: str) -> str:
     """What a still must carry to belong to the picture as it is now."""
-    return hashlib.sha256((FOLDER / f"{name}.html").read_bytes()).hexdigest()
+    return hashlib.sha256(page(name).encode()).hexdigest()
 
 
 def show_moving(name: str) -> None:
@@ -59,6 +69,6 @@ def framed(name: str) -> str:
     """The picture's whole page inside a frame, as high as its still at the still's width."""
     with Image.open(still(name)) as image:
         height = image.height * WIDTH // image.width
-    page = html.escape((FOLDER / f"{name}.html").read_text(), quote=False).replace("'", "&#39;")
+    whole = html.escape(page(name), quote=False).replace("'", "&#39;")
     style = f'style="width: 100%; height: {height}px; border: 0"'
-    return f"""<iframe title="{TITLES[name]}" sandbox="allow-scripts" {style} srcdoc='{page}'>{INSTEAD}</iframe>"""
+    return f"""<iframe title="{TITLES[name]}" sandbox="allow-scripts" {style} srcdoc='{whole}'>{INSTEAD}</iframe>"""

@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import sync_playwright
 
 SHARPNESS = 1.5  # an image's pixels for each of the page
-STEPS = {"softmax": 3, "tiles": 6, "masks": 4, "pipeline": 6}
+STEPS = {"softmax": 3, "tiles": 6, "masks": 4, "pipeline": 6, "ring": 1}
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ A row holds the time of a forward and a backward pass of one sequence (bf16, cau
 and their ratio by GPU (efficiency 1: W GPUs are W times as fast). Beside it stand the bytes that a rank sends and its
 peak memory, counted and by formula. The time is that of the slowest rank. "replayed" is the ring as a CUDA graph,
 without the host's work. Two more rows are parts of the ring, each alone: "attention" the kernels of a rank's steps,
-"link" the move of a rank's keys and values to the next one.
+"link" the transfer of a rank's keys and values to the next one.
 """
 
 import functools
@@ -39,7 +39,7 @@ ROUNDS, ROUND_MS = 5, 300  # ms: about how long a round of long calls may take
 def sent_bytes(way: str, ranks: int, heads_q: int, heads_kv: int, seq: int, head_dim: int, itemsize=2):
     """(forward, backward): bytes that a rank sends for one sequence that all ranks share evenly.
 
-    "gather" counts a rank's share once for every other rank, as if each got it directly.
+    "gather" counts a rank's shard once for every other rank, as if each got it directly.
     """
     rows = seq // ranks
     q, kv = (heads * rows * head_dim * itemsize for heads in (heads_q, 2 * heads_kv))
@@ -59,10 +59,10 @@ def ring_peak_bytes(ranks: int, heads_q: int, heads_kv: int, seq: int, head_dim:
     rows, itemsize = seq // ranks, 2
     q, kv = heads_q * rows * head_dim, 2 * heads_kv * rows * head_dim
     saved = (3 * q + kv) * itemsize + 4 * heads_q * rows  # q, o, dO; k, v; LSE
-    shares = min(2, ranks - 1) * kv * itemsize  # here, and on their way
+    shards = min(2, ranks - 1) * kv * itemsize  # here, and on their way
     gradients = 4 * q + (q + kv) * itemsize  # dQ; terms of dQ, dK and dV
     gradients += kv // 2 * itemsize  # one's own terms, of half of the heads
-    return saved + shares + gradients + 2 * 4 * kv  # sums that leave, sums that come
+    return saved + shards + gradients + 2 * 4 * kv  # sums that leave, sums that come
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------

@@ -73,9 +73,9 @@ def check_result(rank, inputs, dq, dkv, own_in_halves=False):
         "these are its own keys in every step: kv must become what came": ranks * of_queries[number],
         "this is the term of the last step alone: add the terms up": of_queries[after],
     }
-    moves = f"these are the gradients of rank {after}'s keys: the sums need one move more than the keys"
+    short = f"these are the gradients of rank {after}'s keys: the sums need one transfer more than the keys"
     mistakes = {
-        moves: of_keys[after],
+        short: of_keys[after],
         "a rank has added up its own terms, of all keys: the sum must go where its keys go": of_before,
         "these are the rank's own terms, of all keys: the sum must go where its keys go": of_own,
     }

@@ -15,7 +15,7 @@ Its n-th receive brings the n-th send of the rank before.
 Keys and values must be on their way while the rank computes, and so must the sums, from the second step on. A tensor
 that is being sent must not change.
 
-Notebook: phase5_tuning/context_parallel.ipynb, section 4.
+Notebook: phase5_tuning/context_parallel.ipynb, section 4.1.
 """
 
 

@@ -1,19 +1,20 @@
 """Attention over several GPUs: each rank holds a part of the sequence, and keys and values travel.
 
 Rank r of W holds the queries, keys and values of two chunks of the sequence, r and 2W - 1 - r of 2W. Its queries must
-meet all keys. They meet them a rank's share at a time:
+meet all keys. They meet them a shard at a time:
 
-    (o, lse) of the share that is here        phase 5's forward pass, as on one GPU
+    (o, lse) of the shard that is here        phase 5's forward pass, as on one GPU
     merge into the result so far              phase 1's merge: o and LSE of disjoint sets of keys
     meanwhile: keys and values move on by a rank
 
-After W steps every share has been everywhere. The backward pass goes round once more; dK and dV
+After W steps every shard has been everywhere. The backward pass goes round once more; dK and dV
 travel with their keys and collect a term from every other rank, in fp32 and in the order of the
 ring, so that every run gives the same bits. One's own terms stay at home: those of half of the heads
 are computed while the first keys travel, the others while the sums come home.
 
 Two other ways stand beside the ring, to compare with: `all_gather_attention` brings all keys at once,
-`ulysses_attention` gives each rank all rows of some heads.
+`ulysses_attention` gives each rank all rows of some heads. `mesh_attention` does the latter within a host
+and runs the ring between hosts.
 
 Builds on: `attention_forward` and `attention_backward` of this phase, ranks.py (who holds which
 rows, and whether the ranks agree), and torch.distributed.
@@ -29,11 +30,12 @@ from phase5_tuning.attention import flash_attention
 from phase5_tuning.decode.merge import merge_
 from phase5_tuning.passes.backward import attention_backward
 from phase5_tuning.passes.forward import attention_forward
-from phase5_tuning.ring.ranks import agreed, chunk_lengths, joined, meeting, shard_of, side_group
+from phase5_tuning.ring.ranks import agreed, chunk_lengths, heard_by_all, joined, meeting, shard_of, side_group
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 # --- whole and sharded ------------------------------------------------------------------------------------------------
 
@@ -108,9 +110,9 @@ def _around(ring: Ring, kv: torch.Tensor, lengths: Sequence[int]) -> Iterator:
 
 def _at_once(ring: Ring, kv: torch.Tensor, lengths: Sequence[int]) -> Iterator:
     """As `_around`, after one all-gather: every rank holds all keys and values."""
-    shares = _gathered(kv, lengths, ring.group)
+    shards = _gathered(kv, lengths, ring.group)
     for step in range(ring.ranks):
-        yield ring.source(step), shares[ring.source(step)]
+        yield ring.source(step), shards[ring.source(step)]
 
 
 class _Travelling:
@@ -120,7 +122,7 @@ class _Travelling:
         self.ring, self.lengths, self.transfer = ring, lengths, None
 
     def add(self, source: int, kv: torch.Tensor, where, terms) -> None:
-        """Add the terms (dk, dv) at `where` in the share kv of rank `source`."""
+        """Add the terms (dk, dv) at `where` in the shard kv of rank `source`."""
         if self.transfer is None:
             sums = _begun(kv, where, terms)
         else:
@@ -130,12 +132,12 @@ class _Travelling:
         self.transfer = self.ring.pass_on(sums, self.lengths[(source - 1) % self.ring.ranks])
 
     def home(self) -> torch.Tensor:
-        """dK and dV of this rank's share, in fp32, as all other ranks have computed them."""
+        """dK and dV of this rank's shard, in fp32, as all other ranks have computed them."""
         return _wait(self.transfer)
 
 
 class _Kept:
-    """As `_Travelling`, but a rank keeps its terms of each share to the end, and then sends all home."""
+    """As `_Travelling`, but a rank keeps its terms of each shard to the end, and then sends all home."""
 
     def __init__(self, ring: Ring, lengths: Sequence[int]):
         self.ring, self.rows, self.sums = ring, lengths[ring.rank], {}
@@ -164,13 +166,13 @@ def _begun(kv: torch.Tensor, where, terms: Sequence[torch.Tensor]) -> torch.Tens
 
 
 class _Sharded(torch.autograd.Function):
-    """Attention over the shares that `shares` yields; a `collector` brings dK and dV home."""
+    """Attention over the shards that `shards` yields; a `collector` brings dK and dV home."""
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal, scale, lengths_q, lengths_k, group, shares, collector):
+    def forward(ctx, q, k, v, is_causal, scale, lengths_q, lengths_k, group, shards, collector):
         ring, o = Ring(group), None
         early_q, early_k = (chunk_lengths(sum(n), ring.ranks) for n in (lengths_q, lengths_k))
-        for source, kv in shares(ring, torch.stack((k, v)).contiguous(), lengths_k):
+        for source, kv in shards(ring, torch.stack((k, v)).contiguous(), lengths_k):
             here = meeting(ring.rank, source, early_q[ring.rank], early_k[source], is_causal)
             rows, cols, masked = here
             near, far = q[:, :, rows], kv[:, :, :, cols]
@@ -182,20 +184,20 @@ class _Sharded(torch.autograd.Function):
             del kv, far  # else it would live until the next but one is on its way
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options = is_causal, scale, lengths_k, early_q, early_k, ring, shares, collector
+        ctx.options = is_causal, scale, lengths_k, early_q, early_k, ring, shards, collector
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         q, k, v, o, lse = ctx.saved_tensors
-        is_causal, scale, lengths_k, early_q, early_k, ring, shares, collector = ctx.options
+        is_causal, scale, lengths_k, early_q, early_k, ring, shards, collector = ctx.options
         heads, half, per_kv = k.shape[1], k.shape[1] // 2, q.shape[1] // max(k.shape[1], 1)
         dq, own = torch.zeros_like(q, dtype=torch.float32), []
         collected = collector(ring, lengths_k)
 
         def terms(source, far_k, far_v, first, end):
-            """(where, (dk, dv)) of the heads first to end of a rank's share; dQ's term is added."""
+            """(where, (dk, dv)) of the heads first to end of a rank's shard; dQ's term is added."""
             here = meeting(ring.rank, source, early_q[ring.rank], early_k[source], is_causal)
             rows, cols, masked = here
             near = slice(None), slice(first * per_kv, end * per_kv), rows
@@ -205,7 +207,7 @@ class _Sharded(torch.autograd.Function):
             dq[near] += part[0]
             return far, part[1:]
 
-        for source, kv in shares(ring, torch.stack((k, v)).contiguous(), lengths_k):
+        for source, kv in shards(ring, torch.stack((k, v)).contiguous(), lengths_k):
             if source != ring.rank:
                 collected.add(source, kv, *terms(source, *kv, 0, heads))
             elif half:  # half of its own heads, while the first keys travel
@@ -303,19 +305,71 @@ def _attend(name, way, q, k, v, is_causal, scale, enable_gqa, group):
 
 
 def ulysses_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, group=None):
-    """As `context_parallel_attention`, by an all-to-all: a rank gets all rows of its share of the heads, attends as one
+    """As `context_parallel_attention`, by an all-to-all: a rank gets all rows of its part of the heads, attends as one
     GPU does, and sends the rows back.
 
     Raises ValueError too if heads_q or heads_kv cannot be divided by the number of ranks.
     Source: Jacobs et al., arXiv 2309.14509.
     """
     name = "ulysses_attention"
+    scale, *lengths = _agreed_on_heads(name, q, k, v, is_causal, scale, enable_gqa, group)
+    attend = functools.partial(flash_attention, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    return _over_heads(attend, q, k, v, *lengths, group)
+
+
+def _agreed_on_heads(name, q, k, v, is_causal, scale, enable_gqa, group) -> tuple:
+    """As `agreed`, if the ranks of the group can also divide the heads."""
     scale, rows_q, rows_k = agreed(name, q, k, v, is_causal, scale, enable_gqa, group)
     for what, heads in dict(heads_q=q.shape[1], heads_kv=k.shape[1]).items():
         if heads % len(rows_q):
             raise ValueError(f"{what}: {heads} heads cannot be shared by {len(rows_q)} ranks")
+    return scale, rows_q, rows_k
+
+
+def _over_heads(attend, q, k, v, rows_q, rows_k, group) -> torch.Tensor:
+    """attend(q, k, v) with all rows of the group and this rank's heads; its result in this rank's rows."""
     q, k, v = (
         _Turned.apply(t, _to_heads, _to_rows, rows, group) for t, rows in ((q, rows_q), (k, rows_k), (v, rows_k))
     )
-    o = flash_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    return _Turned.apply(o, _to_rows, _to_heads, rows_q, group)
+    return _Turned.apply(attend(q, k, v), _to_rows, _to_heads, rows_q, group)
+
+
+# --- both: heads within a host, the ring between hosts ----------------------------------------------------------------
+
+
+def mesh_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, *, mesh: DeviceMesh) -> torch.Tensor:
+    """As `context_parallel_attention`, on a mesh (hosts, GPUs of a host): the GPUs of a host exchange rows for heads,
+    as in `ulysses_attention`, and keys and values of these heads go round a ring of hosts.
+
+    q, k and v are shards as `mesh_shard` gives them, and so is o. All ranks of the mesh must call it. Raises TypeError
+    if mesh is no DeviceMesh, and ValueError if it has not two dimensions; ValueError on all ranks if the GPUs of a host
+    cannot divide heads_q or heads_kv.
+    Source: Fang and Zhao, arXiv 2405.07719.
+    """
+    between, within = _levels(mesh)
+    with heard_by_all("host", between):
+        options = is_causal, scale, enable_gqa
+        scale, *lengths = _agreed_on_heads("mesh_attention", q, k, v, *options, within)
+    options = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa, group=between)
+    return _over_heads(functools.partial(context_parallel_attention, **options), q, k, v, *lengths, within)
+
+
+def mesh_shard(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's rows of x (..., seq, head_dim): the shard of its host, and of that the shard of its GPU."""
+    between, within = _levels(mesh)
+    return shard(shard(x, between), within)
+
+
+def mesh_unshard(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """What undoes `mesh_shard`: the whole tensor, on every rank, without a gradient."""
+    between, within = _levels(mesh)
+    return unshard(unshard(x, within), between)
+
+
+def _levels(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The groups of this rank: one rank of each host, and the ranks of its host."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim != 2:
+        raise ValueError(f"mesh: expected two dimensions (hosts, GPUs of a host), got {mesh.ndim}")
+    return mesh.get_all_groups()

@@ -1,4 +1,6 @@
-"""Ranks of a ring inside one process: messages, deadlocks and races, without a GPU or a second process.
+"""Two models of attention over several GPUs, without a GPU: its messages, and the time that it takes.
+
+Ranks of a ring inside one process, with deadlocks and races:
 
     def program(rank, x):
         sending, coming = rank.send(x), rank.receive()
@@ -12,6 +14,8 @@ Each rank is a thread, and one thread runs at a time. A send is done when the ne
 the receive that matches it: the n-th send of a rank belongs to the n-th receive of the next. Transfers
 are independent of one another, as with `isend` and `irecv` over gloo. Over NCCL a send and a receive
 that are started apart may wait for one another; `batch_isend_irecv` starts them as one group.
+
+`efficiency` predicts how near several GPUs come to as many times the speed of one, also on several hosts.
 """
 
 import threading
@@ -195,3 +199,53 @@ class Given(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do):
         return *ctx.grads, None, None, None, None
+
+
+# --- time ----------------------------------------------------------------------------------------------------------
+
+HOST = 8  # GPUs of a host: an assumption
+BETWEEN = 50e9  # bytes a second that a GPU sends to other hosts while it receives as many: an assumption
+WAYS = "ring", "ulysses", "both"
+
+
+def efficiency(
+    way: str, gpus: int, tokens: int, rate: float, within: float,
+    heads: int = 16, heads_kv: int = 16, head_dim: int = 128,
+) -> float | None:  # fmt: skip
+    """Predicted: T1 / (gpus * T) of a causal forward and backward pass of one sequence, in 16 bits.
+
+    way: of WAYS; "both" shares out the heads within a host and runs the ring between hosts. gpus: up to HOST, or a
+    multiple of it. rate: operations a second of a GPU. within: bytes a second between GPUs of a host. None where the
+    heads cannot be shared out. Launches, merges and additions are left out, and so is that kernels are slower on few
+    rows: so the true efficiency is lower. Raises ValueError if there is no such way.
+    """
+    if way not in WAYS:
+        raise ValueError(f"way: expected one of {', '.join(WAYS)}, got {way!r}")
+    sharing = dict(ring=1, ulysses=gpus, both=min(HOST, gpus))[way]
+    if heads % sharing or heads_kv % sharing:
+        return None
+    ranks = gpus // sharing
+    link = within if gpus <= HOST else BETWEEN  # the slowest link on the way holds up all of a ring
+    sizes = tokens, heads / sharing, heads_kv / sharing, head_dim
+    seconds = _exchange_seconds(gpus, sharing, tokens, heads, heads_kv, head_dim, within)
+    seconds += _ring_seconds(ranks, *sizes, rate, link)
+    return _ring_seconds(1, tokens, heads, heads_kv, head_dim, rate, link) / (gpus * seconds)
+
+
+def _ring_seconds(ranks, tokens, heads, heads_kv, head_dim, rate, link) -> float:
+    """Both passes; a step takes as long as its products, or as its transfers if these take longer."""
+    rows = tokens / ranks
+    products = 2 * rows**2 * heads * head_dim / rate  # of a forward step
+    keys = 4 * rows * heads_kv * head_dim / link if ranks > 1 else 0.0  # the sums, in fp32, take twice as long
+    seconds = products + (ranks - 1) * max(products, keys)
+    seconds += max(1.25 * products, keys) + max(1.25 * products, 2 * keys)  # one's own keys, half and half
+    for step in range(1, ranks):
+        seconds += max(2.5 * products, keys * (step + 1 < ranks) + 2 * keys * (step > 1))
+    return seconds
+
+
+def _exchange_seconds(gpus, sharing, tokens, heads, heads_kv, head_dim, within) -> float:
+    """In both passes Q, K, V and O go through all-to-alls of `sharing` GPUs; nothing is computed meanwhile."""
+    to_each = 2 * 2 * (2 * heads + 2 * heads_kv) * tokens / gpus * head_dim / sharing
+    near = min(HOST, sharing)
+    return max(to_each * (near - 1) / within, to_each * (sharing - near) / BETWEEN)

@@ -4,9 +4,10 @@ Builds on: torch.distributed; the arithmetic of rows needs no process group.
 Source: Llama 3, arXiv 2407.21783, section 3.3.2 (two chunks a rank).
 """
 
+import contextlib
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from common import validate
@@ -104,6 +105,26 @@ def agreed(name: str, q, k, v, is_causal, scale, enable_gqa, group) -> tuple:
     if len(set(digests)) > 1 or 0 in digests:
         _raise_what_differs(wrong, facts, group)
     return scale, *_checked_rows(*all_rows, is_causal)
+
+
+@contextlib.contextmanager
+def heard_by_all(name: str, group) -> Iterator[None]:
+    """What the block raises on a rank of the group, all others raise as a ValueError that names it by its number.
+
+    name: what a rank of the group is, as in "host 1 raised".
+    """
+    wrong = None
+    try:
+        yield
+    except Exception as error:
+        wrong = error
+    errors = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, wrong and f"{type(wrong).__name__}: {wrong}", group=side_group(group))
+    if wrong:
+        raise wrong
+    for number, error in enumerate(errors):
+        if error:
+            raise ValueError(f"{name} {number} raised {error}")
 
 
 def _digest(facts: dict) -> int:

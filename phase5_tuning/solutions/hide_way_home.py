@@ -1,8 +1,8 @@
 """Let dK and dV come home while something is computed.
 
-In bring_home.py the last move has nothing beside it: all products are done when the sums start for home. Two
-observations help. A rank's own terms of dK and dV need not travel, as its own keys are at home. And its own keys need
-not all be attended to in the first step.
+In bring_home.py nothing is computed beside the last transfer: all products are done when the sums start for home.
+Two observations help. A rank's own terms of dK and dV need not travel, as its own keys are at home. And its own keys
+need not all be attended to in the first step.
 
     q, kv, o, lse, do, `rank` and what is returned: as in bring_home.py
 

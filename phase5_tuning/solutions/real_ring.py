@@ -22,7 +22,7 @@ process group is there before it calls ring_attention. `dist` is torch.distribut
 Every transfer must be under way while the rank attends, and nothing is sent that nobody needs. Collectives, threads,
 and the send and recv that wait by themselves, are not used.
 
-Notebook: phase5_tuning/context_parallel.ipynb, section 6.1.
+Notebook: phase5_tuning/context_parallel.ipynb, section 5.
 """
 
 from phase5_tuning.given import attention_forward, merge_

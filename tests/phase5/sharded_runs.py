@@ -17,6 +17,7 @@ from phase5_tuning.ring.heartbeat import heartbeat
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -158,8 +159,8 @@ def twice(call, x: torch.Tensor) -> None:
     dx.sum().backward()
 
 
-class SharesAlive(TorchDispatchMode):
-    """`most`: by dtype, how many tensors with five axes were alive at a time: keys and values of a share in one, or dK
+class ShardsAlive(TorchDispatchMode):
+    """`most`: by dtype, how many tensors with five axes were alive at a time: keys and values of a shard in one, or dK
     and dV. A tensor that is being sent is alive as long as its transfer holds it.
     """
 
@@ -234,9 +235,9 @@ def run(rank: int, ranks: int, folder: str) -> None:
         if case == "causal":
             again = attend(way, case)
             got["again"][way, case] = [torch.equal(*t) for t in zip(mine, again, strict=True)]
-    with SharesAlive() as shares:
+    with ShardsAlive() as shards:
         got["sent"] = context_bench.counted(lambda: attend(RING, "even shards"))
-    got["alive"] = shares.most
+    got["alive"] = shards.most
     got["small terms"] = {way: sums_of_small_terms(way) for way in (RING, GATHERED) if ranks > 1}
     got["idle"] = idle_transfers(lambda: attend(RING, "four heads"))
     got["round trip"] = [
@@ -263,6 +264,40 @@ def in_a_subgroup(rank: int, ranks: int, folder: str) -> None:
     dist.barrier()
     later = dist.new_group(range(ranks), timeout=datetime.timedelta(seconds=GUARD / 6))
     dist.barrier(later)
+    dist.destroy_process_group()
+
+
+MESH_CASES = (
+    "grouped heads",
+    "four heads",
+    "strided",
+)  # causal with rows that 8 chunks cannot share evenly; full; causal
+
+
+def on_a_mesh(rank: int, ranks: int, folder: str) -> None:
+    """Two hosts of two ranks: results in folder/<rank>.pt, and what a rank hears where something is wrong."""
+    begin(rank, ranks, folder)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
+    got = dict(whole={}, errors={})
+    for case in MESH_CASES:
+        *qkv, do = (cp.mesh_shard(t, mesh) for t in inputs(case))
+        qkv = [t.requires_grad_() for t in qkv]
+        o = cp.mesh_attention(*qkv, **CASES[case][1], mesh=mesh)
+        results = o.detach(), *torch.autograd.grad(o, qkv, do)
+        got["whole"][case] = [cp.mesh_unshard(t, mesh) for t in results]
+    last, x = rank == ranks - 1, cp.mesh_shard(torch.zeros(1, 2, 8, 16), mesh)
+    odd, one = cp.mesh_shard(torch.zeros(1, 3, 8, 16), mesh), x[:, :1]
+    for name, args, options in (
+        ("no mesh", [x] * 3, dict(mesh=None)),
+        ("one dimension", [x] * 3, dict(mesh=mesh["within"])),
+        ("heads_q", [odd] * 3, dict(mesh=mesh)),
+        ("heads_kv", [x, one, one], dict(enable_gqa=True, mesh=mesh)),
+        ("one rank's scale", [x] * 3, dict(scale=2.0 if last else None, mesh=mesh)),
+        ("one host's mask", [x] * 3, dict(is_causal=rank >= 2, mesh=mesh)),
+        ("afterwards", [x] * 3, dict(mesh=mesh)),
+    ):
+        got["errors"][name] = said(cp.mesh_attention, args, options)
+    torch.save(got, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 

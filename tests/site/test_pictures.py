@@ -45,11 +45,16 @@ def visit(browser):
         return page
 
     yield open_picture
-    pages = {(FOLDER / f"{name}.html").as_uri() for name in NAMES}
+    pages = {path.as_uri() for path in FOLDER.iterdir()}
     assert not heard
     assert all(url.partition("?")[0] in pages or url.startswith("data:") for url in asked), asked
     for page in opened:
         page.close()
+
+
+def rewind(page):
+    while page.get_by_role("button", name="Back").is_enabled():
+        page.get_by_role("button", name="Back").click()
 
 
 def number(text):
@@ -117,7 +122,7 @@ def test_a_page_around_it_learns_its_height(visit, name):
 
 
 def test_what_the_pictures_share_is_the_same_in_all():
-    pages = [(FOLDER / f"{name}.html").read_text() for name in NAMES]
+    pages = [(FOLDER / f"{name}.html").read_text() for name in NAMES if name != "ring"]
     styles = {page.split("</style>")[0].split("<style>")[1] for page in pages}
     scripts = {re.search(r"// --- what all pictures share.*?\n\n// ---", page, re.S)[0] for page in pages}
     assert len(styles) == len(scripts) == 1
@@ -323,6 +328,39 @@ def test_masks_time_moves_by_click_key_and_pointer(visit):
     box = page.locator("#picture").bounding_box()
     page.locator("#picture").click(position=dict(x=page.evaluate("x(6.5)"), y=box["height"] - 100))
     assert page.locator("#say").inner_text().startswith("Time 6 of 28: 6 of 6")
+
+
+# --- ring ----------------------------------------------------------------------------------------
+
+SPLITS = dict(
+    contiguous=lambda rank, ranks: (2 * rank, 2 * rank + 1), zigzag=lambda rank, ranks: (rank, 2 * ranks - 1 - rank)
+)  # the chunks of a rank
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("split", ["full", *SPLITS])
+def test_the_ring_counts_work_and_whose_keys_are_where(visit, ranks, split):
+    page = visit("ring")
+    page.locator("#ranks").select_option(str(ranks))
+    page.locator("#split").select_option(split)
+    rewind(page)
+    done, time = np.zeros(ranks), 0.0
+    for step in range(ranks):
+        page.get_by_role("button", name="Step").click()
+        sources = [(rank - step) % ranks for rank in range(ranks)]
+        work = np.full(ranks, 4.0)
+        if split != "full":
+            held = [SPLITS[split](rank, ranks) for rank in range(ranks)]
+            work = np.array(
+                [sum((1 + np.sign(i - j)) / 2 for i in held[rank] for j in held[source])
+                 for rank, source in enumerate(sources)]
+            )  # fmt: skip
+        done, time = done + work, time + work.max()
+        table = [[number(x) for x in line.locator("td").all_inner_texts()] for line in page.locator("tbody tr").all()]
+        assert np.array_equal(np.transpose(table), [sources, work, done])
+    said = page.locator("#say").inner_text()
+    assert f"The steps took {time:g}, and the ranks were busy {100 * done.mean() / time:.0f} % of it." in said
+    assert page.get_by_role("button", name="Step").is_disabled()
 
 
 # --- pipeline ------------------------------------------------------------------------------------

@@ -987,6 +987,15 @@ WRONG = {
             },
             "not add up to 1. Do they come from the new lse",
         ),
+        Wrong(
+            "exercise 1.2, in place, without its guard",
+            {
+                'gap = (lse_part - lse).masked_fill(both == float("-inf"), 0.0)': "shift = both",
+                "torch.sigmoid(-gap)": "(lse - shift).exp()",
+                "torch.sigmoid(gap)": "(lse_part - shift).exp()",
+            },
+            "not add up to 1. Do they come from the new lse",
+        ),
         Wrong("-inf - (-inf)", {'.masked_fill(both == float("-inf"), 0.0)': ""}, "there is a NaN"),
         Wrong(
             "not in place",
@@ -1132,7 +1141,7 @@ WRONG = {
         ),
     ],
     "causal_ring": [
-        Wrong("keys of the next rank", {"(rank.number - step)": "(rank.number + step)"}, "(number - step) % ranks"),
+        Wrong("keys of the next rank", {"(rank.number - step)": "(rank.number + step)"}, "comes from the rank before"),
         Wrong(
             "no mask at all",
             {
@@ -1175,7 +1184,9 @@ WRONG = {
             "only its own keys need a mask",
         ),
         Wrong(
-            "no modulo", {"(rank.number - step) % rank.ranks": "rank.number - step"}, "is number - step taken % ranks"
+            "no modulo",
+            {"(rank.number - step) % rank.ranks": "rank.number - step"},
+            "can the number of a rank be negative",
         ),
         Wrong(
             "early queries of a rank before",
@@ -1203,17 +1214,17 @@ WRONG = {
                     "merge_(o[late], lse[late], *rank.attend(q[late], kv[:, early]))"
                 )
             },
-            "here only the late queries see them",
+            "here only the late queries see the early keys",
         ),
         Wrong(
             "late keys of a rank after are missing",
             {"rank.attend(q[late], kv)": "rank.attend(q[late], kv[:, early])"},
-            "see the early one alone",
+            "see the early chunk alone",
         ),
         Wrong(
             "late keys of a rank after alone",
             {"rank.attend(q[late], kv)": "rank.attend(q[late], kv[:, late])"},
-            "see the late one alone",
+            "see the late chunk alone",
         ),
         Wrong(
             "rows of a chunk by the number of ranks",
@@ -1244,7 +1255,7 @@ WRONG = {
                 ),
                 "    sending_sum.wait()\n    return dq, coming_sum.wait()": "    return dq, dkv",
             },
-            "one move more than the keys",
+            "one transfer more than the keys",
         ),
         Wrong("what comes is not added", {"dkv += coming_sum.wait()": "coming_sum.wait()"}, "this is one rank's term"),
         Wrong(

@@ -94,6 +94,39 @@ def test_a_subgroup_attends_without_the_others(tmp_path):
             verify(case, results)
 
 
+@pytest.fixture(scope="module")
+def mesh_runs(tmp_path_factory):
+    """What each of four ranks got, two hosts of two."""
+    folder = tmp_path_factory.mktemp("mesh")
+    assert ended(started(sharded_runs.on_a_mesh, 4, folder), sharded_runs.GUARD) == [0] * 4
+    return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
+
+
+@pytest.mark.parametrize("case", sharded_runs.MESH_CASES)
+def test_heads_within_hosts_and_a_ring_between_give_attention_and_its_gradients(mesh_runs, case):
+    for of_rank in mesh_runs[1:]:
+        assert all(map(torch.equal, mesh_runs[0]["whole"][case], of_rank["whole"][case]))
+    verify(case, mesh_runs[0]["whole"][case])
+
+
+def test_what_is_wrong_on_a_mesh_is_named_on_every_rank(mesh_runs):
+    heard = [of_rank["errors"] for of_rank in mesh_runs]
+    scale = "scale: the ranks disagree: rank 0: 0.25, rank 1: 2.0"
+    mask = "is_causal: the ranks disagree: rank 0: False, rank 1: True"
+    everywhere = {
+        "no mesh": ("TypeError", "mesh: expected a DeviceMesh, got NoneType"),
+        "one dimension": ("ValueError", "mesh: expected two dimensions (hosts, GPUs of a host), got 1"),
+        "heads_q": ("ValueError", "heads_q: 3 heads cannot be shared by 2 ranks"),
+        "heads_kv": ("ValueError", "heads_kv: 1 heads cannot be shared by 2 ranks"),
+        "one host's mask": ("ValueError", mask),
+        "afterwards": ("nothing", ""),
+    }
+    for name, said in everywhere.items():
+        assert [of_rank[name] for of_rank in heard] == [said] * 4
+    others, theirs = ("ValueError", f"host 1 raised ValueError: {scale}"), ("ValueError", scale)
+    assert [of_rank["one rank's scale"] for of_rank in heard] == [others, others, theirs, theirs]
+
+
 def test_gradients_are_summed_in_fp32_and_rounded_once(runs):
     ranks, got = runs
     terms = 1 + (ranks - 1) * torch.tensor(sharded_runs.SMALL)
@@ -267,7 +300,7 @@ def test_the_bench_s_formula_is_the_number_of_bytes_sent(runs):
     assert [of_rank["sent"] for of_rank in got] == [expected] * ranks
 
 
-def test_two_shares_and_two_sums_are_alive_at_most(runs):
+def test_two_shards_and_two_sums_are_alive_at_most(runs):
     """Those that leave and those that come: what context_bench.ring_peak_bytes counts."""
     ranks, got = runs
     expected = {} if ranks == 1 else {torch.float16: 2, torch.float32: 2}
@@ -275,6 +308,6 @@ def test_two_shares_and_two_sums_are_alive_at_most(runs):
 
 
 def test_something_is_computed_during_each_transfer(runs):
-    """Keys and values travel in both passes, sums in the second; none makes the last move of a whole turn."""
+    """Keys and values travel in both passes, sums in the second; none makes a last transfer round the whole ring."""
     ranks, got = runs
     assert [of_rank["idle"] for of_rank in got] == [(3 * (ranks - 1), 0)] * ranks

@@ -4,8 +4,9 @@ import threading
 
 from common import make_qkv, verify_results
 from common.verify.reference import naive_attention, naive_attention_backward
+from phase5_tuning.bench.ring import sent_bytes
 from phase5_tuning.ring.attention import merge_
-from phase5_tuning.ring.model import Deadlock, Given, Race, run, times_computed
+from phase5_tuning.ring.model import BETWEEN, HOST, WAYS, Deadlock, Given, Race, efficiency, run, times_computed
 
 import pytest
 import torch
@@ -147,3 +148,45 @@ def test_a_causal_ring_computes_each_pair_once_if_it_knows_whose_keys_it_holds(r
     assert len(work) <= 1
     once, _ = times_computed(ranks, 4, lambda rank, step: (rank + step) % ranks)
     assert once == (ranks < 3)
+
+
+def products(tokens, rate):
+    """Seconds of one GPU: 7 N^2 H D operations, with 16 heads of 128."""
+    return 7 * tokens**2 * 16 * 128 / rate
+
+
+@pytest.mark.parametrize("gpus", [2, 8, 16, 64])
+def test_gpus_that_compute_at_once_take_as_long_as_their_bytes(gpus):
+    link = 1e11 if gpus <= HOST else BETWEEN
+    sent = sum(sent_bytes("ring", gpus, 16, 16, 2**20, 128))
+    assert products(2**20, 1e30) / (gpus * efficiency("ring", gpus, 2**20, 1e30, 1e11)) == pytest.approx(sent / link)
+
+
+def test_an_exchange_of_heads_takes_as_long_as_its_bytes_on_the_slower_links():
+    for gpus in (2, 8, 16):
+        sent = sum(sent_bytes("ulysses", gpus, 16, 16, 2**20, 128))
+        took = products(2**20, 1e30) / (gpus * efficiency("ulysses", gpus, 2**20, 1e30, 1e11))
+        links = {2: sent / 1e11, 8: sent / 1e11, 16: sent * 8 / 15 / BETWEEN}
+        assert took == pytest.approx(links[gpus])
+
+
+def test_gpus_that_send_at_once_lose_nothing():
+    for way, gpus in (("ring", 4), ("ulysses", 8), ("both", 8)):
+        assert efficiency(way, gpus, 2**20, 1.0, 1e11) == pytest.approx(1.0)
+    assert efficiency("both", 1024, 2**24, 5e14, 1e30) == pytest.approx(1.0)
+
+
+def test_both_ways_are_each_of_them_where_there_is_nothing_else():
+    for gpus in (1, 2, 8):
+        assert efficiency("both", gpus, 2**16, 5e14, 3e11) == efficiency("ulysses", gpus, 2**16, 5e14, 3e11)
+    assert efficiency("both", 1024, 2**20, 5e14, 1e30) == pytest.approx(
+        8 * efficiency("ring", 1024, 2**20, 5e14, 1), rel=0.01
+    )
+
+
+def test_heads_that_cannot_be_shared_out_have_no_prediction():
+    assert efficiency("ulysses", 32, 2**20, 5e14, 3e11) is None
+    assert efficiency("ulysses", 8, 2**20, 5e14, 3e11, heads_kv=4) is None
+    assert efficiency("both", 16, 2**20, 5e14, 3e11, heads_kv=4) is None
+    with pytest.raises(ValueError, match=f"way: expected one of {', '.join(WAYS)}, got 'gather'"):
+        efficiency("gather", 8, 2**20, 5e14, 3e11)

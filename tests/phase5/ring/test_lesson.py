@@ -1,0 +1,32 @@
+"""What the chapter's cells call beside their subject."""
+
+from phase5_tuning.ring import four_ranks, lesson
+from phase5_tuning.solutions.causal_ring import forward
+
+import pytest
+import torch
+from helpers import interpreted_only
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("seq", [1, 8, 13])
+def test_a_ring_of_threads_attends_as_one_process_where_its_shards_are_zigzag(seq):
+    q, k, v = torch.randn(3, 1, 2, seq, 4, generator=torch.Generator().manual_seed(seq))
+    right = scaled_dot_product_attention(q, k, v, is_causal=True)
+    close = {split: torch.allclose(lesson.over_ranks(forward, split)(q, k, v, True), right, atol=1e-5)
+             for split in lesson.SPLITS}  # fmt: skip
+    assert close == dict(zigzag=True, contiguous=seq == 1)
+
+
+def test_a_model_writes_what_it_writes_on_one_rank():
+    assert lesson.written(scaled_dot_product_attention, "12 ") == "12 twelve"
+
+
+def test_the_parts_of_a_time_add_up_to_it():
+    *parts, whole = (float(line.split()[-2]) for line in lesson.parts(65536))
+    assert sum(parts) == pytest.approx(whole, abs=0.2)  # each is rounded
+
+
+@interpreted_only
+def test_processes_that_fail_say_how():
+    assert "No module named" in lesson.ran(f"{four_ranks.__package__}.nobody", 1)
