@@ -3,6 +3,9 @@
 A picture is shown twice: as an image of one state, which every viewer shows, and as a page in a frame, which moves.
 Viewers remove the frame from a notebook that they do not trust, and then its inner text stands there; one that shows
 the frame does not show the text.
+
+`start` in pictures/shared.js says what a picture consists of. A new one is a page beside it, with a title and an
+alternative text here, a number of steps in `stills`, and a `show_moving` in a chapter.
 """
 
 import base64
@@ -14,6 +17,7 @@ from IPython.display import display
 from PIL import Image
 
 FOLDER = Path(__file__).parent / "pictures"
+STYLE, SCRIPT = '<link rel="stylesheet" href="shared.css">', '<script src="shared.js"></script>'
 WIDTH = 760  # of a still, in pixels of a page: a notebook's outputs are about so wide
 TITLES = {
     "softmax": "The online softmax", "tiles": "Tiles and bytes", "masks": "Masks and the grid",
@@ -40,9 +44,16 @@ def still(name: str) -> Path:
     return FOLDER / f"{name}.png"
 
 
+def page(name: str) -> str:
+    """The picture as one page that asks for no other file."""
+    text = (FOLDER / f"{name}.html").read_text()
+    text = text.replace(STYLE, f"<style>\n{(FOLDER / 'shared.css').read_text()}</style>")
+    return text.replace(SCRIPT, f"<script>\n{(FOLDER / 'shared.js').read_text()}</script>")
+
+
 def digest(name: str) -> str:
     """What a still must carry to belong to the picture as it is now."""
-    return hashlib.sha256((FOLDER / f"{name}.html").read_bytes()).hexdigest()
+    return hashlib.sha256(page(name).encode()).hexdigest()
 
 
 def show_moving(name: str) -> None:
@@ -59,6 +70,6 @@ def framed(name: str) -> str:
     """The picture's whole page inside a frame, as high as its still at the still's width."""
     with Image.open(still(name)) as image:
         height = image.height * WIDTH // image.width
-    page = html.escape((FOLDER / f"{name}.html").read_text(), quote=False).replace("'", "&#39;")
+    whole = html.escape(page(name), quote=False).replace("'", "&#39;")
     style = f'style="width: 100%; height: {height}px; border: 0"'
-    return f"""<iframe title="{TITLES[name]}" sandbox="allow-scripts" {style} srcdoc='{page}'>{INSTEAD}</iframe>"""
+    return f"""<iframe title="{TITLES[name]}" sandbox="allow-scripts" {style} srcdoc='{whole}'>{INSTEAD}</iframe>"""
