@@ -1,5 +1,6 @@
 """Sphinx's settings for the course's site, which common.site.build builds."""
 
+import os
 from pathlib import Path
 
 from common.site import links
@@ -27,8 +28,9 @@ myst_enable_extensions = ["dollarmath", "amsmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
 copybutton_selector = "div.cell_input pre, div.highlight-default pre, div.highlight-bash pre"
 suppress_warnings = ["myst.header", "mystnb.unknown_mime_type"]
+owner, _, repository = os.environ.get("GITHUB_REPOSITORY", "").partition("/")  # where GitHub builds the site
 ogp_site_name = project
-ogp_site_url = "/"  # pages name no server
+ogp_site_url = f"https://{owner}.github.io/{repository}/" if owner else "/"
 ogp_enable_meta_description = True
 ogp_social_cards = {"enable": False}
 

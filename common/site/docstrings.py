@@ -15,7 +15,9 @@ def as_markdown(text: str) -> str:
 
 
 def _block(block: str) -> str:
-    """A paragraph, or lines that are indented; a paragraph may have such lines at its end."""
+    """A list; or a paragraph, lines that are indented, or the one and then the other."""
+    if block.startswith("- "):
+        return _prose(block)
     lines = block.splitlines()
     flush = list(takewhile(lambda line: not line.startswith(" "), lines))
     prose, rest = _prose(" ".join(flush)), textwrap.dedent("\n".join(lines[len(flush) :]))

@@ -21,11 +21,19 @@ function compare({ target }) {
     said.textContent = `Your prediction: ${target.value}`;
 }
 
-// Boxes that scroll can be reached by keyboard; headings have levels, and headers words, for screen readers.
+// A box that scrolls is reached by keyboard.
 function makeReachable() {
   for (const box of document.querySelectorAll("article :is(pre, .table-wrapper, .output, div.math)"))
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
     else box.removeAttribute("tabindex");
+}
+
+// What furo and the tables leave without level, name or words.
+function nameForScreenReaders() {
+  for (const heading of document.querySelectorAll("[role=heading]:not([aria-level])")) heading.ariaLevel = 2;
+  for (const side of document.querySelectorAll("aside")) side.ariaLabel = side.className.split("-")[0];
+  for (const header of document.querySelectorAll("th"))
+    if (!header.textContent.trim()) header.replaceWith(document.createElement("td"));
 }
 
 addEventListener("DOMContentLoaded", () => {
@@ -33,8 +41,6 @@ addEventListener("DOMContentLoaded", () => {
   for (const frame of pictures()) frame.contentWindow.postMessage("height", "*"); // it may have told it before
   new MutationObserver(follow).observe(document.body, { attributeFilter: ["data-theme"] });
   for (const field of document.querySelectorAll(".prediction + input")) field.addEventListener("input", compare);
-  for (const heading of document.querySelectorAll("[role=heading]:not([aria-level])")) heading.ariaLevel = 2;
-  for (const header of document.querySelectorAll("th"))
-    if (!header.textContent.trim()) header.replaceWith(document.createElement("td"));
+  nameForScreenReaders();
 });
 for (const event of ["load", "resize"]) addEventListener(event, makeReachable);
