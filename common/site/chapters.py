@@ -24,6 +24,7 @@ ASKED = "Make a prediction: replace None in this cell by your answer, and run it
 UNASKED = re.compile(r"^No prediction yet:.*?\n(?=<details>)")  # before an answer
 UNTRIED = re.compile(r"^(.*): replace None in this cell by an expression, and run it again\.$", re.M)
 QUESTIONS = {"predict", "against", "attempt"}  # calls in whose place the site has fields
+NOTHING = "..."  # Sphinx leaves out a cell without text, and its outputs with it
 SHOWS = {"show", "show_diff", "show_moving", "figures"}  # calls whose text tells a reader nothing
 
 
@@ -53,12 +54,12 @@ def _without_questions(source: str) -> str:
     for statement in reversed(ast.parse(source).body):
         if isinstance(statement, ast.Expr | ast.Assign) and _called(statement.value) & QUESTIONS:
             del lines[statement.lineno - 1 : statement.end_lineno]
-    return "\n".join(lines).strip()
+    return "\n".join(lines).strip() or NOTHING
 
 
 def _fold(body: list[ast.stmt]) -> str:
     """How the site treats a cell of these statements: the tag for myst-nb, or nothing."""
-    if all(isinstance(s, ast.Expr) and _called(s.value) & SHOWS for s in body):
+    if all(isinstance(s, ast.Expr) and (_called(s.value) & SHOWS or ast.unparse(s) == NOTHING) for s in body):
         return "remove-input"
     apparatus = any(isinstance(s, ast.Import | ast.ImportFrom) for s in body)
     from_record = all(isinstance(s, ast.If) and "load" in _called(s.test) for s in body)
