@@ -1,80 +1,69 @@
 """Build the course's site: `python -m common.site.build`, or `make site`.
 
-Pages come from what the course has: the stored notebooks, the README, the glossary, the exercises' manifests and stubs,
-the modules, the public functions' docstrings and the records. They are copied or written into build/site/source, from
-which Sphinx makes build/site/html. No page asks for anything on another server.
+Pages come from what the course has: the stored notebooks, the exercises' manifests and stubs, the glossary and the
+other pages beside the README, the modules, the public functions' docstrings and the records. They are written into
+build/site/source, from which Sphinx makes build/site/html. No page asks for anything on another server.
 """
 
 import ast
 import html
 import importlib
 import inspect
-import json
+import os
 import re
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from string import Template
 
 from common.arguments import arguments
 from common.learn import exercises
 from common.measure import records
-from common.phases import APART, PHASES, ROOT
-from common.site import moving
+from common.phases import APART, PHASES, ROOT, Phase
+from common.site import chapters, docstrings, moving
 
 HERE = Path(__file__).parent
 BESIDE = "GLOSSARY", "WHY_SLOW", "CONTRIBUTING", "VERSIONS"  # pages that lie beside the README
-SOURCE, PAGES = (ROOT / "build" / "site" / name for name in ("source", "html"))
+MAIN = "flash_attention", "verify_results"  # of the public functions
+SOURCE, PAGES, CACHE = (ROOT / "build" / "site" / name for name in ("source", "html", "doctrees"))
 
 
-def main() -> int:
+def main(repository: str) -> int:
     shutil.rmtree(SOURCE.parent, ignore_errors=True)
-    (SOURCE / "_static").mkdir(parents=True)
-    shutil.copy(HERE / "conf.py", SOURCE)
-    for name in ("course.css", "course.js", "favicon.svg"):
-        shutil.copy(HERE / name, SOURCE / "_static")
-    pages = dict(index=index(), exercises=exercise_page(), code=code_page(), api=api_page())
-    pages |= dict(records=records_page(), pictures=pictures_page())
-    pages |= {name.lower(): linked((ROOT / f"{name}.md").read_text()) for name in BESIDE}
-    for name, text in pages.items():
-        (SOURCE / f"{name}.md").write_text(text)
-    for path in [*(path for phase in PHASES for path in phase.notebook_paths), *(ROOT / page for page in APART)]:
-        target = SOURCE / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(with_pictures(path.read_text()))
-    for path in re.findall(r"\]\((\S+\.png)\)", (ROOT / "README.md").read_text()):
-        (SOURCE / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, SOURCE / path)
+    for name, text in pages(repository):
+        (SOURCE / name).parent.mkdir(parents=True, exist_ok=True)
+        (SOURCE / name).write_text(text)
     shutil.copy(ROOT / "LICENSE", SOURCE)
-    for name in moving.TITLES:
-        shutil.copy(moving.FOLDER / f"{name}.html", SOURCE / "_static")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", SOURCE, PAGES]
-    return subprocess.run(command).returncode
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", HERE, "-d", CACHE, SOURCE, PAGES]
+    return subprocess.run(command, cwd=ROOT).returncode
 
 
-def with_pictures(notebook: str) -> str:
-    """A stored notebook whose moving pictures are the site's own, without their images."""
-    stored = json.loads(notebook)
-    for outputs in (cell["outputs"] for cell in stored["cells"] if "outputs" in cell):
-        for image, frame in list(pairwise(outputs)):
-            if name := image.get("metadata", {}).get("image/png", {}).get("still"):
-                frame["data"] = {"text/html": picture(name, "../_static/")}
-                outputs.remove(image)
-    return json.dumps(stored)
-
-
-def picture(name: str, folder: str = "_static/") -> str:
-    title = moving.TITLES[name]
-    return f'<iframe class="picture" src="{folder}{name}.html" title="{title}"></iframe>'
+def pages(repository: str) -> Iterator[tuple[str, str]]:
+    """(file, text) of all pages."""
+    yield "index.md", index(repository)
+    for path in [*(path for phase in PHASES for path in phase.notebook_paths), *(ROOT / page for page in APART)]:
+        yield str(path.relative_to(ROOT)), chapters.for_site(path)
+    yield "exercises.md", exercise_list()
+    for exercise in exercises.load():
+        yield f"exercises/{exercise.name}.md", exercise_page(exercise)
+    yield "pictures.md", pictures_page()
+    yield "records.md", records_page()
+    yield "code.md", code_page()
+    yield "api.md", api_page()
+    for name in BESIDE:
+        yield f"{name.lower()}.md", linked((ROOT / f"{name}.md").read_text())
 
 
 def linked(text: str) -> str:
     """Markdown of the repository with links to files turned to the pages that show them."""
-    text = re.sub(r"\]\(phase\w+/exercises/(\w+)\.py\)", r"](exercises.md#\1)", text)
+    text = re.sub(r"\]\(phase\w+/exercises/(\w+)\.py\)", r"](exercises/\1.md)", text)
     text = re.sub(r"\]\(((?:phase|common)[\w/]+)\.py\)", lambda m: f"](code.md#{_anchor(m[1])})", text)
     text = re.sub(r"\]\((phase\w+/results/\w+)\.json\)", lambda m: f"](records.md#{_anchor(m[1])})", text)
     text = re.sub(r"\]\(phase\w+/results/README\.md\)", "](records.md)", text)
+    text = re.sub(r"\]\((phase\w+/)?README\.md\)", "](index.md)", text)
     return re.sub(rf"\]\(({'|'.join(BESIDE)})\.md\)", lambda m: f"]({m[1].lower()}.md)", text)
 
 
@@ -82,39 +71,57 @@ def _anchor(path: str) -> str:
     return path.replace("/", "-").replace("_", "-")
 
 
-def index() -> str:
-    chapters = [str(p.relative_to(ROOT).with_suffix("")) for phase in PHASES for p in phase.notebook_paths]
-    rest = [page.removesuffix(".ipynb") for page in APART]
-    rest += ["exercises", "pictures", "glossary", "why_slow", "records", "code", "api", "contributing", "versions"]
-    page = linked((ROOT / "README.md").read_text())
-    for caption, names in (("Chapters", chapters), ("Beside them", rest)):
-        page += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n" + "\n".join(names) + "\n```\n"
-    return page
+def index(repository: str) -> str:
+    notebooks = [(phase, path) for phase in PHASES for path in phase.notebook_paths]
+    hours = [hours for phase in PHASES for hours in phase.hours]
+    names = [str(path.relative_to(ROOT).with_suffix("")) for _, path in notebooks]
+    cards = map(_card, notebooks, names, hours)
+    return Template((HERE / "index.md").read_text()).substitute(
+        repository=repository,
+        first=names[0],
+        picture=chapters.picture(next(iter(moving.TITLES))),
+        cards="\n\n".join(cards),
+        count=len(exercises.load()),
+        chapters="\n".join(names),
+        beside="\n".join(page.removesuffix(".ipynb") for page in APART),
+    )
 
 
-def exercise_page() -> str:
-    said = "Each is a file of the course to complete. `course next` brings it, `course check` judges it."
-    parts = ["# Exercises\n", f"{said}\n"]
-    for phase in PHASES:
-        parts.append(f"## Phase {phase.number}: {phase.title}\n")
-        for e in (e for e in exercises.load() if e.phase == phase):
-            chapter = f"{phase.folder}/{e.notebook}"
-            parts.append(f"({e.name})=\n### {e.number} {e.title}\n")
-            parts.append(f"About {e.minutes} minutes; it belongs to [section {e.section}]({chapter}).\n")
-            parts.append(_task(e.task))
-            parts.append(f"```python\n{_without_docstring(e.stub)}\n```\n")
-            for n, hint in enumerate(e.hints, start=1):
-                parts.append(f"<details><summary>Hint {n}</summary>\n\n{hint}\n\n</details>\n")
-    return "\n".join(parts)
+def _card(chapter: tuple[Phase, Path], name: str, hours: float) -> str:
+    phase, path = chapter
+    title = re.search(r"^# (.*)$", chapters.prose(path), re.M)[1]
+    count = sum((e.phase, e.notebook) == (phase, path.name) for e in exercises.load())
+    size = f"About {hours:g} hours, and {count} exercises"
+    return f":::{{grid-item-card}} {title}\n:link: {name}\n:link-type: doc\n\n{size}\n:::"
 
 
-def _task(text: str) -> str:
-    """An exercise's task in Markdown, without its last paragraph, which says where it belongs."""
-    paragraphs = text.rpartition("\n\nNotebook:")[0].split("\n\n")
-    as_text = [
-        p if p.startswith("    ") else re.sub(r"([*_$\\])", r"\\\1", html.escape(p, quote=False)) for p in paragraphs
+def exercise_list() -> str:
+    parts = [
+        "# Exercises",
+        "Each is a file of the course to complete. `course next` brings it, `course check` judges it.",
     ]
-    return "\n\n".join(as_text) + "\n"
+    for phase in PHASES:
+        own = [e for e in exercises.load() if e.phase == phase]
+        lines = [f"- [{e.number} {e.title}](exercises/{e.name}.md), about {e.minutes} minutes" for e in own]
+        parts += [f"## Phase {phase.number}: {phase.title}", "\n".join(lines)]
+    pages = "\n".join(f"exercises/{e.name}" for e in exercises.load())
+    return "\n\n".join([*parts, f"```{{toctree}}\n:hidden:\n\n{pages}\n```"]) + "\n"
+
+
+def exercise_page(e: exercises.Exercise) -> str:
+    chapter = f"[{e.notebook.removesuffix('.ipynb')}](/{e.phase.folder}/{e.notebook})"
+    parts = [
+        f"# {e.number} {e.title}",
+        f"About {e.minutes} minutes. It belongs to {chapter}, section {e.section.split()[0].rstrip('.')}.",
+        docstrings.as_markdown(e.task.rpartition("\n\nNotebook:")[0]),  # the last paragraph says where it belongs
+        f"The file to complete is `{e.file}`:",
+        f"```python\n{_without_docstring(e.stub)}\n```",
+        f"`course check {e.number}` says whether it is right.",
+    ]
+    parts += [
+        f"<details><summary>Hint {n}</summary>\n\n{hint}\n\n</details>" for n, hint in enumerate(e.hints, start=1)
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _without_docstring(stub: str) -> str:
@@ -133,17 +140,19 @@ def code_page() -> str:
 
 
 def api_page() -> str:
-    parts = ["# Public functions\n"]
-    for package in ("common", *(phase.folder for phase in PHASES)):
+    """What a user calls most comes first: the last phase's functions, those that judge, then the steps on the way."""
+    parts, shown = ["# Public functions"], set()
+    for package in (PHASES[-1].folder, "common", *(phase.folder for phase in PHASES[-2::-1])):
         module = importlib.import_module(package)
-        parts.append(f"## {package}\n")
-        for name in module.__all__:
-            thing = getattr(module, name)
-            function = getattr(thing, "fn", thing)
-            signature = f"{name}{inspect.signature(function)}" if callable(function) else name
-            doc = html.escape(inspect.getdoc(function) or "", quote=False)
-            parts.append(f"### {name}\n\n```python\n{signature}\n```\n\n<pre>{doc}</pre>\n")
-    return "\n".join(parts)
+        parts.append(f"## {package}")
+        for name in sorted(module.__all__, key=lambda name: name not in MAIN):
+            function = getattr(getattr(module, name), "fn", getattr(module, name))
+            if callable(function) and function not in shown:
+                shown.add(function)
+                signature = textwrap.fill(f"{name}{inspect.signature(function)}", 88, subsequent_indent=" " * 4)
+                doc = docstrings.as_markdown(inspect.getdoc(function) or "")
+                parts.append(f"### {name}\n\n```python\n{signature}\n```\n\n{doc}")
+    return "\n\n".join(parts) + "\n"
 
 
 def records_page() -> str:
@@ -180,12 +189,20 @@ def _cell(value: object) -> str:
 
 
 def pictures_page() -> str:
-    parts = ["# Pictures that move\n"]
+    parts = ["# Pictures that move"]
     for name, title in moving.TITLES.items():
-        parts.append(f"## {title}\n\n{picture(name)}\n\n[Open it alone](_static/{name}.html)\n")
-    return "\n".join(parts)
+        parts.append(
+            f'## {title}\n\n{chapters.picture(name)}\n\n<p><a href="_static/{name}.html">Open it alone</a></p>'
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _own_address() -> str:
+    """Where this is built by GitHub, the repository's address; else a word that stands for it."""
+    given = [os.environ.get(name, "") for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY")]
+    return "/".join(given) if all(given) else "ADDRESS"
 
 
 if __name__ == "__main__":
-    arguments()
-    raise SystemExit(main())
+    typed = arguments(repository=dict(default=_own_address(), help="the address to clone from"))
+    raise SystemExit(main(typed.repository))

@@ -3,6 +3,9 @@
 A picture is shown twice: as an image of one state, which every viewer shows, and as a page in a frame, which moves.
 Viewers remove the frame from a notebook that they do not trust, and then its inner text stands there; one that shows
 the frame does not show the text.
+
+`start` in pictures/shared.js says what a picture consists of. A new one is a page beside it, with a title and an
+alternative text here, a number of steps in `stills`, and a `show_moving` in a chapter.
 """
 
 import base64

@@ -121,11 +121,33 @@ def test_a_page_around_it_learns_its_height(visit, name):
     page.wait_for_function("window.told > 300")
 
 
-def test_what_the_pictures_share_is_the_same_in_all():
-    pages = [(FOLDER / f"{name}.html").read_text() for name in NAMES if name != "ring"]
-    styles = {page.split("</style>")[0].split("<style>")[1] for page in pages}
-    scripts = {re.search(r"// --- what all pictures share.*?\n\n// ---", page, re.S)[0] for page in pages}
-    assert len(styles) == len(scripts) == 1
+@pytest.mark.parametrize("name", NAMES)
+def test_it_starts_two_steps_in_and_says_under_the_buttons_what_they_did(visit, name):
+    page = visit(name)
+    assert page.evaluate("picture.at()") == 2
+    said = page.locator("#say").inner_text()
+    page.get_by_role("button", name="Step").click()
+    assert page.locator("#say").inner_text() != said
+    button, sentence = (page.locator(one).bounding_box() for one in ("#step", "#say"))
+    assert 0 <= sentence["y"] - button["y"] - button["height"] < 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_plays_in_sight_until_it_is_used_and_not_for_who_wants_no_motion(visit, name):
+    page = visit(name, reduced_motion="no-preference")
+    page.locator("#picture").scroll_into_view_if_needed()
+    page.wait_for_function("picture.at() > 2")
+    page.mouse.move(1, 1)
+    page.mouse.down()
+    assert page.locator("#play").inner_text() == "Play"
+    calm = visit(name)
+    assert calm.locator("#play").inner_text() == "Play"
+    calm.evaluate("picture.pace = 1; picture.go(picture.last() - 2)")
+    calm.locator("#play").click()
+    calm.wait_for_function("picture.at() === picture.last() && $('play').textContent === 'Play'")
+    calm.evaluate("picture.pace = 60_000")
+    calm.locator("#play").click()
+    assert calm.evaluate("picture.at()") == 0
 
 
 # --- softmax -------------------------------------------------------------------------------------
@@ -145,6 +167,7 @@ VALUES = [2, 4, 1, 3]
 
 def test_softmax_steps_through_the_states(visit):
     page = visit("softmax")
+    rewind(page)
     states = list(online([3, 2, 5, 1], VALUES))
     assert shown(page, "m", "l", "acc") == pytest.approx(states[0])
     for (before, _, _), state in pairwise(states):
@@ -163,7 +186,7 @@ def test_softmax_steps_through_the_states(visit):
 
 def test_softmax_logits_follow_keys_and_pointer_down_to_minus_infinity(visit):
     page = visit("softmax")
-    for _ in range(4):
+    for _ in range(2):
         page.get_by_role("button", name="Step").click()
     page.get_by_role("slider").nth(2).focus()
     for key, logit in (("ArrowUp", 5.5), ("End", 8), ("PageDown", 6), ("Home", -math.inf), ("ArrowUp", -4)):
@@ -181,7 +204,7 @@ def test_softmax_logits_follow_keys_and_pointer_down_to_minus_infinity(visit):
 
 def test_softmax_takes_a_finger(visit):
     page = visit("softmax", width=390, has_touch=True)
-    page.get_by_role("button", name="Step").tap()
+    page.get_by_role("button", name="Back").tap()
     column = page.get_by_role("slider").first.bounding_box()
     page.touchscreen.tap(column["x"] + 10, column["y"] + column["height"] - 2)
     assert shown(page, "m", "l", "acc") == [-math.inf, 0, 0]
@@ -229,6 +252,7 @@ def test_tiles_keep_the_state_and_count_the_bytes(visit, seq, block_m, block_n):
     q, k, v = example(seq)
     s = q @ k.T / 2
     programs, tiles = -(-seq // block_m), -(-seq // block_n)
+    rewind(page)
     step = page.get_by_role("button", name="Step")
     for program in range(programs):
         step.click()
@@ -253,6 +277,7 @@ def test_tiles_keep_the_state_and_count_the_bytes(visit, seq, block_m, block_n):
 def test_tiles_are_stepped_with_the_arrow_keys(visit):
     page = visit("tiles")
     page.locator("#at").focus()
+    page.keyboard.press("Home")
     seen = []
     for _ in range(3):
         page.keyboard.press("ArrowRight")
@@ -320,7 +345,7 @@ def test_masks_skip_tiles_and_share_out_programs(visit, sizes, causal):
 
 def test_masks_time_moves_by_click_key_and_pointer(visit):
     page = visit("masks")
-    page.get_by_role("button", name="Step").click()
+    page.get_by_role("button", name="Back").click()
     assert page.locator("#say").inner_text().startswith("Time 1 of 28: 6 of 6 multiprocessors compute, 25 of 32")
     page.locator("#time").focus()
     page.keyboard.press("End")
@@ -398,9 +423,10 @@ def test_pipeline_shows_how_busy_the_units_are_and_the_speed(visit):
 def test_pipeline_time_moves_by_click_key_and_pointer(visit):
     page = visit("pipeline")
     run = hopper_model.simulate(hopper_model.forward(128, 2, 2, False, figures.TILES_N))
-    events = sorted({round(time * 100) for i in run.intervals for time in (i.start, i.end)})
-    for event in events[1:4]:
-        page.get_by_role("button", name="Next event").click()
+    rewind(page)
+    events = sorted({round(i.start * 100) for i in run.intervals if i.row == "tensor cores"})
+    for event in events[:4]:
+        page.get_by_role("button", name="Step").click()
         assert page.locator("#say").inner_text().startswith(f"At {event / 100:.2f} of {run.total:.2f} µs:")
     page.locator("#time").focus()
     page.keyboard.press("End")

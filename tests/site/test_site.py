@@ -13,6 +13,7 @@ from urllib.parse import unquote, urldefrag
 
 from common.learn import exercises
 from common.phases import PHASES, ROOT
+from common.site import moving
 
 import pytest
 
@@ -67,15 +68,34 @@ def test_no_link_is_broken_and_none_fetches_from_elsewhere(site):
                 assert anchor in pages[file].anchors, f"{path.relative_to(site)}: {link}"
 
 
-def test_every_exercise_and_chapter_has_its_place(site):
-    text = (site / "exercises.html").read_text()
-    shown = " ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split())
+def test_every_exercise_has_a_page_with_its_task_and_the_section_that_it_belongs_to(site):
     for exercise in exercises.load():
-        assert f'id="{exercise.name.replace("_", "-")}"' in text or f'id="{exercise.name}"' in text
-        first = " ".join(exercise.task.replace("`", "").partition("\n\n")[0].split())
-        assert first in shown, exercise.name
+        text = (site / f"exercises/{exercise.name}.html").read_text()
+        shown = " ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split())
+        assert " ".join(exercise.task.replace("`", "").partition("\n\n")[0].split()) in shown, exercise.name
+        chapter = f"{exercise.phase.folder}/{exercise.notebook.removesuffix('.ipynb')}"
+        assert re.search(rf'href="\.\./{chapter}\.html#[\w-]+"', text), (
+            f"{exercise.name}: no section {exercise.section}"
+        )
+
+
+def test_terms_and_papers_are_linked(site):
+    text = (site / "glossary.html").read_text()
+    rows = re.findall(r"<tr.*?</tr>", text, re.S)[1:]
+    assert rows
+    assert all(re.search(r'href="[\w/]+\.html#', row) for row in rows)
     for chapter in CHAPTERS:
-        assert (site / chapter).exists()
+        text = (site / chapter).read_text()
+        for paper in re.findall(r"arXiv (\d{4}\.\d{5})", re.sub(r"<a .*?</a>|<pre.*?</pre>", "", text, flags=re.S)):
+            raise AssertionError(f"{chapter}: {paper} is no link")
+
+
+def test_pages_say_what_they_are_and_nothing_else_is_published(site):
+    for page in ("index.html", *CHAPTERS):
+        text = (site / page).read_text()
+        for name in ('name="description"', 'property="og:title"', 'property="og:description"'):
+            assert re.search(rf'<meta {name} content="[^"]{{20,}}"', text), page
+    assert not (site / ".doctrees").exists()
 
 
 def opened(browser, address, **look):
@@ -90,17 +110,76 @@ def opened(browser, address, **look):
     return page, errors, elsewhere
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_pages_are_readable(site, browser, width, scheme):
-    for path in sorted(site.glob("*.html")) + [site / chapter for chapter in CHAPTERS]:
-        look = dict(viewport=dict(width=width, height=900), color_scheme=scheme)
-        page, errors, elsewhere = opened(browser, path.as_uri(), **look)
-        name = path.relative_to(site)
-        assert not errors, (name, errors)
-        assert not elsewhere, (name, elsewhere)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{name} scrolls sideways"
+def pages_of(site):
+    """All pages, but of the exercises' the first one."""
+    return [
+        *sorted(site.glob("*.html")),
+        site / f"exercises/{exercises.load()[0].name}.html",
+        *map(site.joinpath, CHAPTERS),
+    ]
+
+
+OUTSIDE = """() => {
+    const content = document.querySelector(".content").getBoundingClientRect().right;
+    const scrolls = node => node.parentElement.closest("pre, .table-wrapper, .output, div.math, .sidebar-scroll");
+    const ends = node => node.getBoundingClientRect().right;
+    const outside = [...document.querySelectorAll("article :is(p, li, dt, dd, h1, h2, h3, summary, img, iframe, pre)")]
+        .filter(node => ends(node) > Math.min(content, document.documentElement.clientWidth) + 1 && !scrolls(node));
+    const { scrollWidth, clientWidth } = document.documentElement;
+    return scrollWidth > clientWidth ? ["the page scrolls"] : outside.map(node => node.outerHTML.slice(0, 80));
+}"""
+
+
+def test_no_text_is_cut_off_at_any_width(site, browser):
+    for path in pages_of(site):
+        page, errors, elsewhere = opened(browser, path.as_uri(), viewport=dict(width=320, height=900))
+        for width in range(320, 1921, 50):
+            page.set_viewport_size(dict(width=width, height=900))
+            assert page.evaluate(OUTSIDE) == [], f"{path.relative_to(site)} at {width}"
+        assert not errors, path
+        assert not elsewhere, path
         page.context.close()
+
+
+def test_lines_have_at_most_75_letters(site, browser):
+    page, *_ = opened(browser, (site / CHAPTERS[0]).as_uri(), viewport=dict(width=1920, height=900))
+    lines = page.evaluate("""() => [...document.querySelectorAll("article p")].flatMap(paragraph => {
+        paragraph.querySelectorAll("mjx-container").forEach(formula => formula.remove());
+        const walker = document.createTreeWalker(paragraph, NodeFilter.SHOW_TEXT), lines = {};
+        for (let node; (node = walker.nextNode()); ) for (let i = 0; i < node.length; i++) {
+            const range = new Range();
+            range.setStart(node, i);
+            range.setEnd(node, i + 1);
+            const key = Math.round(range.getBoundingClientRect().bottom / 8);
+            lines[key] = (lines[key] ?? "") + node.data[i];
+        }
+        return Object.values(lines).map(line => line.replace(/\\s+/g, " ").trim().length);
+    })""")
+    assert 55 < sorted(lines)[len(lines) * 3 // 4] <= max(lines) <= 75
+    page.context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(site, browser, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    for path in pages_of(site):
+        look = dict(viewport=dict(width=1280, height=900), color_scheme=scheme)
+        page, *_ = opened(browser, path.as_uri(), **look)
+        found = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
+        serious = {v["id"]: v["nodes"][0]["html"] for v in found if v["impact"] in ("serious", "critical")}
+        assert not serious, path.relative_to(site)
+        page.context.close()
+
+
+def test_a_prediction_stands_above_the_answer(site, browser):
+    page, *_ = opened(browser, (site / CHAPTERS[0]).as_uri())
+    field = page.locator(".prediction + input").first
+    field.fill("42 GiB")
+    name = field.get_attribute("id")
+    said = page.locator(f"[data-guess='{name}']")
+    assert said.inner_text() == "Your prediction: 42 GiB"
+    assert not said.locator("xpath=following::details").first.evaluate("details => details.open")
+    page.context.close()
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
@@ -133,7 +212,7 @@ def test_search_finds_a_term(address, browser):
     page.context.close()
 
 
-def shown_whole(page, count=4):
+def shown_whole(page, count):
     """Wait until no picture of the page is cut off."""
     frames = page.locator("iframe.picture")
     assert frames.count() == count
@@ -143,33 +222,44 @@ def shown_whole(page, count=4):
         frame.wait_for_function("document.documentElement.scrollHeight <= innerHeight + 2", polling=100)
 
 
+def test_the_first_page_leads_to_the_first_chapter_and_its_picture_plays(site, browser):
+    page, errors, _ = opened(browser, (site / "index.html").as_uri(), viewport=dict(width=1280, height=1600))
+    page.locator("iframe.picture").content_frame.get_by_text("Step 4 of 4").wait_for()
+    page.get_by_role("link", name="Begin with chapter 1").click()
+    assert page.url.endswith(CHAPTERS[0])
+    assert not errors
+    page.context.close()
+
+
 def test_pictures_are_whole_when_they_are_loaded_before_the_script_of_the_page(address, browser):
     page = browser.new_page()
     with page.expect_response("**/course.js*"):
         page.route("**/course.js*", lambda route: (page.wait_for_timeout(1500), route.continue_()))
         page.goto(f"{address}/pictures.html")
-    shown_whole(page)
+    shown_whole(page, len(moving.TITLES))
     page.close()
 
 
 def test_pictures_are_shown_whole_and_follow_the_theme(site, browser):
     page, errors, _ = opened(browser, (site / "pictures.html").as_uri(), color_scheme="light")
-    shown_whole(page)
+    shown_whole(page, len(moving.TITLES))
     page.evaluate("document.body.dataset.theme = 'dark'")
     page.wait_for_function("[...document.querySelectorAll('iframe')].every(f => f.src.endsWith('?theme=dark'))")
     assert not errors
     page.context.close()
 
 
-@pytest.mark.parametrize(("chapter", "count"), [("softmax", 1), ("tiling", 1), ("hopper", 2)])
-def test_pictures_move_inside_their_chapters(site, browser, chapter, count):
-    path = next(site / one for one in CHAPTERS if one.endswith(f"/{chapter}.html"))
-    page, errors, elsewhere = opened(browser, path.as_uri(), viewport=dict(width=390, height=900))
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_pictures_move_inside_their_chapters(site, browser, chapter):
+    stored = (ROOT / chapter).with_suffix(".ipynb").read_text()
+    page, errors, elsewhere = opened(browser, (site / chapter).as_uri(), viewport=dict(width=390, height=900))
+    count = len(re.findall(r"\bshow_moving\(", stored))
     shown_whole(page, count)
     for k in range(count):
         picture = page.locator("iframe.picture").nth(k).content_frame
-        picture.get_by_role("button", name=re.compile("^(Step|Next event)$")).click()
-        assert picture.get_by_role("button", name=re.compile("^(Back|Event before)$")).is_enabled()
+        before = picture.locator("#say").inner_text()
+        picture.get_by_role("button", name="Step").click()
+        assert picture.locator("#say").inner_text() != before
     assert not errors
     assert not elsewhere
     page.context.close()
