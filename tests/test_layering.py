@@ -84,7 +84,7 @@ def test_no_phase_reaches_forward(phase):
 
 
 # A subject of phase 5 imports from those before it.
-SUBJECTS = ["launch", "ladder", "hopper", "decode", "passes", "attention", "fp8", "ring", "bench"]
+SUBJECTS = ["launch", "ladder", "hopper", "decode", "passes", "attention", "fp8", "ring", "bench", "lesson"]
 AT_THE_ROOT = {"__init__", "__main__", "attention", "cases", "export", "given"}
 FREE = {"exercises", "checks", "solutions", "results"}  # folders of many files of one kind
 MOST_MODULES, MOST_LINES, MOST_IN_A_FUNCTION = 9, 600, 60

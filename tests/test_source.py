@@ -93,7 +93,8 @@ def test_storing_writes_outputs_without_times(notebook):
 
 def test_find_takes_parts_of_paths_and_keeps_the_reading_order():
     assert [path.name for path in notebooks.find(["phase5"])] == [
-        "tuning.ipynb",
+        "measure.ipynb",
+        "rungs.ipynb",
         "hopper.ipynb",
         "decode.ipynb",
         "context_parallel.ipynb",

@@ -138,29 +138,6 @@ def peers(record: dict, mode: str, signed: bool = True) -> None:
     style.show(fig, alt, *[describe(record)] * signed)
 
 
-def long_sweep(record: dict) -> None:
-    """Milliseconds of one head in bf16 against sequence length, both passes, a panel for each."""
-    fig, axes = style.new(9, 3.8, columns=2, sharey=True)
-    said, of = [], {}
-    for r in record["rows"]:
-        if "ms" in r and r["dtype"] == "bf16":
-            of.setdefault((r["mode"], r["provider"], r["head_dim"]), []).append((r["seq"], r["ms"]))
-    for ax, (mode, title) in zip(axes, PASSES.items(), strict=True):
-        for provider in ("naive", "ours"):
-            for head_dim, linestyle in ((64, "-"), (128, "--")):
-                seqs, ms = zip(*of[mode, provider, head_dim], strict=True)
-                look = LINES[provider] | dict(linestyle=linestyle, linewidth=1.4, markersize=4)
-                ax.plot(seqs, ms, label=f"{provider}, D {head_dim}", **look)
-                ends = " to ".join(f"{ms[i]:.3g} ms at {seqs[i]}" for i in (0, -1))
-                said.append(f"{title}, {provider}, D {head_dim}: {ends}")
-        ax.set_title(f"{title}, bf16", fontsize=10)
-        ax.set_xscale("log", base=2)
-        ax.set(yscale="log", xlabel="sequence length (one head, causal)")
-    axes[0].set_ylabel("milliseconds of the GPU")
-    axes[0].legend(fontsize=8)
-    style.show(fig, f"Milliseconds against the sequence length. {'; '.join(said)}.", describe(record))
-
-
 def power(record: dict, case: tuple) -> None:
     """What the limit of power does to a kernel that runs for longer: power, clock, time of a call.
 
@@ -170,15 +147,16 @@ def power(record: dict, case: tuple) -> None:
     watts, mhz, ms = axes
     said = []
     for row in (r for r in record["rows"] if _case(r) == case):
-        look = LINES[row["provider"]] | dict(marker="", linewidth=2 if row["provider"] == "ours" else 1.3)
+        dotted = dict(linestyle=":") if row["provider"] == "sdpa-cudnn" else {}
+        look = LINES[row["provider"]] | dict(marker="", linewidth=2 if row["provider"] == "ours" else 1.5) | dotted
         watts.plot(row["at_ms"], row["watts"], label=row["provider"], **look)
         mhz.plot(row["at_ms"], row["mhz"], **look)
         at = [(n + 0.5) * row["window_ms"] for n in range(len(row["call_ms"]))]
         ms.plot(at, [call or math.nan for call in row["call_ms"]], **look)
         if row["watts_allowed"]:
-            watts.axhline(row["watts_allowed"], color=COLORS["limit"], linewidth=1, linestyle=":")
+            watts.axhline(row["watts_allowed"], color=COLORS["limit"], linewidth=0.8)
         said.append(f"{row['provider']}: {row['rested_ms']:.1f} ms a call at first, {row['ms']:.1f} ms settled")
-    title = "A kernel at the limit of power is slowed down (dotted: the limit)"
+    title = "A kernel at the limit of power is slowed down (thin line: the limit)"
     watts.set(ylabel="power, W", ylim=0, title=title)
     mhz.set(ylabel="clock, MHz")
     ms.set(ylabel="a call, ms", ylim=0, xlabel="milliseconds since the first call, on a GPU that had rested")

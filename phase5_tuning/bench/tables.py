@@ -295,14 +295,14 @@ def fingerprint() -> str:
 PAGE = ROOT / "phase5_tuning" / "results" / "README.md"
 BEGIN, END = "<!-- written by python -m phase5_tuning.bench.tables -->", "<!-- end -->"
 HOLDS = {  # by a record's name without its card: what it holds, and the chapters that show it
-    "": ("ours, which was the last rung then, and its peers: fp16, 512 to 16384 tokens", "tuning"),
-    "bf16": ("the same in bf16, from 1024 tokens", "tuning"),
+    "": ("ours, which was the last rung then, and its peers: fp16, 512 to 16384 tokens", "rungs"),
+    "bf16": ("the same in bf16, from 1024 tokens", ""),
     "context_2": ("attention over two GPUs", "context_parallel"),
     "counters": (
         "what a profiler counts in every rung, in the Hopper kernels and in FlashAttention-4",
-        "tuning, hopper",
+        "measure, rungs, hopper",
     ),
-    "deadends": ("what did not help", "tuning"),
+    "deadends": ("what did not help", "measure"),
     "decode": ("few queries on long caches, beside their peers", "decode"),
     "grouped": ("60 backward passes with grouped heads", ""),
     "hopper_backward": ("the Hopper kernels' backward pass beside its peers, fp16", "hopper"),
@@ -312,14 +312,14 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
     "hopper_forward": ("the Hopper kernel's forward pass beside its peers, fp16 and bf16", "hopper"),
     "hopper_ideas": ("the Hopper kernel's forward pass without one of its ideas", "hopper"),
     "hopper_leaderboard": ("one case, each pass and both in one call", "hopper"),
-    "host": ("what the host takes for a small call, step by step", "tuning"),
-    "host_triton_3_6": ("the same with Triton 3.6", "tuning"),
-    "ladder": ("every rung of the ladder, 4096 and 16384 tokens", "tuning"),
-    "long": ("one head of 128 to 65536 tokens, beside attention with S in memory", "tuning"),
+    "host": ("what the host takes for a small call, step by step", ""),
+    "host_triton_3_6": ("the same with Triton 3.6", ""),
+    "ladder": ("every rung of the ladder, 4096 and 16384 tokens", "measure, rungs"),
+    "long": ("one head of 128 to 65536 tokens, beside attention with S in memory", ""),
     "models": ("the shapes of real models, below", ""),
     "parts": ("one query, with any number of parts of the keys", "decode"),
-    "power": ("how a GPU's clock and power settle", "tuning"),
-    "registers": ("one tile with and without a limit of registers", "tuning"),
+    "power": ("how a GPU's clock and power settle", "measure"),
+    "registers": ("one tile with and without a limit of registers", "measure"),
     "turns": ("the order of heads in the backward pass, counted and timed", "hopper"),
 }
 OF_SHAPES = "models", "grouped"  # records whose rows are listed below

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import math
+import numbers
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +24,13 @@ INF = float("inf")
 def require_numbers(calls, exact=True):
     """calls: (what, got, right, mistakes) of one function. In a single call a wrong sentence may fit by chance, so one
     is believed if it explains most of what is wrong. exact: numbers are ints."""
-    kinds, named = (int, "an int") if exact else (int | float, "a number")
+    kind, named = (numbers.Integral, "an int") if exact else (numbers.Real, "a number")  # NumPy's, too
 
     def same(a, b):
         return a == b if exact else math.isclose(a, b, rel_tol=1e-6)
 
     for what, got, _, _ in calls:
-        if isinstance(got, bool) or not isinstance(got, kinds):
+        if isinstance(got, bool) or not isinstance(got, kind):
             why = ". A float is not exact past 2^53: divide with //" if isinstance(got, float) else ""
             reject(f"{what}: expected {named}, got {type(got).__name__}{why}")
     off = [call for call in calls if not same(call[1], call[2])]

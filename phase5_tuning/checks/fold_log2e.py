@@ -70,12 +70,13 @@ def _step(answer, m, l, s, scale):
 
 
 def _count_products(step, m, l, s, scale):
-    """Reject a step that multiplies or divides a tile more than once."""
+    """Reject a step that multiplies or divides a tile more than once, or takes the maximum of the product."""
     if not runtime.INTERPRETED:
         return
+    from triton.runtime.interpreter import ReduceOps
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    shapes = []
+    shapes, reduced, min_max = [], [], ReduceOps.min_max
 
     def counting(operation):
         def counted(a, b, *args, **kwargs):
@@ -84,7 +85,12 @@ def _count_products(step, m, l, s, scale):
 
         return counted
 
+    def watched(self, tile, *args, **kwargs):
+        reduced.append(torch.from_numpy(tile.handle.data.copy()))
+        return min_max(self, tile, *args, **kwargs)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(ReduceOps, "min_max", watched))
         for name in ("create_fmul", "create_fdiv"):
             replaced = counting(getattr(builder, name))
             stack.enter_context(mock.patch.object(builder, name, replaced))
@@ -94,6 +100,11 @@ def _count_products(step, m, l, s, scale):
         reject(
             f"the step multiplies or divides the tile {products} times. The multiplication by log2(e) is the one to "
             "remove: with log2(e) in the scale, s * scale is enough"
+        )
+    if any(tile.shape == s.shape and torch.equal(tile, s * scale) for tile in reduced):
+        reject(
+            "the maximum is taken of the scaled tile. Compiled, each logit then costs a multiplication beside its "
+            "multiply-add: scale the maximum of a row, not the row before its maximum"
         )
 
 

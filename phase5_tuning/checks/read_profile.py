@@ -1,4 +1,4 @@
-"""Compares clocks, verdicts and estimates on the notebook's two kernels and on profiles drawn at random."""
+"""Compares clocks, verdicts and estimates on two kernels and on profiles drawn at random."""
 
 import dataclasses
 import math

@@ -16,7 +16,7 @@ Both return an int, exact to the last digit.
     mode                                    "fwd", "bwd" or "both"
     dkdv_tile, dq_tile                      (block_m, block_n), powers of two, in either order of size
 
-Notebook: phase5_tuning/tuning.ipynb, section 2.3, "Exercise 5.1: Count the FLOPs".
+Notebook: phase5_tuning/measure.ipynb, section 2.3, "Exercise 5.1: Count the FLOPs".
 """
 
 

@@ -20,9 +20,10 @@ takes them as they were. If a change removes some of them, the kernel gains more
     limit               a unit of RATES, or "waiting"
     estimated_clocks    a float
 
-`BEFORE` and `FLASH_ATTENTION_4` are the two kernels of the notebook: a step of 128 keys times 128 queries, head_dim 64.
+`BEFORE` and `FLASH_ATTENTION_4` are a step of two backward kernels, this course's for Hopper as it once was and
+FlashAttention-4's: 128 keys times 128 queries, head_dim 64.
 
-Notebook: phase5_tuning/hopper.ipynb, section 7.4, "What the counters said".
+Notebook: phase5_tuning/measure.ipynb, section 3.4, "Exercise 5.14: Read a profile".
 """
 
 from collections.abc import Mapping

@@ -138,34 +138,6 @@ def clocks(turns: Mapping[str, Mapping[str, float]], title: str) -> None:
     style.show(fig, alt=f"{title}. Clocks for 64 x 128 logits: {said}.")
 
 
-def between(cases: Mapping[str, tuple[float, float, float]], product: float, mhz: float) -> None:
-    """Where the record lies between a model in which nothing overlaps and one in which everything does.
-
-    cases: name -> TFLOP/s (if nothing overlaps, recorded, if everything overlaps)
-    product: TFLOP/s of a large product
-    mhz: the clock of both models
-    """
-    fig, ax = style.new(8, 0.55 * len(cases) + 1.3)
-    look, above = dict(edgecolor="black", linewidth=0.8), dict(textcoords="offset points", ha="center")
-    for y, (serial, recorded, overlapped) in enumerate(cases.values()):
-        ax.barh(y, overlapped, 0.5, color=COLORS["faint"], **look)
-        ax.barh(y, serial, 0.5, color=COLORS["k"], **look)
-        ax.text(10, y, f"nothing overlaps: {serial:.0f}", va="center", fontsize=8)
-        ax.text(overlapped - 10, y, f"everything overlaps: {overlapped:.0f}", ha="right", va="center", fontsize=8)
-        ax.plot(recorded, y, "o", color=COLORS["tiled"], markeredgecolor="white", markersize=9)
-        ax.annotate(f"{recorded:.0f}", (recorded, y - 0.25), (0, 2), **above, fontsize=9)
-    ax.axvline(product, color=COLORS["limit"], linewidth=1.2, linestyle="--")
-    ax.annotate(f"large product: {product:.0f}", (product, -0.6), (0, 3), **above, fontsize=8)
-    ax.set(yticks=range(len(cases)), yticklabels=list(cases), ylim=(len(cases) - 0.5, -0.6))
-    ax.set(xlim=(0, 1.05 * max(top for *_, top in cases.values())))
-    ax.set(xlabel=f"TFLOP/s (bars: the two models, at {mhz:.0f} MHz; dot: recorded)")
-    said = (
-        f"{name}: {serial:.0f} if nothing overlaps, {recorded:.0f} recorded, {top:.0f} if everything does"
-        for name, (serial, recorded, top) in cases.items()
-    )
-    style.show(fig, alt=f"TFLOP/s, the models at {mhz:.0f} MHz. {'; '.join(said)}. A large product: {product:.0f}.")
-
-
 def schedules(
     runs: Mapping[str, Sequence[tuple[int, float, float, int]]], tiles: int, what: str = "program", row: str = "slot"
 ) -> None:

@@ -9,12 +9,13 @@ The logits are multiplied by the scale anyway. So let the scale hold log2(e) as 
 2. the LSE of the logits at the end, natural logarithm, from m in powers of two and l;
 3. in the launcher, the scale that the kernel is given.
 
-The step multiplies by the scale it is given and by nothing else; exp is not to be used.
+The step multiplies by the scale it is given and by nothing else; exp is not to be used. For each logit of a tile the
+compiled step has one multiply-add and one 2^x, and no other multiplication.
 
     m_i, l_i   (BLOCK_M,), fp32          s   (BLOCK_M, BLOCK_N), fp32; -inf where a logit is masked
     returns    m_i, l_i, alpha (BLOCK_M,) and p (BLOCK_M, BLOCK_N), in this order
 
-Notebook: phase5_tuning/tuning.ipynb, section 5.2, "Exercise 5.4: Fold log2(e) into the scale".
+Notebook: phase5_tuning/rungs.ipynb, section 3.2, "Exercise 5.4: Fold log2(e) into the scale".
 """
 
 import math

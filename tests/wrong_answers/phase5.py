@@ -219,6 +219,17 @@ WRONG = {
             },
             "a NaN in k does not reach o",
         ),
+        Wrong(
+            "the tile scaled before its maximum",
+            {
+                "m_new = tl.maximum(m_i, tl.max(s, axis=1) * scale)": (
+                    "s = s * scale\n    m_new = tl.maximum(m_i, tl.max(s, axis=1))"
+                ),
+                "tl.exp2(s * scale - shift": "tl.exp2(s - shift",
+            },
+            "the maximum is taken of the scaled tile",
+            at_once=True,
+        ),
     ],
     "split_causal_loop": [
         Wrong(
@@ -1882,6 +1893,14 @@ WRONG = {
 
 # Other right answers than the solution: `mistake` says what they do in another way.
 RIGHT = {
+    "count_flops": [
+        Wrong(
+            "integers of NumPy",
+            {"    count = 0\n    for start_m": "    import numpy\n\n    count = numpy.int64(0)\n    for start_m"},
+            "sizes",
+            kind="passed",
+        )
+    ],
     "merge_ranks": [
         Wrong(
             "weights divided by their sum",

@@ -1,0 +1,300 @@
+"""What rungs.ipynb predicts of each rung, and what was recorded."""
+
+import heapq
+import itertools
+import re
+from collections.abc import Callable
+
+from common.measure import sass, timing
+from phase5_tuning.bench import figures
+from phase5_tuning.lesson.compiled import (
+    BACKWARD,
+    CASES,
+    FORWARD,
+    LAST,
+    PASSES,
+    PRODUCTS,
+    RUNGS,
+    ladder,
+    of_learner,
+    tile_of,
+    turn,
+)
+from phase5_tuning.lesson.limits import SMS, by_case, case_name, programs
+from phase5_tuning.passes.rungs import LADDER
+
+TWO = [(128, True), (64, False)]  # the cases that are shown rung by rung
+PROVIDER = {rung.name: f"rung: {rung.name}" for rung in LADDER}
+PROVIDER |= {LADDER[0].name: "phase 4", LADDER[-1].name: "ours"}
+ORDER = list(PROVIDER)
+WORDS = {"fwd": "forward", "bwd": "backward"}
+STEPS = {"fwd": [], "bwd": []}  # the rungs that change a pass
+for _before, _rung in itertools.pairwise(LADDER):
+    _tuned = _rung.tuned != _before.tuned
+    STEPS["fwd"] += [_rung.name] * (_tuned or _rung.forward is not _before.forward)
+    STEPS["bwd"] += [_rung.name] * (_tuned or (_rung.dkdv, _rung.dq) != (_before.dkdv, _before.dq))
+
+
+def first_lines(text: str, *patterns: str, width: int = 100) -> str:
+    """The first line of a listing that matches each pattern, shortened."""
+    found = [next(line for line in text.splitlines() if re.search(pattern, line)) for pattern in patterns]
+    lines = [re.sub(r"\s+", " ", line).split("/* 0x")[0].strip() for line in found]
+    return "\n".join(line if len(line) <= width else line[: width - 4] + " ..." for line in lines)
+
+
+# --- predicted --------------------------------------------------------------------------------------------------------
+
+
+def clocks(kernel: str, head_dim: int, is_causal: bool, name: str) -> dict[str, float]:
+    """Clocks of a multiprocessor for 64 x 128 logits, by what takes them."""
+    tile = tile_of(kernel, head_dim, is_causal, name)
+    sizes = PRODUCTS[kernel], tile.BLOCK_M, tile.BLOCK_N, tile.num_warps, head_dim
+    found = sass.turn_clocks(turn(kernel, head_dim, is_causal, name), *sizes)
+    return {kind: 64 * 128 * x for kind, x in found.items()}
+
+
+def before(name: str, kernel: str) -> str:
+    """The rung before, among those that change the kernel's turn."""
+    return RUNGS[kernel][RUNGS[kernel].index(name) - 1]
+
+
+def predicted(name: str, head_dim: int, is_causal: bool, mode: str = "fwd") -> float:
+    """The gain in clocks; of "heavy first", which changes no turn, that of the queue at seq 16384."""
+    if name == "heavy first":
+        queue = 256, 2048 // head_dim, slots(head_dim)
+        return finish(*queue, False) / finish(*queue, True) if is_causal else 1.0
+    kernels = PASSES[mode]
+    old = sum(sum(clocks(kernel, head_dim, is_causal, before(name, kernel)).values()) for kernel in kernels)
+    return old / sum(sum(clocks(kernel, head_dim, is_causal, name).values()) for kernel in kernels)
+
+
+def with_shared_memory(head_dim: int, is_causal: bool) -> float:
+    """The gain of "transposed dK, dV" if an STSM or LDSM takes shared memory's clocks: 512 bytes at 128 a clock."""
+    sums = []
+    for name in ("masks at edges", "transposed dK, dV"):
+        both = 0
+        for kernel in PASSES["bwd"]:
+            count, tile = turn(kernel, head_dim, is_causal, name), tile_of(kernel, head_dim, is_causal, name)
+            more = (count["STSM"] + count["LDSM"]) * tile.num_warps * (512 / 128 - 1 / 4)
+            both += sum(clocks(kernel, head_dim, is_causal, name).values())
+            both += 64 * 128 * more / (tile.BLOCK_M * tile.BLOCK_N)
+        sums.append(both)
+    return sums[0] / sums[1]
+
+
+def schedule(tiles: int, heads: int, slots: int, heavy_first: bool) -> list[tuple[int, int, int, int]]:
+    """(slot, start, end, tile) of every program; a program takes as long as the tiles of keys that it visits."""
+    order = [t for _ in range(heads) for t in (range(tiles - 1, -1, -1) if heavy_first else range(tiles))]
+    free, done = [(0, slot) for slot in range(slots)], []
+    for tile in order:
+        start, slot = heapq.heappop(free)
+        done.append((slot, start, start + tile + 1, tile))
+        heapq.heappush(free, (start + tile + 1, slot))
+    return done
+
+
+def finish(*queue) -> int:
+    """When the last program of a `schedule` ends."""
+    return max(end for *_, end, _ in schedule(*queue))
+
+
+def slots(head_dim: int) -> int:
+    """How many programs of the rung before "heavy first" run at once, under the causal mask."""
+    job = "forward", head_dim, True, "masks at edges"
+    return SMS * programs(ladder()[job], tile_of(*job))
+
+
+# --- recorded ---------------------------------------------------------------------------------------------------------
+
+
+def recorded(record: dict, name: str, head_dim: int, is_causal: bool, mode: str = "fwd", seq: int = 16384) -> float:
+    """The gain in time: that of the rung before, divided by that of this rung."""
+    rows = by_case(record)
+    pair = PROVIDER[ORDER[ORDER.index(name) - 1]], PROVIDER[name]
+    old, new = (rows[provider, head_dim, is_causal, seq, mode]["ms"] for provider in pair)
+    return old / new
+
+
+def _heads(cases) -> list[str]:
+    return [
+        " | ".join([f"{'gain':<20}", *(f"{case_name(*case):<18}" for case in cases)]),
+        " | ".join([" " * 20, *["model  4096  16384"] * len(cases)]),
+    ]
+
+
+def _row(record, name, mode, label, cases) -> str:
+    columns = []
+    for case in cases:
+        times = (recorded(record, name, *case, mode, seq) for seq in (4096, 16384))
+        columns.append("{:>5.2f}{:>6.2f}{:>7.2f}".format(predicted(name, *case, mode), *times))
+    return " | ".join([f"{label:<20}", *columns])
+
+
+def report(record: dict, name: str, *kinds: str) -> str:
+    """A table of the gains of a rung, and of what it changes in the machine code of its kernels."""
+    modes = [mode for mode in STEPS if name in STEPS[mode]]
+    lines = [*_heads(TWO), *(_row(record, name, mode, WORDS[mode], TWO) for mode in modes)]
+    kernels = [kernel for mode in modes for kernel in PASSES[mode] if name in RUNGS[kernel]]
+    if name == "transposed dK, dV":
+        kernels = ["dkdv"]
+    if kernels:
+        heads = "programs", "registers", "spilled bytes", *kinds
+        lines += ["", " ".join([f"{'before -> after':<27}", *(f"{head:<14}" for head in heads)])]
+    for kernel, case in itertools.product(kernels, TWO):
+        jobs = [(kernel, *case, rung) for rung in (before(name, kernel), name)]
+        old, new = (
+            [programs(c, tile_of(*job)), c.registers, c.spills, *(turn(*job)[op] for op in kinds)]
+            for job in jobs
+            for c in [ladder()[job]]
+        )
+        label = f"{dict(dkdv='dK/dV', dq='dQ').get(kernel, kernel)}, {case_name(*case)}"
+        lines.append(" ".join([f"{label:<27}", *(f"{f'{a} -> {b}':<14}" for a, b in zip(old, new, strict=True))]))
+    return "\n".join(lines)
+
+
+def orders() -> str:
+    """A table of what heavy tiles first would save at D 128, causal, seq 16384, by the number of heads."""
+    n = slots(128)
+    lines = [f"causal, D 128, seq 16384, {n} slots: predicted time, light first / heavy first"]
+    for heads in (1, 2, 4, 8, 16, 32):
+        lines.append(f"{heads:>3} heads {finish(256, heads, n, False) / finish(256, heads, n, True):>6.2f}")
+    return "\n".join(lines)
+
+
+def waterfall(record: dict, mode: str, signed: bool = True) -> None:
+    """Draw the speed after each rung at seq 16384 beside its prediction."""
+    names = {"phase 4": "phases 3, 4"} | {PROVIDER[name]: name for name in STEPS[mode]}
+    cases = [(*case, 16384, mode) for case in TWO]
+    gains = {case: {PROVIDER[n]: predicted(n, *case[:2], mode) for n in STEPS[mode]} for case in cases}
+    figures.waterfall(record, names, cases, gains, signed)
+
+
+def noise(record: dict) -> None:
+    """Print the gains of rungs in a pass that they do not change: two runs of one program."""
+    found = [
+        recorded(record, name, d, c, mode, seq)
+        for name, masks, mode in (
+            ("heavy first", (False,), "fwd"), ("heavy first", (False, True), "bwd"),
+            ("late sums", (False, True), "bwd"), ("transposed dK, dV", (False, True), "fwd"),
+        )
+        for d, c, seq in itertools.product((64, 128), masks, (4096, 16384))
+    ]  # fmt: skip
+    print(f"one program, run twice, in {len(found)} pairs: {min(found):.2f} to {max(found):.2f}")
+
+
+def serialized() -> None:
+    """Print which rungs' dK/dV have a wait around every HGMMA."""
+    print(f"{'dK/dV, D 64, full':<24}HGMMA in a turn   ARRIVE in the kernel   serialized")
+    for name in BACKWARD:
+        c = ladder()["dkdv", 64, False, name]
+        hgmma = turn("dkdv", 64, False, name)["HGMMA"]
+        print(f"{name:<24}{hgmma:>15}{c.sass.count('WARPGROUP.ARRIVE'):>23}{c.serialized!s:>13}")
+    elsewhere = [job for job, c in ladder().items() if c.serialized and job[:3] != ("dkdv", 64, False)]
+    for kernel, *case, name in sorted(elsewhere):
+        print(f"serialized, too: {kernel}, {case_name(*case)}, {name}")
+
+
+def whole(record: dict) -> None:
+    """Print the gains of all rungs in all cases, and how good the predictions were."""
+    cases = list(itertools.product(CASES, STEPS))
+    off = [predicted(n, *c, mode) / recorded(record, n, *c, mode) for c, mode in cases for n in STEPS[mode]]
+    near = sum(abs(quotient - 1) <= 0.05 for quotient in off)
+    none = sum(1 / recorded(record, n, *c, mode) >= 0.95 for c, mode in cases for n in STEPS[mode])
+    print(
+        f"of {len(off)} predictions {near} are within 5 % of the record (all: {min(off):.2f} to {max(off):.2f} of it);"
+    )
+    print(f"a guess of no gain at all is within 5 % in {none}\n")
+    rows = by_case(record)
+    print(*_heads(CASES), sep="\n")
+    for mode, words in WORDS.items():
+        print(f"{words:<20}" + f" | {'':<18}" * len(CASES))
+        for name in STEPS[mode]:
+            print(_row(record, name, mode, f"  {name}", CASES))
+        print(f"{'  all rungs together':<20}", end="")
+        for case in CASES:
+            pairs = ([rows[p, *case, seq, mode]["ms"] for p in ("phase 4", "ours")] for seq in (4096, 16384))
+            print(" | {:>11.2f}{:>7.2f}".format(*(old / new for old, new in pairs)), end="")
+        print()
+
+
+# --- counted by a profiler --------------------------------------------------------------------------------------------
+
+
+def counted_rungs(counters: dict) -> dict[str, dict]:
+    """The row of each rung: forward, D 128, causal, seq 16384, fp16."""
+    wanted = "fwd", 128, True, "fp16"
+    rows = (r for r in counters["rows"] if (r["mode"], r["head_dim"], r["is_causal"], r["dtype"]) == wanted)
+    of = {r["provider"]: r for r in rows}
+    return {name: of[PROVIDER[name]] for name in (ORDER[0], *STEPS["fwd"])}
+
+
+def clocks_and_time(counters: dict) -> None:
+    """Print the gains of each rung: predicted and counted in clocks, and in time."""
+    rungs, product = counted_rungs(counters), 1.0
+    print(f"{'forward, D 128, causal':<24}{'predicted':>10}{'in clocks':>11}{'in time':>9}", end="")
+    print(f"{'clocks':>10}{'GPU at':>11}{'time':>10}")
+    for old, name in itertools.pairwise([None, *rungs]):
+        r, gains = rungs[name], ["", "", ""]
+        if old:
+            product *= predicted(name, 128, True)
+            gains = [predicted(name, 128, True), *_of_pair(rungs[old], r)]
+            gains = [f"{gain:.2f}" for gain in gains]
+        print(f"{name:<24}{gains[0]:>10}{gains[1]:>11}{gains[2]:>9}", end="")
+        print(f"{r['counted']['clocks'] / 1e6:>8.2f} M{r['mhz']:>7.0f} MHz{r['ms']:>7.2f} ms")
+    first, *_, last = rungs.values()
+    print("{:<24}{:>10.2f}{:>11.2f}{:>9.2f}".format("all rungs together", product, *_of_pair(first, last)))
+    watts = [r["watts"] for r in rungs.values()]
+    print(f"power: {min(watts):.0f} to {max(watts):.0f} W")
+
+
+def _of_pair(old, new):
+    """The gain of one row over another: in counted clocks, and in time."""
+    return old["counted"]["clocks"] / new["counted"]["clocks"], old["ms"] / new["ms"]
+
+
+def answer(counters: dict, record: dict) -> None:
+    """Print the clocks of the first and the last rung by what takes them, and the share of a large product's rate."""
+    print("forward, D 128, causal, seq 16384: clocks for 64 x 128 logits")
+    print(f"{'':<12}products   exponentials   all else    sum   counted   tensor cores busy")
+    rungs = counted_rungs(counters)
+    for words, name in (("rung 0", FORWARD[0]), ("last rung", LAST)):
+        kinds, tile = clocks("forward", 128, True, name), tile_of("forward", 128, True, name)
+        parts, both = (kinds["products"], kinds["exponentials"]), sum(kinds.values())
+        logits = 16 * timing.products_done(16384, tile.BLOCK_M, tile.BLOCK_N, True) / (64 * 128)
+        counted = rungs[name]["counted"]
+        print(f"{words:<12}{parts[0]:>8.0f}{parts[1]:>15.0f}{both - sum(parts):>11.0f}{both:>7.0f}", end="")
+        print(f"{counted['clocks'] * SMS / logits:>10.0f}{counted['tensor_cores']:>18.0f} %")
+    print("of the large product's rate, seq 16384:")
+    rows, peak = by_case(record), record["ceilings"]["gemm_flops_per_s"] / 1e12
+    for mode, words in WORDS.items():
+        shares = {case: rows["ours", *case, 16384, mode]["tflops"] / peak for case in CASES}
+        print(f"    {words:<10}", ", ".join(f"{case_name(*case)} {share:.0%}" for case, share in shares.items()))
+
+
+def beside_peers(record: dict, providers: tuple[str, ...]) -> None:
+    """Print how many times as fast as its peers the last rung is, over head_dim, mask and length."""
+    ms = {key: r["ms"] for key, r in by_case(record).items()}
+    print(f"{'ours is so many times as fast as':<36}{'seq up to 2048':>18}{'seq from 4096':>18}{'ahead in':>12}")
+    for mode, p in itertools.product(WORDS, providers):
+        of = {key[3]: [] for key in ms}
+        for key in (key for key in ms if key[0] == p and key[4] == mode):
+            of[key[3]].append(ms[key] / ms["ours", *key[1:]])
+        short, long = ([x for seq, xs in of.items() if (seq > 2048) == far for x in xs] for far in (False, True))
+        ranges = [f"{min(xs):.2f} to {max(xs):.2f}" for xs in (short, long)]
+        ahead = sum(x > 1 for x in short + long)
+        print(f"  {WORDS[mode]:<10}{p:<24}{ranges[0]:>18}{ranges[1]:>18}{ahead:>6} of {len(short + long)}")
+
+
+def beside_learners(attention: Callable) -> str:
+    """A learner's forward kernel, tile 64 x 64, beside the rungs: D 128, causal, in clocks for 64 x 128 logits."""
+    made = of_learner(attention)
+    kinds = sass.turn_clocks(sass.counted(sass.turn(made.sass)), PRODUCTS["forward"], 64, 64, 4, 128)
+    found = {"phase 3's": clocks("forward", 128, True, FORWARD[0])}
+    found |= {"rung 4, masks at edges": clocks("forward", 128, True, "masks at edges")}
+    found |= {"yours": {kind: 64 * 128 * x for kind, x in kinds.items()}}
+    lines = [f"{'forward, D 128, causal':<24}compare, select   multiply, add, max   all clocks"]
+    for name, parts in found.items():
+        two = (parts[kind] for kind in ("compare, select", "multiply, add, max"))
+        lines.append("{:<24}{:>15.0f}{:>21.0f}{:>13.0f}".format(name, *two, sum(parts.values())))
+    gain = sum(found["phase 3's"].values()) / sum(found["yours"].values())
+    return "\n".join([*lines, f"predicted gain of yours over phase 3's: {gain:.2f}"])

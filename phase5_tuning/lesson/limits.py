@@ -1,0 +1,210 @@
+"""The tables of measure.ipynb: speeds, power, what is counted, bytes, units, and tiles."""
+
+import itertools
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping
+
+from common.measure import records, sass, timing, traffic
+from common.measure.offline import Compiled
+from phase5_tuning.launch.configs import Config
+from phase5_tuning.lesson.compiled import chosen, last_rung
+
+import torch
+
+BUSY = "tensor_cores", "exponentials", "shared_memory"
+SMS = 132  # multiprocessors of an H100 or H200
+# Tiles that were timed beside those of the last rung, by the name that they have in a record.
+SLOWER = {
+    "128x128 by 8 warps": Config(128, 128, 8, 2),
+    "64x64 in 3 stages": Config(64, 64, 4, 3),
+    "64x64 in 1 stage": Config(64, 64, 4, 1),
+}
+OF_64 = {
+    "four": Config(64, 128, 4, 1, maxnreg=128),
+    "1 stage": Config(64, 128, 4, 1),
+    "2 stages": Config(64, 128, 4, 2),
+}
+
+
+def load(name: str, folder: str = "phase5_tuning") -> dict:
+    """A record, by default of this phase."""
+    return records.load(folder, name)
+
+
+def signed(record: dict) -> None:
+    """Print where numbers come from."""
+    print(textwrap.fill(records.describe(record), 110))
+
+
+def case_name(head_dim: int, is_causal: bool) -> str:
+    return f"D {head_dim} {'causal' if is_causal else 'full'}"
+
+
+def by_case(record: dict) -> dict[tuple, dict]:
+    """The rows of a record by (provider, head_dim, is_causal, seq, mode)."""
+    rows = (r for r in record["rows"] if "ms" in r)
+    return {(r["provider"], r["head_dim"], r["is_causal"], r["seq"], r.get("mode", "fwd")): r for r in rows}
+
+
+def standing(forward: dict, backward: dict) -> None:
+    """Print at which share of its peers' speed phases 3 and 4 run at seq 4096."""
+    for mine, record in (("phase 3", forward), ("phase 4", backward)):
+        ms = {key: r["ms"] for key, r in by_case(record).items()}
+        for peer in ("SDPA flash", "SDPA cuDNN"):
+            cases = [key[1:] for key in ms if key[0] == mine and key[3] == 4096 and (peer, *key[1:]) in ms]
+            speeds = [ms[peer, *case] / ms[mine, *case] for case in cases]
+            print(f"{mine} runs at {min(speeds):.2f} to {max(speeds):.2f} of the speed of {peer}")
+
+
+def power(record: dict) -> None:
+    """Print the time of a call after a rest and later, and the GPU's clock then."""
+    print(f"{'causal, seq 16384':<31}{'first 40 ms':>12}{'after 500 ms':>14}    clock then")
+    for r in record["rows"]:
+        seen = [mhz for at, mhz in zip(r["at_ms"], r["mhz"], strict=True) if at >= 500]
+        print(
+            f"{r['mode']}  D {r['head_dim']:<12}{r['provider']:<12}{r['rested_ms']:>9.2f} ms{r['ms']:>11.2f} ms", end=""
+        )
+        print(f"{statistics.median(seen):>10.0f} MHz")
+
+
+def done_for_counted(is_causal: bool, seq: int) -> tuple[float, float]:
+    """Operations in products that the last rung makes, forward and backward at D 128, by those that are counted."""
+    counted = timing.attention_flops(1, 1, seq, seq, 128, is_causal=is_causal)
+    done = {}
+    for kernel, products in (("forward", 2), ("dkdv", 4), ("dq", 3)):
+        tile = chosen(kernel, 128, is_causal)
+        tiles = timing.products_done(seq, tile.BLOCK_M, tile.BLOCK_N, is_causal)
+        done[kernel] = 2 * 128 * products * tiles
+    return done["forward"] / counted, (done["dkdv"] + done["dq"]) / (2.5 * counted)
+
+
+def operations() -> str:
+    """A table of `done_for_counted`."""
+    lines = []
+    for is_causal, seq in itertools.product((False, True), (512, 4096, 16384)):
+        forward, backward = done_for_counted(is_causal, seq)
+        mask = "causal" if is_causal else "full"
+        lines.append(f"{mask:<7}seq {seq:>5}: done / counted: forward {forward:.3f}, backward {backward:.3f}")
+    return "\n".join(lines)
+
+
+def roofline(ladder: dict, seq: int = 4096, size: int = 2) -> dict[str, tuple[float, float, float]]:
+    """Of the last rung, full mask: FLOP for a byte asked for, FLOP for a byte that must move, FLOP/s reached."""
+    rows, points = by_case(ladder), {}
+    for head_dim in (64, 128):
+        tile = chosen("forward", head_dim, False)
+        flops = timing.attention_flops(1, 1, seq, seq, head_dim)
+        asked = traffic.tiled_attention_bytes(seq, seq, head_dim, tile.BLOCK_M, tile.BLOCK_N, size, lse=True)
+        reached = rows["ours", head_dim, False, seq, "fwd"]["tflops"] * 1e12
+        points[f"forward, D {head_dim}"] = flops / asked, flops / (4 * seq * (head_dim * size + 1)), reached
+        asked = 8 * seq  # the LSE, read and stored in base 2 while delta is computed
+        for kind, part in (("dkdv", "delta"), ("dkdv", "dkdv"), ("dq", "dq")):
+            tile = chosen(kind, head_dim, False)
+            sizes = seq, seq, head_dim, tile.BLOCK_M, tile.BLOCK_N, size
+            asked += traffic.attention_backward_bytes(*sizes)[part]
+        reached = rows["ours", head_dim, False, seq, "bwd"]["tflops"] * 1e12
+        points[f"backward, D {head_dim}"] = (
+            2.5 * flops / asked,
+            2.5 * flops / (4 * seq * (2 * head_dim * size + 1)),
+            reached,
+        )
+    return points
+
+
+def asked_and_reached(points: Mapping[str, tuple[float, float, float]], bandwidth: float) -> None:
+    print(f"{'':<17}FLOP for a byte   TFLOP/s if memory   TFLOP/s")
+    print(f"{'':<17}  asked for         answered all      reached")
+    for name, (asked, _, reached) in points.items():
+        print(f"{name:<17}{asked:>9.0f}{asked * bandwidth / 1e12:>18.0f}{reached / 1e12:>16.0f}")
+
+
+def share_from_memory(counters: dict) -> float:
+    """Percent of the bytes of K and V asked for that went to or from memory: forward, D 128, causal, seq 16384."""
+    (row,) = (r for r in counters["rows"] if (r["provider"], r["dtype"]) == ("ours", "fp16"))
+    tiles = timing.products_done(16384, 64, 128, True) // (64 * 128)
+    return 100 * row["counted"]["dram_bytes"] / (16 * tiles * 128 * 2 * 128 * 2)
+
+
+def busy(counters: dict, provider: str) -> None:
+    """Print for what share of the clocks each unit worked: forward, D 128, causal, seq 16384, fp16."""
+    wanted = provider, "fwd", 128, True, "fp16"
+    key = "provider", "mode", "head_dim", "is_causal", "dtype"
+    (row,) = (r for r in counters["rows"] if tuple(r[name] for name in key) == wanted)
+    names = {"issue": "schedulers"} | {name: name.replace("_", " ") for name in BUSY}
+    for name in ("issue", *BUSY):
+        print(f"{names[name]:<15}{row['counted'][name]:>4.0f} % of the clocks")
+
+
+def bytes_asked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable:
+    """A cost for `triton.autotune`: the bytes of q, k and v that a call loads, where kernels are interpreted."""
+
+    def do_bench(call, quantiles):
+        with traffic.measure(q=q, k=k, v=v) as moved:
+            call()
+        return [moved.total] * len(quantiles)
+
+    return do_bench
+
+
+def units(record: dict) -> str:
+    """A table of the clocks of a multiprocessor for a tile's products and for its exponentials."""
+    ghz = int(re.search(r"SM (\d+) MHz", record["provenance"]["max_clocks"])[1]) / 1000
+    lines = [
+        f"{SMS} multiprocessors at {ghz} GHz: {sass.TENSOR * SMS * ghz / 1000:.0f} TFLOP/s, "
+        f"{sass.MUFU * SMS * ghz / 1000:.2f} T exponentials/s",
+        "clocks of a tile of 128 x 64 logits; share of the peak if one follows the other",
+        f"{'':<12}{'products':>23}{'exponentials':>15}{'share':>17}",
+    ]
+    for d in (32, 64, 128, 256):
+        products, exponentials = (n * 128 * 64 for n in (4 * d / sass.TENSOR, 1 / sass.MUFU))
+        share = products / (products + exponentials)
+        lines.append(f"head_dim {d:>3}{products:>23.0f}{exponentials:>15.0f}{share:>17.0%}")
+    return "\n".join(lines)
+
+
+def programs(c: Compiled, config: Config) -> int:
+    """How many programs fit on a multiprocessor."""
+    return min(sass.programs_per_sm(c.registers, c.shared, config.num_warps))
+
+
+def slower(record: dict, provider: str, head_dim: int, is_causal: bool, seq: int = 16384) -> float:
+    """The forward time of a tile, by the name that it has in the record, divided by that of the tile that ships."""
+    rows = by_case(record)
+    return rows[provider, head_dim, is_causal, seq, "fwd"]["ms"] / rows["ours", head_dim, is_causal, seq, "fwd"]["ms"]
+
+
+def of_64(record: dict) -> str:
+    """A table of three tiles at D 64, causal: programs that fit, and the time by that with four of them."""
+    made = last_rung((64, True, config) for config in OF_64.values())
+    lengths = sorted({r["seq"] for r in record["rows"]})
+    lines = [f"{'64 x 128, 4 warps':<24}registers  programs   time / that with four, seq {lengths[0]} to {lengths[-1]}"]
+    for (name, config), c in zip(OF_64.items(), made.values(), strict=True):
+        provider = "ours" if config.maxnreg else f"64x128 in {name}"
+        times = [slower(record, provider, 64, True, seq) for seq in lengths]
+        label = "1 stage, at most 128" if config.maxnreg else name
+        lines.append(f"{label:<24}{c.registers:>9}{programs(c, config):>10}   {min(times):.2f} to {max(times):.2f}")
+    return "\n".join(lines)
+
+
+def other_tiles(record: dict) -> str:
+    """A table of tiles beside those of the last rung: programs that fit, and recorded time."""
+    names = {"ours": None} | SLOWER
+    tiles = {(d, name): config or chosen("forward", d, False) for d in (64, 128) for name, config in names.items()}
+    made = last_rung((d, False, config) for (d, _), config in tiles.items())
+    lines = [
+        "forward, full mask, 16384 tokens; time by that of the tile that ships",
+        " " * 22 + "".join(f" {f'D {d}: programs   time':<24}" for d in (64, 128)),
+    ]
+    for name in names:
+        line = f"{'the tile that ships' if name == 'ours' else name:<22}"
+        for d in (64, 128):
+            fit = programs(made[d, False, tiles[d, name]], tiles[d, name])
+            line += f"{fit:>14}{slower(record, name, d, False):>7.2f}    "
+        lines.append(line)
+    cases = {(r["head_dim"], r["is_causal"], r["seq"]) for r in record["rows"]}
+    for name in SLOWER:
+        of = [slower(record, name, *case) for case in cases]
+        lines.append(f"{name} in all {len(of)} cases: {min(of):.2f} to {max(of):.2f}")
+    return "\n".join(lines)
