@@ -20,6 +20,7 @@ first and last byte, `//` rounds down, and a fence counts only for the thread th
 import contextlib
 import functools
 import importlib.util
+import linecache
 import sys
 import tempfile
 import threading
@@ -123,11 +124,12 @@ class _Gl:
         return before
 
     def allocate_shared_memory(self, dtype, shape, layout):
+        name = _name_of_the_line(sys._getframe(1))
         if layout is Barrier:
-            barriers = _Barriers([Barrier() for _ in range(shape[0])])
+            barriers = _Barriers([Barrier(f"{name}[{i}]" if len(shape) == 2 else name) for i in range(shape[0])])
             return barriers if len(shape) == 2 else barriers[0]
         empty = float("nan") if dtype.is_floating_point else -1
-        return Shared(torch.full([int(n) for n in shape], empty, dtype=dtype), "", me().program["stored"])
+        return Shared(torch.full([int(n) for n in shape], empty, dtype=dtype), name, me().program["stored"])
 
     def warp_specialize(self, jobs, warps, registers):
         program, functions, threads = me().program, [job for job, _ in jobs], []
@@ -137,6 +139,11 @@ class _Gl:
             threads.append(machine.Thread(Scheduler.running, name, lambda job=job, args=args: job(*args), program))
         Scheduler.running.threads += threads
         me().wait(lambda: all(t.done for t in threads))
+
+
+def _name_of_the_line(frame) -> str:
+    """What the line that a frame is at gives a name to; an aggregate's fields are named later."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).partition("=")[0].strip()
 
 
 class _Barriers(list):
