@@ -50,6 +50,7 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 
 __all__ = [
     "STAND_INS", "Deadlock", "Interpreted", "Race", "Unfenced", "attention", "changed", "function", "interpreted",
+    "recorded",
 ]  # fmt: skip
 
 _one_at_a_time = threading.RLock()  # there is one scheduler, and one set of patched kernels
@@ -431,6 +432,27 @@ def attention(**options) -> Callable:
         return _Attention.apply(q, k, v, is_causal, scale, enable_gqa, options)
 
     return attention
+
+
+@contextlib.contextmanager
+def recorded():
+    """Inside nobody waits and no tile is fetched: a list has what kernels do at barriers, as (what, barrier, number).
+    "wait" has a parity, "expect" and "copy" have bytes, and "arrive" has a count.
+    """
+    done = []
+
+    def note(what, barrier, number):
+        me().wait()
+        done.append((what, barrier.name, int(number)))
+
+    at_barriers = dict(
+        wait=lambda barrier, parity: note("wait", barrier, parity),
+        expect=lambda barrier, nbytes: note("expect", barrier, nbytes),
+        arrive=lambda barrier, count=1, pred=True: note("arrive", barrier, count if pred else 0),
+    )
+    fetch = lambda descriptor, place, barrier, shared: note("copy", barrier, descriptor.block_type.nbytes)  # noqa: E731
+    with mock.patch.multiple(_Mbarrier, **at_barriers), mock.patch.object(_Tma, "async_copy_global_to_shared", fetch):
+        yield done
 
 
 @contextlib.contextmanager
