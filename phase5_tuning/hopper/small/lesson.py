@@ -3,7 +3,12 @@
 outcome(k3_roles, {"lap & 1 ^ 1": "lap & 1"})     "Deadlock: nobody can go on: ..."
 """
 
-from phase5_tuning.hopper import interpreter
+from dataclasses import replace
+from pathlib import Path
+
+from common.edited import replaced
+from common.measure.offline import RecordedLaunch
+from phase5_tuning.hopper import forward, interpreter
 from phase5_tuning.hopper.interpreter import Deadlock, Race, Unfenced
 from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay
 
@@ -58,3 +63,21 @@ def outcome(module, change: dict[str, str] | None = None, seed: int = 0, **optio
         return f"{type(error).__name__}: {error}"
     right = torch.isclose(got.float(), truth(module, *given), atol=2e-3, rtol=2e-3)
     return "right" if right.all() else f"{int((~right).sum())} of {right.numel()} numbers are wrong"
+
+
+EXPONENTIALS = "    p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)\n    p16"
+MAXIMA = """        m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
+        if BLOCK_N == 128:"""
+UNDER_PV = """        m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
+        p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
+        if PINNED:"""
+
+
+def exponentials_under_pv(launch: RecordedLaunch, pinned: bool) -> RecordedLaunch:
+    """The forward kernel's launch with all exponentials of a step before the wait for PV. pinned: with one more wait
+    for the pair between the two, over which the assembler moves nothing; else without any.
+    """
+    text = Path(forward.__file__).read_text()
+    text = replaced(text, EXPONENTIALS, "    p16", inside="_next_tile", of="forward.py")
+    text = replaced(text, MAXIMA, UNDER_PV.replace("PINNED", str(pinned)), inside="_next_tile", of="forward.py")
+    return replace(launch, source=text)
