@@ -26,7 +26,7 @@ EXPERIMENTS = {
     "forward": 0,
     "backward": 0,
     "tuning": 1,
-    "hopper": 0,
+    "hopper_forward": 0,
     "decode": 0,
     "context_parallel": 0,
 }
