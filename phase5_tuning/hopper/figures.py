@@ -312,6 +312,9 @@ def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) ->
 # --- 6. the order of tiles ----------------------------------------------------------------------------------------
 
 
+# --- 7. the backward pass -----------------------------------------------------------------------------------------
+
+
 def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> None:
     """KiB of shared memory of a program, by tile. parts: title -> tile -> KiB."""
     fig, ax = style.new(8.6, 0.6 * len(parts) + 1.3)
@@ -368,3 +371,10 @@ def traffic(record: Mapping) -> None:
         f"{'; '.join(said)}.",
         records.describe(record),
     )
+
+
+if __name__ == "__main__":
+    arguments()
+    data = as_json(page_data())
+    PAGE.write_text(PLACE.sub(lambda _: data, PAGE.read_text(), count=1))
+    print(f"{PAGE.name}: {len(data) / 1024:.0f} KiB of timelines")
