@@ -95,11 +95,11 @@ def test_find_takes_parts_of_paths_and_keeps_the_reading_order():
     assert [path.name for path in notebooks.find(["phase5"])] == [
         "measure.ipynb",
         "rungs.ipynb",
-        "hopper.ipynb",
+        "hopper_forward.ipynb",
         "decode.ipynb",
         "context_parallel.ipynb",
     ]
-    assert [path.name for path in notebooks.find(["hopper", "phase1"])] == ["softmax.ipynb", "hopper.ipynb"]
+    assert [path.name for path in notebooks.find(["hopper", "phase1"])] == ["softmax.ipynb", "hopper_forward.ipynb"]
     assert notebooks.find(["phase9"]) == []
 
 

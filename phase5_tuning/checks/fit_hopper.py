@@ -38,7 +38,7 @@ def _said(head_dim, shape, c):
         return said
     return said + (
         " as without OVERLAP, which changes nothing here: the assembler has moved the wait for the products "
-        "before the exponentials (section 5)"
+        "before the exponentials (section 8.2)"
     )
 
 
@@ -66,10 +66,10 @@ def _shared_mistakes(head_dim, consumers, stages):
 
 def _launch_mistakes(consumers):
     return {
-        "round down to a multiple of 8 (section 4.1)": 65536 // (128 * (consumers + 1)),
-        "the producer's warpgroup has registers too (section 4.1)": _shared_out(128 * consumers),
-        "the producer counts as four warps (section 4.1)": _shared_out(128 * consumers + 32),
-        "a warpgroup has four warps of 32 threads (section 4.1)": _shared_out(32 * (consumers + 1)),
+        "round down to a multiple of 8 (section 7.2)": 65536 // (128 * (consumers + 1)),
+        "the producer's warpgroup has registers too (section 7.2)": _shared_out(128 * consumers),
+        "the producer counts as four warps (section 7.2)": _shared_out(128 * consumers + 32),
+        "a warpgroup has four warps of 32 threads (section 7.2)": _shared_out(32 * (consumers + 1)),
     }
 
 
@@ -176,7 +176,7 @@ def _check_compiled(head_dim, shape, c):
         under, of = _hidden(c)
         reject(
             f"{what}: {under} of {of} exponentials stand under a product of the same warps, although OVERLAP is "
-            "set: the wait for the products stands before the others (section 5). So the kernel runs as "
+            "set: the wait for the products stands before the others (section 8.2). So the kernel runs as "
             f"without overlap, and there the model gives {predicted:.0f} TFLOP/s, where {FAST} are asked for. "
             f"{_why_slow(head_dim, as_compiled, 'OVERLAP')}"
         )

@@ -312,36 +312,6 @@ def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) ->
 # --- 6. the order of tiles ----------------------------------------------------------------------------------------
 
 
-def numbered(grids: Mapping[str, np.ndarray], xlabel: str, ylabel: str) -> None:
-    """Grids of numbers, dark for late ones; NaN for none. grids: title -> (rows, columns)."""
-    widths = [grid.shape[1] for grid in grids.values()]
-    width, height = min(9, 0.5 * sum(widths) + 1.2), 0.45 * max(grid.shape[0] for grid in grids.values()) + 1.0
-    fig, axes = style.new(width, height, columns=len(grids), squeeze=False, width_ratios=widths)
-    most = max(np.nanmax(grid) for grid in grids.values())
-    for ax, (title, grid) in zip(axes[0], grids.items(), strict=True):
-        for (row, column), number in np.ndenumerate(grid):
-            if np.isnan(number):
-                continue
-            shade = 0.92 - 0.7 * number / max(most, 1)
-            style.box(
-                ax, column, row, f"{number:.0f}", color=(shade, shade, 1 - 0.3 * (1 - shade)),
-                ink="white" if shade < 0.55 else COLORS["ink"], size=8,
-            )  # fmt: skip
-        rows, columns = grid.shape
-        ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=np.arange(columns) + 0.5, xticklabels=range(columns))
-        ax.set(yticks=np.arange(rows) + 0.5, yticklabels=range(rows))
-        ax.tick_params(length=0)
-        ax.spines[:].set_visible(False)
-        ax.set_title(title, fontsize=10)
-        ax.set_xlabel(xlabel)
-    axes[0, 0].set_ylabel(ylabel)
-    said = "; ".join(
-        f"{title}: row by row " + " / ".join(", ".join(f"{n:.0f}" for n in row if n == n) for row in grid)
-        for title, grid in grids.items()
-    )
-    style.show(fig, alt=f"Grids of numbers, {xlabel} across and {ylabel} down. {said}.")
-
-
 # --- 7. the backward pass -----------------------------------------------------------------------------------------
 
 
@@ -400,26 +370,6 @@ def traffic(record: Mapping) -> None:
         "GB through memory, then microseconds of the backward kernel, by how many heads take turns. "
         f"{'; '.join(said)}.",
         records.describe(record),
-    )
-
-
-def lost_bits(p: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None:
-    """Relative error of P in fp16, against P; errors: way -> the error at each p."""
-    fig, ax = style.new(7.6, 3.4)
-    looks = dict(color=COLORS["bad"], linestyle="--"), dict(color=COLORS["tiled"])
-    for (name, values), look in zip(errors.items(), looks, strict=True):
-        ax.plot(p, values, label=name, **look)
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log", base=2)
-    ax.set(xlabel="P, a probability", ylabel="largest relative error")
-    ax.axvline(2.0**-14, color=COLORS["limit"], linewidth=1, linestyle=":")
-    ax.text(2.0**-13.8, ax.get_ylim()[1] / 2, "$2^{-14}$", fontsize=9, va="top")
-    ax.legend(loc="upper right")
-    said = "; ".join(f"{name}: {max(values):.2g}" for name, values in errors.items())
-    style.show(
-        fig,
-        alt="Largest relative error of P in fp16 against P, both axes logarithmic. Below 2^-14 it grows as P "
-        f"shrinks. Largest in the picture, {said}.",
     )
 
 

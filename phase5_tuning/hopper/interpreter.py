@@ -20,6 +20,7 @@ first and last byte, `//` rounds down, and a fence counts only for the thread th
 import contextlib
 import functools
 import importlib.util
+import linecache
 import sys
 import tempfile
 import threading
@@ -49,6 +50,7 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 
 __all__ = [
     "STAND_INS", "Deadlock", "Interpreted", "Race", "Unfenced", "attention", "changed", "function", "interpreted",
+    "recorded",
 ]  # fmt: skip
 
 _one_at_a_time = threading.RLock()  # there is one scheduler, and one set of patched kernels
@@ -123,11 +125,12 @@ class _Gl:
         return before
 
     def allocate_shared_memory(self, dtype, shape, layout):
+        name = _name_of_the_line(sys._getframe(1))
         if layout is Barrier:
-            barriers = _Barriers([Barrier() for _ in range(shape[0])])
+            barriers = _Barriers([Barrier(f"{name}[{i}]" if len(shape) == 2 else name) for i in range(shape[0])])
             return barriers if len(shape) == 2 else barriers[0]
         empty = float("nan") if dtype.is_floating_point else -1
-        return Shared(torch.full([int(n) for n in shape], empty, dtype=dtype), "", me().program["stored"])
+        return Shared(torch.full([int(n) for n in shape], empty, dtype=dtype), name, me().program["stored"])
 
     def warp_specialize(self, jobs, warps, registers):
         program, functions, threads = me().program, [job for job, _ in jobs], []
@@ -137,6 +140,11 @@ class _Gl:
             threads.append(machine.Thread(Scheduler.running, name, lambda job=job, args=args: job(*args), program))
         Scheduler.running.threads += threads
         me().wait(lambda: all(t.done for t in threads))
+
+
+def _name_of_the_line(frame) -> str:
+    """What the line that a frame is at gives a name to; an aggregate's fields are named later."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).partition("=")[0].strip()
 
 
 class _Barriers(list):
@@ -424,6 +432,27 @@ def attention(**options) -> Callable:
         return _Attention.apply(q, k, v, is_causal, scale, enable_gqa, options)
 
     return attention
+
+
+@contextlib.contextmanager
+def recorded():
+    """Inside nobody waits and no tile is fetched: a list has what kernels do at barriers, as (what, barrier, number).
+    "wait" has a parity, "expect" and "copy" have bytes, and "arrive" has a count.
+    """
+    done = []
+
+    def note(what, barrier, number):
+        me().wait()
+        done.append((what, barrier.name, int(number)))
+
+    at_barriers = dict(
+        wait=lambda barrier, parity: note("wait", barrier, parity),
+        expect=lambda barrier, nbytes: note("expect", barrier, nbytes),
+        arrive=lambda barrier, count=1, pred=True: note("arrive", barrier, count if pred else 0),
+    )
+    fetch = lambda descriptor, place, barrier, shared: note("copy", barrier, descriptor.block_type.nbytes)  # noqa: E731
+    with mock.patch.multiple(_Mbarrier, **at_barriers), mock.patch.object(_Tma, "async_copy_global_to_shared", fetch):
+        yield done
 
 
 @contextlib.contextmanager

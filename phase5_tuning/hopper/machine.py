@@ -351,8 +351,8 @@ class Shared:
 class Barrier:
     """An mbarrier. A phase ends when all its arrivals and all announced bytes have come."""
 
-    def __init__(self):
-        self.name, self.count, self.missing, self.announced, self.completed = "", 0, 0, 0, 0
+    def __init__(self, name: str):
+        self.name, self.count, self.missing, self.announced, self.completed = name, 0, 0, 0, 0
 
     def come(self, arrivals: int = 0, size: int = 0) -> None:
         if self.missing < arrivals:
@@ -383,7 +383,8 @@ class Descriptor:
 
     def __init__(self, described):
         self.base, self.block, self.dtype = (described.base, tuple(described.block_shape), described.base.dtype)
-        self.block_type = types.SimpleNamespace(nbytes=math.prod(self.block) * self.base.element_size())
+        nbytes = math.prod(self.block) * self.base.element_size()
+        self.block_type = types.SimpleNamespace(shape=self.block, nbytes=nbytes)
 
     def _ranges(self, place):
         ranges = []

@@ -23,7 +23,7 @@ there, and no tile is overwritten while somebody multiplies with it.
 
 What actors yield is explained in hopper/model.py: load, wait, arrive, product, wait_products.
 
-Notebook: phase5_tuning/hopper.ipynb, section 2, "5.9 Repair a ring that deadlocks".
+Notebook: phase5_tuning/hopper_forward.ipynb, section 4, "5.9 Repair a ring that deadlocks".
 """
 
 from phase5_tuning.given import Ring, arrive, load, product, simulate, wait, wait_products, work

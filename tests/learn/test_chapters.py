@@ -14,7 +14,11 @@ from common.phases import PHASES, ROOT
 import nbformat
 import pytest
 
-SOFTMAX, TILING, HOPPER = "phase1_softmax/softmax.ipynb", "phase2_tiling/tiling.ipynb", "phase5_tuning/hopper.ipynb"
+SOFTMAX, TILING, HOPPER = (
+    "phase1_softmax/softmax.ipynb",
+    "phase2_tiling/tiling.ipynb",
+    "phase5_tuning/hopper_forward.ipynb",
+)
 
 
 def git(folder, *arguments):
@@ -100,8 +104,8 @@ def edit(path, change):
 WHICH = 'predict(\'Which needs two passes over the row: "weights", "LSE" or "output"?\', yours={})'
 CANARY = 'predict("The canary behind out holds -1. What does it hold after the launch?", yours={})'
 SECTORS = 'predict("How many times as many sectors does the kernel read of t as of x?", yours={})'
-STOPS = 'predict("Which mistake stops everybody: the wrong producer, or the wrong consumer?", yours={})'
-SHUFFLES = 'predict("How many shuffles does a thread execute in a turn, at head_dim 128?", yours={})'
+STOPS = 'predict("kv_empty counts one arrival: right, Race or Deadlock?", yours={})'
+QUEUE = 'predict("When is the last tile done, with a fixed share and with a queue? (two numbers)", yours={})'
 
 
 def filled(*predictions):
@@ -148,25 +152,25 @@ def test_what_is_written_in_a_chapter_stays_when_the_chapter_changes(course, clo
 
 def test_what_is_written_in_a_chapter_stays_when_the_chapter_is_split(course, clone):
     renew(clone)
-    used(clone / "work" / HOPPER, *filled((STOPS, "'producer'"), (SHUFFLES, 4)))
-    mine = clone / "work" / "phase5_tuning" / "hopper-Copy1.ipynb"
+    used(clone / "work" / HOPPER, *filled((STOPS, "'Race'"), (QUEUE, 4)))
+    mine = clone / "work" / "phase5_tuning" / "hopper_forward-Copy1.ipynb"
     shutil.copy(clone / "work" / HOPPER, mine)
 
     whole = read(course / HOPPER)
-    halfway = whole.cells.index(cell_with(whole, SHUFFLES.format("None"))) - 1
+    halfway = whole.cells.index(cell_with(whole, QUEUE.format("None"))) - 1
     for name, part in (("pipes", slice(halfway)), ("loops", slice(halfway, None))):
         edit(course / HOPPER, lambda notebook, part=part: notebook.update(cells=whole.cells[part]))
         shutil.copy(course / HOPPER, course / "phase5_tuning" / f"{name}.ipynb")
     (course / HOPPER).unlink()
     text = (course / "common" / "phases.py").read_text()
-    assert text.count('"hopper.ipynb"') == 1
-    (course / "common" / "phases.py").write_text(text.replace('"hopper.ipynb"', '"pipes.ipynb", "loops.ipynb"'))
+    assert text.count('"hopper_forward.ipynb"') == 1
+    (course / "common" / "phases.py").write_text(text.replace('"hopper_forward.ipynb"', '"pipes.ipynb", "loops.ipynb"'))
     commit(course)
 
     git(clone, "pull", "-q", "--ff-only")
     assert renew(clone) == []
-    assert cell_with(read(clone / "work/phase5_tuning/pipes.ipynb"), STOPS.format("'producer'"))
-    assert cell_with(read(clone / "work/phase5_tuning/loops.ipynb"), SHUFFLES.format(4))
+    assert cell_with(read(clone / "work/phase5_tuning/pipes.ipynb"), STOPS.format("'Race'"))
+    assert cell_with(read(clone / "work/phase5_tuning/loops.ipynb"), QUEUE.format(4))
     assert not (clone / "work" / HOPPER).exists()
     assert mine.exists(), "a copy of the learner's own is no chapter"
     assert git(clone, "status", "--porcelain") == ""

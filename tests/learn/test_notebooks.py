@@ -27,7 +27,7 @@ EXPERIMENTS = {
     "backward": 0,
     "measure": 0,
     "rungs": 0,
-    "hopper": 0,
+    "hopper_forward": 0,
     "decode": 0,
     "context_parallel": 0,
 }

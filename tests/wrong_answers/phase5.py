@@ -486,16 +486,36 @@ WRONG = {
         ),
         Wrong("the first scale of q", {"q_scales_ptr + pid_m)": "q_scales_ptr)"}, "every tile of q has the scale"),
     ],
+    "add_tiles": [
+        Wrong(
+            "an arrival for each tile",
+            {
+                "    mbarrier.expect(full, 2 * x_desc.block_type.nbytes)\n": (
+                    "    mbarrier.expect(full, x_desc.block_type.nbytes)\n"
+                    "    mbarrier.expect(full, y_desc.block_type.nbytes)\n"
+                )
+            },
+            "counts one arrival, and gets 2",
+        ),
+        Wrong("one tile's bytes", {"2 * x_desc": "x_desc"}, "the copies bring 4096"),
+        Wrong("bytes that never come", {"2 * x_desc": "3 * x_desc"}, "6144 bytes are announced"),
+        Wrong("no wait", {"    mbarrier.wait(full, 0)\n": ""}, "Nobody waits for `full`"),
+        Wrong("parity 1", {"wait(full, 0)": "wait(full, 1)"}, "A fresh barrier lets parity 1 pass"),
+        Wrong("no fence", {"REGISTERS))\n    fence_async_shared()\n": "REGISTERS))\n"}, "without a fence"),
+        Wrong("it ends too early", {"    tma.store_wait(0)\n": ""}, "still reads the program's shared memory"),
+        Wrong("only x", {"x.load(REGISTERS) + y.load(REGISTERS)": "x.load(REGISTERS)"}, "row 0 is x"),
+        Wrong("all programs have the first tile", {"row = gl.program_id(0) * ROWS": "row = 0"}, "is NaN"),
+    ],
     "write_producer": [
         Wrong(
             "the readers' parity",
             {"kv_empty.index(slot), parity ^ 1)": "kv_empty.index(slot), parity)"},
-            "Deadlock: nobody can go on",
+            "a fresh barrier lets parity 1 pass",
         ),
         Wrong(
             "no wait for room",
             {"            mbarrier.wait(memory.kv_empty.index(slot), parity ^ 1)\n": ""},
-            "once too often: its phase is not over",
+            "produce waits 0 times at kv_empty[0]",
         ),
         Wrong(
             "an arrival for keys and one for values",
@@ -505,7 +525,7 @@ WRONG = {
                     "                mbarrier.expect(full, work.v.block_type.nbytes)\n"
                 )
             },
-            "once too often: its phase is not over",
+            "each `expect` is one, with all of a place's bytes",
         ),
         Wrong(
             "bytes that never come",
@@ -517,7 +537,7 @@ WRONG = {
                     "            mbarrier.expect(full, 2 * work.k.block_type.nbytes)\n"
                 )
             },
-            "waits for kv_full[0], parity 0",
+            "its phase ends when all announced bytes have come",
         ),
         Wrong(
             "values of the same step",
@@ -546,7 +566,7 @@ WRONG = {
                     "        announce(memory, side, tile)\n        q_full"
                 )
             },
-            ": Race: ",
+            "produce waits 1 times at q_empty[",
         ),
         Wrong(
             "places of queries change their lap every turn",
@@ -555,7 +575,7 @@ WRONG = {
                     "turn & 1 ^ 1)\n        announce(memory, side, tile)\n        q_full"
                 )
             },
-            "q_",
+            "a place of queries is used every second turn",
         ),
         Wrong(
             "the tile's number comes after the arrival",
@@ -583,7 +603,7 @@ WRONG = {
         Wrong(
             "nobody is told that there is no more",
             {"    mbarrier.arrive(memory.q_full.index(side), count=1)\n": ""},
-            "Deadlock: nobody can go on: consume 0 of program 0 waits for q_full",
+            "consumers wait for the others, or for the end",
         ),
         Wrong(
             "the end is announced before its place is free",
@@ -591,7 +611,7 @@ WRONG = {
                 "    mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)\n    announce(memory, side, tile)\n"
                 "    mbarrier.arrive": "    announce(memory, side, tile)\n    mbarrier.arrive"
             },
-            "seq_q 190, seq_k 100",
+            "and uses its place",
         ),
         Wrong(
             "keys and values in every pair",

@@ -1,4 +1,4 @@
-"""The arithmetic of the Hopper chapter's tables, on records made up here and on the stored ones."""
+"""The arithmetic of the Hopper chapters' tables, on records made up here and on the stored ones."""
 
 from phase5_tuning.bench import tables
 

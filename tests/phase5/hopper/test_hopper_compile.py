@@ -226,7 +226,7 @@ def test_products_are_of_the_columns_that_exist(head_dim, widths):
 )
 def test_queries_in_registers_stay_there(case, registers):
     """S and PV both take their left factor from registers. ptxas 12.8 has given both the same ones in a plain kernel,
-    so that P overwrote the queries (the Hopper chapter, appendix D.1)."""
+    so that P overwrote the queries (phase5_tuning/notes/compilers.md)."""
     turn = sass.turn(compiled(FP16)[case].sass)
     left = {}  # by the first register of the sum
     for x in turn:

@@ -1,0 +1,83 @@
+"""The small kernels on a CPU: each as it is, or with a mistake in it, beside PyTorch.
+
+outcome(k3_roles, {"lap & 1 ^ 1": "lap & 1"})     "Deadlock: nobody can go on: ..."
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from common.edited import replaced
+from common.measure.offline import RecordedLaunch
+from phase5_tuning.hopper import forward, interpreter
+from phase5_tuning.hopper.interpreter import Deadlock, Race, Unfenced
+from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay
+
+import torch
+import torch.nn.functional as F
+
+KERNELS = {  # by module, in the order in which the chapter shows them
+    k1_copy: "copy_kernel",
+    k2_ring: "mean_kernel",
+    k3_roles: "query_kernel",
+    k4_consumers: "attention_kernel",
+    k5_stay: "staying_kernel",
+}
+
+
+def inputs(module, heads: int = 2, seq: int = 384, d: int = 64, device: str = "cpu") -> list[torch.Tensor]:
+    """What a small kernel's `run` takes."""
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = [torch.randn(heads, seq, d, generator=generator, device=device).half() for _ in range(3)]
+    q, k, v = drawn
+    return {k1_copy: [q.flatten(0, 1)], k2_ring: [v], k3_roles: [q[:, 0].contiguous(), k, v]}.get(module, drawn)
+
+
+def truth(module, *given: torch.Tensor) -> torch.Tensor:
+    """What `run` should return, by PyTorch in fp32."""
+    given = [t.float() for t in given]
+    if module is k1_copy:
+        return given[0]
+    if module is k2_ring:
+        return given[0].mean(dim=1)
+    if module is k3_roles:
+        q, k, v = given
+        return F.scaled_dot_product_attention(q[:, None], k, v)[:, 0]
+    return F.scaled_dot_product_attention(*given, is_causal=module is k5_stay)
+
+
+def run(module, *given, change: dict[str, str] | None = None, seed: int = 0, **options) -> torch.Tensor:
+    """What the kernel computes here. change: {old: new} in its source. Raises Deadlock, Race, Unfenced."""
+    changed = interpreter.changed(module, change) if change else module
+    if module is k5_stay:
+        options.setdefault("programs", 2)
+    with interpreter.interpreted(seed=seed, also=[(changed, KERNELS[module])]):
+        return changed.run(*given, **options)
+
+
+def outcome(module, change: dict[str, str] | None = None, seed: int = 0, **options) -> str:
+    """What comes of a kernel, in words."""
+    given = inputs(module)
+    try:
+        got = run(module, *given, change=change, seed=seed, **options)
+    except (Deadlock, Race, Unfenced) as error:
+        return f"{type(error).__name__}: {error}"
+    right = torch.isclose(got.float(), truth(module, *given), atol=2e-3, rtol=2e-3)
+    return "right" if right.all() else f"{int((~right).sum())} of {right.numel()} numbers are wrong"
+
+
+EXPONENTIALS = "    p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)\n    p16"
+MAXIMA = """        m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
+        if BLOCK_N == 128:"""
+UNDER_PV = """        m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
+        p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
+        if PINNED:"""
+
+
+def exponentials_under_pv(launch: RecordedLaunch, pinned: bool) -> RecordedLaunch:
+    """The forward kernel's launch with all exponentials of a step before the wait for PV. pinned: with one more wait
+    for the pair between the two, over which the assembler moves nothing; else without any.
+    """
+    text = Path(forward.__file__).read_text()
+    text = replaced(text, EXPONENTIALS, "    p16", inside="_next_tile", of="forward.py")
+    text = replaced(text, MAXIMA, UNDER_PV.replace("PINNED", str(pinned)), inside="_next_tile", of="forward.py")
+    return replace(launch, source=text)

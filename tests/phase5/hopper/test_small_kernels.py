@@ -1,0 +1,133 @@
+"""The five small Gluon kernels: right beside PyTorch, compiled for an H100, and their mistakes noticed."""
+
+import functools
+
+from common.measure import offline
+from phase5_tuning.hopper.interpreter import interpreted
+from phase5_tuning.hopper.small import bench, k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay
+from phase5_tuning.hopper.small.lesson import KERNELS, inputs, outcome, run, truth
+
+import pytest
+import torch
+from helpers import interpreted_only
+
+NAMES = {module: module.__name__.rpartition(".")[2] for module in KERNELS}
+MODULES = pytest.mark.parametrize("module", KERNELS, ids=NAMES.values())
+
+
+@MODULES
+@pytest.mark.parametrize(("heads", "seq", "d"), [(1, 128, 64), (3, 256, 64), (2, 640, 128)])
+def test_it_agrees_with_pytorch(module, heads, seq, d):
+    given = inputs(module, heads, seq, d)
+    for seed in range(3):
+        got = run(module, *given, seed=seed)
+        torch.testing.assert_close(got.float(), truth(module, *given), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_ring_has_any_number_of_slots(stages):
+    for module in list(KERNELS)[1:]:
+        assert outcome(module, stages=stages) == "right"
+
+
+@pytest.mark.parametrize("programs", [1, 5, 40])
+def test_programs_that_stay_take_every_tile_once(programs):
+    given = inputs(k5_stay, 3, 512)
+    for seed in range(3):
+        got = run(k5_stay, *given, seed=seed, programs=programs)
+        torch.testing.assert_close(got.float(), truth(k5_stay, *given), atol=2e-3, rtol=2e-3)
+
+
+@functools.cache
+def compiled():
+    """Every kernel at head_dim 64 and 128, in one child process."""
+    launches = []
+    for module in KERNELS:
+        for d in (64, 128):
+            given = inputs(module, 2, 1024, d)
+            launches += offline.record_launches(lambda module=module, given=given: module.run(*given))
+    made = iter(offline.compile_launches(launches, ["sm_90"]))
+    return {(module, d): next(made) for module in KERNELS for d in (64, 128)}
+
+
+@interpreted_only
+@pytest.mark.parametrize("d", [64, 128])
+@MODULES
+def test_it_compiles_for_hopper(module, d):
+    c = compiled()[module, d]
+    assert c.error is None, str(c)
+    assert c.kernel == KERNELS[module]
+    assert c.fits, str(c)
+    assert not c.serialized, str(c)
+    assert c.spills == 0, str(c)
+    assert c.instructions["TMA"] > 0
+    assert (c.instructions["wgmma"] > 0) == (module in (k4_consumers, k5_stay))
+    assert (c.instructions["setmaxnreg"] > 0) == (module not in (k1_copy, k2_ring))
+
+
+@interpreted_only
+def test_a_slot_is_read_by_all_warps_before_it_is_filled_again():
+    """The ring of one group of warps has no empty barrier: the compiler has the warps meet."""
+    ptx = compiled()[k2_ring, 64].assembly
+    tile = ptx.index("ld.shared.v4")
+    assert tile < ptx.index("bar.sync", tile) < ptx.index("fence.proxy.async", tile)
+    assert ptx.index("fence.proxy.async", tile) < ptx.index("cp.async.bulk.tensor", tile)
+
+
+MISTAKES = {
+    "a copy is not waited for": (k1_copy, {"mbarrier.wait(full, 0)": "mbarrier.wait(full, 1)"}, {"Race"}),
+    "no bytes are announced": (k1_copy, {"x_desc.block_type.nbytes)": "0)"}, {"Race"}),
+    "nobody arrives": (k1_copy, {"init(full, count=1)": "init(full, count=2)"}, {"Deadlock"}),
+    "the program ends too early": (k1_copy, {"    tma.store_wait(0)": "    pass"}, {"Race"}),
+    "the parity stays": (k2_ring, {"lap & 1)": "0)"}, {"Race", "Deadlock"}),
+    "a slot of the next tile": (
+        k2_ring,
+        {"full.index(slot), v.index(slot))": "full.index(slot), v.index(0))"},
+        {"Race", "Deadlock"},
+    ),
+    "the producer's parity": (k3_roles, {"lap & 1 ^ 1": "lap & 1"}, {"Deadlock"}),
+    "the consumer's parity": (
+        k3_roles,
+        {"wait(kv_full.index(slot), lap & 1)": "wait(kv_full.index(slot), lap & 1 ^ 1)"},
+        {"Race", "Deadlock"},
+    ),
+    "nothing is let go": (k3_roles, {"        mbarrier.arrive(kv_empty.index(slot), count=1)\n": ""}, {"Deadlock"}),
+    "one arrival frees a slot": (
+        k4_consumers,
+        {"init(kv_empty.index(slot), count=2)": "init(kv_empty.index(slot), count=1)"},
+        {"Race", "Deadlock"},
+    ),
+    "queries are not waited for": (k4_consumers, {"    mbarrier.wait(q_full, 0)\n": ""}, {"Race"}),
+    "O leaves without a fence": (k4_consumers, {"    fence_async_shared()  # what": "    # what"}, {"Unfenced"}),
+    "nobody is told of the end": (k5_stay, {"    mbarrier.arrive(q_full.index(side), count=1)\n": ""}, {"Deadlock"}),
+    "a tile's place is by its turn's parity": (
+        k5_stay,
+        {"turn // 2 & 1)\n    return": "turn & 1)\n    return"},
+        {"Race", "Deadlock"},
+    ),
+    "O's place is given back too early": (k5_stay, {"        tma.store_wait(0)\n": ""}, {"Race"}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(mistake):
+    module, change, expected = MISTAKES[mistake]
+    found = {outcome(module, change, seed).partition(":")[0] for seed in range(8)} - {"right"}
+    assert found
+    assert found <= expected
+
+
+@interpreted_only
+@MODULES
+def test_the_bench_launches_it(module, monkeypatch):
+    def measure(providers, rounds, **case):
+        return [case | dict(provider=name, ms=1.0, out=call()) for name, call in providers.items()]
+
+    monkeypatch.setitem(bench.CASES, module, (2, 256))
+    monkeypatch.setattr(bench.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(bench.timing, "measure", measure)
+    with interpreted(also=[(module, KERNELS[module])]):
+        ours, pytorch = bench.measured(module)
+    torch.testing.assert_close(
+        ours["out"].float(), pytorch["out"].float().view(ours["out"].shape), atol=2e-3, rtol=2e-3
+    )
