@@ -103,6 +103,14 @@ def test_find_takes_parts_of_paths_and_keeps_the_reading_order():
     assert notebooks.find(["phase9"]) == []
 
 
+def test_a_part_of_a_source_begins_and_ends_with_given_words():
+    part = source.show(source.diff, docstring=False, lines=("return", "source(new"))
+    assert part.text == "return diff_texts(source(old, docstring=False), source(new, docstring=False))"
+    for wrong in (("nowhere", "return"), ("return", "def diff")):
+        with pytest.raises(ValueError, match="no lines from"):
+            source.show(source.diff, lines=wrong)
+
+
 def test_a_folded_source_is_behind_a_line_and_open_where_no_html_is_shown():
     shown = source.show(_attn_fwd_kernel, folded="The kernel < 100 lines")._repr_mimebundle_()
     assert shown["text/html"].startswith("<details><summary>The kernel &lt; 100 lines</summary>")

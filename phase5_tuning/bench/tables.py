@@ -305,7 +305,7 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
     "deadends": ("what did not help", "tuning"),
     "decode": ("few queries on long caches, beside their peers", "decode"),
     "grouped": ("60 backward passes with grouped heads", ""),
-    "hopper_backward": ("the Hopper kernels' backward pass beside its peers, fp16", "hopper"),
+    "hopper_backward": ("the Hopper kernels' backward pass beside its peers, fp16", "hopper_backward"),
     "hopper_backward_bf16": ("the Hopper kernels' backward pass beside its peers, bf16", "hopper"),
     "hopper_beside": ("arithmetic while a product is under way", "hopper"),
     "hopper_counters": ("counters before 96 instructions were removed from the backward pass", "hopper"),
@@ -320,7 +320,7 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
     "parts": ("one query, with any number of parts of the keys", "decode"),
     "power": ("how a GPU's clock and power settle", "tuning"),
     "registers": ("one tile with and without a limit of registers", "tuning"),
-    "turns": ("the order of heads in the backward pass, counted and timed", "hopper"),
+    "turns": ("the order of heads in the backward pass, counted and timed", "hopper_backward"),
 }
 OF_SHAPES = "models", "grouped"  # records whose rows are listed below
 SIZES = "batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim"
