@@ -22,7 +22,7 @@ takes them as they were. If a change removes some of them, the kernel gains more
 
 `BEFORE` and `FLASH_ATTENTION_4` are the two kernels of the notebook: a step of 128 keys times 128 queries, head_dim 64.
 
-Notebook: phase5_tuning/hopper_backward.ipynb, section 5.3, "Which unit is busy".
+Notebook: phase5_tuning/hopper.ipynb, section 7.4, "What the counters said".
 """
 
 from collections.abc import Mapping
