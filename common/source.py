@@ -47,12 +47,25 @@ def _said(node) -> str:
     return f"{type(node).__name__}({','.join(f'{name}={_said(value)}' for name, value in fields)})"
 
 
-def show(*objs, docstring: bool = True, folded: str = "") -> "Highlighted":
+def show(*objs, docstring: bool = True, folded: str = "", lines: tuple[str, str] = ("", "")) -> "Highlighted":
     """Display the source of the objects, highlighted; with `folded`, behind a line with that text, which a click opens.
     Viewers that show no HTML show the source open.
+
+    lines: from the first line with the one text to the next with the other. Raises ValueError if either stands nowhere.
     """
     text = "\n\n".join(source(obj, docstring=docstring).rstrip() for obj in objs)
-    return Highlighted(_without_marks(text), folded=folded)
+    return Highlighted(_part(_without_marks(text), *lines), folded=folded)
+
+
+def _part(text: str, first: str, last: str) -> str:
+    if not (first and last):
+        return text
+    lines = text.splitlines()
+    begins = next((i for i, line in enumerate(lines) if first in line), None)
+    ends = next((i for i, line in enumerate(lines) if begins is not None and i >= begins and last in line), None)
+    if ends is None:
+        raise ValueError(f"no lines from {first!r} to {last!r}")
+    return textwrap.dedent("\n".join(lines[begins : ends + 1]))
 
 
 def _without_marks(text: str) -> str:

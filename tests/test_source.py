@@ -96,11 +96,20 @@ def test_find_takes_parts_of_paths_and_keeps_the_reading_order():
         "measure.ipynb",
         "rungs.ipynb",
         "hopper_forward.ipynb",
+        "hopper_backward.ipynb",
         "decode.ipynb",
         "context_parallel.ipynb",
     ]
-    assert [path.name for path in notebooks.find(["hopper", "phase1"])] == ["softmax.ipynb", "hopper_forward.ipynb"]
+    assert [path.name for path in notebooks.find(["decode", "phase1"])] == ["softmax.ipynb", "decode.ipynb"]
     assert notebooks.find(["phase9"]) == []
+
+
+def test_a_part_of_a_source_begins_and_ends_with_given_words():
+    part = source.show(source.diff, docstring=False, lines=("return", "source(new"))
+    assert part.text == "return diff_texts(source(old, docstring=False), source(new, docstring=False))"
+    for wrong in (("nowhere", "return"), ("return", "def diff")):
+        with pytest.raises(ValueError, match="no lines from"):
+            source.show(source.diff, lines=wrong)
 
 
 def test_a_folded_source_is_behind_a_line_and_open_where_no_html_is_shown():

@@ -11,7 +11,7 @@ part. So a writer
 - waits until as many programs have added to the tile of queries as come before this one,
 - waits for both parts, with the parity of the lap: a place is used once in each of the writer's steps,
 - stores both parts if no program comes before, since nobody has filled the sum with zeros; else it adds them,
-- lets both places go when the copies have read them, and not later,
+- lets both places go as soon as the copies have read them, and not before,
 - says that this program has added to the tile, when the sums have arrived.
 
 With ORDERED false, programs add as they come: a writer waits for no count, adds in any case, and counts nothing.
@@ -24,10 +24,10 @@ With ORDERED false, programs add as they come: a writer waits for no count, adds
     tma.store_wait(0)                   wait until this warp's copies have read shared memory
     memory.dq.index(i)                  a part
 
-The check runs the kernel in phase5_tuning/hopper/interpreter.py, in several orders of turns, and compiles it for an
-H100.
+The check judges each step of a writer alone, runs the kernel in phase5_tuning/hopper/interpreter.py in several orders
+of turns, and compiles it for an H100.
 
-Notebook: phase5_tuning/hopper.ipynb, section 7, "5.12 Write the warp that adds dQ".
+Notebook: phase5_tuning/hopper_backward.ipynb, section 2, "5.12 Write the warp that adds dQ".
 """
 
 from phase5_tuning.given import ROWS, await_count, release_count, tma, tma_add

@@ -315,6 +315,33 @@ def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) ->
 # --- 7. the backward pass -----------------------------------------------------------------------------------------
 
 
+def two_sums(tiles_n: int, tiles_m: int) -> None:
+    """Which sum of the backward pass stays in a program, and which one is over all programs."""
+    fig, ax = style.new(7.6, 0.62 * tiles_n + 1.5)
+    style.blank(ax)
+    arrow = dict(arrowstyle="-|>", color=COLORS["ink"], linewidth=1.1)
+    for n in range(tiles_n):
+        ax.text(-0.15, n + 0.45, f"program {n}\n(K$_{n}$, V$_{n}$)", ha="right", va="center", fontsize=9)
+        for m in range(tiles_m):
+            style.box(ax, m, n, "", width=0.9, height=0.9, color=TINT["s"], edge=COLORS["faint"])
+        ax.annotate("", (tiles_m + 0.35, n + 0.45), (0.2, n + 0.45), arrowprops=arrow)
+        sums = f"dK$_{n}$, dV$_{n}$\nin registers"
+        style.box(ax, tiles_m + 0.4, n, sums, width=1.6, height=0.9, color=TINT["k"], edge=COLORS["ink"], size=9)
+    for m in range(tiles_m):
+        ax.annotate("", (m + 0.45, tiles_n + 0.35), (m + 0.45, 0.2), arrowprops=arrow | dict(linestyle="--"))
+        style.box(
+            ax, m, tiles_n + 0.4, f"dQ$_{m}$\nin memory",
+            width=0.9, height=0.9, color=TINT["q"], edge=COLORS["ink"], size=9,
+        )  # fmt: skip
+        ax.text(m + 0.45, -0.1, f"Q$_{m}$", ha="center", va="bottom", fontsize=9)
+    ax.set(xlim=(-1.6, tiles_m + 2.2), ylim=(tiles_n + 1.4, -0.5))
+    style.show(
+        fig,
+        alt=f"A grid of tiles: {tiles_n} programs, a row each, and {tiles_m} tiles of queries. Along a row a program "
+        "adds up its dK and dV in registers; down a column all programs add to one tile of dQ in memory.",
+    )
+
+
 def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> None:
     """KiB of shared memory of a program, by tile. parts: title -> tile -> KiB."""
     fig, ax = style.new(8.6, 0.6 * len(parts) + 1.3)

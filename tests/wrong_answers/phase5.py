@@ -837,38 +837,130 @@ WRONG = {
     ],
     "write_dq": [
         Wrong(
-            "nobody waits for the turn", {"            await_count(count_ptr, before)\n": "            pass\n"}, "dq"
+            "nobody waits for the turn",
+            {"            await_count(count_ptr, before)\n": "            pass\n"},
+            "before its turn: others may not have added yet",
+        ),
+        Wrong(
+            "waits for one program more",
+            {"await_count(count_ptr, before)": "await_count(count_ptr, before + 1)"},
+            "the count of tile 5 is 1, where 0 programs add to tile 5 before",
         ),
         Wrong(
             "the first adds too",
             {"if ORDERED and before == 0:": "if ORDERED and before < 0:"},
-            "where it is NaN: its sum or a part was used before anybody filled it",
+            "Nobody has filled the sum with zeros: it must store",
         ),
         Wrong(
-            "the second stores too", {"if ORDERED and before == 0:": "if ORDERED and before <= 1:"}, "dq is wrong in"
+            "the second stores too",
+            {"if ORDERED and before == 0:": "if ORDERED and before <= 1:"},
+            "over what others have added. Only the first program stores",
         ),
-        Wrong("in any order the first stores", {"if ORDERED and before == 0:": "if before == 0:"}, "in any order"),
-        Wrong("the places go before they are read", {"        tma.store_wait(0)\n": ""}, ": Race: "),
+        Wrong(
+            "in any order the first stores",
+            {"if ORDERED and before == 0:": "if before == 0:"},
+            "in any order, step 0, number 0 at its tile: it stores dq[0] over what others have added",
+        ),
+        Wrong(
+            "in any order the count is awaited",
+            {"        if ORDERED:\n            await_count(": "        if True:\n            await_count("},
+            "In any order nobody counts",
+        ),
+        Wrong(
+            "in any order it counts",
+            {"        if ORDERED:\n            release_count(": "        if True:\n            release_count("},
+            "In any order nobody reads the count",
+        ),
+        Wrong(
+            "the places go before they are read",
+            {"        tma.store_wait(0)\n": ""},
+            "it lets dq_empty[0] go before the copy has read the part",
+            at_once=True,
+        ),
+        Wrong(
+            "the places go before the wait for the copies",
+            {
+                "        tma.store_wait(0)\n": "",
+                "        mbarrier.arrive(memory.dq_empty.index(2 * ME + 1))\n": (
+                    "        mbarrier.arrive(memory.dq_empty.index(2 * ME + 1))\n        tma.store_wait(0)\n"
+                ),
+            },
+            "it lets dq_empty[0] go before the copy has read the part",
+        ),
+        Wrong(
+            "the newest copy is not waited for",
+            {"        tma.store_wait(0)\n": "        tma.store_wait(1)\n"},
+            "it lets dq_empty[0] go before the copy has read the part",
+        ),
         Wrong(
             "one part is not waited for",
             {"        mbarrier.wait(memory.dq_full.index(2 * ME + 1), parity)\n": ""},
-            "waits for dq_empty[1], parity 1",
+            "it copies dq[1] before it has waited at dq_full[1]",
         ),
-        Wrong("the parity of all steps", {"step // WRITERS & 1": "step & 1"}, "Deadlock"),
+        Wrong(
+            "waits for a place, not for a part",
+            {
+                "mbarrier.wait(memory.dq_full.index(2 * ME + 1), parity)": (
+                    "mbarrier.wait(memory.dq_empty.index(2 * ME + 1), parity)"
+                )
+            },
+            "dq_empty[1] is where a consumer waits",
+        ),
+        Wrong("the parity of all steps", {"step // WRITERS & 1": "step & 1"}, "That phase is over"),
+        Wrong("parity 0 in all laps", {"step // WRITERS & 1": "0"}, "That phase is over"),
+        Wrong(
+            "the other parity",
+            {"step // WRITERS & 1": "step // WRITERS & 1 ^ 1"},
+            "with parity 1. A fresh barrier lets parity 1 pass",
+        ),
+        Wrong(
+            "the places of the other writer",
+            {"first = memory.dq.index(2 * ME)": "first = memory.dq.index(0)"},
+            "dq[0] is the other writer's: this one has places 2 and 3",
+        ),
         Wrong(
             "the places never go",
             {"        mbarrier.arrive(memory.dq_empty.index(2 * ME + 1))\n": ""},
-            "waits for dq_empty[1], parity 0",
+            "nobody has let dq_empty[1] go",
+        ),
+        Wrong(
+            "arrives where the consumers do",
+            {"mbarrier.arrive(memory.dq_empty.index(2 * ME))": "mbarrier.arrive(memory.dq_full.index(2 * ME))"},
+            "dq_full[0] is for the consumers to arrive at",
         ),
         Wrong(
             "nobody says that it has added",
             {"            release_count(count_ptr)\n": "            pass\n"},
-            "waits for count 1 of tile",
+            "the next one waits for ever",
+        ),
+        Wrong(
+            "says so before it has added",
+            {
+                "        if ORDERED:\n            release_count(count_ptr)\n": "",
+                "        if ORDERED and before == 0:\n": (
+                    "        if ORDERED:\n            release_count(count_ptr)\n        if ORDERED and before == 0:\n"
+                ),
+            },
+            "it says that it has added before it has copied both parts",
+        ),
+        Wrong(
+            "says so between the parts",
+            {
+                "        if ORDERED:\n            release_count(count_ptr)\n": "",
+                "            tma_add(work.dq_sum, [row_1, column_1], second)\n": (
+                    "            if ORDERED:\n                release_count(count_ptr)\n"
+                    "            tma_add(work.dq_sum, [row_1, column_1], second)\n"
+                ),
+                "column_1], second)\n        else": (
+                    "column_1], second)\n            release_count(count_ptr)\n        else"
+                ),
+            },
+            "it says that it has added before it has copied both parts",
         ),
         Wrong(
             "the second half stands where the first does",
             {"        row_1 = row_0 + work.BLOCK_M - ROWS\n": "        row_1 = row_0\n"},
-            "dq is wrong in",
+            "dq[1] goes to row and column [640, 0], where [704, 0] is right",
         ),
         Wrong(
             "the course's own writer",
@@ -1918,6 +2010,25 @@ RIGHT = {
             "integers of NumPy",
             {"    count = 0\n    for start_m": "    import numpy\n\n    count = numpy.int64(0)\n    for start_m"},
             "sizes",
+            kind="passed",
+        )
+    ],
+    "write_dq": [
+        Wrong(
+            "the turn after the parts, and the places after the count, which waits for more",
+            {
+                "        if ORDERED:\n            await_count(count_ptr, before)\n": "",
+                "        if ORDERED and before == 0:\n": (
+                    "        if ORDERED:\n            await_count(count_ptr, before)\n"
+                    "        if ORDERED and before == 0:\n"
+                ),
+                "        tma.store_wait(0)\n": (
+                    "        if ORDERED:\n            release_count(count_ptr)\n        else:\n"
+                    "            tma.store_wait(0)\n"
+                ),
+                "1))\n        if ORDERED:\n            release_count(count_ptr)\n        # end": "1))\n        # end",
+            },
+            "each step of 4 programs",
             kind="passed",
         )
     ],
