@@ -33,8 +33,8 @@ def _check_values(order, keys):
         reject(f"{what}: this says at which place each key stands. Wanted is which key stands at each place")
     p = wrong[0]
     reject(
-        f"{what}: at place {p} stands key {order[p]}. Its logit is in thread {of_logits[order[p]]}, and place {p} of the "
-        f"left operand in thread {of_places[p]}"
+        f"{what}: at place {p} stands key {order[p]}. Its logit is in thread {of_logits[order[p]]}, and place {p} of "
+        f"the left operand in thread {of_places[p]}"
     )
 
 
