@@ -68,8 +68,8 @@ PHASES = (
         "phase5_tuning", "From correct to fast, measured",
         ("ladder.forward", "ladder.dkdv", "ladder.dq", "launch.configs", "launch.plans", "passes.forward",
          "passes.backward", "attention", "passes.rungs"),
-        RUNGS["descriptors"], ("tuning.ipynb", "hopper.ipynb", "decode.ipynb", "context_parallel.ipynb"),
-        (5, 4, 1.5, 2),
+        RUNGS["descriptors"],
+        ("tuning.ipynb", "hopper.ipynb", "decode.ipynb", "fp8.ipynb", "context_parallel.ipynb"), (5, 4, 1.5, 1.25, 2),
     ),
 )  # fmt: skip
 

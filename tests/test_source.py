@@ -96,6 +96,7 @@ def test_find_takes_parts_of_paths_and_keeps_the_reading_order():
         "tuning.ipynb",
         "hopper.ipynb",
         "decode.ipynb",
+        "fp8.ipynb",
         "context_parallel.ipynb",
     ]
     assert [path.name for path in notebooks.find(["hopper", "phase1"])] == ["softmax.ipynb", "hopper.ipynb"]

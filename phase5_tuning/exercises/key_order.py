@@ -11,8 +11,8 @@ operand. Then all that is needed is that the value at place 3 is that of key 9. 
 shuffle, which costs instructions. Write
 
 1. `value_order`, for values that are stored transposed, in an order of our own: which key's value stands at each place;
-2. `row_order`, for values that stay in their order, where rows of K are stored in an order of our own instead: which key
-   stands in each row of K. The product S has its column n from row n of K.
+2. `row_order`, for values that stay in their order, where rows of K are stored in an order of our own instead: which
+   key stands in each row of K. The product S has its column n from row n of K.
 
 Several orders are right. keys is a multiple of 16.
 

@@ -28,6 +28,7 @@ EXPERIMENTS = {
     "tuning": 1,
     "hopper": 0,
     "decode": 0,
+    "fp8": 0,
     "context_parallel": 0,
 }
 
