@@ -48,7 +48,7 @@ def outlier(sizes: Sequence[float], errors: Mapping[str, Sequence[float]]) -> No
     ax.legend()
     said = "; ".join(f"{name}: {values[0]:.3f} to {values[-1]:.2g}" for name, values in errors.items())
     style.show(fig, f"Error over the outlier's size, {sizes[0]:g} to {sizes[-1]:g}. {said}. e4m3's stays the same up "
-               "to some thousand, then it grows to 1; int8's grows from the start.")  # fmt: skip
+               "to some ten thousand, then it grows to 1; int8's grows from the start.")  # fmt: skip
 
 
 def rows_rotated(rows: Mapping[str, torch.Tensor]) -> None:
@@ -66,7 +66,7 @@ def held(order: Sequence[int] | None = None) -> None:
     """Which thread holds which logit of 16 keys, and which place of the left operand; order: which key passes for which
     place.
     """
-    tints = [TINT["q"], TINT["k"], "white", TINT["s"]]
+    tints = [TINT["q"], TINT["k"], "white", COLORS["s"]]
     of_logits, of_places = holders(16)
     fig, ax = style.drawing(9, 2.9 if order else 2.5)
     for y, threads in ((3.2, of_logits), (0, of_places)):
@@ -88,18 +88,17 @@ def _said(threads: Sequence[int]) -> str:
 
 
 def line() -> None:
-    """The code of 2^x, as it is and on the line, over two octaves."""
-    x = torch.linspace(0, 2, 401)
-    whole = x.floor()
+    """The code of 2^x, as it is and on the line, over one octave."""
+    x = torch.linspace(0, 1, 401)
     fig, ax = style.new(7.5, 3.4)
-    ax.plot(x, 8 * (whole + 7 + torch.exp2(x - whole) - 1), color=COLORS["q"], label="between codes as $2^x$ is")
+    ax.plot(x, 8 * (7 + torch.exp2(x) - 1), color=COLORS["q"], label="between codes as $2^x$ is")
     ax.plot(x, 8 * (x + 7) + CENTRE.value, "--", color=COLORS["state"], label="the line $8(x + 7) - 0.457$")
     nearest = torch.exp2(x).to(E4M3).view(torch.uint8)
     ax.plot(x, nearest, color=COLORS["s"], lw=1, label="the nearest code")
-    ax.set(xlabel="x", ylabel="code", yticks=range(56, 73, 4), xticks=[0, 1, 2])
+    ax.set(xlabel="x", ylabel="code", yticks=range(56, 65), xticks=[0, 0.5, 1])
     ax.legend()
-    style.show(fig, "The code of 2^x over x from 0 to 2: 56 at 0, 64 at 1, 72 at 2, and between them it sags below the "
-               "chord. The line is straight, and never more than half a code from the curve.")  # fmt: skip
+    style.show(fig, "The code of 2^x over x from 0 to 1: 56 at 0, 64 at 1, and between them it sags below the chord."
+               " The line is straight, and never more than half a code from the curve.")  # fmt: skip
 
 
 def model_mistakes(found: Mapping[str, Mapping[str, Mapping[float, float]]]) -> None:

@@ -435,6 +435,7 @@ WRONG = {
             "P in fp16",
             {"tl.dot((256.0 * p).to(v.dtype), v)": "tl.dot((256.0 * p).to(tl.float16), v.to(tl.float16))"},
             "P V is not a product of eight bits",
+            at_once=True,
         ),
         Wrong(
             "P as it is",
@@ -1939,7 +1940,7 @@ WRONG = {
         Wrong("never", {"if rotate else torch.eye": "if False else torch.eye"}, "rotate is not asked for"),
         Wrong("a tensor", {".sqrt().item()": ".sqrt()"}, "expected a float, got Tensor"),
         Wrong("outliers are spread", {'few="same"': 'few="helps"'}, "'few'] is 'helps', but with the rotation"),
-        Wrong("a rotation does no harm", {'avoid="hurts"': 'avoid="same"'}, "'avoid'] is 'same', but"),
+        Wrong("a rotation does no harm", {'avoid="hurts"': 'avoid="same"'}, "'avoid'] is 'same', but", at_once=True),
         Wrong("not said", {'keys="same"': 'keys="?"'}, "PREDICTED['keys'] is '?': one of"),
     ],
     "key_order": [
