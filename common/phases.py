@@ -69,9 +69,9 @@ PHASES = (
         ("ladder.forward", "ladder.dkdv", "ladder.dq", "launch.configs", "launch.plans", "passes.forward",
          "passes.backward", "attention", "passes.rungs"),
         RUNGS["descriptors"],
-        ("measure.ipynb", "rungs.ipynb", "hopper_forward.ipynb", "hopper_backward.ipynb", "decode.ipynb",
+        ("measure.ipynb", "rungs.ipynb", "hopper_forward.ipynb", "hopper_backward.ipynb", "decode.ipynb", "fp8.ipynb",
          "context_parallel.ipynb"),
-        (1.5, 1.5, 1.5, 1.5, 1.5, 1.5),
+        (1.5, 1.5, 1.5, 1.5, 1.5, 1.25, 1.5),
     ),
 )  # fmt: skip
 

@@ -1,5 +1,6 @@
 """What this phase's exercises import: these names stay here, wherever the course keeps what they stand for."""
 
+from phase5_tuning.fp8.reference import rotation, rounded
 from phase5_tuning.hopper import tma
 from phase5_tuning.hopper.forward import ROWS
 from phase5_tuning.hopper.model import (
@@ -21,5 +22,5 @@ from phase5_tuning.ring.attention import merge_
 
 __all__ = [
     "ROWS", "Config", "Consumer", "Operation", "Ring", "arrive", "attention_forward", "await_count", "load", "merge_",
-    "product", "release_count", "simulate", "tma", "tma_add", "wait", "wait_products", "work",
+    "product", "release_count", "rotation", "rounded", "simulate", "tma", "tma_add", "wait", "wait_products", "work",
 ]  # fmt: skip

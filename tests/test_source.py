@@ -98,6 +98,7 @@ def test_find_takes_parts_of_paths_and_keeps_the_reading_order():
         "hopper_forward.ipynb",
         "hopper_backward.ipynb",
         "decode.ipynb",
+        "fp8.ipynb",
         "context_parallel.ipynb",
     ]
     assert [path.name for path in notebooks.find(["decode", "phase1"])] == ["softmax.ipynb", "decode.ipynb"]

@@ -1,10 +1,10 @@
-"""Checks FP8 and scales to the bit, the kernel on given ones, and the error that rounding leaves."""
+"""Checks FP8 and scales to the bit, the kernel on given ones, the error that rounding leaves, and the rotation."""
 
 import itertools
 import math
 
 from common import make_qkv, runtime
-from common.learn.check.require import guarded, reject, require
+from common.learn.check.require import after, close, guarded, reject, require, require_none
 from common.verify.expected import UNIT_ROUNDOFF, E
 from common.verify.harness import Z_MAX
 from common.verify.reference import naive_attention
@@ -14,6 +14,7 @@ import torch
 
 FP8, ROWS, LARGEST = torch.float8_e4m3fn, 64, 448.0
 U8 = 2.0**-4  # half of the spacing between neighbors, relative: 3 bits of mantissa
+TOP = 2.0**8  # by which P is multiplied: any factor from 16 to 448 passes
 
 
 def check(answer):
@@ -24,9 +25,11 @@ def check(answer):
     # First a single tile, then as many tiles of keys as of queries: so that most mistakes can be computed.
     for *sizes, is_causal in ((64, 60, 16, False), (150, 180, 32, False), (100, 90, 40, True), (40, 130, 16, False)):
         check_quantized_attention(answer, 1, 2, *sizes, is_causal=is_causal)
-    for scale, stretch in ((0.5, 20), (-0.3, -20), (0.0, 0)):
+    for scale, stretch in ((-0.3, -20), (0.5, 20), (0.0, 0)):
         options = dict(is_causal=scale < 0, scale=scale, stretch=stretch)
         check_quantized_attention(answer, 1, 1, 70, 70, 32, **options)
+
+    _check_small_weights(answer)
 
     q, k, v = make_qkv(1, 2, 140, 64, seq_k=200, dtype=FP32)
     z = rounding_z(answer.attention_fp8(q, k, v), q, k, v)
@@ -38,9 +41,13 @@ def check(answer):
             f"with an outlier in the last block the rows before it are {ours:.1%} off, with one scale for the whole "
             f"tensor {one_scale:.1%}: does a block's scale depend on its own rows only?"
         )
+    with after("codes, scales and the kernel, which is the first stage"):
+        for columns in (64, 128):
+            _check_rotated(answer.rotated, columns)
+        _check_rotated_attention(answer)
     return (
         f"FP8 and scales to the bit, ragged and empty blocks too; o within rounding ({z:.1f} of at most {Z_MAX:g}); "
-        f"beside an outlier an error of {ours:.1%}, with one scale a tensor {one_scale:.1%}"
+        f"beside an outlier an error of {ours:.1%}, with one scale a tensor {one_scale:.1%}; rotated and not"
     )
 
 
@@ -177,23 +184,75 @@ def check_quantized_attention(
     hidden = torch.ones(seq_q, seq_k, dtype=torch.bool, device=o.device).triu(1) & is_causal
     q, k, v = (restored(*pair) for pair in pairs)
     right = _attention(q, k, v, factor, hidden)
-    # P in fp16, sums in fp32. Compiled, tensor cores add up FP8 products with few bits more than fp16 has.
+    # Sums in fp32. Compiled, tensor cores add up FP8 products with few bits more than fp16 has.
     of_logits = (abs(factor) * q.abs() @ k.abs().mT).max().item()
     of_logits *= E if runtime.INTERPRETED else 2.0**-12
     of_o = 0 if dtype == FP32 else UNIT_ROUNDOFF[dtype]
-    size = _attention(q, k, v.abs(), factor, hidden).max().item()
+    size = _attention(q, k, v.abs(), factor, hidden, to=_as_it_is).max().item()
     atol = 4 * (UNIT_ROUNDOFF[FP16] + of_logits + 4 * E + of_o) * size
+    unrounded = _attention(q, k, v, factor, hidden, to=_as_it_is)
+    if ((o.double() - unrounded).abs() <= Z_MAX * _of_p(q, k, v, factor, hidden) + atol).all():
+        exact = (o.double() - unrounded).norm() < 0.1 * (right - unrounded).norm()
+        signs = {"P V is not a product of eight bits: P is to be rounded to v.dtype": exact and runtime.INTERPRETED}
+        return require_none({sign: bool(shown) for sign, shown in signs.items()}, what)
     mistakes = _wrong_scaling(pairs, factor, hidden) | _wrong_loop(q, k, v, factor, hidden)
     if stretch < 0:
-        sentence = "P times the scale of v is 0 in fp16: the scale belongs to the product P V, which is fp32"
+        sentence = "P times the scale of v is 0 in eight bits: the scale belongs to the product P V, which is fp32"
         mistakes[sentence] = torch.zeros_like(right)
-    require(what, o, right, rtol=0, atol=atol, mistakes=mistakes)
+    return require(what, o, right, rtol=0, atol=atol, mistakes=mistakes)
 
 
-def _attention(q, k, v, factor, hidden, of_p=lambda p: p):
-    s = (factor * q @ k.mT).masked_fill(hidden, -INF)
-    p = torch.exp(s - s.amax(dim=-1, keepdim=True))
-    return of_p(p) @ v / p.sum(dim=-1, keepdim=True)
+def _e4m3(p, top=TOP):
+    """p in [0, 1] as e4m3 has it, multiplied by top."""
+    return (p * top).clamp(max=LARGEST).float().to(FP8).double() / top
+
+
+def _as_it_is(p):
+    return p
+
+
+def _attention(q, k, v, factor, hidden, to=_e4m3, rescaled=True):
+    """o in fp64, 64 keys a turn, each P passed through `to`."""
+    m = torch.full((*q.shape[:3], 1), -INF, dtype=torch.float64, device=q.device)
+    total, acc = torch.zeros_like(m), 0.0
+    for start in range(0, k.shape[2], ROWS):
+        keys = slice(start, start + ROWS)
+        s = (factor * q @ k[:, :, keys].mT).masked_fill(hidden[:, keys], -INF)
+        new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
+        p, alpha = torch.exp(s - new), torch.exp(m - new)
+        total = total * alpha + p.sum(dim=-1, keepdim=True)
+        acc = acc * (alpha if rescaled else 1.0) + to(p) @ v[:, :, keys]
+        m = new
+    return acc / total
+
+
+def _of_p(q, k, v, factor, hidden):
+    """What rounding P to e4m3 changes in each element of o: usually, and by what is rounded to 0 at most."""
+    p = (factor * q @ k.mT).masked_fill(hidden, -INF).softmax(-1)
+    least = 2.0**-10 / 16 * p.amax(-1, keepdim=True)
+    return 0.0265 * (p**2 @ v**2).sqrt() + torch.minimum(p, least) @ v.abs() / Z_MAX
+
+
+def _check_small_weights(answer):
+    """One key has nearly all of the weight and the value 0; what is left are weights of about 2^-10."""
+    q, k, v = (torch.zeros(1, 1, n, 32, device=runtime.DEVICE) for n in (64, 128, 128))
+    q[..., 0], k[:, :, 0, 0] = 1.0, 10 * math.log(2)
+    v[:, :, 1:] = make_qkv(1, 1, 127, 32, dtype=FP32)[2].abs() + 0.5
+    pairs = [quantized(t) for t in (q, k, v)]
+    o = guarded(answer.attention_quantized)(*itertools.chain(*pairs), False, 1.0)
+    hidden = torch.zeros(64, 128, dtype=torch.bool, device=o.device)
+    right, lost = (_attention(*(restored(*pair) for pair in pairs), 1.0, hidden, to) for to in (_e4m3, _of_one))
+    sentence = (
+        "weights below 2^-10 of the largest are lost: P is at most 1, where e4m3 reaches 448. Multiply P by a power "
+        "of two before you round it, and divide the product"
+    )
+    require(
+        "o where the other weights are 2^-10 of the largest", o, right, rtol=0.05, atol=0, mistakes={sentence: lost}
+    )
+
+
+def _of_one(p):
+    return _e4m3(p, 1.0)
 
 
 def _wrong_scaling(pairs, factor, hidden):
@@ -235,11 +294,6 @@ def _wrong_loop(q, k, v, factor, hidden):
     i, j = (torch.arange(n, device=q.device) // ROWS for n in (seq_q, k_padded.shape[2]))
     not_visited = (j > i[:, None]) & hidden.any()
 
-    def unscaled(p):
-        """P of an acc that is not rescaled: each tile under the maximum so far."""
-        tiles = torch.stack([t.amax(dim=-1) for t in p.split(ROWS, dim=-1)], dim=-1)
-        return p / tiles.cummax(dim=-1).values.repeat_interleave(ROWS, dim=-1)[..., :seq_k]
-
     def with_factor(factor):
         return _attention(q, k, v, factor, hidden)
 
@@ -250,12 +304,18 @@ def _wrong_loop(q, k, v, factor, hidden):
         "the argument `scale` is ignored": with_factor(usual),
         "S is divided by the scale of the softmax": with_factor(1 / factor if factor else 1.0),
         "`visible` is missing: -inf where it is False": unmasked,
-        "acc is not rescaled by alpha": _attention(q, k, v, factor, hidden, unscaled),
+        "acc is not rescaled by alpha": _attention(q, k, v, factor, hidden, rescaled=False),
+        "P is multiplied by more than 448, where e4m3 ends": _attention(q, k, v, factor, hidden, _of_512),
+        "P is multiplied by a factor, which the product is to be divided by": 256 * with_factor(factor),
     }
 
 
+def _of_512(p):
+    return _e4m3(p, 512.0)
+
+
 def rounding_z(o, q, k, v) -> float:
-    """The error of o in units of what rounding q, k and v to FP8 explains, U8 for each element, to first order.
+    """The error of o in units of what rounding q, k, v and P to FP8 explains, U8 for each element, to first order.
 
     dO_i = sum_j P_ij (dS_ij (V_j - O_i) + dV_j), with dS = scale (dQ K^T + Q dK^T). The error of a query is the same
     for all keys, so its part is summed over keys before it is squared.
@@ -268,7 +328,7 @@ def rounding_z(o, q, k, v) -> float:
     of_q = scale * torch.einsum("...ij,...jc,...ijd->...icd", p, k, off)  # dO_id / dQ_ic
     var = torch.einsum("...icd,...ic->...id", of_q**2, q**2)
     var += torch.einsum("...ij,...ijd->...id", (scale * p) ** 2 * (q**2 @ k.mT**2), off**2)
-    var += p**2 @ v**2
+    var += 2 * p**2 @ v**2  # of v, and of P
     return ((o.double() - truth).abs() / (U8 * var.sqrt())).max().item()
 
 
@@ -284,3 +344,48 @@ def outlier_errors(fp8) -> tuple[float, float]:
     coarse = [restored(*quantized(t, rows=t.shape[2]), rows=t.shape[2])[:, :, :64] for t in inputs]
     outputs = fp8(*inputs, True)[:, :, :64].double(), naive_attention(*coarse, is_causal=True)[0]
     return tuple(((o - truth).square().mean() / truth.square().mean()).sqrt().item() for o in outputs)
+
+
+def _check_rotated(rotated, columns):
+    what = f"rotated, head_dim {columns}"
+    one = torch.eye(columns, device=runtime.DEVICE)
+    matrix = rotated(one)
+    if matrix.shape != one.shape or matrix.dtype != FP32:
+        reject(f"{what}: expected {tuple(one.shape)} in {FP32}, got {tuple(matrix.shape)} in {matrix.dtype}")
+    if not torch.equal(matrix, rotated(one)):
+        reject(f"{what}: two calls rotate in two ways, so q and k would too: draw the signs from a fixed seed")
+    t = make_qkv(2, 3, 7, columns, dtype=BF16)[0]
+    before, m = t.clone(), matrix.double()
+    got = rotated(t)
+    require(f"{what}, of (2, 3, 7, {columns}) in {BF16}", got, t.double() @ m, rtol=1e-3, atol=1e-3)
+    product, spike = m @ m.mT, columns**0.5
+    signs = {
+        "t has been changed": not torch.equal(t, before),
+        "rows become longer: divide by sqrt(head_dim)": close(product, columns * one),
+        "M M^T is not 1: products of rows change": not close(product, one),
+        "a single large element is to be spread over all columns alike": not close(m.abs(), one * 0 + 1 / spike),
+        "a row of equal numbers becomes one large number: the signs belong before H, to the columns of t": bool(
+            m.sum(0).abs().max() > 0.75 * spike
+        ),
+    }
+    require_none(signs, what)
+
+
+def _check_rotated_attention(answer):
+    q, k, v = make_qkv(1, 2, 100, 64, seq_k=150, dtype=FP32)
+    o, still = answer.attention_fp8(q, k, v, rotate=True), answer.attention_fp8(q, k, v)
+    if torch.equal(o, still):
+        reject("attention_fp8: rotate=True changes nothing")
+    turned = [answer.rotated(t) for t in (q, k, v)]
+    right = naive_attention(q, k, v)[0]
+    wrong = {
+        "q is rotated and k is not: (q M) k^T is another product": (turned[0], k, v),
+        "k is rotated and q is not: q (k M)^T is another product": (q, turned[1], v),
+        "v is rotated too: then o is, and nothing turns it back": (*turned[:2], turned[2]),
+    }
+    z = rounding_z(o, *turned[:2], v)
+    if not z <= Z_MAX:
+        mistakes = {sentence: naive_attention(*qkv)[0] for sentence, qkv in wrong.items()}
+        nearest = min(mistakes, key=lambda sentence: (o - mistakes[sentence]).norm())
+        near = (o - mistakes[nearest]).norm() < 0.3 * (o - right).norm()
+        reject(f"attention_fp8, rotate=True: {nearest if near else f'o is {z:.1f} times as far off as it may be'}")

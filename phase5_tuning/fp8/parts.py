@@ -5,6 +5,7 @@ holds the logits of keys 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16. These simply 
 stored in that order (quantize.py), and no number changes its thread.
 """
 
+from triton._C.libtriton import gluon_ir, ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -70,3 +71,20 @@ def unpacked(codes, LAYOUT: gl.constexpr):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r,r,r", [codes], dtype=gl.float8e4nv, is_pure=True, pack=4
     )
+
+
+def holders(keys: int) -> tuple[list[int], list[int]]:
+    """Which of a row's four threads holds the logit of each key, and which one each place of a left operand in e4m3, as
+    the compiler's layouts say.
+    """
+    context = ir.context()
+    ir.load_dialects(context)
+    builder = gluon_ir.GluonOpBuilder(context)
+    s = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 32])
+    p = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]), 4)
+    found = []
+    for layout in (s, p):
+        lanes = builder.to_linear_layout(layout._to_ir(builder), [64, max(keys, 32)]).lane_bases
+        bits = [step for _, step in lanes if step]  # what a bit of a thread's number means along the row
+        found.append([sum((key & bit > 0) << i for i, bit in enumerate(bits)) for key in range(keys)])
+    return found[0], found[1]

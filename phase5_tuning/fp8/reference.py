@@ -1,5 +1,8 @@
-"""Quantizing in PyTorch, and back: what the kernels are compared with, and what runs where a GPU has no e4m3."""
+"""Quantizing in PyTorch, and back: what the kernels are compared with, and what runs where a GPU has no e4m3. And the
+attention on codes, for the chapter's tables.
+"""
 
+from phase5_tuning.fp8.forward import CENTRE, TOP
 from phase5_tuning.fp8.quantize import (
     E4M3,
     KEYS,
@@ -13,6 +16,7 @@ from phase5_tuning.fp8.quantize import (
     Quantized,
     tiles,
 )
+from phase5_tuning.ladder.forward import LOG2E
 
 import torch
 
@@ -64,6 +68,43 @@ def restored(quantized: Quantized, head_dim: int) -> tuple[torch.Tensor, torch.T
     v = v8.double().unflatten(2, (-1, ROWS_OF_V))[..., :columns, :].mT
     v = v[..., key_order().argsort(), :].flatten(2, 3)[:, :, :seq_k]
     return q, k, v[..., :head_dim] * _for_rows(kv_scale[..., 1], KEYS.value, seq_k)
+
+
+def rounded(t: torch.Tensor, rows: int = QUERIES.value, by: str = "tile") -> torch.Tensor:
+    """t (batch, heads, seq, columns) through e4m3 and back, fp64; by: what shares a scale, of SHARED."""
+    codes, scale = _rows(t.double(), rows, SHARED[by])
+    return codes.double() * _for_rows(scale, rows, t.shape[2])
+
+
+def codes_of_powers(x: torch.Tensor, line: bool) -> torch.Tensor:
+    """The e4m3 number for 2^x, fp32, up to 448: the nearest, or the one that the line gives."""
+    if line:
+        code = (8 * (x + 7) + CENTRE.value).clamp(min=0).add(0.5).floor()
+        return code.to(torch.uint8).view(E4M3).float()
+    return torch.exp2(x).to(E4M3).float()
+
+
+def attend(quantized: Quantized, head_dim: int, is_causal: bool = False, line: bool = False, keys: int = 64):
+    """(o, LSE) of codes as the plain kernel computes them, all queries at once: fp32, `keys` keys a turn.
+
+    o is (batch, heads_q, seq_q, head_dim), the softmax's scale 1 / sqrt(head_dim).
+    """
+    q, k, v = (t.float() for t in restored(quantized, head_dim))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    m = torch.full(q.shape[:3], -torch.inf, device=q.device)
+    total, acc = torch.zeros_like(m), torch.zeros_like(q[..., :head_dim])
+    queries = torch.arange(q.shape[2], device=q.device)[:, None]
+    for start in range(0, k.shape[2], keys):
+        here = slice(start, start + keys)
+        s = q @ k[:, :, here].mT * (head_dim**-0.5 * LOG2E.value)
+        if is_causal:
+            s = s.masked_fill(queries < start + torch.arange(s.shape[3], device=q.device), -torch.inf)
+        m_new = torch.maximum(m, s.amax(3))
+        p = codes_of_powers(s - m_new[..., None] + TOP.value, line)
+        alpha, m = torch.exp2(m - m_new), m_new
+        total = total * alpha + p.sum(3)
+        acc = acc * alpha[..., None] + p @ v[:, :, here]
+    return acc / total[..., None], (m - TOP.value + total.log2()) / LOG2E.value
 
 
 def scale_of_each_value(quantized: Quantized) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""Store Q, K and V in eight bits, with a scale for every block of rows.
+"""Attention in eight bits: a scale for every block of rows, P in eight bits too, and rotated rows.
 
 float8_e4m3fn has a sign, 4 bits of exponent and 3 of mantissa: between two powers of two lie 8 numbers, so rounding
-changes a number by up to 2^-4 of its size; the largest is 448, and below 2^-6 they are 2^-9 apart. A tensor must be
-scaled to make use of that range. One scale for all of it is set by its largest element, and if that is an outlier the
-rest is left with few bits, or with none. So every BLOCK = 64 rows of a head get their own:
+changes a number by up to 2^-4 of its size; the largest is 448, and below 2^-6 they are 2^-9 apart. Every BLOCK = 64
+rows of a head get a scale of their own:
 
     scale of a block = its largest |element| / 448, or 1 if that is 0 in fp32      t8 = t / scale, in float8_e4m3fn
 
@@ -12,16 +11,27 @@ and t is about t8 * scale. A tile of queries and a tile of keys are such blocks,
     S = (scale scale_q scale_k) Q8 K8^T
 
 and the block of V has a third. `scale` is that of the softmax: 1 / sqrt(head_dim) if the caller gives none, otherwise
-any number, 0 and negative ones included. Write
+any number, 0 and negative ones included.
+
+First stage. Write
 
 1. `quantize`, in PyTorch. The last block of a head may have fewer rows, and seq may be 0: then there is no block;
-2. the kernel's loop. The products read eight bits: Q8 K8^T as it is, P V8 with both in fp16, which holds every number
-   of e4m3 exactly. The scales of the blocks change along the walk. They may be as large or small as fp32 allows, so
-   they are to be multiplied to what is fp32.
+2. the kernel's loop. Both products are of eight bits: Q8 K8^T, and P8 V8. P is at most 1, and e4m3 reaches up to 448:
+   make use of that, or weights below 2^-10 are lost. A block has `v.dtype`, which is e4m3 (on a GPU without it fp16).
+   The scales of the blocks change along the walk. They may be as large or small as fp32 allows, so they are to be
+   multiplied to what is fp32.
 
-P is not quantized here. A kernel for speed would do that as well, as tensor cores want both operands in eight bits.
+Second stage, after section 3 of the chapter. Write
 
-Notebook: phase5_tuning/tuning.ipynb, section 8.5, "Exercise 5.7: Eight bits".
+3. `rotated`: each row x becomes x M, with M = diag(signs) H / sqrt(head_dim). The signs are drawn from a fixed seed.
+   H is Hadamard's matrix: H_1 = (1), and H_2n is made of H_n four times, the last one with a minus:
+
+       H_2n = (H_n   H_n)
+              (H_n  -H_n)
+
+4. in `attention_fp8`, what is rotated.
+
+Notebook: phase5_tuning/fp8.ipynb, section 2.2.
 """
 
 from common import runtime, validate
@@ -84,12 +94,12 @@ def _attention_fp8_kernel(
             visible = visible & (offs_m[:, None] >= offs_n[None, :])
         k = load_tile(k_ptr, (HEAD_DIM, 1), offs_n, offs_d, seq_k, HEAD_DIM)
         v = load_tile(v_ptr, (HEAD_DIM, 1), offs_n, offs_d, seq_k, HEAD_DIM)
-        # your code: s with its scales, the online step, and p v with its scale added to acc
+        # your code: s with its scales, the online step, p in eight bits, and p v with its scale added to acc
         scale_s = scale * tl.load(q_scales_ptr + pid_m) * tl.load(k_scales_ptr + pid_n)
         s = tl.where(visible, tl.dot(q, tl.trans(k)) * scale_s, float("-inf"))
         m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)
-        pv = tl.dot(p.to(tl.float16), v.to(tl.float16))
-        acc = acc * alpha[:, None] + pv * tl.load(v_scales_ptr + pid_n)
+        pv = tl.dot((256.0 * p).to(v.dtype), v)
+        acc = acc * alpha[:, None] + pv * (tl.load(v_scales_ptr + pid_n) / 256.0)
         # end of your code
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     store_tile(o_ptr, (HEAD_DIM, 1), offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])
@@ -118,10 +128,28 @@ def has_fp8(device) -> bool:
     return not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def attention_fp8(q, k, v, is_causal=False, scale=None) -> torch.Tensor:
+def rotated(t: torch.Tensor) -> torch.Tensor:
+    """Each row of t (..., head_dim) times M, fp32. M is the same in every call. head_dim is a power of two."""
+    # your code: return t times M
+    columns = t.shape[-1]
+    hadamard = torch.ones(1, 1, device=t.device)
+    while len(hadamard) < columns:
+        above, below = torch.cat([hadamard, hadamard], dim=1), torch.cat([hadamard, -hadamard], dim=1)
+        hadamard = torch.cat([above, below])
+    signs = 2 * torch.randint(2, (columns,), generator=torch.Generator().manual_seed(0)) - 1
+    return (t.float() * signs.to(t.device)) @ hadamard / columns**0.5
+    # end of your code
+
+
+def attention_fp8(q, k, v, is_causal=False, scale=None, rotate=False) -> torch.Tensor:
     """Attention of q, k, v (batch, heads, seq, head_dim), fp16, bf16 or fp32, rounded to FP8 first; o is fp32.
 
-    The three have the same heads; is_causal as in SDPA. Raises TypeError or ValueError naming the argument.
+    The three have the same heads; is_causal as in SDPA. rotate: for a head_dim that is a power of two. Raises TypeError
+    or ValueError naming the argument.
     """
     scale = validate.check_qkv(q, k, v, scale, is_causal)
+    if rotate:
+        # your code: rotate
+        q, k = rotated(q), rotated(k)
+        # end of your code
     return attention_quantized(*quantize(q), *quantize(k), *quantize(v), is_causal, scale)

@@ -29,6 +29,7 @@ EXPERIMENTS = {
     "rungs": 0,
     "hopper_forward": 0,
     "decode": 0,
+    "fp8": 0,
     "context_parallel": 0,
 }
 

@@ -384,11 +384,15 @@ WRONG = {
         Wrong("448 forgotten", {"amax(dim=(3, 4)) / LARGEST": "amax(dim=(3, 4))"}, "448 is missing"),
         Wrong("multiplied", {"(blocks / scales[": "(blocks * scales["}, "t is multiplied by the scale"),
         Wrong("the scale of k forgotten", {" * tl.load(k_scales_ptr + pid_n)": ""}, "the scale of k is missing"),
-        Wrong("the scale of v forgotten", {"pv * tl.load(v_scales_ptr + pid_n)": "pv"}, "the scale of v is missing"),
+        Wrong(
+            "the scale of v forgotten",
+            {"(tl.load(v_scales_ptr + pid_n) / 256.0)": "(1 / 256.0)"},
+            "the scale of v is missing",
+        ),
         Wrong(
             "acc as a whole",
             {
-                "pv * tl.load(v_scales_ptr + pid_n)\n        #": "pv\n        #",
+                "(tl.load(v_scales_ptr + pid_n) / 256.0)": "(1 / 256.0)",
                 "    store_tile(o_ptr": "    acc *= tl.load(v_scales_ptr + last - 1)\n    store_tile(o_ptr",
             },
             "of the last block of v",
@@ -396,8 +400,8 @@ WRONG = {
         Wrong(
             "the scale of v on all of acc",
             {
-                "acc = acc * alpha[:, None] + pv * tl.load(v_scales_ptr + pid_n)": (
-                    "acc = (acc * alpha[:, None] + pv) * tl.load(v_scales_ptr + pid_n)"
+                "acc = acc * alpha[:, None] + pv * (tl.load(v_scales_ptr + pid_n) / 256.0)": (
+                    "acc = (acc * alpha[:, None] + pv / 256.0) * tl.load(v_scales_ptr + pid_n)"
                 )
             },
             "not to what acc holds already",
@@ -420,21 +424,69 @@ WRONG = {
             "divided by the scale of the softmax",
         ),
         Wrong(
-            "the scale of v in P, fp16",
+            "the scale of v in P",
             {
-                "p.to(tl.float16)": "(p * tl.load(v_scales_ptr + pid_n)).to(tl.float16)",
-                "+ pv * tl.load(v_scales_ptr + pid_n)": "+ pv",
+                "(256.0 * p)": "(256.0 * p * tl.load(v_scales_ptr + pid_n))",
+                "(tl.load(v_scales_ptr + pid_n) / 256.0)": "(1 / 256.0)",
             },
-            "P times the scale of v is 0 in fp16",
+            "P times the scale of v is 0 in eight bits",
         ),
         Wrong(
             "the scale of v in V, fp16",
             {
-                "v.to(tl.float16)": "(v.to(tl.float32) * tl.load(v_scales_ptr + pid_n)).to(tl.float16)",
-                "+ pv * tl.load(v_scales_ptr + pid_n)": "+ pv",
+                "tl.dot((256.0 * p).to(v.dtype), v)": (
+                    "tl.dot((256.0 * p).to(tl.float16), (v.to(tl.float32) * "
+                    "tl.load(v_scales_ptr + pid_n)).to(tl.float16))"
+                ),
+                "(tl.load(v_scales_ptr + pid_n) / 256.0)": "(1 / 256.0)",
             },
-            "is what holds a scale fp32?",
+            "P V is not a product of eight bits",
         ),
+        Wrong(
+            "P in fp16",
+            {"tl.dot((256.0 * p).to(v.dtype), v)": "tl.dot((256.0 * p).to(tl.float16), v.to(tl.float16))"},
+            "P V is not a product of eight bits",
+            at_once=True,
+        ),
+        Wrong(
+            "P as it is",
+            {"(256.0 * p)": "p", "(tl.load(v_scales_ptr + pid_n) / 256.0)": "tl.load(v_scales_ptr + pid_n)"},
+            "weights below 2^-10 of the largest are lost",
+            at_once=True,
+        ),
+        Wrong(
+            "P above 448",
+            {"256.0 * p": "512.0 * p", "pid_n) / 256.0": "pid_n) / 512.0"},
+            "more than 448, where e4m3 ends",
+        ),
+        Wrong("not divided", {"pid_n) / 256.0": "pid_n)"}, "the product is to be divided by"),
+        Wrong("rows become longer", {"@ hadamard / columns**0.5": "@ hadamard"}, "divide by sqrt(head_dim)"),
+        Wrong("without signs", {"(t.float() * signs.to(t.device))": "t.float()"}, "the signs belong before H"),
+        Wrong(
+            "signs behind H",
+            {
+                "(t.float() * signs.to(t.device)) @ hadamard / columns**0.5": (
+                    "t.float() @ hadamard * signs.to(t.device) / columns**0.5"
+                )
+            },
+            "the signs belong before H",
+        ),
+        Wrong(
+            "other signs in each call",
+            {", generator=torch.Generator().manual_seed(0)": ""},
+            "two calls rotate in two ways",
+        ),
+        Wrong("no minus", {"[hadamard, -hadamard]": "[hadamard, hadamard]"}, "M M^T is not 1"),
+        Wrong("signs alone", {"@ hadamard / columns**0.5": "* 1.0"}, "spread over all columns"),
+        Wrong("fp16 stays", {"t.float() * signs.to(t.device)": "t * signs.to(t)"}, "", kind="error"),
+        Wrong("q alone", {"q, k = rotated(q), rotated(k)": "q = rotated(q)"}, "q is rotated and k is not"),
+        Wrong("k alone", {"q, k = rotated(q), rotated(k)": "k = rotated(k)"}, "k is rotated and q is not"),
+        Wrong(
+            "v too",
+            {"q, k = rotated(q), rotated(k)": "q, k, v = rotated(q), rotated(k), rotated(v)"},
+            "v is rotated too",
+        ),
+        Wrong("nothing is rotated", {"q, k = rotated(q), rotated(k)": "pass"}, "rotate=True changes nothing"),
         Wrong(
             "the scale of q in Q, fp16",
             {
@@ -449,8 +501,9 @@ WRONG = {
         Wrong(
             "acc in fp16",
             {
-                "acc = acc * alpha[:, None] + pv * tl.load(v_scales_ptr + pid_n)": (
-                    "acc = (acc * alpha[:, None] + pv * tl.load(v_scales_ptr + pid_n)).to(tl.float16).to(tl.float32)"
+                "acc * alpha[:, None] + pv * (tl.load(v_scales_ptr + pid_n) / 256.0)": (
+                    "(acc * alpha[:, None] + pv * (tl.load(v_scales_ptr + pid_n) / 256.0)).to(tl.float16)"
+                    ".to(tl.float32)"
                 )
             },
             "is what holds a scale fp32?",
@@ -480,7 +533,7 @@ WRONG = {
             "the scales exchanged",
             {
                 "load(k_scales_ptr + pid_n)": "load(v_scales_ptr + pid_n) ",
-                "load(v_scales_ptr + pid_n)\n": "load(k_scales_ptr + pid_n)\n",
+                "load(v_scales_ptr + pid_n) /": "load(k_scales_ptr + pid_n) /",
             },
             "k and v are exchanged",
         ),
@@ -2001,6 +2054,50 @@ WRONG = {
             "programs leave",
         ),
     ],
+    "rotation_gain": [
+        Wrong("one factor", {"(2 * squares)": "squares"}, "both factors of a product are rounded"),
+        Wrong("a variance", {"ROUNDING * (2 * squares).sqrt()": "ROUNDING**2 * 2 * squares"}, "this is a variance"),
+        Wrong(
+            "squared too late", {"q.square() @ k.square().mT": "(q @ k.mT).square()"}, "add up by their squares: sum"
+        ),
+        Wrong("at worst", {"q.square() @ k.square().mT": "(q.abs() @ k.abs().mT).square()"}, "at worst"),
+        Wrong("twice", {"(2 * squares)": "(4 * squares)"}, "its square is doubled"),
+        Wrong("no rounding", {"ROUNDING * (2": "(2"}, "ROUNDING is missing"),
+        Wrong("not spread", {" / q.shape[3]\n    else": "\n    else"}, "there are d products, each of"),
+        Wrong("one product", {" / q.shape[3]\n    else": " / q.shape[3] ** 2\n    else"}, "the error of one"),
+        Wrong("the same twice", {"    if rotate:\n": "    if False:\n"}, "large elements do not stay where they are"),
+        Wrong("always spread", {"    if rotate:\n": "    if True:\n"}, "elements are as large as they are"),
+        Wrong("q alone", {"rounded(k @ m)": "rounded(k)"}, "one is rotated and the other is not"),
+        Wrong("k alone", {"rounded(q @ m)": "rounded(q)"}, "one is rotated and the other is not"),
+        Wrong("a mean", {"off.square().mean().sqrt()": "off.abs().mean()"}, "a mean of |error|"),
+        Wrong("no root", {"off.square().mean().sqrt()": "off.square().mean()"}, "the root is missing"),
+        Wrong("never", {"if rotate else torch.eye": "if False else torch.eye"}, "rotate is not asked for"),
+        Wrong("a tensor", {".sqrt().item()": ".sqrt()"}, "expected a float, got Tensor"),
+        Wrong("outliers are spread", {'few="same"': 'few="helps"'}, "'few'] is 'helps', but with the rotation"),
+        Wrong("a rotation does no harm", {'avoid="hurts"': 'avoid="same"'}, "'avoid'] is 'same', but", at_once=True),
+        Wrong("not said", {'keys="same"': 'keys="?"'}, "PREDICTED['keys'] is '?': one of"),
+    ],
+    "key_order": [
+        Wrong("as they are", {"(0, 1, 8, 9)": "(2 * t, 2 * t + 1, 2 * t + 2, 2 * t + 3)"}, "at place 2 stands key 2"),
+        Wrong(
+            "where each key goes",
+            {
+                "16 * block + 2 * t + i for block in range(keys // 16) for t in range(4) for i in (0, 1, 8, 9)": (
+                    "16 * (n // 16) + n % 8 // 2 * 4 + n % 16 // 8 * 2 + n % 2 for n in range(keys)"
+                )
+            },
+            "at which place each key stands",
+        ),
+        Wrong("eights and fours", {"(0, 1, 8, 9)": "(0, 1, 4, 5)"}, "stands nowhere"),
+        Wrong("sixteen keys", {"range(keys // 16)": "range(1)"}, "value_order(32): expected 32 keys, got 16"),
+        Wrong("the first sixteen again", {"16 * block + 2": "2"}, "key 16 stands nowhere"),
+        Wrong("the other way round", {"rows[column] = place": "rows[place] = column"}, "in which row each key stands"),
+        Wrong(
+            "rows as they are",
+            {"rows[column] = place": "rows[place] = place"},
+            "row 2 of K holds key 2, so that thread 1 gets its logit",
+        ),
+    ],
 }
 
 # Other right answers than the solution: `mistake` says what they do in another way.
@@ -2154,5 +2251,38 @@ RIGHT = {
             "",
             kind="passed",
         ),
+    ],
+    "fp8": [
+        Wrong("another factor", {"256.0 * p": "128.0 * p", "pid_n) / 256.0": "pid_n) / 128.0"}, "", kind="passed"),
+        Wrong("up to the largest", {"256.0 * p": "448.0 * p", "pid_n) / 256.0": "pid_n) / 448.0"}, "", kind="passed"),
+        Wrong(
+            "sums of the codes",
+            {
+                "m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)": (
+                    "before = l_i\n        m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)\n"
+                    "        l_i = before * alpha + tl.sum((256.0 * p).to(v.dtype).to(tl.float32), 1) / 256.0"
+                )
+            },
+            "",
+            kind="passed",
+        ),
+    ],
+    "key_order": [
+        Wrong("in another order of each four", {"(0, 1, 8, 9)": "(8, 0, 9, 1)"}, "", kind="passed"),
+        Wrong("a tuple", {"return rows": "return tuple(rows)"}, "", kind="passed"),
+        Wrong(
+            "pairs from further away",
+            {
+                "[16 * block + 2 * t + i for block in range(keys // 16) for t in range(4) for i in (0, 1, 8, 9)]": (
+                    "[2 * t + 8 * ((2 * b + h) % (keys // 8)) + e\n"
+                    "            for b in range(keys // 16) for t in range(4) for h in (1, 2) for e in (0, 1)]"
+                )
+            },
+            "",
+            kind="passed",
+        ),
+    ],
+    "rotation_gain": [
+        Wrong("in fp32", {"rounded(q @ m) @": "rounded(q.float() @ m.float()).double() @"}, "", kind="passed")
     ],
 }

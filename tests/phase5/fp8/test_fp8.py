@@ -93,6 +93,20 @@ def test_the_line(shape, kernel):
 
 
 @interpreted_only
+@pytest.mark.parametrize("line", [False, True])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=str)
+def test_pytorch_attends_as_the_plain_kernel(shape, line):
+    q, k, v = inputs(shape)
+    head_dim, is_causal = shape[4:6]
+    found = on_plain(line=line)(q, k, v, is_causal=is_causal, scale=None, enable_gqa=True)
+    codes = reference.quantize(q, k, v, columns_of(head_dim), True, 1)
+    for a, b in zip(found, reference.attend(codes, head_dim, is_causal, line), strict=True):
+        off = (a.double() - b.double()).abs()
+        assert off.max() < 0.02, "a code that is as near to two numbers"
+        assert off.mean() < 1e-3 * b.abs().mean()
+
+
+@interpreted_only
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", ["positive", "peaked", "flat", "large", "low"])
 def test_kinds_of_numbers(kind, kernel):

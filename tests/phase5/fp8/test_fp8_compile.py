@@ -11,9 +11,14 @@ from phase5_tuning.launch import configs
 
 import pytest
 import torch
-from helpers import for_target, interpreted_only
+from helpers import interpreted_only
 
-CASES = list(itertools.product((64, 128), (False, True), (False, True)))  # head_dim, is_causal, line
+CASES = list(itertools.product((128, 64), (False, True), (False, True)))  # head_dim, is_causal, line
+# At once for head_dim 128, in make test-slow for both.
+cases = pytest.mark.parametrize(
+    ("head_dim", "is_causal", "line"),
+    [pytest.param(*case, marks=[] if case[0] == 128 else pytest.mark.slow) for case in CASES],
+)
 
 
 def tensors(head_dim, dtype=torch.bfloat16):
@@ -50,10 +55,11 @@ def plain_launch(head_dim, line, half):
 
 
 @functools.cache
-def compiled():
-    """All variants in one child process, since it takes seconds to start."""
-    made = offline.compile_launches([hopper_launch(*case) for case in CASES], ["sm_90"], sass=True)
-    return dict(zip(CASES, made, strict=True))
+def compiled(head_dim):
+    """Variants of one head_dim in one child process, since it takes seconds to start."""
+    cases = [case for case in CASES if case[0] == head_dim]
+    made = offline.compile_launches([hopper_launch(*case) for case in cases], ["sm_90"], sass=True)
+    return dict(zip(cases, made, strict=True))
 
 
 def opcodes(listing):
@@ -61,9 +67,9 @@ def opcodes(listing):
 
 
 @interpreted_only
-@pytest.mark.parametrize(("head_dim", "is_causal", "line"), CASES)
+@cases
 def test_the_hopper_kernel_compiles(head_dim, is_causal, line):
-    c = compiled()[head_dim, is_causal, line]
+    c = compiled(head_dim)[head_dim, is_causal, line]
     assert c.error is None, str(c)
     assert c.fits, str(c)
     assert c.spills == 0, str(c)
@@ -81,9 +87,9 @@ def test_the_hopper_kernel_compiles(head_dim, is_causal, line):
 
 
 @interpreted_only
-@pytest.mark.parametrize(("head_dim", "is_causal", "line"), CASES)
+@cases
 def test_every_word_that_orders_accesses_is_there(head_dim, is_causal, line):
-    ptx = compiled()[head_dim, is_causal, line].assembly
+    ptx = compiled(head_dim)[head_dim, is_causal, line].assembly
     consumers, stages = {64: (3, 4), 128: (2, 3)}[head_dim]
     counts = {
         "fence.proxy.async.shared": 1 + consumers,  # when barriers begin, and ones are there; O
@@ -100,7 +106,7 @@ def test_every_word_that_orders_accesses_is_there(head_dim, is_causal, line):
 def test_queries_and_p_have_registers_of_their_own(is_causal):
     """ptxas 12.8 has given two left factors the same ones in another kernel (tests/phase5/hopper). And P's next codes,
     whose registers are those of the codes before, are made after the products that read these."""
-    turn = [x.text for x in sass.turn(compiled()[128, is_causal, False].sass.replace("QGMMA", "HGMMA"))]
+    turn = [x.text for x in sass.turn(compiled(128)[128, is_causal, False].sass.replace("QGMMA", "HGMMA"))]
     left = {}  # by the first register of the sum
     for product in filter(None, (re.search(r"HGMMA\S+ R(\d+), R(\d+), gdesc", text) for text in turn)):
         left.setdefault(product[1], set()).update(int(product[2]) + i for i in range(4))
@@ -115,7 +121,8 @@ def test_queries_and_p_have_registers_of_their_own(is_causal):
 
 
 @interpreted_only
-@pytest.mark.parametrize("target", [for_target(name) for name in ("sm_90", "sm_89", "sm_100", "sm_120")])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "sm_89", "sm_100", "sm_120"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_other_kernels_compile(head_dim, target):
     launches = [

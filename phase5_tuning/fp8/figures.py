@@ -1,0 +1,171 @@
+"""Pictures of the chapter on eight bits, what it counts for them, and the small kernel whose listing it shows."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from common import style
+from common.measure import offline
+from common.speak.gpt import GPT
+from common.speak.text import encode, lines
+from common.style import COLORS, TINT
+from phase5_tuning.fp8.forward import CENTRE
+from phase5_tuning.fp8.parts import as_operand, codes_of_powers, holders, unpacked
+from phase5_tuning.fp8.quantize import E4M3
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+ROWS = 64
+WAYS = "natural order", "exact", "line"
+
+
+# --- pictures ------------------------------------------------------------------------------------------------------
+
+
+def number_line(end: float = 64) -> None:
+    """The numbers of e4m3, and those of an int8 with the same largest number, from 0 to end."""
+    codes = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
+    rows = {"e4m3": codes[codes <= end].tolist(), "int8": [n * 448 / 127 for n in range(128) if n * 448 / 127 <= end]}
+    fig, ax = style.new(9, 1.9)
+    for y, (name, numbers) in enumerate(rows.items()):
+        ax.vlines(numbers, -y - 0.35, -y + 0.35, color=COLORS["q" if y == 0 else "state"], lw=1.1)
+        ax.text(-1.5, -y, name, ha="right", va="center")
+    ax.set(yticks=[], xlim=(-1, end + 1), xticks=[0, 1, 2, 4, 8, 16, 32, 64])
+    ax.spines["left"].set_visible(False)
+    counts = ", ".join(f"{name} {len(numbers)}" for name, numbers in rows.items())
+    style.show(fig, f"A stroke for each number from 0 to {end:g}, of 448. Of e4m3, dense near 0, twice as far apart "
+               f"after each power of two; of int8, all 3.5 apart. Numbers: {counts}.")  # fmt: skip
+
+
+def outlier(sizes: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None:
+    """The error of the other numbers over the size of one outlier that shares their scale."""
+    fig, ax = style.new(7.5, 3.2)
+    for (name, values), look in zip(errors.items(), ("s--", "o-"), strict=True):
+        ax.loglog(sizes, values, look, color=COLORS["state" if name == "int8" else "q"], markersize=5, label=name)
+    ax.set_xscale("log", base=2)
+    ax.axhline(1, color=COLORS["limit"], lw=1, ls=":")
+    ax.set(xlabel="size of the outlier; the others are N(0, 1)", ylabel="rms error of the others")
+    ax.legend()
+    said = "; ".join(f"{name}: {values[0]:.3f} to {values[-1]:.2g}" for name, values in errors.items())
+    style.show(fig, f"Error over the outlier's size, {sizes[0]:g} to {sizes[-1]:g}. {said}. e4m3's stays the same up "
+               "to some ten thousand, then it grows to 1; int8's grows from the start.")  # fmt: skip
+
+
+def rows_rotated(rows: Mapping[str, torch.Tensor]) -> None:
+    """Elements of rows, by title."""
+    fig, axes = style.new(9, 2.6, columns=len(rows), sharey=True)
+    for ax, (title, row) in zip(axes, rows.items(), strict=True):
+        ax.bar(range(len(row)), row.tolist(), width=1.0, color=COLORS["q"])
+        ax.set_title(title, fontsize=9)
+        ax.set(xlabel="column")
+    said = "; ".join(f"{title}: the largest {row.abs().max():.1f}" for title, row in rows.items())
+    style.show(fig, f"Bars for the elements of a row. {said}.")
+
+
+def held(order: Sequence[int] | None = None) -> None:
+    """Which thread holds which logit of 16 keys, and which place of the left operand; order: which key passes for which
+    place.
+    """
+    tints = [TINT["q"], TINT["k"], "white", COLORS["s"]]
+    of_logits, of_places = holders(16)
+    fig, ax = style.drawing(9, 2.9 if order else 2.5)
+    for y, threads in ((3.2, of_logits), (0, of_places)):
+        for n, thread in enumerate(threads):
+            style.box(ax, n, y, f"{n}", color=tints[thread], edge=COLORS["ink"])
+            ax.text(n + 0.5, y + (1.35 if y else -0.4), f"t{thread}", ha="center", va="center", fontsize=8)
+    for place, key in enumerate(order or []):
+        style.arrow(ax, (key + 0.5, 3.15), (place + 0.5, 1.05))
+    ax.text(-0.3, 3.7, "logit of key", ha="right", va="center")
+    ax.text(-0.3, 0.5, "place in the operand", ha="right", va="center")
+    ax.set(xlim=(-4.6, 16.2), ylim=(-0.8, 5))
+    arrows = " Arrows from each key to its place, none of which changes the thread." if order else ""
+    style.show(fig, f"Threads that hold the logits of keys 0 to 15: {_said(of_logits)}; that hold places 0 to 15 of "
+               f"the left operand: {_said(of_places)}.{arrows}")  # fmt: skip
+
+
+def _said(threads: Sequence[int]) -> str:
+    return " ".join(map(str, threads))
+
+
+def line() -> None:
+    """The code of 2^x, as it is and on the line, over one octave."""
+    x = torch.linspace(0, 1, 401)
+    fig, ax = style.new(7.5, 3.4)
+    ax.plot(x, 8 * (7 + torch.exp2(x) - 1), color=COLORS["q"], label="between codes as $2^x$ is")
+    ax.plot(x, 8 * (x + 7) + CENTRE.value, "--", color=COLORS["state"], label="the line $8(x + 7) - 0.457$")
+    nearest = torch.exp2(x).to(E4M3).view(torch.uint8)
+    ax.plot(x, nearest, color=COLORS["s"], lw=1, label="the nearest code")
+    ax.set(xlabel="x", ylabel="code", yticks=range(56, 65), xticks=[0, 0.5, 1])
+    ax.legend()
+    style.show(fig, "The code of 2^x over x from 0 to 1: 56 at 0, 64 at 1, and between them it sags below the chord."
+               " The line is straight, and never more than half a code from the curve.")  # fmt: skip
+
+
+def model_mistakes(found: Mapping[str, Mapping[str, Mapping[float, float]]]) -> None:
+    """Wrong characters of the small GPT, of all; found: title -> way -> {factor: share}."""
+    fig, axes = style.new(9, 3.2, columns=len(found), sharey=True)
+    said = []
+    for ax, (title, ways) in zip(axes, found.items(), strict=True):
+        for (way, shares), look in zip(ways.items(), ("s--", "o-"), strict=True):
+            color = COLORS["state" if look == "s--" else "q"]
+            ax.plot([*shares], [100 * share for share in shares.values()], look, color=color, markersize=5, label=way)
+            said.append(f"{title}, {way}: {100 * max(shares.values()):.0f} % at most")
+        ax.set_xscale("log", base=2)
+        ax.set_title(title, fontsize=10)
+        ax.set(xlabel="factor")
+    axes[0].set(ylabel="wrong characters, %")
+    axes[0].legend()
+    style.show(fig, f"Wrong characters over the factor. {'; '.join(said)}.")
+
+
+# --- counts ----------------------------------------------------------------------------------------------------------
+
+
+def wrong_characters(model: GPT, attention: Callable, count: int = 64) -> float:
+    """The share of characters that the model gets wrong, given all before them: of the words of numbers that it has not
+    seen.
+    """
+    texts = lines(held_out=True)[:count]
+    tokens = torch.zeros(count, max(map(len, texts)), dtype=torch.long)
+    words = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, of_words, text in zip(tokens, words, texts, strict=True):
+        row[: len(text)] = encode(text)
+        of_words[text.index(" ") + 1 : len(text)] = True
+    for block in model.blocks:
+        block.attention = attention
+    with torch.no_grad():
+        said = model(tokens[:, :-1]).argmax(dim=-1)
+    return (said != tokens[:, 1:])[words[:, 1:]].float().mean().item()
+
+
+# --- a listing -------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _make_p_kernel(
+    s_ptr, p_ptr, factor, KEYS: gl.constexpr, NATURAL: gl.constexpr, LINE: gl.constexpr
+):  # fmt: skip
+    """P in e4m3 as a product's left operand, of logits as a product leaves them."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
+    P: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]), 4)
+    rows, columns = gl.arange(0, 64, gl.SliceLayout(1, S)), gl.arange(0, KEYS, gl.SliceLayout(0, S))
+    s = gl.load(s_ptr + gl.expand_dims(rows, 1) * KEYS + gl.expand_dims(columns, 0))
+    if NATURAL:
+        p = gl.convert_layout(gl.exp2(s * factor).to(gl.float8e4nv), P)
+    else:
+        start = gl.full([64, KEYS], 7.0, gl.float32, P)
+        p = unpacked(codes_of_powers(as_operand(s, P), factor, start, LINE), P)
+    rows, columns = gl.arange(0, 64, gl.SliceLayout(1, P)), gl.arange(0, KEYS, gl.SliceLayout(0, P))
+    gl.store(p_ptr + gl.expand_dims(rows, 1) * KEYS + gl.expand_dims(columns, 0), p)
+
+
+def listings(keys: int = 128) -> dict[str, str]:
+    """The assembler's listing for sm_90 of `_make_p_kernel`, in each of WAYS."""
+    logits, codes = torch.empty(ROWS, keys), torch.empty(ROWS, keys, dtype=E4M3)
+
+    def call(way):
+        _make_p_kernel[(1,)](logits, codes, 0.1, keys, way == "natural order", way == "line", num_warps=4)
+
+    launches = [offline.record_launches(lambda way=way: call(way))[0] for way in WAYS]
+    made = offline.compile_launches(launches, ["sm_90"], sass=True)
+    return {way: one.sass for way, one in zip(WAYS, made, strict=True)}
