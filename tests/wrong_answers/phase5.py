@@ -1153,7 +1153,7 @@ WRONG = {
             "by the lse from before the merge",
         ),
         Wrong(
-            "exercise 1.2, in place",
+            "exercise 1.5, in place",
             {
                 'gap = (lse_part - lse).masked_fill(both == float("-inf"), 0.0)': (
                     'shift = both.masked_fill(both == float("-inf"), 0.0)'
@@ -1164,7 +1164,7 @@ WRONG = {
             "not add up to 1. Do they come from the new lse",
         ),
         Wrong(
-            "exercise 1.2, in place, without its guard",
+            "exercise 1.5, in place, without its guard",
             {
                 'gap = (lse_part - lse).masked_fill(both == float("-inf"), 0.0)': "shift = both",
                 "torch.sigmoid(-gap)": "(lse - shift).exp()",
