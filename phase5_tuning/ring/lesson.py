@@ -101,9 +101,9 @@ def ran(module: str, ranks: int) -> str:
     return done.stdout if done.returncode == 0 else "the processes ended with an error:\n" + done.stderr[-2000:]
 
 
-def measured() -> tuple[dict, dict]:
-    """(the record of two GPUs, its rows by number of tokens and provider)"""
-    record = records.load("phase5_tuning", "h200_context_2")
+def measured(name: str = "h200_context_2") -> tuple[dict, dict]:
+    """(a record of two GPUs, its rows by number of tokens and provider)"""
+    record = records.load("phase5_tuning", name)
     return record, {(row["seq"], row["provider"]): row for row in record["rows"]}
 
 
