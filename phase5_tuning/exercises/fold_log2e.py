@@ -15,7 +15,7 @@ compiled step has one multiply-add and one 2^x, and no other multiplication.
     m_i, l_i   (BLOCK_M,), fp32          s   (BLOCK_M, BLOCK_N), fp32; -inf where a logit is masked
     returns    m_i, l_i, alpha (BLOCK_M,) and p (BLOCK_M, BLOCK_N), in this order
 
-Notebook: phase5_tuning/rungs.ipynb, section 3.2, "Exercise 5.4: Fold log2(e) into the scale".
+Notebook: phase5_tuning/rungs.ipynb, section 3.2, "Exercise 5.5: Fold log2(e) into the scale".
 """
 
 import math

@@ -30,7 +30,7 @@ last tile of queries, and the other programs need not wait at all.
     tiles_m, tiles_n  how many there are
     block_m, block_n  queries and keys of a tile, powers of two
 
-Notebook: phase5_tuning/hopper_backward.ipynb, section 3, "5.13 Order dQ under a sliding window".
+Notebook: phase5_tuning/hopper_backward.ipynb, section 3, "5.14 Order dQ under a sliding window".
 """
 
 

@@ -26,7 +26,7 @@ The check reads the operations one after another, and then runs them on the mode
     me       the consumer, a `hopper_model.Consumer`
     tiles    how many tiles there are, at least 1
 
-Notebook: phase5_tuning/hopper_forward.ipynb, section 8, "5.11 Write a consumer's loop".
+Notebook: phase5_tuning/hopper_forward.ipynb, section 8, "5.12 Write a consumer's loop".
 """
 
 from collections.abc import Iterator

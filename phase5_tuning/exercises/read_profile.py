@@ -23,7 +23,7 @@ takes them as they were. If a change removes some of them, the kernel gains more
 `BEFORE` and `FLASH_ATTENTION_4` are a step of two backward kernels, this course's for Hopper as it once was and
 FlashAttention-4's: 128 keys times 128 queries, head_dim 64.
 
-Notebook: phase5_tuning/measure.ipynb, section 3.4, "Exercise 5.14: Read a profile".
+Notebook: phase5_tuning/measure.ipynb, section 3.4, "Exercise 5.3: Read a profile".
 """
 
 from collections.abc import Mapping

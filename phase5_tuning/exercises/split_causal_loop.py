@@ -15,7 +15,7 @@ BLOCK_M and BLOCK_N are powers of two; either may be the larger one. seq_q and s
 ones: of queries past seq_k every key is visible, and of fewer queries than keys the last keys are seen by nobody. (Rows
 of the last tile past seq_q may count as queries.)
 
-Notebook: phase5_tuning/rungs.ipynb, section 3.4, "Exercise 5.5: Split the causal loop".
+Notebook: phase5_tuning/rungs.ipynb, section 3.4, "Exercise 5.6: Split the causal loop".
 """
 
 from common import validate

@@ -17,7 +17,7 @@ arrival in a phase. Write the part between the two comments: each program has th
 The sum takes the place of x's tile: there is no third one. The check runs the kernel in
 phase5_tuning/hopper/interpreter.py, in several orders, and compiles it for an H100.
 
-Notebook: phase5_tuning/hopper_forward.ipynb, section 2, "5.25 Add two tiles that come under one barrier".
+Notebook: phase5_tuning/hopper_forward.ipynb, section 2, "5.8 Add two tiles that come under one barrier".
 """
 
 from phase5_tuning.given import tma

@@ -20,7 +20,7 @@ block shape as well.
 
     q, k, v   (batch, heads, seq, head_dim), fp16 or fp32; head_dim a power of two, 16 or more, and its step is 1
 
-Notebook: phase5_tuning/rungs.ipynb, section 3.7, "Exercise 5.6: Repair the descriptors".
+Notebook: phase5_tuning/rungs.ipynb, section 3.7, "Exercise 5.7: Repair the descriptors".
 """
 
 from common import runtime, validate

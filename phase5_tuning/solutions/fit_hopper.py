@@ -25,7 +25,7 @@ most exponentials under no product of the same warps, the model is asked without
 whose kernels nothing is spilled and no product waits for the one before (ptxas calls that serialized), and that reaches
 550 TFLOP/s in the model.
 
-Notebook: phase5_tuning/hopper_forward.ipynb, section 7, "5.10 Choose a shape that fits".
+Notebook: phase5_tuning/hopper_forward.ipynb, section 7, "5.11 Choose a shape that fits".
 """
 
 

@@ -21,7 +21,7 @@ Write, for one turn of one program,
 
 Then the check puts your numbers beside the record of an H200, which is a gain in time.
 
-Notebook: phase5_tuning/rungs.ipynb, section 2.3, "Exercise 5.3: Predict, then measure".
+Notebook: phase5_tuning/rungs.ipynb, section 2.3, "Exercise 5.4: Predict, then measure".
 """
 
 from dataclasses import dataclass

@@ -27,7 +27,7 @@ With ORDERED false, programs add as they come: a writer waits for no count, adds
 The check judges each step of a writer alone, runs the kernel in phase5_tuning/hopper/interpreter.py in several orders
 of turns, and compiles it for an H100.
 
-Notebook: phase5_tuning/hopper_backward.ipynb, section 2, "5.12 Write the warp that adds dQ".
+Notebook: phase5_tuning/hopper_backward.ipynb, section 2, "5.13 Write the warp that adds dQ".
 """
 
 from phase5_tuning.given import ROWS, await_count, release_count, tma, tma_add

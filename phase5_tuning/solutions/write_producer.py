@@ -31,7 +31,7 @@ these before you wait for turn t's arrival. Wait at empty barriers only: a produ
 The check runs the kernel in phase5_tuning/hopper/interpreter.py, in several orders of turns, counts the copies, lets
 consumers stand still, and compiles the kernel for an H100. Gluon compiles `if`, `while`, `range` and `gl.static_range`.
 
-Notebook: phase5_tuning/hopper_forward.ipynb, section 7, "5.8 Write the forward kernel's producer".
+Notebook: phase5_tuning/hopper_forward.ipynb, section 7, "5.10 Write the forward kernel's producer".
 """
 
 from phase5_tuning.given import ROWS, tma

@@ -1,4 +1,4 @@
-"""What exercise 5.21's check sees of a rank, in one process: no transfer leaves it."""
+"""What exercise 5.27's check sees of a rank, in one process: no transfer leaves it."""
 
 from types import SimpleNamespace
 from unittest import mock
