@@ -314,13 +314,14 @@ def learner(tmp_path, monkeypatch):
     class Scratch(exercises.Exercise):
         path = tmp_path / "Käse 1.0 (neu)" / "answer.py"  # as a learner may call a folder
 
+    Scratch.path.parent.mkdir()
+
     monkeypatch.setattr(Progress, "path", staticmethod(lambda: tmp_path / ".course" / "progress.json"))
 
     def prepare(name):
         made = Scratch(**{field: getattr(exercises.find(name), field) for field in exercises.Exercise.__annotations__})
 
         def answer(text, **options):
-            made.path.parent.mkdir(exist_ok=True)
             made.path.write_text(text)
             return check(made, **options)
 
