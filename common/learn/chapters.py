@@ -104,9 +104,10 @@ def _write(file: str, notebook: dict) -> None:
 
 
 def _write_pages() -> None:
-    """The page at which `make lab` opens, and the phases' pages, whose links lead to copies and to learners' files."""
+    """The page at which `make lab` opens, and what phases and chapters link, with links to copies and learners' files."""
     exercises.write(phases.ROOT / "work" / "README.md", _first_page().encode())
-    pages = [f"{phase.folder}/README.md" for phase in phases.PHASES]
+    notes = sorted(str(path.relative_to(phases.ROOT)) for path in phases.ROOT.glob("phase*/notes/*.md"))
+    pages = [*(f"{phase.folder}/README.md" for phase in phases.PHASES), "WHY_SLOW.md", *notes]
     learners = {file: f"work/{file}" for file in [*_chapters(), *pages]}
     learners |= {str(e.shipped.relative_to(phases.ROOT)): e.file for e in exercises.load()}
     for page in pages:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from common import phases
-from common.learn import chapters
+from common.learn import chapters, exercises
 from common.phases import PHASES, ROOT
 
 import nbformat
@@ -202,7 +202,8 @@ def test_links_of_copies_and_pages_lead_to_files(clone):
     renew(clone)
     first, page = ((clone / "work" / name).read_text() for name in ("README.md", "phase1_softmax/README.md"))
     assert "](phase1_softmax/softmax.ipynb)" in first
-    assert "Next: **[1.1 Repair a softmax that overflows](phase1_softmax/safe_softmax.py)**" in first
+    following = exercises.load()[0]
+    assert f"Next: **[1.1 {following.title}](phase1_softmax/{following.name}.py)**" in first
     assert "](merge.py)" in page, "to the learner's file, not to the shipped one"
     for path in [clone / "work" / "README.md", *clone.glob("work/*/*.md"), *clone.glob("work/*/*.ipynb")]:
         text = path.read_text()
