@@ -104,7 +104,7 @@ def _write(file: str, notebook: dict) -> None:
 
 
 def _write_pages() -> None:
-    """The page at which `make lab` opens, and what phases and chapters link, with links to copies and learners' files."""
+    """The page at which `make lab` opens, and pages that others link, with links to copies and learners' files."""
     exercises.write(phases.ROOT / "work" / "README.md", _first_page().encode())
     notes = sorted(str(path.relative_to(phases.ROOT)) for path in phases.ROOT.glob("phase*/notes/*.md"))
     pages = [*(f"{phase.folder}/README.md" for phase in phases.PHASES), "WHY_SLOW.md", *notes]
