@@ -144,6 +144,6 @@ def _beside_the_record(answer):
     missing = (
         "predicted in clocks, recorded in time: the model leaves out that the GPU's clock falls at the limit of "
         "power; also bytes, shared memory, waits at loads and barriers, and the help of other programs. The rungs that "
-        "this model misses by more are not among these: new tiles, and some of the backward pass (section 5.8)"
+        "this model misses by more are not among these: new tiles, and some of the backward pass (section 3.8)"
     )
     return f"predicted and recorded gains, each within {BOUND:.0%}: {', '.join(lines)}; {missing}"
