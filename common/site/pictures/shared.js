@@ -93,9 +93,9 @@ function play(on) {
 
 function playInSight() {
   if (still.matches) return;
-  const sight = new IntersectionObserver(([{isIntersecting}]) => {
+  const sight = new IntersectionObserver(seen => {
     if (picture.at() === picture.last()) sight.disconnect();
-    else play(isIntersecting);
+    else play(seen.at(-1).isIntersecting);  // a frame that has just got its height is told of several at once
   }, {threshold: 0.5});
   sight.observe($("picture"));
   for (const use of ["pointerdown", "keydown"]) addEventListener(use, ({target}) => {
