@@ -35,10 +35,7 @@ ALTS = {  # what the stills show
     "ring": "Four ranks in a row. Each keeps its queries and holds the keys and values of another rank. Below, the "
     "pairs of a chunk of queries and a chunk of keys: a number in those that are computed is their step, 0, 1 or 2",
 }
-INSTEAD = (
-    "Here stands a picture that moves. To see it, trust this notebook (in JupyterLab: the command "
-    "Trust Notebook) and run this cell, or open the picture on the course's site (make site)."
-)
+INSTEAD = "In a notebook that you trust, this picture moves."
 
 
 def still(name: str) -> Path:
