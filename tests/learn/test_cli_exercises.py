@@ -609,7 +609,7 @@ def test_where_progress_cannot_be_kept_a_hint_is_shown_all_the_same(copy, attemp
     assert code == 1
     *_, hint, question, error = printed.splitlines()
     assert hint.startswith("Hint 1 of 3") or question.startswith("Hint 1 of 3")
-    assert "File exists" in error
+    assert error.endswith(".course is a file, and the course needs a folder of that name: move it away")
     assert (copy / ".course").read_text() == "a file"
 
 

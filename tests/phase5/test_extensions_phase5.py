@@ -1,6 +1,5 @@
 """FP8, phase 5's larger exercise, in more shapes than its check can afford; and what other checks rest on."""
 
-import itertools
 from unittest import mock
 
 from common import make_qkv, runtime
@@ -84,13 +83,14 @@ def test_fp8_refuses_what_it_cannot():
         fp8.attention_fp8(q.to(torch.float8_e4m3fn), k, v)
 
 
-def test_fp8_the_same_numbers_in_fp16_give_the_same_result():
-    """What GPUs without FP8 are given."""
-    pairs = [fp8.quantize(t) for t in make_qkv(1, 2, 70, 32)]
-    o = fp8.attention_quantized(*itertools.chain(*pairs), True)
-    wide = fp8.attention_quantized(*itertools.chain(*((t8.half(), scales) for t8, scales in pairs)), True)
-    off = 1e-5 if runtime.INTERPRETED else 2e-3  # Hopper's tensor cores add products of FP8 with fewer bits than fp32's
-    torch.testing.assert_close(o, wide, rtol=off, atol=off)
+def test_fp8_the_same_numbers_in_fp16_differ_by_the_rounding_of_p():
+    """What GPUs without FP8 are given: there P is in fp16, too."""
+    q, k, v = (fp8.quantize(t) for t in make_qkv(1, 2, 70, 32))
+    o = fp8.attention_quantized(*q, *k, *v, True)
+    q, k, v = ((t8.half(), scales) for t8, scales in (q, k, v))
+    wide = fp8.attention_quantized(*q, *k, *v, True)
+    each = fp8.attention_quantized(*q, *k, v[0].abs(), v[1], True)  # the sum of the weights times |v|
+    assert ((o - wide).abs() <= each / 16 + 1e-3).all()
 
 
 def test_the_measure_of_rounding_errors_sees_a_wrong_result():

@@ -106,7 +106,7 @@ def test_the_page_has_a_table_for_each_record_of_shapes(tmp_path, monkeypatch):
     page = tmp_path / "README.md"
     page.write_text(f"before\n\n{tables.BEGIN}\n\nold\n\n{tables.END}\nafter\n")
     signed = of_phase_5("turns")["provenance"]
-    sizes = dict.fromkeys(tables.SIZES, 1) | dict(shape="tiny", mode="fwd", is_causal=False)
+    sizes = dict.fromkeys(tables.SIZES, 1) | dict(shape="tiny", mode="fwd", is_causal=False, dtype="bf16")
     rows = [sizes | dict(provider=p, ms=1.0, caller_ms=1.0) for p in ("sdpa", "ours")]
     for name in ("h100_models", "h100_host"):
         (tmp_path / f"{name}.json").write_text("")

@@ -191,6 +191,7 @@ WORDS = {
 }
 
 
+@pytest.mark.slow
 @interpreted_only
 def test_the_kernels_compile():
     cases = [(*case, BF16 if case[1] else FP16) for case in itertools.product((136, 192, 256), (False, True))]

@@ -55,6 +55,7 @@ def test_compile_all_fails_if_a_kernel_has_no_good_tile(fault, code, capsys):
 
 
 @interpreted_only
+@pytest.mark.slow
 def test_every_rung_compiles_for_hopper_without_spills():
     recorded = {rung.name: launches(rung) for rung in LADDER[1:]}
     compiled = iter(offline.compile_launches(itertools.chain(*recorded.values()), ["sm_90"]))  # in one child process
