@@ -27,6 +27,7 @@ from common.site import chapters, docstrings, moving
 
 HERE = Path(__file__).parent
 BESIDE = "GLOSSARY", "WHY_SLOW", "CONTRIBUTING", "VERSIONS"  # pages that lie beside the README
+NOTES = sorted(ROOT.glob("phase*/notes/*.md"))
 MAIN = "flash_attention", "verify_results"  # of the public functions
 SOURCE, PAGES, CACHE = (ROOT / "build" / "site" / name for name in ("source", "html", "doctrees"))
 
@@ -45,7 +46,9 @@ def pages(repository: str) -> Iterator[tuple[str, str]]:
     """(file, text) of all pages."""
     yield "index.md", index(repository)
     for path in [*(path for phase in PHASES for path in phase.notebook_paths), *(ROOT / page for page in APART)]:
-        yield str(path.relative_to(ROOT)), chapters.for_site(path)
+        yield str(path.relative_to(ROOT)), _from_below(chapters.for_site(path))
+    for path in NOTES:
+        yield str(path.relative_to(ROOT)), _from_below(path.read_text())
     yield "exercises.md", exercise_list()
     for exercise in exercises.load():
         yield f"exercises/{exercise.name}.md", exercise_page(exercise)
@@ -55,6 +58,14 @@ def pages(repository: str) -> Iterator[tuple[str, str]]:
     yield "api.md", api_page()
     for name in BESIDE:
         yield f"{name.lower()}.md", linked((ROOT / f"{name}.md").read_text())
+
+
+def _from_below(text: str) -> str:
+    """Markdown, or a notebook's text, of a phase, with links to pages beside the README and to records turned to those
+    of the site.
+    """
+    text = re.sub(rf"\]\((?:\.\./)+({'|'.join(BESIDE)})\.md\)", lambda m: f"](/{m[1].lower()}.md)", text)
+    return re.sub(r"\]\(\.\./results/\w+\.(?:md|json)\)", "](/records.md)", text)
 
 
 def linked(text: str) -> str:
@@ -83,7 +94,7 @@ def index(repository: str) -> str:
         cards="\n\n".join(cards),
         count=len(exercises.load()),
         chapters="\n".join(names),
-        beside="\n".join(page.removesuffix(".ipynb") for page in APART),
+        beside="\n".join(str(Path(page).with_suffix("")) for page in [*APART, *(n.relative_to(ROOT) for n in NOTES)]),
     )
 
 
