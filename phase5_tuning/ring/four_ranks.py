@@ -6,6 +6,7 @@ torchrun --standalone --nproc-per-node 4 -m phase5_tuning.ring.four_ranks
 from functools import partial
 
 from common import make_qkv
+from common.arguments import arguments
 from phase5_tuning.attention import flash_attention
 from phase5_tuning.ring import attention as cp
 
@@ -48,4 +49,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    arguments()
     main()
