@@ -43,7 +43,7 @@ def ended(processes, guard=4 * sharded_runs.GUARD):
     return codes
 
 
-@pytest.fixture(scope="module", params=[1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.fixture(scope="module", params=[1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def runs(request, tmp_path_factory):
     """(ranks, what each of them got)."""
     folder = tmp_path_factory.mktemp("ranks")
