@@ -282,27 +282,6 @@ def split_keys(heads: int, parts: int, multiprocessors: int) -> None:
     )
 
 
-Counted = Mapping[str, Mapping[int, int]]
-
-
-def causal_bytes(seqs: Sequence[int], formula: Mapping[str, Sequence[int]], counted: Counted) -> None:
-    """Bytes of the forward kernel for one head, full and causal: lines are the formula, dots were counted."""
-    fig, ax = style.new(7.4, 3.2)
-    for name, color, marker in (("full", COLORS["unfused"], "o"), ("causal", COLORS["tiled"], "s")):
-        line = np.array(formula[name]) / 1e6
-        ax.plot(seqs, line, color=color, linewidth=1.3, label=f"{name}, formula")
-        at, dots = list(counted.get(name, {})), np.array(list(counted.get(name, {}).values())) / 1e6
-        ax.plot(at, dots, marker, color=color, label=f"{name}, counted", markeredgecolor=COLORS["ink"])
-    ax.set(xlabel="seq_q = seq_k", ylabel="megabytes for one head", xlim=(0, None), ylim=(0, None))
-    ax.legend()
-    ends = ", ".join(f"{name} {values[-1] / 1e6:.2f} MB" for name, values in formula.items())
-    style.show(
-        fig,
-        f"Bytes against the length. Both lines grow like a parabola, with a step wherever a tile of queries is "
-        f"added; at {seqs[-1]}: {ends}. The counted dots lie on the lines.",
-    )
-
-
 def forward_tflops(record: dict, seq: int, alt: str) -> None:
     """TFLOP/s of the forward pass beside SDPA's backends, one group of bars a case."""
     tflops(record, seq, "phase 3", f"The forward pass at seq {seq}, fp16, before any tuning", alt)

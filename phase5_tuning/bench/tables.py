@@ -25,10 +25,7 @@ NAMES = {
     "flash-attn-4": "FlashAttention-4",
     "flash-attn-4-det": "FlashAttention-4, fixed order",
 }
-GOAL = 0.98  # of the faster peer's speed
 
-Measured = tuple[str, str, int, bool, int]  # dtype, mode, head_dim, is_causal, seq
-Shares = Mapping[Measured, tuple[float, float]]  # of the faster peer's speed: by the caller's clock, by the GPU's
 Rates = Mapping[tuple[str, int, bool, int, str], float]
 
 
@@ -84,16 +81,6 @@ def beside_others(rate: Rates) -> str:
     return "\n".join(lines)
 
 
-def both_passes(record: dict) -> str:
-    """Milliseconds of one case by provider: forward, backward, and both in one call."""
-    ms = {(r["provider"], r["mode"]): r["ms"] for r in record["rows"]}
-    modes = "fwd", "bwd", "both"
-    lines = [f"{'ms':<30}" + "".join(f"{mode:>8}" for mode in modes)]
-    for provider in sorted({of for of, _ in ms}, key=lambda of: ms[of, "both"]):
-        lines.append(f"{NAMES[provider]:<30}" + "".join(f"{ms[provider, mode]:>8.2f}" for mode in modes))
-    return "\n".join(lines)
-
-
 def orders(rate: Rates) -> str:
     """The backward pass: speed in a fixed order by that in any order."""
     of = {"this chapter": ("hopper", "hopper in any order"), "FA4": ("flash-attn-4-det", "flash-attn-4")}
@@ -124,122 +111,6 @@ def without_an_idea(record: dict) -> str:
             found = [ms.get((provider, *case), math.nan) / ms["hopper", *case] for case in cases]
             lines.append(f"{provider.removeprefix('hopper: '):<18}" + "".join(_cell(x, 11) for x in found))
     return "\n".join(lines)
-
-
-def beside_the_faster(*records: dict, ours: str = "hopper", backward_peer: str = "flash-attn-4-det") -> Shares:
-    """This chapter's speed by that of the fastest peer that was measured, by case."""
-    speeds = {}
-    for r in (r for record in records for r in record["rows"] if "tflops" in r):
-        case = r["dtype"], r["mode"], r["head_dim"], r["is_causal"], r["seq"]
-        speeds.setdefault(case, {})[r["provider"]] = r["caller_tflops"], r["tflops"]
-    found = {}
-    for case, of in speeds.items():
-        peers = "sdpa-cudnn", "flash-attn-3", "flash-attn-4" if case[1] == "fwd" else backward_peer
-        found[case] = tuple(of[ours][i] / max(of[peer][i] for peer in peers if peer in of) for i in range(2))
-    return found
-
-
-def reach_the_goal(shares: Iterable[tuple[float, float]]) -> str:
-    """How many cases reach the goal, by each clock."""
-    shares = list(shares)
-    caller, gpu = (sum(x >= GOAL for x in column) for column in zip(*shares, strict=True))
-    return f"{caller} of {len(shares)} by the caller's clock, {gpu} by the GPU's"
-
-
-def rungs(counters: dict) -> list[dict]:
-    """The rows of the record of counters that compare rungs, the first rung first."""
-    return [r for r in counters["rows"] if r["mode"] == "fwd" and r["is_causal"]]
-
-
-def pairs(counters: dict) -> list[tuple[dict, dict]]:
-    """The other rows: (this chapter's kernel, FlashAttention-4's) in one case each."""
-    others = counters["rows"][len(rungs(counters)) :]
-    return list(zip(others[::2], others[1::2], strict=True))
-
-
-def _of_call(row):
-    """Clocks of a call, its other kernels included."""
-    return row["counted"]["clocks"] * (1 + row["beside"])
-
-
-def below_the_goal(shares: Shares) -> str:
-    """What misses the goal by the GPU's clock."""
-    lines = [f"{'':<46}{'speed / faster peer':>20}", f"{'':<46}{'fp16':>11}{'bf16':>9}"]
-    missed = {case[1:] for case, (_, gpu) in shares.items() if gpu < GOAL}
-    for case in sorted(missed, key=lambda c: (c[0] == "bwd", c[1:])):
-        mode, d, causal, seq = case
-        order = "fixed order, " if mode == "bwd" else ""
-        speeds = (shares.get((dtype, *case), (math.nan,) * 2)[1] for dtype in ("fp16", "bf16"))
-        line = f"{f'{mode}, {order}head_dim {d}, {mask(causal)}, {seq}':<46}  "
-        lines.append(line + "".join(_cell(x, 9, 3) for x in speeds))
-    return "\n".join(lines)
-
-
-def table_of_rungs(counters: dict) -> str:
-    """What was counted of every rung, and of this chapter's kernel without an idea."""
-    shown = {"phase 4": "as in phase 3", "ours": "last rung", "hopper": "this chapter"}
-    of = rungs(counters)
-    title = f"{'':<24}{'clocks':>8}{'instr.':>8}{'warps':>7}{'issue':>7}{'tensor':>8}{'exp.':>6}"
-    lines = [title + f"{'shared':>8}{'HBM':>8}{'settled: MHz':>14}{'ms':>6}"]
-    for r in of:
-        c, name = r["counted"], shown.get(r["provider"], r["provider"].replace("hopper", "this"))
-        line = f"{name.removeprefix('rung: '):<24}{c['clocks'] / 1e6:>6.2f} M"
-        line += f"{c['instructions'] / 1e6:>6.0f} M{c['warps']:>7.1f}{c['issue']:>5.0f} %"
-        line += f"{c['tensor_cores']:>6.0f} %{c['exponentials']:>4.0f} %{c['shared_memory']:>6.0f} %"
-        lines.append(line + f"{c['dram_bytes'] / 1e9:>5.2f} GB{r['mhz']:>14.0f}{r['ms']:>6.2f}")
-    clocks, mhz, ms = _ratios(of[0], of[-1])
-    watts = [r["watts"] for r in of]
-    lines.append(f"first / last: clocks {clocks:.2f}, MHz {mhz:.2f}, time {ms:.2f}")
-    lines.append(f"power: {min(watts):.0f} to {max(watts):.0f} W")
-    return "\n".join(lines)
-
-
-def _ratios(one, other):
-    """One row's clocks, MHz and ms by those of another."""
-    clocks = one["counted"]["clocks"] / other["counted"]["clocks"]
-    return clocks, one["mhz"] / other["mhz"], one["ms"] / other["ms"]
-
-
-def table_of_pairs(counters: dict) -> str:
-    """What was counted of this chapter's kernel and of FlashAttention-4's, where the latter is ahead."""
-    title = f"{'':<26}{'clocks, M':>10}{'tensor':>9}{'shared':>8}{'instructions, M':>17}"
-    lines = [f"{title}   settled:{'MHz':>5}{'W':>5}{'ms':>8}{'ms MHz / clocks':>17}"]
-    all_pairs = pairs(counters)
-    behind = [(ours, theirs) for ours, theirs in all_pairs if theirs["ms"] < ours["ms"]]
-    for pair in behind:
-        of = pair[0]
-        case = f"{of['dtype']}, {of['mode']}, head_dim {of['head_dim']}, {mask(of['is_causal'])}, {of['seq']}"
-        others = ", ".join(f"{r['beside']:.1%}" for r in pair)
-        lines.append(f"{case:<40}clocks of the other kernels / of the longest: {others}")
-        for r in pair:
-            c = r["counted"]
-            name = NAMES[r["provider"]].replace("FlashAttention-4", "FA4")
-            line = f"  {name:<24}{c['clocks'] / 1e6:>10.2f}{c['tensor_cores']:>7.0f} %"
-            line += f"{c['shared_memory']:>6.0f} %{c['instructions'] / 1e6:>17.0f}"
-            line += f"{r['mhz']:>16.0f}{r['watts']:>5.0f}{r['ms']:>8.2f}"
-            lines.append(line + f"{r['ms'] * r['mhz'] * 1e3 / _of_call(r):>17.2f}")
-        clocks, mhz, ms = _ratios(*reversed(pair))
-        lines.append(f"  {'theirs / ours':<24}{clocks:>10.2f}{mhz:>50.2f}{ms:>13.2f}")
-    left_out = len(all_pairs) - len(behind)
-    lines.append(f"left out: {left_out} of {len(all_pairs)} cases, in which this chapter's kernel is ahead")
-    return "\n".join(lines)
-
-
-def table_of_instructions(before: dict, counters: dict) -> str:
-    """Instructions of the backward pass in bf16 at head_dim 64, in an earlier record and in this one."""
-    now = {(*_case(ours), ours["provider"]): ours for ours, _ in pairs(counters)}
-    lines = [f"{'instructions, M: bf16, bwd, head_dim 64':<42}before 96 were removed   after   FA4, fixed"]
-    for ours, theirs in pairs(before):
-        case = *_case(ours), ours["provider"]
-        if case[:3] == ("bf16", "bwd", 64) and case in now:
-            n = [r["counted"]["instructions"] / 1e6 for r in (ours, now[case], theirs)]
-            name = f"  {mask(ours['is_causal'])}, {ours['seq']}"
-            lines.append(f"{name:<42}{n[0]:>22.0f}{n[1]:>8.0f}{n[2]:>13.0f}")
-    return "\n".join(lines)
-
-
-def _case(row):
-    return tuple(row[key] for key in ("dtype", "mode", "head_dim", "is_causal", "seq"))
 
 
 # --- the README's picture and its table ------------------------------------------------------------------------------

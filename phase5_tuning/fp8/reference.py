@@ -107,11 +107,6 @@ def attend(quantized: Quantized, head_dim: int, is_causal: bool = False, line: b
     return acc / total[..., None], (m - TOP.value + total.log2()) / LOG2E.value
 
 
-def scale_of_each_value(quantized: Quantized) -> torch.Tensor:
-    """(batch, heads_kv, seq_k), fp64."""
-    return _for_rows(quantized.kv_scale[..., 1], KEYS.value, quantized.k.shape[2])[..., 0]
-
-
 def _padded(t, columns):
     return torch.nn.functional.pad(t.double(), (0, columns - t.shape[3]))
 

@@ -9,7 +9,7 @@ from unittest import mock
 from common import runtime
 from common.edited import replaced
 from common.measure import offline
-from phase5_tuning.hopper import backward, forward
+from phase5_tuning.hopper import forward
 from phase5_tuning.ladder import forward as forward_ladder
 from phase5_tuning.launch import configs
 from phase5_tuning.passes.forward import attention_forward
@@ -45,20 +45,6 @@ def hopper_launch(
         (launch,) = offline.record_launches(call)
     names = made[0].kernel.arg_names
     return launch, dict(zip(names[-len(made[0].rest) :], made[0].rest, strict=True))
-
-
-def backward_launch(head_dim: int, is_causal: bool = False) -> offline.RecordedLaunch:
-    """The launch of the fused backward kernel on an H200."""
-    q = torch.empty(1, 4, 1024, head_dim, dtype=torch.float16, device=runtime.DEVICE)
-    lse = torch.empty(1, 4, 1024, device=runtime.DEVICE)
-
-    def call():
-        plan = backward.plan(q, q, q, q, lse, q, None, is_causal, head_dim**-0.5, 1)
-        plan(q, q, q, q, lse, q, None)
-
-    with mock.patch.object(configs, "multiprocessors", return_value=SMS):
-        launches = offline.record_launches(call)
-    return next(x for x in launches if x.name == "_attn_bwd_hopper_kernel")
 
 
 def with_line(

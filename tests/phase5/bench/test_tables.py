@@ -11,73 +11,9 @@ def row(provider, tflops, caller_tflops, mode="fwd"):
     return of | dict(provider=provider, tflops=tflops, caller_tflops=caller_tflops)
 
 
-def test_the_faster_peer_is_chosen_for_each_clock():
-    peers = [row("sdpa-cudnn", 400.0, 390.0), row("flash-attn-4", 500.0, 300.0)]
-    record = dict(rows=[*peers, row("hopper", 450.0, 351.0)])
-    case = "fp16", "fwd", 64, False, 1024
-    assert tables.beside_the_faster(record) == {case: (pytest.approx(0.9), pytest.approx(0.9))}
-
-
-def test_flash_attention_3_is_a_peer_where_it_has_a_speed():
-    rows = [row("sdpa-cudnn", 400.0, 390.0), row("flash-attn-4", 500.0, 300.0), row("hopper", 450.0, 360.0)]
-    case = "fp16", "fwd", 64, False, 1024
-    refused = row("flash-attn-3", 0.0, 0.0) | dict(note="no fp16")
-    del refused["tflops"]
-    of_others = pytest.approx(360 / 390), pytest.approx(0.9)
-    assert tables.beside_the_faster(dict(rows=[*rows, refused]))[case] == of_others
-    assert tables.beside_the_faster(dict(rows=[*rows, row("flash-attn-3", 900.0, 720.0)]))[case] == (0.5, 0.5)
-
-
-def test_a_backward_pass_in_a_fixed_order_stands_beside_a_fixed_order():
-    rows = [row("sdpa-cudnn", 100.0, 100.0, "bwd"), row("flash-attn-4", 800.0, 800.0, "bwd")]
-    rows += [row("flash-attn-4-det", 400.0, 400.0, "bwd"), row("hopper", 400.0, 392.0, "bwd")]
-    (shares,) = tables.beside_the_faster(dict(rows=rows)).values()
-    assert shares == (pytest.approx(0.98), 1.0)
-    (any_order,) = tables.beside_the_faster(dict(rows=rows), backward_peer="flash-attn-4").values()
-    assert any_order == (pytest.approx(0.49), 0.5)
-
-
-def test_a_case_at_the_goal_reaches_it():
-    said = tables.reach_the_goal([(0.98, 0.9799), (1.0, 0.5)])
-    assert said == "2 of 2 by the caller's clock, 0 by the GPU's"
-
-
 def test_a_later_record_replaces_a_speed():
     first, second = (dict(rows=[row("hopper", tflops, 0.0)]) for tflops in (1.0, 2.0))
     assert list(tables.rates([first, second]).values()) == [2.0]
-
-
-def test_pairs_are_this_chapters_kernel_and_its_peer_in_one_case():
-    pairs = tables.pairs(of_phase_5("counters"))
-    assert len(pairs) == 9
-    for ours, theirs in pairs:
-        assert ours["provider"].startswith("hopper")
-        assert theirs["provider"].startswith("flash-attn-4")
-        assert all(ours[key] == theirs[key] for key in ("dtype", "mode", "head_dim", "is_causal", "seq"))
-
-
-def test_what_misses_the_goal_by_the_gpus_clock_is_listed():
-    shares = {("fp16", "fwd", 64, False, 1024): (0.9, 0.98), ("bf16", "bwd", 64, False, 1024): (1.0, 0.9799)}
-    *_, line = lines = tables.below_the_goal(shares).splitlines()
-    assert len(lines) == 3
-    assert line.split() == ["bwd,", "fixed", "order,", "head_dim", "64,", "full,", "1024", "-", "0.980"]
-
-
-def test_both_passes_are_sorted_by_the_time_of_both():
-    rows = [(of, mode) for of in ("sdpa-cudnn", "hopper") for mode in ("fwd", "bwd", "both")]
-    ms = 1.0, 3.0, 4.5, 1.25, 2.0, 3.0
-    record = dict(rows=[dict(provider=of, mode=mode, ms=t) for (of, mode), t in zip(rows, ms, strict=True)])
-    _, first, second = map(str.split, tables.both_passes(record).splitlines())
-    assert first == ["this", "chapter", "1.25", "2.00", "3.00"]
-    assert second == ["cuDNN", "1.00", "3.00", "4.50"]
-
-
-def test_instructions_before_and_after_are_of_one_case():
-    before, counters = (of_phase_5(name) for name in ("hopper_counters", "counters"))
-    _, *rows = tables.table_of_instructions(before, counters).splitlines()
-    of_bf16 = [r for r, _ in tables.pairs(counters) if (r["dtype"], r["mode"], r["head_dim"]) == ("bf16", "bwd", 64)]
-    assert [int(row.split()[-2]) for row in rows] == [round(r["counted"]["instructions"] / 1e6) for r in of_bf16]
-    assert len(rows) == 3
 
 
 def test_no_table_mixes_cards():
