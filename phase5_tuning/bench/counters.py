@@ -1,5 +1,5 @@
 """What a profiler counts in every rung, and in the Hopper kernels and FlashAttention-4's where ours are slower, and
-which clock and power each one settles at: `python -m phase5_tuning.bench.counters --name h200_counters`.
+which clock and power each one settles at: `python -m phase5_tuning.bench.counters --name h100_counters`.
 
 NVIDIA's profiler `ncu` starts this module once more, with `--launch`, and counts one call of each provider. Afterwards
 each provider works for a while without it (power.py). A row has "ms" of a call that has settled, "mhz" and "watts"
@@ -59,6 +59,8 @@ COUNTERS = {
     "warps": "sm__warps_active.avg.per_cycle_active",  # on a multiprocessor
     "instructions": "sm__inst_executed.sum",
     "spills": "sm__sass_inst_executed_op_local.sum",  # warps' loads and stores of spilled values
+    "l2_bytes": "lts__t_bytes.sum",
+    "l2": f"lts__t_bytes.{SHARE}",
     "dram_bytes": "dram__bytes.sum",
 }
 LOG = ROOT / "build" / "counters.csv"

@@ -133,7 +133,7 @@ def test_the_group_that_is_checked_is_the_last_of_as_many_as_are_timed(monkeypat
 def test_asked_for_are_some_shapes_or_groups_and_all_are_checked_first(monkeypatch, capsys):
     done = []
     monkeypatch.setattr(shapes, "check", lambda shape: done.append(("check", shape)))
-    monkeypatch.setattr(shapes, "measured", lambda name, shape: done.append((name, shape)) or [])
+    monkeypatch.setattr(shapes, "measured", lambda name, shape, _: done.append((name, shape)) or [])
     monkeypatch.setattr(shapes.records, "main", lambda folder, kernels, run, *_: run() or 0)
     shapes.main(["--shape", "gemma,bert", "--check"])
     assert [what for what, _ in done] == ["check", "check", "gemma", "bert"]
