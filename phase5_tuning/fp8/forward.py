@@ -3,8 +3,10 @@
 Producer, consumers, ring and queue are those of hopper/forward.py. What is different:
 
     scales     a logit is code * code * scale of its queries * scale of its keys: one factor a tile.
-               acc is in units of the scale of the last tile's values; from tile to tile it is multiplied by their ratio
+               PV of a tile is multiplied by the scale of its values as it is added to acc
     P          e4m3 too, as 2^TOP p: 1 would waste the range above it. Row sums are of the codes, by a product with ones
+    acc        is added up in fp32, tile by tile. A product in e4m3 keeps 13 bits of the largest number that it adds, the
+               sum before among them: with acc in it, o would be 7 % too small after 4,096 keys of one sign
     maximum    follows a larger logit only when P would grow by more than 2^ROOM; so acc is seldom rescaled
     V          transposed, keys in the order of a thread's logits (quantize.py, parts.py)
 
@@ -61,9 +63,9 @@ class Scales:
 
     @gluon.jit
     def place(self, work, b, h, tile, BLOCK_N: gl.constexpr):
-        """Of a tile of keys and values: where the scale of keys is, of values, and its inverse."""
+        """Of a tile of keys and values: where the scale of keys is, and behind it that of values."""
         head = b * (work.heads_q // work.group) + h // work.group
-        return self.kv_ptr + (head * gl.cdiv(work.seq_k, BLOCK_N) + tile) * 4
+        return self.kv_ptr + (head * gl.cdiv(work.seq_k, BLOCK_N) + tile) * 2
 
 
 @gluon.jit
@@ -113,13 +115,13 @@ def _values(memory, slot):
 
 
 @gluon.jit
-def _next_tile(memory, q, s, codes, acc, sums, ones, m_i, pair, factor, P: gl.constexpr, LINE: gl.constexpr):
-    """(s, codes, acc, sums, m, alpha) after S of a tile and PV of the one before, whose P is codes."""
+def _next_tile(memory, q, s, codes, pv, sums, ones, m_i, pair, factor, P: gl.constexpr, LINE: gl.constexpr):
+    """(s, codes, pv, sums, m, alpha) after S of a tile and PV of the one before, whose P is codes."""
     slot, parity = memory.slot(pair)
     mbarrier.wait(memory.kv_full.index(slot), parity)
     p = unpacked(codes, P)
     s = warpgroup_mma(q, memory.keys(slot), s, use_acc=False, is_async=True)
-    acc = warpgroup_mma(p, _values(memory, slot), acc, is_async=True)
+    pv = warpgroup_mma(p, _values(memory, slot), pv, use_acc=False, is_async=True)
     sums = warpgroup_mma(p, ones, sums, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(2, deps=(s,))
     m_here = gl.max(s, axis=1) * factor
@@ -128,24 +130,24 @@ def _next_tile(memory, q, s, codes, acc, sums, ones, m_i, pair, factor, P: gl.co
     # It is full. But the loop around it keeps the assembler from moving the next wait up, to before the exponentials.
     mbarrier.wait(memory.kv_full.index(slot), parity)
     # The products read codes until here: else their registers would be taken for the next ones.
-    acc, sums, codes = warpgroup_mma_wait(0, deps=(acc, sums, codes))
+    pv, sums, codes = warpgroup_mma_wait(0, deps=(pv, sums, codes))
     mbarrier.arrive(memory.kv_empty.index(slot))
-    return s, codes_next, acc, sums, m, gl.exp2(m_i - m)
+    return s, codes_next, pv, sums, m, gl.exp2(m_i - m)
 
 
 @gluon.jit
-def _last_values(memory, codes, acc, sums, ones, l_i, v_scale, pair, P: gl.constexpr):
+def _last_values(memory, codes, acc, pv, sums, ones, l_i, v_scale, pair, P: gl.constexpr):
     """(o, l) after the product of the last P with its values."""
     slot, parity = memory.slot(pair)
     mbarrier.wait(memory.kv_full.index(slot), parity)
     p = unpacked(codes, P)
-    acc = warpgroup_mma(p, _values(memory, slot), acc, is_async=True)
+    pv = warpgroup_mma(p, _values(memory, slot), pv, use_acc=False, is_async=True)
     sums = warpgroup_mma(p, ones, sums, use_acc=False, is_async=True)
-    acc, sums = warpgroup_mma_wait(0, deps=(acc, sums))
+    pv, sums = warpgroup_mma_wait(0, deps=(pv, sums))
     mbarrier.arrive(memory.kv_empty.index(slot))
     l_row = gl.max(l_i + sums, axis=1)
-    o_scale = gl.convert_layout(v_scale / l_row, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
-    return acc * gl.expand_dims(o_scale, 1), l_row
+    inverse = gl.convert_layout(1.0 / l_row, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
+    return (acc + pv * v_scale) * gl.expand_dims(inverse, 1), l_row
 
 
 @gluon.jit
@@ -176,6 +178,7 @@ def _consume(
     P: gl.constexpr = gl.DotOperandLayout(0, O, 4)
     ones = ones_place.permute((1, 0))
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+    pv = gl.zeros([ROWS, BLOCK_D], gl.float32, O)
     sums = gl.zeros([ROWS, 8], gl.float32, L)  # eight times the same, as l
     pair = 0
     turn = 0
@@ -198,20 +201,20 @@ def _consume(
         s, codes, m_i = _first_tile(work, memory, q, s, pair, row, tiles_n, factor, P, MASKED, LINE)
         pair += 1
         for _ in range(1, tiles_n):
-            place -= 4
-            factor, ratio = gl.maximum(factor_q * gl.load(place), TINY), v_scale * gl.load(place + 2)
-            v_scale = gl.load(place + 1)
-            s, codes, acc, sums, m_i, alpha = _next_tile(
-                memory, q, s, codes, acc, sums, ones, m_i, pair, factor, P, LINE
+            place -= 2
+            factor = gl.maximum(factor_q * gl.load(place), TINY)
+            s, codes, pv, sums, m_i, alpha = _next_tile(
+                memory, q, s, codes, pv, sums, ones, m_i, pair, factor, P, LINE
             )
             l_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, L), assert_trivial=True)
             l_i = (l_i + sums) * gl.expand_dims(l_alpha, 1)
             of_acc: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-            acc = rescaled(acc, gl.convert_layout(alpha * ratio, of_acc, assert_trivial=True))
+            acc = rescaled(acc + pv * v_scale, gl.convert_layout(alpha, of_acc, assert_trivial=True))
+            v_scale = gl.load(place + 1)
             pair += 1
         mbarrier.arrive(memory.q_empty.index(turn % 2))
 
-        o, l_row = _last_values(memory, codes, acc, sums, ones, l_i, v_scale, pair, P)
+        o, l_row = _last_values(memory, codes, acc, pv, sums, ones, l_i, v_scale, pair, P)
         pair += 1
         _store(work, o_places.index(ME), o, m_i, l_row, b, h, row)
         turn += 1

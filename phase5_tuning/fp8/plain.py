@@ -55,7 +55,7 @@ def _attn_fwd_fp8_plain_kernel(
     q_ptr += pid_bh.to(tl.int64) * seq_q * BLOCK_D
     k_ptr += head_k.to(tl.int64) * seq_k * BLOCK_D
     v_ptr += head_k.to(tl.int64) * tiles_k * TRANSPOSED_ROWS * KEYS
-    kv_scale_ptr += head_k * tiles_k * 4
+    kv_scale_ptr += head_k * tiles_k * 2
     q = tl.load(q_ptr + offs_m[:, None] * BLOCK_D + offs_d, mask=(offs_m < seq_q)[:, None], other=0.0).to(tl.float16)
     factor_q = scale * LOG2E * tl.load(q_scale_ptr + pid_bh * tiles_q + pid_m)
 
@@ -67,7 +67,7 @@ def _attn_fwd_fp8_plain_kernel(
         tile = start_n // KEYS
         offs_n = start_n + key_of_place
         k = tl.load(k_ptr + offs_n[:, None] * BLOCK_D + offs_d, mask=(offs_n < seq_k)[:, None], other=0.0)
-        s = tl.dot(q, tl.trans(k.to(tl.float16))) * tl.maximum(factor_q * tl.load(kv_scale_ptr + tile * 4), 2.0**-126)
+        s = tl.dot(q, tl.trans(k.to(tl.float16))) * tl.maximum(factor_q * tl.load(kv_scale_ptr + tile * 2), 2.0**-126)
         visible = (offs_n < seq_k)[None, :]
         if IS_CAUSAL:
             visible = visible & (offs_m[:, None] >= offs_n[None, :])
@@ -80,7 +80,7 @@ def _attn_fwd_fp8_plain_kernel(
         v = tl.load(
             v_ptr + (tile * TRANSPOSED_ROWS + offs_d)[:, None] * KEYS + (start_n - tile * KEYS + place)[None, :]
         )
-        acc = acc * alpha[:, None] + tl.dot(p, tl.trans(v.to(tl.float16))) * tl.load(kv_scale_ptr + tile * 4 + 1)
+        acc = acc * alpha[:, None] + tl.dot(p, tl.trans(v.to(tl.float16))) * tl.load(kv_scale_ptr + tile * 2 + 1)
         m_i = m_new
     base = head_base(o_ptr, stride_o, pid_bh, heads_q)
     store_tile(base, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_i[:, None])

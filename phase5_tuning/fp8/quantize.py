@@ -31,7 +31,7 @@ ROWS_OF_V = 128  # between the transposed tiles of v
 LARGEST = tl.constexpr(448.0)  # of e4m3
 # 1 / scale must be finite. A tile of smaller numbers, or of zeros, has this scale.
 LEAST = tl.constexpr(2.0**-100)
-# Scales of v: their ratios multiply sums of products, which must stay finite.
+# Scales of v: they multiply sums of products, which must stay finite.
 LEAST_V, MOST_V = tl.constexpr(2.0**-48), tl.constexpr(2.0**48)
 # Signs of 128 columns, 32 a word: getrandbits(31) of random.Random(0).
 SIGNS = tl.constexpr((0x6C1603E6, 0x314FB7DF, 0x6104A656, 0x71F38341))
@@ -45,7 +45,7 @@ class Quantized(NamedTuple):
     # (batch, heads_kv, tiles x 128, 128), e4m3: a tile is its first BLOCK_D rows, and a row one column of v.
     v: torch.Tensor
     q_scale: torch.Tensor  # (batch, heads_q, ceil(seq_q / 64)), fp32
-    kv_scale: torch.Tensor  # (batch, heads_kv, tiles, 4), fp32: of k, of v, 1 / that of v, nothing
+    kv_scale: torch.Tensor  # (batch, heads_kv, tiles, 2), fp32: of k, of v
 
 
 @triton.jit
@@ -94,17 +94,15 @@ def _quantize_values(
     """One tile of 128 values, transposed. Of each 16 keys a thread holds the logits of 2t, 2t + 1, 2t + 8 and 2t + 9:
     these stand at 4t to 4t + 3.
 
-    A power of two as scale: where neighbors have the same, as most have, nothing is to be rescaled between them.
+    A power of two as scale, by which nothing is rounded.
     """
     offs, offs_d = tile * KEYS + tl.arange(0, KEYS), tl.arange(0, BLOCK_D)
     x = load_tile(base, stride, offs, offs_d, seq, HEAD_DIM).to(tl.float32)
     largest = tl.max(tl.max(tl.abs(x), 1), 0)
     scale = _scale_of_values(largest)
-    inverse = 1 / scale
     tl.store(scale_ptr + 1, scale)
-    tl.store(scale_ptr + 2, inverse)
     # A conversion makes 448 of what is larger, and of infinity too.
-    inverse = tl.where(largest > LARGEST * MOST_V, float("nan"), inverse)
+    inverse = tl.where(largest > LARGEST * MOST_V, float("nan"), 1 / scale)
     codes = (x * inverse).to(tl.float8e4nv)
     codes = codes.reshape(KEYS // 16, 2, 4, 2, BLOCK_D).permute(0, 2, 1, 3, 4).reshape(KEYS, BLOCK_D)
     tl.store(to + offs_d[:, None] * KEYS + tl.arange(0, KEYS)[None, :], codes.trans(1, 0))
@@ -135,12 +133,12 @@ def _quantize_kernel(
         if pid < of_q + of_k:
             base = head_base(k_ptr, stride_k, head, heads_kv)
             to = k8_ptr + head.to(tl.int64) * seq_k * BLOCK_D
-            scale_ptr = kv_scale_ptr + head * tiles_k * 4
-            _quantize_rows(base, to, scale_ptr, stride_k, tile, seq_k, 1.0, KEYS, 4, HEAD_DIM, BLOCK_D, ROTATE)
+            scale_ptr = kv_scale_ptr + head * tiles_k * 2
+            _quantize_rows(base, to, scale_ptr, stride_k, tile, seq_k, 1.0, KEYS, 2, HEAD_DIM, BLOCK_D, ROTATE)
         else:
             base = head_base(v_ptr, stride_v, head, heads_kv)
             to = v8_ptr + place.to(tl.int64) * TRANSPOSED_ROWS * KEYS
-            _quantize_values(base, to, kv_scale_ptr + place * 4, stride_v, tile, seq_k, HEAD_DIM, BLOCK_D)
+            _quantize_values(base, to, kv_scale_ptr + place * 2, stride_v, tile, seq_k, HEAD_DIM, BLOCK_D)
 
 
 def tiles(seq: int, rows: int = KEYS.value) -> int:
@@ -160,7 +158,7 @@ def room(q: torch.Tensor, k: torch.Tensor, columns: int) -> Quantized:
         empty(batch, heads_kv, seq_k, columns),
         empty(batch, heads_kv, of_k * ROWS_OF_V, KEYS.value),
         empty(batch, heads_q, tiles(seq_q, QUERIES.value), dtype=torch.float32),
-        empty(batch, heads_kv, of_k, 4, dtype=torch.float32),
+        empty(batch, heads_kv, of_k, 2, dtype=torch.float32),
     )
 
 

@@ -55,7 +55,7 @@ def quantize(q, k, v, columns: int, rotate: bool, sign: int, by: str = "tile") -
     v = v.masked_fill((largest > LARGEST.value * MOST_V.value)[..., None, None], torch.nan)
     v8 = torch.empty(*v.shape[:3], ROWS_OF_V, KEYS.value, dtype=E4M3, device=v.device)
     v8[..., :columns, :] = (v / v_scale[..., None, None])[..., key_order(), :].mT.float().to(E4M3)
-    kv_scale = torch.stack([k_scale, v_scale, 1 / v_scale, torch.zeros_like(v_scale)], -1)
+    kv_scale = torch.stack([k_scale, v_scale], -1)
     return Quantized(q8, k8, v8.flatten(2, 3), q_scale.float(), kv_scale.float())
 
 

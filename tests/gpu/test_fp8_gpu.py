@@ -26,9 +26,15 @@ SHAPES = [  # batch, heads_q, heads_kv, seq_q, seq_k
 ]  # fmt: skip
 
 
+def made_codes(q, k, v, rotate, sign):
+    columns = columns_of(q.shape[3])
+    return attention.codes(attention.quantize.plan(q, k, v, columns, rotate, sign), q, k, v, columns, rotate, sign)
+
+
 def verify(q, k, v, *, rotate=True, line=False, **options):
+    """Judged on the codes that the kernel made: of a logit near a tie between two, the others would be off by 1 %."""
     head_dim = q.shape[3]
-    rounded = reference.restored(reference.quantize(q, k, v, columns_of(head_dim), rotate, 1), head_dim)
+    rounded = reference.restored(made_codes(q, k, v, rotate, 1), head_dim)
 
     def fn(q, k, v, is_causal, scale, enable_gqa):
         o, lse = attention_forward_fp8(q, k, v, is_causal, scale, enable_gqa, rotate=rotate, line=line)
@@ -72,13 +78,12 @@ def test_many_keys(seq, head_dim, kind):
 def test_codes_are_those_of_pytorch(head_dim, rotate, seq):
     q, k, v = make_qkv(2, 2, seq, head_dim, dtype=BF16, layout="bshd")
     v[0, 0, -100:] = 0
-    columns = columns_of(head_dim)
-    made = attention.codes(attention.quantize.plan(q, k, v, columns, rotate, -1), q, k, v, columns, rotate, -1)
-    other = reference.quantize(q, k, v, columns, rotate, -1)
+    made, other = made_codes(q, k, v, rotate, -1), reference.quantize(q, k, v, columns_of(head_dim), rotate, -1)
     for a, b in zip(reference.restored(made, head_dim), reference.restored(other, head_dim), strict=True):
-        assert ((a - b).abs() > 1e-6 * b.abs()).double().mean() < 1e-4
+        assert ((a - b).abs() > 1e-6 * b.abs()).double().mean() < 1e-4  # ties
+        assert ((a - b).abs() <= 0.13 * b.abs() + a.abs().max() * 2**-17).all()  # the code beside it, an eighth away
     torch.testing.assert_close(made.q_scale, other.q_scale, rtol=1e-6, atol=0)
-    torch.testing.assert_close(made.kv_scale[..., :3], other.kv_scale[..., :3], rtol=1e-6, atol=0)
+    torch.testing.assert_close(made.kv_scale, other.kv_scale, rtol=1e-6, atol=0)
 
 
 @hopper_only

@@ -180,10 +180,10 @@ def test_every_order_of_turns_gives_the_same_bits(shape):
 
 MISTAKES = {
     "values are given back before the product's end": (
-        "    acc, sums, codes = warpgroup_mma_wait(0, deps=(acc, sums, codes))\n"
+        "    pv, sums, codes = warpgroup_mma_wait(0, deps=(pv, sums, codes))\n"
         "    mbarrier.arrive(memory.kv_empty.index(slot))\n",
         "    mbarrier.arrive(memory.kv_empty.index(slot))\n"
-        "    acc, sums, codes = warpgroup_mma_wait(0, deps=(acc, sums, codes))\n",
+        "    pv, sums, codes = warpgroup_mma_wait(0, deps=(pv, sums, codes))\n",
     ),
     "S is used while its product runs": ("    s = warpgroup_mma_wait(2, deps=(s,))\n", ""),
     "O's place is taken before O has left": ("    tma.store_wait(0)\n    o_place", "    o_place"),

@@ -72,11 +72,10 @@ def test_values(case):
     made = by_kernel(q, k, v, *case[-2:])
     head_dim = v.shape[3]
     for i, tile in enumerate(rows_of(v.double(), KEYS.value)):
-        scale, inverse = made.kv_scale[:, :, i, 1].double(), made.kv_scale[:, :, i, 2].double()
+        scale = made.kv_scale[:, :, i, 1].double()
         least = tile.abs().amax((2, 3)) / 448
         assert (scale.log2() % 1 == 0).all()
         assert ((least <= scale) & (scale < 2 * least)).all()
-        assert (scale * inverse == 1).all()
         right = torch.nn.functional.pad((tile / scale[..., None, None]).float(), (0, 0, 0, 128 - tile.shape[2]))
         of_tile = made.v[:, :, i * 128 :][:, :, :head_dim].float()
         for place in range(128):
@@ -109,7 +108,7 @@ def test_tiles_of_zeros_and_of_the_smallest_numbers():
     made = by_kernel(q, k, v)
     assert all(t.float().isfinite().all() for t in (made.q, made.k, made.v[:, :, :64], made.q_scale))
     assert (made.q_scale > 0).all()
-    assert (made.kv_scale[..., :3] > 0).all()
+    assert (made.kv_scale > 0).all()
     q_back, k_back, v_back = reference.restored(made, 64)
     assert (q_back[:, :, :64] == 0).all()
     assert (k_back[:, :, :128] == 0).all()
