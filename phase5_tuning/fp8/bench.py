@@ -48,7 +48,13 @@ def one_row(x):
     return x
 
 
-INPUTS = {"normal": lambda x: x, "spread outliers": spread, "one column": one_column, "one row": one_row}
+INPUTS = {
+    "normal": lambda x: x,
+    "spread outliers": spread,
+    "one column": one_column,
+    "one row": one_row,
+    "one sign": torch.abs,  # what the sum of a product in e4m3 loses, it loses on one side
+}
 
 
 def attend(codes: quantize.Quantized, o, is_causal: bool, line: bool):

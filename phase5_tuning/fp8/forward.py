@@ -5,8 +5,8 @@ Producer, consumers, ring and queue are those of hopper/forward.py. What is diff
     scales     a logit is code * code * scale of its queries * scale of its keys: one factor a tile.
                PV of a tile is multiplied by the scale of its values as it is added to acc
     P          e4m3 too, as 2^TOP p: 1 would waste the range above it. Row sums are of the codes, by a product with ones
-    acc        is added up in fp32, tile by tile. A product in e4m3 keeps 13 bits of the largest number that it adds, the
-               sum before among them: with acc in it, o would be 7 % too small after 4,096 keys of one sign
+    acc        is added up in fp32, tile by tile. A product in e4m3 keeps 13 bits of the largest number that it adds,
+               the sum before among them: with acc in it, o is 7 % too small after 4,096 values of one sign
     maximum    follows a larger logit only when P would grow by more than 2^ROOM; so acc is seldom rescaled
     V          transposed, keys in the order of a thread's logits (quantize.py, parts.py)
 
@@ -187,8 +187,6 @@ def _consume(
         tile_row, b, h = work.place(tile)
         row = tile_row + ME * ROWS
         q = memory.q.index(turn % 2 * CONSUMERS + ME).reshape((ROWS, BLOCK_D))
-        if CONSUMERS == 2:  # there are registers for it, so products fetch the keys alone
-            q = q.load(gl.DotOperandLayout(0, S, 4))
         tiles_n = work.tiles_n(row + ROWS, BLOCK_N)
         if work.IS_CAUSAL and CONSUMERS * ROWS > BLOCK_N:
             pair = _let_go(memory, pair, work.tiles_n(tile_row + CONSUMERS * ROWS, BLOCK_N) - tiles_n)
@@ -203,9 +201,7 @@ def _consume(
         for _ in range(1, tiles_n):
             place -= 2
             factor = gl.maximum(factor_q * gl.load(place), TINY)
-            s, codes, pv, sums, m_i, alpha = _next_tile(
-                memory, q, s, codes, pv, sums, ones, m_i, pair, factor, P, LINE
-            )
+            s, codes, pv, sums, m_i, alpha = _next_tile(memory, q, s, codes, pv, sums, ones, m_i, pair, factor, P, LINE)
             l_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, L), assert_trivial=True)
             l_i = (l_i + sums) * gl.expand_dims(l_alpha, 1)
             of_acc: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
