@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from common import style
 from common.measure import records
-from common.measure.traffic import SECTOR
 
 import numpy as np
 
@@ -70,8 +69,7 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
         ax.axhline(capacity, color=INK, lw=1, ls=":")
         ax.text(500, capacity * 1.1, name, size=8, va="bottom", color=INK)
     here = batch * heads * 8192**2 * size / 1e9
-    words = f"seq 8192: {here:.1f} GB = {here * 1e9 / 2**30:.0f} GiB"
-    ax.annotate(words, (8192, here), (11000, here / 3.2), size=9, arrowprops=dict(arrowstyle="-"))
+    ax.annotate(f"seq 8192: {here:.1f} GB", (8192, here), (11000, here / 3.2), size=9, arrowprops=dict(arrowstyle="-"))
     ax.text(65536 * 1.1, s[-1], "S", va="center", color=INK, weight="bold")
     ax.text(65536 * 1.1, qkvo[-1], "Q, K, V, O", va="center", color=style.COLORS["q"], weight="bold")
     ax.set_xticks(seq, [f"{int(n)}" for n in seq])
@@ -86,7 +84,7 @@ def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int 
     )
 
 
-# --- the first kernel, and memory ---------------------------------------------------------------------------------
+# --- the first kernel --------------------------------------------------------------------------------------------
 
 
 def programs_and_mask(n: int = 10, block: int = 4) -> None:
@@ -115,77 +113,6 @@ def programs_and_mask(n: int = 10, block: int = 4) -> None:
         f"{n} elements in {programs} blocks of {block}, one for each program. Offsets from {n} to "
         f"{programs * block - 1} belong to the last program and are no elements; there the mask, offs < n, is False.",
     )
-
-
-def memory_order() -> None:
-    """A (3, 4) matrix, its transpose as a view, and the transpose made contiguous, each beside its memory."""
-    x = np.arange(12).reshape(3, 4)
-    straight, jumping = list(range(12)), [int(value) for value in x.T.ravel()]
-    straight_on = "its elements in order: straight through memory"
-    jump = "same memory; in order means jumping: 0, 4, 8, 1, ..."
-    cases = (
-        ("x: shape (3, 4), strides (4, 1)", x, straight, straight_on),
-        ("x.t(): shape (4, 3), strides (1, 4)", x.T, straight, jump),
-        ("x.t().contiguous(): shape (4, 3), strides (3, 1)", x.T, jumping, "new memory, written in the new order"),
-    )
-    _, axes = style.drawing(7.8, 5.6, rows=3, aspect="equal")
-    for ax, (title, matrix, memory, note) in zip(axes, cases, strict=True):
-        ax.set(xlim=(-0.2, 21.4), ylim=(-0.8, 3.6))
-        _matrix(ax, matrix)
-        _memory(ax, matrix, memory)
-        ax.text(8, -0.35, note, size=9, color=INK)
-        ax.set_title(title, size=10, pad=2)
-    style.show(
-        axes[0].figure,
-        "A matrix in memory. "
-        + " ".join(f"{title}: laid out as {memory}; {note.rstrip('. ,')}." for title, _, memory, note in cases),
-    )
-
-
-def sectors(stride: int = 64, rows: int = 2, size: int = 2) -> None:
-    """Which sectors a tile reads, and how much of each: along a row of a contiguous matrix, and of a transposed one, in
-    which neighbors of a row lie `stride` numbers apart and the tile has `rows` rows.
-    """
-    each, shown = SECTOR // size, 8
-    numbers = np.arange(each * shown)
-    strips = {
-        f"x: a row lies together (a box is a sector of {each} numbers)": numbers >= 0,
-        f"x transposed: {rows} rows lie together (dark: read; light: comes along)": numbers % stride < rows,
-    }
-    _, axes = style.drawing(8.2, 2.6, rows=2)
-    for ax, (title, read) in zip(axes, strips.items(), strict=True):
-        for sector in range(shown):
-            own = read[sector * each : (sector + 1) * each]
-            left, fetched = sector * each, own.any()
-            _box(ax, left, 0, width=each - 1, color=TINTS[2] if fetched else "white")
-            if fetched:
-                _box(ax, left, 0, width=max(1.5, own.sum() - 1), color=TINTS[0])
-        ax.set(xlim=(-1, each * shown), ylim=(-0.3, 1.2))
-        ax.set_title(title, size=10, loc="left", pad=2)
-    style.show(
-        axes[0].figure,
-        f"Two strips of memory, {shown} sectors of {each} numbers each. A contiguous matrix: the tile reads all of "
-        f"every sector. The transposed one: it reads {rows} numbers of one sector in {stride // each}; the other "
-        f"{each - rows} of that sector come along.",
-    )
-
-
-def _matrix(ax, matrix):
-    rows, cols = matrix.shape
-    for i, j in np.ndindex(rows, cols):
-        value, y = matrix[i, j], rows - 1 - i - 0.6 * (rows == 4)
-        _box(ax, j, y, str(value), color=TINTS[value // 4])
-
-
-def _memory(ax, matrix, memory):
-    """The memory as a line, and under each element its place in the matrix's own order."""
-    order = {int(v): k for k, v in enumerate(matrix.ravel())}
-    below = dict(ha="center", va="center", size=8, color=INK)
-    for address, value in enumerate(memory):
-        _box(ax, 8 + address * 1.1, 1.2, str(value), width=1.1, color=TINTS[value // 4])
-        ax.text(8.55 + address * 1.1, 0.75, f"{order[value]}", **below)
-    ax.text(7.8, 1.7, "memory", ha="right", va="center", size=8)
-    ax.text(7.8, 0.75, "visit number", ha="right", va="center", size=8)
 
 
 # --- the merge ----------------------------------------------------------------------------------------------------
@@ -219,7 +146,7 @@ def _tree(ax, title, merges):
             ax.plot([parent[0], x], [parent[1] - 0.19, y + 0.19], color=INK, lw=1, zorder=0)
             if y == 0:
                 _node(ax, x, y, part, color="white")
-                ax.text(x, y - 0.38, f"x = {part[0]:g}", ha="center", va="center", size=8)
+                ax.text(x, y - 0.38, f"s = {part[0]:g}", ha="center", va="center", size=8)
         _node(ax, *parent, color="#F6D7C8")
 
 
@@ -231,12 +158,13 @@ def _node(ax, x, y, part, *, color):
 
 
 def softmax_times(record: dict) -> None:
-    """Time of a softmax against row length, beside what two and three matrices take at a copy's rate."""
+    """Time of a softmax and of its LSE against row length, beside what one to three matrices take at a copy's rate."""
     fig, ax = style.new(8, 4.6)
     looks = {
         "softmax_fused": dict(color=style.COLORS["tiled"], marker="o", ms=9),
         "softmax_online": dict(color=style.COLORS["state"], marker="s"),
         "torch.softmax": dict(color=style.COLORS["s"], marker="^", linestyle="--"),
+        "logsumexp": dict(color=style.COLORS["o"], marker="D"),
     }
     said = []
     for provider, look in looks.items():
@@ -248,12 +176,12 @@ def softmax_times(record: dict) -> None:
         ax.annotate(provider, (lengths[-1], taken[-1]), beside, **place)
         times = ", ".join(f"{ms:.2f} at {n}" for n, ms in zip(lengths, taken, strict=True))
         said.append(f"{provider}: {times}")
-    for matrices, words in ((2, "a copy: two matrices"), (3, "three matrices")):
+    for matrices, words in ((1, "one matrix"), (2, "a copy: two matrices"), (3, "three matrices")):
         ms = matrices * 2**29 / record["ceilings"]["copy_bytes_per_s"] * 1e3
         ax.axhline(ms, color=style.COLORS["limit"], linewidth=1, linestyle=":", zorder=1)
         ax.text(2**19.9, ms + 0.01, words, fontsize=8, va="bottom", ha="right")
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
     ax.set(xlim=(760, 2**20), ylim=(0, 0.95), xlabel="values in a row (2^28 in all, fp16)", ylabel="time in ms")
-    ax.set(title="Time; dotted: moving two or three matrices at the rate of a copy")
+    ax.set(title="Time; dotted: moving one, two or three matrices at the rate of a copy")
     style.show(fig, f"Time in ms against the values in a row. {'; '.join(said)}.", records.describe(record))

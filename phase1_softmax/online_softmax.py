@@ -1,9 +1,9 @@
 """Softmax whose row streams by: the recurrence that everything later is built from.
 
-Math. A softmax needs the row's maximum m and the sum l = sum_j exp(x_j - m) before it can emit a single value. Both can
+Math. A softmax needs the row's maximum m and the sum l = sum_j exp(s_j - m) before it can emit a single value. Both can
 be kept up to date while the row streams by:
 
-    m' = max(m, x)        l' = l exp(m - m') + exp(x - m')                    (Milakov & Gimelshein, arXiv 1805.02867)
+    m' = max(m, s)        l' = l exp(m - m') + exp(s - m')                    (Milakov & Gimelshein, arXiv 1805.02867)
 
 Builds on: nothing.
 Exports to later phases: `online_softmax_step` (one tile of columns) and

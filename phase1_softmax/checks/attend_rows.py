@@ -167,6 +167,7 @@ def _require_right(what, s, v, got, right, question):
     short = bool(torch.equal(lse_got, lse_got.half().float())) and _near(lse_got, lse)
     rounded = "it is rounded to 16 bits: lse is fp32"
     signs = {padded: _padded_with_0(lse_got, lse), rounded: short}
+    _require_first_step(what, wide, lse_got)
     require_sane(f"{what}: lse", lse_got, lse, f" Or: {question}")
     tolerance = dict(rtol=1e-5, atol=1e-4)
     _require(f"{what}: lse", lse_got, lse, question, mistakes=of_lse, signs=signs, **tolerance)
@@ -182,9 +183,19 @@ def _require_right(what, s, v, got, right, question):
     short = "it is rounded to 16 bits more than once: is everything else computed in fp32?"
     once = s.dtype in runtime.KERNEL_DTYPE  # nothing is in 16 bits inside
     signs = {short: not once and u and _near(o_got, o)}
+    empty = (lse == -INF)[:, None].expand(o.shape)
+    if o_got.shape == o.shape and o_got.isnan().any() and torch.equal(o_got.isnan(), empty):
+        reject(f"{what}: o is NaN in a row that sees nothing. Its l is 0, and 0 / 0 is NaN: what may it be divided by?")
     require_sane(f"{what}: o", o_got, o, f" Or: {question}")
     tolerance = dict(rtol=1.02 * u + 1e-5, atol=1e-5)
     _require(f"{what}: o", o_got, o, question, mistakes=of_o, signs=signs, **tolerance)
+
+
+def _require_first_step(what, s, lse_got):
+    """Reject NaN in every row though all logits are finite: the first step makes it, from m = -inf."""
+    if lse_got.numel() and lse_got.isnan().all() and s.isfinite().all():
+        why = "In the first step m is -inf: exp(m - m') is 0, but exp(m' - m) is infinite, and m - m is NaN"
+        reject(f"{what}: lse is NaN in every row, though all logits are finite. {why}. Which of them is alpha?")
 
 
 def _require(what, actual, right, question, **options):

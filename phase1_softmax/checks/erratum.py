@@ -35,7 +35,12 @@ def check(answer):
     ask = "Does the second tile bring a new maximum in some row, and do o1 and p2 v2 differ there?"
     for letter, off in _errors("telling_input", telling).items():
         if off < 0.01:
-            reject(f"telling_input: {letter} is right too (to {off:.1g} of the largest element). {ask}")
+            few = (
+                "gives the right output too"
+                if off < 1e-9
+                else f"is off by {off:.1g} of the largest element: too little"
+            )
+            reject(f"telling_input: {letter} {few}. {ask}")
     with after("update and telling_input"):
         hiding = answer.hiding_input()
     ask = "For which factor exp(m1 - m2) does it not matter where it stands, and does every row have that factor?"

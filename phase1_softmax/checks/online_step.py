@@ -70,7 +70,8 @@ def _require_state(what, m_got, l_got, m, l, tile, tolerance):
     of_m = {
         "this is the maximum of the tile alone: may it fall?": own,
         "this is the old maximum": m,
-        "a maximum below 0 became 0: what does m start from?": m_new.clamp(min=0),
+        "this is what is subtracted, 0 where the maximum is -inf: return the maximum itself as m": shift,
+        "a maximum below 0 became 0: what does m start from?": torch.where(m_new == -INF, m_new, m_new.clamp(min=0)),
         "this is one maximum for all rows: which axis is reduced?": torch.maximum(m, tile.max()),
     }
     alpha, unshifted = torch.exp(m - shift), torch.exp(tile - own[:, None]).sum(1)

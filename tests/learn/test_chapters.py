@@ -102,8 +102,8 @@ def edit(path, change):
 
 
 WHICH = 'predict(\'Which needs two passes over the row: "weights", "LSE" or "output"?\', yours={})'
-CANARY = 'predict("The canary behind out holds -1. What does it hold after the launch?", yours={})'
-SECTORS = 'predict("How many times as many sectors does the kernel read of t as of x?", yours={})'
+PADDED = 'predict("Ten logits of -3, padded with 0 to 16: what do the ten weights add up to?", yours={})'
+SECTORS = 'predict("How many times as many sectors does softmax_fused ask for of t as of x?", yours={})'
 STOPS = 'predict("kv_empty counts one arrival: right, Race or Deadlock?", yours={})'
 QUEUE = 'predict("When is the last tile done, with a fixed share and with a queue? (two numbers)", yours={})'
 
@@ -116,13 +116,13 @@ def test_what_is_written_in_a_chapter_stays_when_the_chapter_changes(course, clo
     def new_version(notebook):
         cells = notebook.cells
         cells.remove(cell_with(notebook, SECTORS.format("None")))
-        asked = cell_with(notebook, CANARY.format("None"))
-        asked.source = asked.source.replace("The canary behind out holds -1.", "Behind out stands -1.")
+        asked = cell_with(notebook, PADDED.format("None"))
+        asked.source = asked.source.replace("of -3", "of -2")
         cells.append(cells.pop(cells.index(cell_with(notebook, WHICH.format("None")))))
         cells[0].source = "# Softmax, told anew"
 
     assert renew(clone) == []
-    edits = filled((WHICH, "'safe'"), (CANARY, 1.05), (SECTORS, 3))
+    edits = filled((WHICH, "'safe'"), (PADDED, 1.05), (SECTORS, 3))
     used(clone / "work" / SOFTMAX, *edits, own="print('my own experiment')")
     used(clone / "work" / TILING)
     as_used = (clone / "work" / TILING).read_bytes()
@@ -138,7 +138,7 @@ def test_what_is_written_in_a_chapter_stays_when_the_chapter_changes(course, clo
     moved = cell_with(copy, WHICH.format("'safe'"))
     assert copy.cells[-2:] == [moved, cell_with(copy, "my own experiment")]
     assert moved.outputs[0].text == WHICH.format("'safe'")
-    asked = cell_with(copy, 'predict("Behind out stands -1. What does it hold after the launch?", yours=1.05)')
+    asked = cell_with(copy, PADDED.format(1.05).replace("of -3", "of -2"))
     assert asked.outputs == [], "what it printed was of another question"
     assert [cell.source.count(SECTORS.format(3)) for cell in read(clone / kept).cells] == [1]
     shipped = read(course / SOFTMAX)
@@ -190,9 +190,9 @@ def test_what_is_written_in_a_chapter_where_it_is_shipped_comes_to_the_copy(cour
     assert cell_with(read(clone / "work" / SOFTMAX), WHICH.format("'safe'"))
     # Brought to work/ by hand, without what a copy knows of the course.
     shutil.copy(clone / SOFTMAX, clone / "work" / SOFTMAX)
-    used(clone / "work" / SOFTMAX, *filled((CANARY, 2)))
+    used(clone / "work" / SOFTMAX, *filled((PADDED, 2)))
     assert renew(clone) == []
-    assert cell_with(read(clone / "work" / SOFTMAX), CANARY.format(2))
+    assert cell_with(read(clone / "work" / SOFTMAX), PADDED.format(2))
     (clone / "work" / SOFTMAX).write_text("{")
     assert renew(clone) == [f"work/{SOFTMAX} is no notebook and is now softmax.ipynb.old1, beside it."]
     assert read(clone / "work" / SOFTMAX).cells

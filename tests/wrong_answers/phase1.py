@@ -126,7 +126,13 @@ WRONG = {
         Wrong("PyTorch: rescaled the wrong way around", {"torch.exp(m - shift)": "torch.exp(shift - m)"}, "never grow"),
         Wrong("PyTorch: the old maximum is lost", {"torch.maximum(m, tile.amax(dim=1))": "tile.amax(dim=1)"}, "alone"),
         Wrong("PyTorch: no guard", {"torch.where(m_new == -math.inf, 0.0, m_new)": "m_new"}, "-inf subtracted"),
-        Wrong("PyTorch: -inf becomes 0", {"return m_new, l *": "return shift, l *"}, "became 0"),
+        Wrong("PyTorch: -inf becomes 0", {"return m_new, l *": "return shift, l *"}, "return the maximum itself"),
+        Wrong(
+            "PyTorch: m is at least 0",
+            {"torch.maximum(m, tile.amax(dim=1))": "torch.maximum(m, tile.amax(dim=1)).clamp(min=0)"},
+            "became 0: what does m start from?",
+        ),
+        Wrong("Triton: -inf becomes 0", {"return m_new, l_i *": "return shift, l_i *"}, "return the maximum itself"),
         Wrong("PyTorch: one maximum for all rows", {"tile.amax(dim=1)": "tile.amax()"}, "which axis is reduced?"),
         Wrong("PyTorch: in place", {"return m_new, l *": "m[:] = m_new\n    return m_new, l *"}, "writes into"),
         Wrong(
@@ -192,7 +198,20 @@ WRONG = {
             "not the new one",
         ),
         Wrong(
-            "a telling input that hides", {"torch.tensor([[3.0, 0.0]])": "torch.tensor([[1.5, 0.0]])"}, "is right too"
+            "a telling input that hides",
+            {"torch.tensor([[3.0, 0.0]])": "torch.tensor([[1.5, 0.0]])"},
+            "telling_input: A gives the right output too. Does",
+        ),
+        Wrong(
+            "a telling input that hardly tells",
+            {"torch.tensor([[3.0, 0.0]])": "torch.tensor([[2.001, 0.0]])"},
+            "of the largest element: too little",
+        ),
+        Wrong(
+            "the update alone",
+            {"    s1, s2 = torch": "    raise NotImplementedError\n    s1, s2 = torch"},
+            "right so far: update. Next: line",
+            kind="unfinished",
         ),
         Wrong("a hiding input that tells", {"return s2, v2, s1, v1  #": "return s1, v1, s2, v2  #"}, "is wrong (by"),
         Wrong(
@@ -316,7 +335,13 @@ WRONG = {
             {"tl.exp(s - shift)": "tl.exp(s - tl.max(s, axis=0))"},
             "a tile is measured against its own maximum",
         ),
-        Wrong("alpha turned around", {"tl.exp(m - shift)": "tl.exp(shift - m)"}, "or infinity multiplied by 0?"),
+        Wrong("alpha turned around", {"tl.exp(m - shift)": "tl.exp(shift - m)"}, "exp(m' - m) is infinite"),
+        Wrong(
+            "a tile as wide as head_dim",
+            {"block_d = triton.next_power_of_2(head_dim)": "block_d = head_dim"},
+            "next_power_of_2(n) is the least",
+            kind="error",
+        ),
         Wrong(
             "v with the strides of s",
             {"s.stride(), v.stride()": "s.stride(), s.stride()"},
@@ -331,7 +356,7 @@ WRONG = {
             "in place",
         ),
         Wrong("no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf subtracted from -inf"),
-        Wrong("0 divided by 0", {"norm = tl.where(l == 0.0, 1.0, l)": "norm = l"}, "is NaN"),
+        Wrong("0 divided by 0", {"norm = tl.where(l == 0.0, 1.0, l)": "norm = l"}, "what may it be divided by?"),
         Wrong(
             "the store is not masked",
             {", mask=offs_d < head_dim)": ")"},

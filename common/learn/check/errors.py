@@ -133,6 +133,9 @@ _ADVICE = (
     ("must be of type tl.constexpr", "",
      "The compiler must know this number: an argument that the kernel declares as `BLOCK: tl.constexpr`, or a "
      "literal. What a program only learns when it runs is added: start + tl.arange(0, BLOCK)"),
+    ("range must be a power of 2", "",
+     "A block's length is a power of two: triton.next_power_of_2(n) is the least that holds n. A mask leaves the rest "
+     "out"),
     (r"out of bounds for shape|maximum\(\) got an unexpected", "",
      "tl.max(s, axis=1) reduces one block along an axis; tl.maximum(a, b) takes the larger of two, element by element"),
     ("must be Tensor, not tensor|'tensor' object has no attribute|argument 'dim'|'builtin_function_or_method'", "",
