@@ -26,6 +26,7 @@ def check(answer):
     _check_large_biases(fn)
     _check_plain_attention(fn)
     _check_hidden_keys(fn)
+    checks.require_fp32_state(lambda q, k, v: fn(q, k, v, torch.zeros(len(k), device=q.device)))
     _check_traffic(fn)
     checks.require_products(answer, lambda q, k, v: fn(q, k, v, torch.zeros(len(k), device=q.device)))
     compiled = _check_compiled(answer)

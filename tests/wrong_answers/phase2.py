@@ -132,6 +132,11 @@ WRONG = {
             "multiply acc by alpha before p v is added",
         ),
         Wrong("start_n is missing", {"start_n + tl.arange": "tl.arange"}, "do the offsets contain start_n?"),
+        Wrong(
+            "acc in the dtype of v",
+            {'alpha[:, None], input_precision="ieee")': 'alpha[:, None], input_precision="ieee").to(v.dtype)'},
+            "acc is rounded to fp16 in every turn",
+        ),
         Wrong("a product in TF32", {'tl.trans(k), input_precision="ieee"': "tl.trans(k)"}, "the 10 bits of TF32"),
         Wrong(
             "a product in TF32, spelled otherwise",
@@ -187,6 +192,11 @@ WRONG = {
         ),
     ],
     "key_bias": [
+        Wrong(
+            "acc in the dtype of v",
+            {'alpha[:, None], input_precision="ieee")': 'alpha[:, None], input_precision="ieee").to(v.dtype)'},
+            "acc is rounded to fp16 in every turn",
+        ),
         Wrong(
             "a program without queries",
             {'triton.cdiv(q.shape[0], tiles["BLOCK_M"])': 'q.shape[0] // tiles["BLOCK_M"] + 1'},
