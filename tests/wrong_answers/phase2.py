@@ -136,6 +136,7 @@ WRONG = {
             "acc in the dtype of v",
             {'alpha[:, None], input_precision="ieee")': 'alpha[:, None], input_precision="ieee").to(v.dtype)'},
             "acc is rounded to fp16 in every turn",
+            at_once=True,
         ),
         Wrong("a product in TF32", {'tl.trans(k), input_precision="ieee"': "tl.trans(k)"}, "the 10 bits of TF32"),
         Wrong(
@@ -192,11 +193,6 @@ WRONG = {
         ),
     ],
     "key_bias": [
-        Wrong(
-            "acc in the dtype of v",
-            {'alpha[:, None], input_precision="ieee")': 'alpha[:, None], input_precision="ieee").to(v.dtype)'},
-            "acc is rounded to fp16 in every turn",
-        ),
         Wrong(
             "a program without queries",
             {'triton.cdiv(q.shape[0], tiles["BLOCK_M"])': 'q.shape[0] // tiles["BLOCK_M"] + 1'},
@@ -263,6 +259,11 @@ WRONG = {
             "the tile of keys is as long as the sequence",
             {"    grid = (": '    tiles["BLOCK_N"] = max(16, triton.next_power_of_2(k.shape[0]))\n    grid = ('},
             "compiled anew for another length",
+        ),
+        Wrong(
+            "acc in the dtype of v",
+            {'alpha[:, None], input_precision="ieee")': 'alpha[:, None], input_precision="ieee").to(v.dtype)'},
+            "acc is rounded to fp16 in every turn",
         ),
         Wrong("a product in TF32", {'tl.trans(k), input_precision="ieee"': "tl.trans(k)"}, "the 10 bits of TF32"),
         Wrong("v is converted up", {"p.to(v.dtype), v, ": "p, v.to(tl.float32), "}, "not that one up"),
