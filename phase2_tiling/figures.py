@@ -293,34 +293,39 @@ def bytes_against_seq(formulas: Mapping[str, Callable], measured: Mapping[str, M
     )
 
 
-def intensities(points: Mapping[str, tuple[float, float]], flops: float, bandwidth: float) -> None:
-    """FLOP per byte under the roof of one GPU. points: version -> (with the bytes asked for, with each matrix once)."""
-    fig, ax = style.new(7.8, 3.7)
-    x = np.logspace(0.7, 3.8, 200)
+def roofline(
+    points: Mapping[str, tuple[float, float]], measured: Mapping[str, float], flops: float, bandwidth: float
+) -> None:
+    """The roof of one GPU, and what was measured. points: version -> FLOP per byte, with the bytes asked for and each
+    matrix moved once; measured: version -> FLOP/s.
+    """
+    fig, ax = style.new(7.8, 4)
+    x = np.logspace(0.7, 4.5, 200)
     ridge = flops / bandwidth
     ax.loglog(x, np.minimum(x * bandwidth, flops) / 1e12, color=INK, zorder=1)
     ax.axvline(ridge, color=INK, lw=0.8, ls=":", zorder=0)
     ax.text(ridge * 1.08, 26, f"ridge\n{ridge:.0f} FLOP/byte", size=9, color=INK)
-    markers = {"unfused": "o", "tiled": "s"}
-    for version, pair in points.items():
-        for intensity, how in zip(pair, ("asked for", "each matrix once"), strict=True):
-            roof = min(intensity * bandwidth, flops) / 1e12
-            fill = COLORS[version] if how == "asked for" else "white"
-            ax.plot(intensity, roof, markers[version], color=fill, mec=COLORS[version], mew=2, ms=9)
-            text = f"{version}, {how}: {intensity:.0f}"
-            where, side = ((12, -11), "left") if how == "asked for" else ((-11, 6), "right")
-            if intensity > ridge:
-                where, side = (0, -21), "center"
-            look = dict(textcoords="offset points", ha=side, size=9, color=INK, bbox=TEXT_BOX, zorder=1)
-            ax.annotate(text, (intensity, roof), where, **look)
-    ax.set(xlabel="FLOP per byte", ylabel="TFLOP/s at most", xlim=(1.3, 7000), ylim=(22, 1300))
+    look = dict(textcoords="offset points", size=9, color=INK, bbox=TEXT_BOX, zorder=1)
+    for version, marker in dict(unfused="o", tiled="s").items():
+        (asked, once), color, y = points[version], COLORS[version], measured[version] / 1e12
+        roofs = [min(intensity * bandwidth, flops) / 1e12 for intensity in (asked, once)]
+        ax.plot((asked, once), (y, y), color=color, lw=1, ls="--", zorder=2)
+        ax.plot(asked, roofs[0], marker, color=color, mec=color, mew=2, ms=9)
+        ax.plot(once, roofs[1], marker, color="white", mec=color, mew=2, ms=9)
+        ax.plot(asked, y, "*", color="white", mec=INK, ms=9, zorder=4)
+        ax.annotate(f"{version}, asked for: {asked:.0f}, roof {roofs[0]:.0f}", (asked, roofs[0]), (10, -15), **look)
+        ax.annotate(f"measured: {y:.0f}", (asked, y), (-10, 6), ha="right", **look)
+        where, side = ((12, -4), "left") if once < ridge else ((0, 11), "center")
+        ax.annotate(f"each matrix once: {once:,.0f}", (once, roofs[1]), where, ha=side, **look)
+    ax.set(xlabel="FLOP per byte", ylabel="TFLOP/s", xlim=(1.3, 60000), ylim=(22, 1300))
     ax.set_title(f"What memory allows (H200: {flops / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s, measured)")
     style.show(
         fig,
-        f"A roofline: attainable TFLOP/s against FLOP per byte, with the ridge at {ridge:.0f}. "
+        f"A roofline: TFLOP/s against FLOP per byte, with the ridge at {ridge:.0f}. "
         + ". ".join(
-            f"{version}: {asked:.0f} with the bytes asked for, {best:.0f} with each matrix once"
-            for version, (asked, best) in points.items()
+            f"{version}: {asked:.0f} FLOP per byte asked for, where the roof is {asked * bandwidth / 1e12:.0f}; "
+            f"{once:.0f} with each matrix once; {measured[version] / 1e12:.0f} TFLOP/s measured"
+            for version, (asked, once) in points.items()
         ),
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from common import make_qkv, runtime, verify_results
 from common.edited import Stage
-from common.measure import traffic
+from common.measure import offline, traffic
 from common.verify import Report
 from phase2_tiling import tiling
 
@@ -73,6 +73,14 @@ def judged(name: str, test: str) -> Report:
 def passed() -> dict[str, dict[str, bool]]:
     """Which stage passes which test: {stage: {test: whether}}."""
     return {name: {test: judged(name, test).passed for test in TESTS} for name in GROWTH}
+
+
+def compiled(fn: Callable, lengths: Iterable[int], head_dim: int = 128) -> dict[int, offline.Compiled]:
+    """What the compiler makes of fn(q, k, v), one kernel, for sm_90, by the length of q, k and v; fp16."""
+    lengths, recorded = tuple(lengths), []
+    for n in lengths:
+        recorded += offline.record_launches(lambda n=n: fn(*one_head(n, head_dim)))
+    return dict(zip(lengths, offline.compile_launches(recorded, targets=["sm_90"]), strict=True))
 
 
 def counted(fn: Callable, lengths: Iterable[int], head_dim: int = 64) -> dict[int, int]:

@@ -33,7 +33,7 @@ class Prediction:
         """Print the answer, how far the prediction is from it, and `lines`, which tell of the answer too.
 
         Without a prediction all of it stands behind a click, and what is open says how to make one. Numbers are
-        compared by their ratio, words without regard to spaces and capitals, everything else by equality.
+        compared by their ratio, words without regard to spaces, underscores and capitals, everything else by equality.
         """
         answer = _plain(answer)
         if self.yours is None:
@@ -113,9 +113,9 @@ def _text(value: Any) -> str:
 
 
 def _loosely(value: Any) -> Any:
-    """Words without their spaces and capitals."""
+    """Words without their spaces, underscores and capitals."""
     if isinstance(value, str):
-        return "".join(value.split()).casefold()
+        return "".join(value.replace("_", " ").split()).casefold()
     if isinstance(value, list | tuple | set):
         return type(value)(map(_loosely, value))
     return value

@@ -98,6 +98,19 @@ def require_any_scale(attention: Callable) -> None:
         require(f"o, scale {scale}, 70 keys", o, right, signs={early: nan})
 
 
+def require_fp32_state(attention: Callable) -> None:
+    """Reject attention(q, k, v) whose acc is rounded to fp16 in each turn: it stays at 32768, whatever a tile adds."""
+    q, k, v = one_head(3, 2112, 16, dtype=FP16)
+    q.zero_(), v[:64].fill_(512), v[64:].fill_(1 / 16)
+    right = v.double().mean(dim=0).expand(3, 16)
+    rounded = (
+        "acc is rounded to fp16 in every turn, and forgets what a tile adds to a large sum: keep m, l and acc in fp32"
+    )
+    mistakes = {rounded: torch.full_like(right, 32768 / 2112)}
+    what = "o, fp16, all weights the same, the first 64 values 512 and 2048 more 1/16"
+    require(what, attention(q, k, v), right, mistakes=mistakes, rtol=1e-3)
+
+
 def state_of(q, k, v):
     """o, m, l of these keys; fp64."""
     s = q.shape[1] ** -0.5 * q.double() @ k.double().T

@@ -35,6 +35,7 @@ def check(answer):
                 reject(f"{read} bytes of {name} were read, {programs} programs need {programs * t.nbytes}: {why}")
     _check_lowest_logits(guarded(answer.attention))
     checks.require_any_scale(guarded(answer.attention))
+    checks.require_fp32_state(guarded(answer.attention))
     checks.require_products(answer, answer.attention)
     return f"{len(cases)} cases against SDPA: fp16, bf16 and fp32, ragged lengths, peaked rows, logits far below zero"
 

@@ -26,6 +26,7 @@ def check(answer):
     _check_large_biases(fn)
     _check_plain_attention(fn)
     _check_hidden_keys(fn)
+    checks.require_fp32_state(lambda q, k, v: fn(q, k, v, torch.zeros(len(k), device=q.device)))
     _check_traffic(fn)
     checks.require_products(answer, lambda q, k, v: fn(q, k, v, torch.zeros(len(k), device=q.device)))
     compiled = _check_compiled(answer)
@@ -183,7 +184,7 @@ def _require_one_launch(fn):
     signs = {
         f"{len(launches[0])} kernels are launched: it is to be one": len(launches[0]) != 1,
         "the kernel is compiled anew for another length: seq_q or seq_k is a tl.constexpr, or a tile's size "
-        "depends on one of them and meets the wall of section 3.2": launches[0] != launches[1],
+        "depends on one of them and meets the wall of section 3.1": launches[0] != launches[1],
     }
     require_none(signs)
     return launches[0][0]

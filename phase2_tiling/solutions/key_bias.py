@@ -10,7 +10,8 @@ phase 1's `m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)`. `runtime.tile
 dict of BLOCK_M, BLOCK_N, num_warps and num_stages that suits every GPU. On a GPU, launch `with
 runtime.on_device_of(q):`.
 
-    q, k, v   fp16 or fp32, (seq_q, head_dim) and (seq_k, head_dim), any strides; any lengths; head_dim 16 to 128
+    q, k, v   fp16 or fp32, (seq_q, head_dim) and (seq_k, head_dim), any strides; any lengths;
+              head_dim 16, 32, 64 or 128
     bias      fp32, (seq_k,), any stride: numbers, or -inf for a key that nobody sees
     o         (seq_q, head_dim), q's dtype; 0 if a row sees no key
 

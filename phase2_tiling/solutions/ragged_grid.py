@@ -17,7 +17,6 @@ Notebook: phase2_tiling/tiling.ipynb, section 2.2, "Products of tiles".
 """
 
 from common import runtime
-from phase2_tiling.tiling import tile_pointers
 
 import torch
 import triton
@@ -34,7 +33,8 @@ def _largest_logit_kernel(
     """Program i owns queries i * BLOCK_M ... (i + 1) * BLOCK_M - 1, as far as they exist."""
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, HEAD_DIM)
-    q_ptrs = tile_pointers(q_ptr, offs_m, offs_d, stride_q[0], stride_q[1])  # (BLOCK_M, HEAD_DIM)
+    # (BLOCK_M, HEAD_DIM); 64-bit, as row * stride can pass 2^31.
+    q_ptrs = q_ptr + offs_m.to(tl.int64)[:, None] * stride_q[0] + offs_d[None, :] * stride_q[1]
     # your code: the queries that exist, and 0 for the others
     #| q = tl.load(q_ptrs)
     q = tl.load(q_ptrs, mask=(offs_m < seq_q)[:, None], other=0.0)
@@ -43,7 +43,8 @@ def _largest_logit_kernel(
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     for start_n in range(0, seq_k, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k_ptrs = tile_pointers(k_ptr, offs_n, offs_d, stride_k[0], stride_k[1])  # (BLOCK_N, HEAD_DIM)
+        # (BLOCK_N, HEAD_DIM)
+        k_ptrs = k_ptr + offs_n.to(tl.int64)[:, None] * stride_k[0] + offs_d[None, :] * stride_k[1]
         # your code: the keys that exist, and logits that ignore the others
         #| k = tl.load(k_ptrs)
         #| s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # (BLOCK_M, BLOCK_N)

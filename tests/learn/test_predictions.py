@@ -63,6 +63,7 @@ def test_a_set_is_printed_in_order(capsys, monkeypatch):
         ("memory", "memory", "right"),
         ("memory", "arithmetic", "not the answer"),
         ("40X100", "40 x 100", "right"),
+        ("ragged_large", "ragged large", "right"),
         ({"Full"}, {"full"}, "right"),
         (True, False, "not the answer"),
         ((2, 3), (2, 3), "right"),

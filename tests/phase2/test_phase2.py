@@ -3,7 +3,7 @@
 from common import make_qkv, make_tensor, runtime, verify_results
 from common.verify.expected import HALF_SUBNORMAL, UNIT_ROUNDOFF, E
 from common.verify.inputs import KINDS
-from phase2_tiling import attention, attention_resident, attention_unfused, lesson, matmul
+from phase2_tiling import attention, attention_resident, attention_unfused, lesson, matmul, walls
 
 import pytest
 import torch
@@ -136,6 +136,13 @@ def test_keys_in_any_order_give_the_same_output():
 
 def test_unfused_with_rows_longer_than_one_softmax_tile():
     verify(attention_unfused, *one_head(3, 4100, 16))
+
+
+@pytest.mark.parametrize("fn", [walls.attention_rows, walls.attention_twice, walls.attention_once])
+@pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)
+def test_looking_at_a_row_twice_gives_the_same_output(fn, dtype):
+    verify(fn, *one_head(40, 90, 64, dtype=dtype, kind="low"))
+    verify(fn, *one_head(40, 1000, 32, dtype=dtype))
 
 
 # --- matmul --------------------------------------------------------------------------------------------------------

@@ -6,8 +6,11 @@ import re
 import shutil
 from itertools import pairwise
 
+from common import runtime
+from common.measure import offline
 from common.measure.traffic import tiled_attention_bytes
 from common.phases import ROOT
+from phase2_tiling import lesson, tiling
 from phase5_tuning.hopper import figures
 from phase5_tuning.hopper import model as hopper_model
 
@@ -288,16 +291,20 @@ def test_tiles_are_stepped_with_the_arrow_keys(visit):
     assert bytes_so_far(page) == seen[1]
 
 
-def test_tiles_of_real_sizes_fit_or_do_not(visit):
+def test_tiles_of_real_sizes_ask_for_what_the_compiler_asks_for(visit, monkeypatch):
     page = visit("tiles")
-    for d, m, n in ((128, 128, 128), (64, 256, 128), (128, 256, 256), (128, 256, 64)):
+    for d, m, n in ((128, 128, 128), (128, 128, 256), (128, 256, 256), (128, 64, 64), (128, 32, 16), (64, 256, 128),
+                    (64, 64, 64), (64, 16, 32)):  # fmt: skip
         for name, value in (("real_d", d), ("real_m", m), ("real_n", n)):
             page.locator(f"#{name}").select_option(str(value))
         said = page.locator("#real-say").inner_text()
-        kib = (m + 2 * n) * d * 2 / 1024
-        assert said.startswith(f"Q, K and V tile: {kib:.0f} KiB.")
-        for limit in (163, 227):
-            assert (f"fits into the {limit} KiB" in said) == (kib <= limit)
+        tiles = dict(BLOCK_M=m, BLOCK_N=n, num_warps=8 if m >= 128 else 4, num_stages=2)
+        monkeypatch.setattr(runtime, "tile_sizes", lambda *_, tiles=tiles: tiles)
+        launches = offline.record_launches(lambda d=d: tiling.attention(*lesson.one_head(512, d)))
+        for c in offline.compile_launches(launches, ["sm_80", "sm_90"]):
+            limit = offline.SHARED_LIMIT[c.target] // 1024
+            fits = "fits" if c.fits else "does not fit"
+            assert f"{c.target}: {c.shared / 1024:g} KiB, {fits} into {limit}" in said
         assert f"moves {tiled_attention_bytes(4096, 4096, d, m, n, 2) / 2**20:.0f} MiB" in said
 
 

@@ -132,6 +132,12 @@ WRONG = {
             "multiply acc by alpha before p v is added",
         ),
         Wrong("start_n is missing", {"start_n + tl.arange": "tl.arange"}, "do the offsets contain start_n?"),
+        Wrong(
+            "acc in the dtype of v",
+            {'alpha[:, None], input_precision="ieee")': 'alpha[:, None], input_precision="ieee").to(v.dtype)'},
+            "acc is rounded to fp16 in every turn",
+            at_once=True,
+        ),
         Wrong("a product in TF32", {'tl.trans(k), input_precision="ieee"': "tl.trans(k)"}, "the 10 bits of TF32"),
         Wrong(
             "a product in TF32, spelled otherwise",
@@ -253,6 +259,11 @@ WRONG = {
             "the tile of keys is as long as the sequence",
             {"    grid = (": '    tiles["BLOCK_N"] = max(16, triton.next_power_of_2(k.shape[0]))\n    grid = ('},
             "compiled anew for another length",
+        ),
+        Wrong(
+            "acc in the dtype of v",
+            {'alpha[:, None], input_precision="ieee")': 'alpha[:, None], input_precision="ieee").to(v.dtype)'},
+            "acc is rounded to fp16 in every turn",
         ),
         Wrong("a product in TF32", {'tl.trans(k), input_precision="ieee"': "tl.trans(k)"}, "the 10 bits of TF32"),
         Wrong("v is converted up", {"p.to(v.dtype), v, ": "p, v.to(tl.float32), "}, "not that one up"),
