@@ -104,6 +104,7 @@ WRONG = {
                 ),
             },
             "the tile runs fastest",
+            at_once=True,
         ),
         Wrong(
             "heads of all batches fastest",
