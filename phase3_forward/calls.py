@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 
 from common import make_qkv, runtime, verify_results
 from common.verify import guard
-from phase2_tiling import tiling
 
 import torch
 
@@ -48,10 +47,3 @@ def _outcome(attention, qkv, tensors=1, **options):
     except Exception:  # whatever it is, the call got no answer
         return "refuses"
     return "right" if report.passed else "wrong"
-
-
-def phase2(q, k, v, *, is_causal, scale, enable_gqa):
-    """Phase 2's launcher, which takes one head and no mask. Returns (o,)."""
-    if q.shape[:2] != (1, 1) or is_causal:
-        raise ValueError("one head, no mask")
-    return (tiling.attention(q[0, 0], k[0, 0], v[0, 0], scale)[None, None],)

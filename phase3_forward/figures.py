@@ -223,13 +223,13 @@ def alignments(sizes: Sequence[tuple[int, int]]) -> None:
 
 
 def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
-    """Attention weights P as written numbers: hidden cells are hatched, or orange if they have weight all the same."""
+    """Attention weights P as written numbers: hidden cells are hatched, or orange if they do not hold 0."""
     fig, axes = style.new(2.9 * len(matrices), 2.7, len(matrices))
     for ax, (title, p) in zip(axes, matrices.items(), strict=True):
         rows, cols = p.shape
         _matrix(ax, rows, cols, title)
         for i, j in np.ndindex(rows, cols):
-            wrong = not visible[i, j] and p[i, j] > 0
+            wrong = not visible[i, j] and p[i, j] != 0  # NaN, too
             color = COLORS["bad"] if wrong else (1 - 0.75 * p[i, j],) * 3
             ink = "white" if p[i, j] > 0.5 or wrong else None
             style.box(ax, j, i, f"{p[i, j]:.2f}", color=color, ink=ink, size=8)
@@ -237,9 +237,9 @@ def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
                 ax.add_patch(Rectangle((j, i), 1, 1, fill=False, hatch="////", ec=COLORS["faint"], lw=0))
         ax.set_xlabel("key")
     axes[0].set_ylabel("query")
-    given = {name: int(((p > 0) & ~visible).sum()) for name, p in matrices.items()}
+    given = {name: int(((p != 0) & ~visible).sum()) for name, p in matrices.items()}
     cells = ", ".join(f"{n} with {name}" for name, n in given.items())
-    style.show(fig, f"Weights of six queries and four keys as numbers. Hidden cells that have weight: {cells}.")
+    style.show(fig, f"Weights of six queries and four keys as numbers. Hidden cells that do not hold 0: {cells}.")
 
 
 def split_keys(heads: int, parts: int, multiprocessors: int) -> None:

@@ -35,6 +35,7 @@ _HEADS = (
 """,
 )
 _COLUMNS = ("offs_d = tl.arange(0, BLOCK_D)", "offs_d = tl.arange(0, HEAD_DIM)")
+_SHAPES = [(f"# ({rows}, BLOCK_D)", f"# ({rows}, HEAD_DIM)") for rows in ("BLOCK_M", "BLOCK_N")]
 _STATE = ("acc = tl.zeros((BLOCK_M, BLOCK_D)", "acc = tl.zeros((BLOCK_M, HEAD_DIM)")
 BOUND = (
     """    if IS_CAUSAL:  # keys after this tile's last query are seen by none of its rows
@@ -55,7 +56,7 @@ _EMPTY = (
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # no keys at all: o = 0
 """,
 )
-_FEATURES = dict(heads=[_HEADS], head_dim=[_COLUMNS, _STATE], mask=[BOUND, MASK], lse=[_EMPTY, _LSE])
+_FEATURES = dict(heads=[_HEADS], head_dim=[_COLUMNS, _STATE, *_SHAPES], mask=[BOUND, MASK], lse=[_EMPTY, _LSE])
 # The kernel grows from the first of these to the last, which is the module's.
 GROWTH = ("phase 2", "heads", "head_dim", "mask", "lse")
 
@@ -85,7 +86,6 @@ _WRONG = {
         (KERNEL, _VISIBLE, f'v = tl.where((offs_n < seq_k)[:, None], v, float("inf"))\n        {_VISIBLE}')
     ],
     "keys past the end are visible": [(KERNEL, _VISIBLE, "visible = (offs_n >= 0)[None, :]")],
-    "mask without a loop bound": [(KERNEL, *BOUND)],
     "loop bound without a mask": [(KERNEL, *MASK)],
     "diagonal hidden": [(KERNEL, "offs_m[:, None] >= offs_n", "offs_m[:, None] > offs_n")],
     "mask the wrong way round": [(KERNEL, "offs_m[:, None] >= offs_n", "offs_m[:, None] <= offs_n")],

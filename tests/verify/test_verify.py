@@ -16,7 +16,7 @@ from common.verify import expected as model
 from common.verify.inputs import KINDS, LAYOUTS, make_qkv, make_tensor
 from common.verify.mistakes import diagnose
 from common.verify.mistakes.emulator import Steps, emulate
-from common.verify.mistakes.rules import CUSTOMARY_RULES, DEFAULTS, OURS, rule_table, verify
+from common.verify.mistakes.rules import CUSTOMARY_RULES, DEFAULTS, NORM, OURS, rule_table, verify
 from common.verify.mistakes.table import BF16, FP16, FP32, MISTAKES, Case
 from common.verify.reference import (
     NEG_INF,
@@ -179,6 +179,9 @@ def test_customary_rules_let_mutants_through_or_reject_correct_kernels():
     assert {"tf32", "o_through_bf16", "one_element", "ds_through_bf16"} <= let_through["rtol=atol=1e-2"]
     for rule in ("rtol=atol=1e-3", "max error 1e-3, cosine > 0.999"):
         assert counts[rule]["correct_rejected"] >= 10, rule
+    # A norm with the rtol of its dtype is near to ours, and rejects right results in fp32 with very low logits.
+    assert [row["mistake"] for row in rows if row[NORM]] == ["acc_bf16"]
+    assert counts[NORM]["correct_rejected"] > counts[NORM]["correct_rejected_bf16"]
     # Twice the error of a naive kernel forgives every mistake that the naive kernel makes too.
     assert {"s_rounded", "delta_16_bits", "o_through_bf16"} <= let_through["twice the naive error"]
 

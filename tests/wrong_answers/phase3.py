@@ -71,6 +71,12 @@ WRONG = {
             {"b * stride_v[0] + h_kv * stride_v[1]": "b * stride_k[0] + h_kv * stride_k[1]"},
             "v is read with the strides of k between heads",
         ),
+        Wrong(
+            "v's batches by k's stride",
+            {"b * stride_v[0] + h_kv": "b * stride_k[0] + h_kv"},
+            "v is read with the strides of k between batches",
+            at_once=True,
+        ),
         Wrong("the query head's values", {"h_kv * stride_v[1]": "h * stride_v[1]"}, "k is found: look at v_ptr"),
         Wrong("q stands still", {"    q_ptr += b * stride_q[0] + h * stride_q[1]\n": ""}, "Is q_ptr moved?"),
         Wrong(
@@ -96,6 +102,17 @@ WRONG = {
                 "(tl.program_id(0) // tiles_m)": (
                     "(tl.program_id(0) // (heads_q * tiles_m) * heads_q + tl.program_id(0) % heads_q)"
                 ),
+            },
+            "the tile runs fastest",
+            at_once=True,
+        ),
+        Wrong(
+            "heads of all batches fastest",
+            {
+                "pid_m = tl.program_id(0) % tiles_m": (
+                    "all_heads = tl.num_programs(0) // tiles_m\n    pid_m = tl.program_id(0) // all_heads"
+                ),
+                "(tl.program_id(0) // tiles_m)": "(tl.program_id(0) % all_heads)",
             },
             "the tile runs fastest",
             at_once=True,

@@ -76,7 +76,8 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
             count, total = counts[rule][some], counts[rule][of_all]
             weight = "bold" if count == 0 else "normal"
             ax.text(x, y, f"{count} of {total}", ha="center", va="center", fontsize=9, fontweight=weight)
-    ax.set_xticks(range(len(names)), [textwrap.fill(name, 15) for name in names], fontsize=9)
+    words = [textwrap.fill(name.replace("=", " = "), 14, break_on_hyphens=False) for name in names]
+    ax.set_xticks(range(len(names)), words, fontsize=9)
     labels = [*(row["what"] for row in slipping), *totals]
     ax.set_yticks([*range(len(slipping)), *below], labels, fontsize=9)
     ax.set_ylim(len(slipping) + 2, -0.5)
