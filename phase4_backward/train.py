@@ -97,8 +97,35 @@ def relearn(attention: Callable, numbers: Sequence[int], steps: int = 12) -> lis
     they learn comes through the gradients of `attention`, which runs in this layer. Returns the lines before training
     and after every fourth step.
     """
-    model = trained.load()
+    model, loss = _wiped(numbers)
     block, prompts = model.blocks[-1], [f"{number} " for number in numbers]
+    optimizer = torch.optim.AdamW(block.qkv.parameters(), lr=1e-2, weight_decay=0)
+    written = [complete(model, prompts)]
+    for step in range(1, steps + 1):
+        block.attention = attention
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+        block.attention = F.scaled_dot_product_attention
+        if step % 4 == 0:
+            written.append(complete(model, prompts))
+    return written
+
+
+def first_gradients(attention: Callable, numbers: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """The gradients of the weights that make q, k and v in the first step of `relearn`."""
+    model, loss = _wiped(numbers)
+    model.blocks[-1].attention = attention
+    loss().backward()
+    return model.blocks[-1].qkv.weight.grad.chunk(3)
+
+
+def _wiped(numbers: Sequence[int]) -> tuple[GPT, Callable]:
+    """The model that speaks, its last layer's weights of q, k and v drawn at random, and its loss on the lines of the
+    numbers.
+    """
+    model = trained.load()
+    block = model.blocks[-1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         wiped = torch.randn(block.qkv.weight.shape) * 0.02
@@ -111,18 +138,7 @@ def relearn(attention: Callable, numbers: Sequence[int], steps: int = 12) -> lis
     wanted = tokens[:, 1:].clone()
     for row, line in zip(wanted, text, strict=True):
         row[len(line) - 1 :] = -100  # what cross_entropy leaves out
-    optimizer = torch.optim.AdamW(block.qkv.parameters(), lr=1e-2, weight_decay=0)
-    written = [complete(model, prompts)]
-    for step in range(1, steps + 1):
-        block.attention = attention
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), wanted.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        block.attention = F.scaled_dot_product_attention
-        if step % 4 == 0:
-            written.append(complete(model, prompts))
-    return written
+    return model, lambda: F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), wanted.flatten())
 
 
 # --- python -m phase4_backward.train -------------------------------------------------------------------------------
