@@ -237,7 +237,7 @@ def recomputing(clocks: Mapping[int, tuple[float, float, float | None]]) -> None
     ax.legend(fontsize=9, loc="upper left")
     style.show(
         fig,
-        alt="Clocks of an SM for a pair at head_dim 64, 128 and 256. The 6 bytes of P take 0.37 at each. Recomputing at "
+        alt="Clocks of an SM for a pair at head_dim 64, 128 and 256. The 6 bytes of P take 0.37. Recomputing at "
         "a large product's rate takes 0.22, 0.32 and 0.52; at our kernels' rate 0.30 and 0.49, unknown at 256.",
     )
 
