@@ -195,7 +195,7 @@ def time_yours(fn: Callable) -> None:
         "SDPA": F.scaled_dot_product_attention,
     }.items():
         o = attention(*leaves)
-        ms = timing.time_ms(functools.partial(torch.autograd.grad, o, leaves, do, retain_graph=True)).ms
+        ms = timing.time_ms(functools.partial(torch.autograd.grad, o, leaves, do, retain_graph=True)).median
         print(f"{name:<13}{ms:7.2f} ms")
 
 
@@ -242,15 +242,15 @@ def speak_wrongly(*edits: str) -> tuple[int, list[str]]:
     return right, said
 
 
-def directions(*edits: str) -> None:
-    """Print, for these EDITS, how the first gradient of the weights that make q, k and v lies to the right one."""
+def directions(*edits: str) -> list[str]:
+    """A table, for these EDITS, of how the first gradient of the weights that make q, k and v lies to the right one."""
     right = train.first_gradients(flash_attention, NUMBERS)
     lengths = [(t.norm() / right[0].norm()).item() for t in right]
-    print(f"{'cosine with the right gradient':<33}q     k     v")
+    table = [f"{'cosine with the right gradient':<33}q     k     v"]
     for edit in edits:
         with Stage(backward, *EDITS[edit]):
             wrong = train.first_gradients(flash_attention, NUMBERS)
         pairs = zip(wrong, right, strict=True)
         cosines = [F.cosine_similarity(a.flatten(), b.flatten(), dim=0).item() for a, b in pairs]
-        print(f"{edit:<30}" + "".join(f"{x:6.2f}" for x in cosines))
-    print(f"{'length of the right one, q = 1':<30}" + "".join(f"{x:6.0f}" for x in lengths))
+        table.append(f"{edit:<30}" + "".join(f"{x:6.2f}" for x in cosines))
+    return [*table, f"{'length of the right one, q = 1':<30}" + "".join(f"{x:6.0f}" for x in lengths)]
