@@ -214,10 +214,13 @@ def _reject_wrong(where, b, first, report, results, inputs, neighbors, **options
 
 def _reject_unwritten(where, tensors, seq_q, seq_k):
     for name, t in tensors.items():
-        missing = guard.never_stored(t).any(dim=1).any(dim=-1)[0].nonzero().flatten().tolist()
+        unwritten = guard.never_stored(t)[0]
+        missing = unwritten.any(dim=0).any(dim=-1).nonzero().flatten().tolist()
         if missing and 0 in (seq_q, seq_k):
             has, lacks = ("queries", "keys") if seq_q else ("keys", "queries")
             reject(f"{where}: it has {has} but no {lacks}: its {name} is 0, and somebody has to write it")
+        if missing and not unwritten[0].any() and unwritten[1:].all():
+            reject(f"{where}: only head 0 of its {name} is written: {name}_ptr lacks its head, h")
         if missing:
             rows = f"rows {missing[0]} to {missing[-1]} of its {name} are never written"
             ask = "with which length is the tile compared before `return`? It is the length of what the program writes"

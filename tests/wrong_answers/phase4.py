@@ -544,6 +544,11 @@ WRONG = {
             },
             "k_ptr passes first_k rows, where a token has `heads` of them",
         ),
+        Wrong(
+            "dk of head 0",
+            {"dk_ptr += (first_k * heads + h) * HEAD_DIM": "dk_ptr += first_k * heads * HEAD_DIM"},
+            "only head 0 of its dk is written: dk_ptr lacks its head, h",
+        ),
         Wrong("first token in 32 bits", {"first.to(tl.int64)": "first"}, "convert it to int64"),
         Wrong(
             "no queries, no dk",
