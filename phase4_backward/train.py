@@ -18,7 +18,8 @@ import contextlib
 import itertools
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 from common import runtime
 from common.arguments import arguments, refuse
@@ -96,8 +97,35 @@ def relearn(attention: Callable, numbers: Sequence[int], steps: int = 12) -> lis
     they learn comes through the gradients of `attention`, which runs in this layer. Returns the lines before training
     and after every fourth step.
     """
-    model = trained.load()
+    model, loss = _wiped(numbers)
     block, prompts = model.blocks[-1], [f"{number} " for number in numbers]
+    optimizer = torch.optim.AdamW(block.qkv.parameters(), lr=1e-2, weight_decay=0)
+    written = [complete(model, prompts)]
+    for step in range(1, steps + 1):
+        block.attention = attention
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+        block.attention = F.scaled_dot_product_attention
+        if step % 4 == 0:
+            written.append(complete(model, prompts))
+    return written
+
+
+def first_gradients(attention: Callable, numbers: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """The gradients of the weights that make q, k and v in the first step of `relearn`."""
+    model, loss = _wiped(numbers)
+    model.blocks[-1].attention = attention
+    loss().backward()
+    return model.blocks[-1].qkv.weight.grad.chunk(3)
+
+
+def _wiped(numbers: Sequence[int]) -> tuple[GPT, Callable]:
+    """The model that speaks, its last layer's weights of q, k and v drawn at random, and its loss on the lines of the
+    numbers.
+    """
+    model = trained.load()
+    block = model.blocks[-1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         wiped = torch.randn(block.qkv.weight.shape) * 0.02
@@ -110,18 +138,7 @@ def relearn(attention: Callable, numbers: Sequence[int], steps: int = 12) -> lis
     wanted = tokens[:, 1:].clone()
     for row, line in zip(wanted, text, strict=True):
         row[len(line) - 1 :] = -100  # what cross_entropy leaves out
-    optimizer = torch.optim.AdamW(block.qkv.parameters(), lr=1e-2, weight_decay=0)
-    written = [complete(model, prompts)]
-    for step in range(1, steps + 1):
-        block.attention = attention
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), wanted.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        block.attention = F.scaled_dot_product_attention
-        if step % 4 == 0:
-            written.append(complete(model, prompts))
-    return written
+    return model, lambda: F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), wanted.flatten())
 
 
 # --- python -m phase4_backward.train -------------------------------------------------------------------------------
@@ -163,7 +180,8 @@ LOGIC = (
     "causal_forgotten", "dq_unscaled", "dk_unscaled", "dk_scaled_twice", "dq_last_tile", "dv_from_ds",
 )  # fmt: skip
 PRECISION = ("delta_16_bits", "ds_through_bf16")
-REPEATED = ("delta_zero", "dk_scaled_twice", "p_without_lse", "dq_unscaled")
+REPEATED = ("delta_zero", "dk_scaled_twice", "p_without_lse", "dq_unscaled", "dk_unscaled")
+CLIPPED = ("", "dq_unscaled", "dk_unscaled")
 
 
 def emulated(mutant: str = "") -> Callable:
@@ -176,24 +194,40 @@ def emulated(mutant: str = "") -> Callable:
     return attention
 
 
+@contextlib.contextmanager
+def clipping(on: bool) -> Iterator[list[torch.Tensor]]:
+    """Inside, `train` clips gradients to length 1, or leaves them as they are. Yields a list of their lengths."""
+    clip, lengths = nn.utils.clip_grad_norm_, []
+
+    def noted(parameters, longest):
+        lengths.append(clip(parameters, longest if on else math.inf))
+
+    with mock.patch.object(nn.utils, "clip_grad_norm_", noted):
+        yield lengths
+
+
 def wrong_gradients() -> list[dict]:
     """Training with each mistake beside the right gradient: one row a run, as in `record`.
 
-    Three seeds for the right gradient and for four mistakes; one for the others, and for SDPA. losses ends early where
-    the next one is no number.
+    Three seeds for the right gradient and for five mistakes; one for the others, and for SDPA. These runs do not clip
+    gradients (clip is false); the runs of CLIPPED are there with clipping too. longer counts the steps whose gradient
+    was longer than 1 before clipping. losses ends early where the next one is no number.
     """
     steps, sizes = 400, dict(heads=1, context=64, batch=16)
-    runs = [("SDPA", sdpa(), 0)]
+    runs = [("SDPA", sdpa(), 0, False)]
     for name in ("", *LOGIC, *PRECISION):
         seeds = range(3) if name in ("", *REPEATED) else [0]
-        runs += [(name or "right", emulated(name), seed) for seed in seeds]
+        runs += [(name or "right", emulated(name), seed, False) for seed in seeds]
+    runs += [(name or "right", emulated(name), seed, True) for name in CLIPPED for seed in range(3)]
     rows = []
-    for name, attention, seed in runs:
-        losses, _ = train(attention, steps, seed=seed, **sizes)
+    for name, attention, seed, clip in runs:
+        with clipping(clip) as lengths:
+            losses, _ = train(attention, steps, seed=seed, **sizes)
         # A loss that is no number ends the run.
         finite = [round(x, 6) for x in itertools.takewhile(math.isfinite, losses)]
-        rows.append(dict(attention=name, seed=seed, steps=steps, **sizes, losses=finite))
-        print(f"{name:<20} seed {seed}  loss {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
+        row = dict(attention=name, seed=seed, clip=clip, longer=sum(n.item() > 1 for n in lengths), steps=steps)
+        rows.append(row | sizes | dict(losses=finite))
+        print(f"{name:<20} seed {seed}  clip {clip}  loss {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
     return rows
 
 

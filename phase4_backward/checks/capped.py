@@ -9,8 +9,10 @@ from common.learn.check.require import after, guarded, reject, require, require_
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 CAP = 1.5  # of the order of the logits
+TILE = 32  # keys, as BLOCK is shipped
 
 
 def check(answer):
@@ -92,13 +94,44 @@ def _right_and_mistakes(q, k, v, do, is_causal):
     mistakes = {name: {sentence: results[name] for sentence, results in wrong.items()} for name in right}
     c = (CAP * torch.tanh(s / CAP)).masked_fill(hidden, float("-inf"))
     mistakes["o"] |= _without_rescaling(c, v)
+    for sentence, results in _wrong_backward(s, hidden, q, k, v, do).items():
+        for name, gradient in results.items():
+            mistakes[name][sentence] = gradient
     return right, mistakes
 
 
+def _wrong_backward(s, hidden, q, k, v, do):
+    """{sentence: gradients} where the forward pass is right, and the backward pass is not."""
+    scale, t = q.shape[-1] ** -0.5, torch.tanh(s / CAP)
+    c = (CAP * t).masked_fill(hidden, float("-inf"))
+    lse, m = c.logsumexp(dim=-1, keepdim=True), c.amax(dim=-1, keepdim=True)
+    p = torch.exp(c - lse)
+    delta = (do * (p @ v)).sum(dim=-1, keepdim=True)
+
+    def gradients(p, keys=slice(None)):
+        ds = (1 - t * t) * p * (do @ v.mT - delta)
+        return dict(dq=scale * ds[..., keys] @ k[..., keys, :], dk=scale * ds.mT @ q, dv=p.mT @ do)
+
+    wrong = {
+        "P is made again without the cap: it is exp(C - LSE)": gradients(
+            torch.exp(s.masked_fill(hidden, float("-inf")) - lse)
+        ),
+        "the LSE lacks its logarithm: it is m + log(l)": gradients(torch.exp(c - m - torch.exp(lse - m))),
+        "the LSE is m alone: it is m + log(l)": gradients(torch.exp(c - m)),
+        "P is made again without the LSE: it is exp(C - LSE)": gradients(torch.exp(c)),
+        "only the last tile of keys is in it: add each tile's product": dict(
+            dq=gradients(p, slice((s.shape[-1] - 1) // TILE * TILE, None))["dq"]
+        ),
+    }
+    if hidden.any():
+        wrong["P is made again without the causal mask"] = gradients(torch.exp(CAP * t - lse))
+    return wrong
+
+
 def _without_rescaling(c, v):
-    """{sentence: o} where the sums of earlier tiles are not multiplied by alpha, in tiles of 32 keys."""
-    m = torch.cat([tile.amax(dim=-1, keepdim=True) for tile in c.split(32, dim=-1)], dim=-1).cummax(dim=-1).values
-    p = torch.exp(c - m.repeat_interleave(32, dim=-1)[..., : c.shape[-1]])
+    """{sentence: o} where the sums of earlier tiles are not multiplied by alpha."""
+    m = torch.cat([tile.amax(dim=-1, keepdim=True) for tile in c.split(TILE, dim=-1)], dim=-1).cummax(dim=-1).values
+    p = torch.exp(c - m.repeat_interleave(TILE, dim=-1)[..., : c.shape[-1]])
     exact = torch.exp(c - m[..., -1:])
     acc, l, stale, stale_l = exact @ v, exact.sum(dim=-1, keepdim=True), p @ v, p.sum(dim=-1, keepdim=True)
     return {
@@ -138,8 +171,10 @@ def _check_memory(attention):
     with saved_tensors_hooks(note, lambda t: t):
         o = attention(*leaves, CAP, False)
     for name, value in getattr(o.grad_fn, "__dict__", {}).items():
-        if isinstance(value, torch.Tensor):
-            reject(f"ctx.{name} holds a tensor, which autograd does not know of: ctx.save_for_backward keeps tensors")
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        if tensors:
+            held = "a tensor" if len(tensors) == 1 else f"{len(tensors)} tensors"
+            reject(f"ctx.{name} holds {held}, unknown to autograd: ctx.save_for_backward keeps q, k, v, o and LSE")
     most = sum(t.numel() for t in leaves) + 300 * 16 + 300
     if sum(n for _, n in kept.values()) > most:
         shapes = sorted((shape for shape, _ in kept.values()), reverse=True)

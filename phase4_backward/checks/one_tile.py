@@ -13,6 +13,10 @@ NO_KEY = {
     "p": "NaN in the row of a query that sees no key: its LSE is -inf, and -inf - (-inf) is NaN",
     "ds": "NaN in the row of a query that sees no key, where p is right: is it delta that is subtracted from dP?",
 }
+NOT_FINITE = {
+    "p": "inf or NaN. exp of a logit that does not count may overflow, and inf * 0 is NaN",
+    "ds": "inf or NaN, where p is finite: is S a factor of it? S is -inf where a pair does not count; dS takes P",
+}
 
 
 def check(answer):
@@ -46,7 +50,7 @@ def _check_tile(one_tile, dtype, kind):
         if actual[1].isnan().any():
             reject(f"{what}: {NO_KEY[name]}")
         if not actual.isfinite().all():
-            reject(f"{what}: inf or NaN. exp of a logit that does not count may overflow, and inf * 0 is NaN")
+            reject(f"{what}: {NOT_FINITE[name]}")
         exact = 1e-4 if kind == "low" else 2e-5  # an error of a logit near -100 is one of p
         tolerance = dict(rtol=exact, atol=exact * right[name].abs().max().item())
         hidden = {"it is not 0 where `visible` is false": actual[~inputs[-1]].any()}
@@ -82,6 +86,7 @@ def _right_and_mistakes(q, k, v, do, lse, delta, scale, visible):
         "the scale is in it: the kernels multiply by it after their loops": scale * ds,
         "P is not a factor of it": (dp - delta).expand_as(p),
         "this is dP alone": dp,
+        "S is a factor of it: dS takes P": (s * (dp - delta)).masked_fill(~visible, 0.0),
         "this is made with dO K^T: dP takes V": p * (do @ k.T - delta),
     }
     return dict(p=p, ds=ds), dict(p=mistakes_p, ds=mistakes_ds)

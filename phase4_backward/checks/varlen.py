@@ -20,7 +20,7 @@ def check(answer):
     _check_first_in_64_bits(answer.sequence)
     with mock.patch.object(runtime, "tile_sizes", small_tiles), stages(answer, STAGES, first="sequence") as names:
         full, causal = dict(names=names), dict(names=names, is_causal=True)
-        check_varlen(answer, (20, 0, 40, 1, 17), (33, 7, 20, 0, 17), 2, 24, torch.float16, **full)
+        check_varlen(answer, (20, 0, 40, 1, 17), (33, 9, 20, 0, 17), 2, 24, torch.float16, **full)
         check_varlen(answer, (5, 33, 18), (18, 40, 5), 2, 16, torch.float32, **causal)
         lengths, causal["neighbors"] = ((9, 21, 40), (9, 21, 3)), float("nan")
         check_varlen(answer, *lengths, 1, 16, torch.float16, **causal)
@@ -94,44 +94,74 @@ def _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale):
 
 
 def _name_pointer(where, b, name, got, packed, ends_q, ends_k, **options):
-    """Reject if the result of sequence b, which is wrong, is the one with a pointer moved by another first token."""
+    """Reject if the result of sequence b, which is wrong, is the one with one pointer moved to another place."""
     lengths_q, lengths_k = ([right - left for left, right in itertools.pairwise(ends)] for ends in (ends_q, ends_k))
     lengths = list(zip(lengths_q, lengths_k, strict=True))
-    packed = dict(zip(("q", "do", "k", "v"), packed, strict=True))
     if 0 in lengths[b]:
         return
-    alone = _of_rows(packed, ends_q[b], ends_k[b], *lengths[b])
-    right = _attention(**alone, **options)
-    all_right = [
-        _attention(**_of_rows(packed, *ends, *seqs), **options)
-        for *ends, seqs in zip(ends_q[:-1], ends_k[:-1], lengths, strict=True)
-    ]
-    for moved, own in dict(k="first_k", v="first_k", lse="first_q", delta="first_q").items():
-        firsts = dict(first_q=ends_q[b], first_k=ends_k[b], nothing=0)
-        for by in sorted(firsts):
-            if firsts[by] == firsts[own]:
-                continue
-            tensors = alone | {n: right[n] for n in ("lse", "delta")}
-            if moved in ("lse", "delta"):
-                memory = torch.cat([each[moved] for each in all_right], dim=2).flatten()
-                head, row = (torch.arange(n) for n in right[moved].shape[1:])
-                at = head[:, None] * ends_q[-1] + row + firsts[by]
-                tensors[moved] = memory[at.clamp(max=len(memory) - 1)][None]
-            else:
-                tensors[moved] = _of_rows(packed, ends_q[b], firsts[by], *lengths[b])[moved]
-            moved_result = _attention(**tensors, **options)[name]
-            if _close(got[name][:, :1], moved_result[:, :1]):  # the last head reads past the end of lse
-                why = f"{moved}_ptr is moved by {by}, where {own} is right"
-                reject(f"{where}: {name} is wrong: {why}, in the kernel that makes {name}")
+    packed = dict(zip(("q", "do", "k", "v"), packed, strict=True))
+    sequences = [_of_rows(packed, *ends, *seqs) for *ends, seqs in zip(ends_q[:-1], ends_k[:-1], lengths, strict=True)]
+    all_right = [_attention(**rows, **options) for rows in sequences]
+    alone = sequences[b] | {n: all_right[b][n] for n in ("lse", "delta")}
+    firsts = dict(first_q=ends_q[b], first_k=ends_k[b], nothing=0)
+    for moved in ("q", "do", "k", "v", "lse", "delta"):
+        own, seq = ("first_k", lengths[b][1]) if moved in ("k", "v") else ("first_q", lengths[b][0])
+        if moved in packed:
+            memory, places, row = _packed_places(packed[moved].double(), firsts, own)
+        else:
+            memory = torch.cat([each[moved] for each in all_right], dim=2)[0]
+            memory, places, row = _places_of_rows(memory, firsts, own, seq)
+        for sentence, place in places.items():
+            at = place[:, None].to(memory.device) + row * torch.arange(seq, device=memory.device)
+            there = memory[at.clamp(max=len(memory) - 1)][None]
+            there[:, at >= len(memory)] = float("nan")  # what lies behind the packed tensors
+            result = _attention(**alone | {moved: there}, **options)[name]
+            heads = slice(0, 1 if sentence.startswith("is moved by") else None)  # the last one reads past the end
+            if _close(got[name][:, heads], result[:, heads]):
+                reject(f"{where}: {name} is wrong: {moved}_ptr {sentence}, in the kernel that makes {name}")
+
+
+def _packed_places(t, firsts, own):
+    """Of a tensor (total, heads, head_dim): its rows in memory, where each head begins with a mistake of its pointer,
+    {sentence: (heads,)}, and the distance of two rows of a head.
+    """
+    heads = t.shape[1]
+    h = torch.arange(heads)
+    places = {
+        "lacks its head, h": firsts[own] * heads + 0 * h,
+        f"passes {own} rows, where a token has `heads` of them: ({own} * heads + h) * HEAD_DIM": firsts[own] + h,
+    }
+    places |= _other_firsts(firsts, own, lambda first: first * heads + h)
+    return t.reshape(-1, t.shape[2]), _wrong_ones(places, firsts[own] * heads + h), heads
+
+
+def _places_of_rows(t, firsts, own, seq_q):
+    """The same of lse or delta, (heads, total_q)."""
+    total_q = t.shape[1]
+    h = torch.arange(len(t))
+    places = {
+        "lacks its head, h * total_q": firsts[own] + 0 * h,
+        "takes heads for seq_q apart: they lie total_q apart": firsts[own] + h * seq_q,
+        "is placed as in a packed tensor: a head has total_q of its numbers in a row": firsts[own] * len(t) + h,
+    }
+    places |= _other_firsts(firsts, own, lambda first: h * total_q + first)
+    return t.flatten(), _wrong_ones(places, h * total_q + firsts[own]), 1
+
+
+def _other_firsts(firsts, own, place):
+    return {f"is moved by {by}, where {own} is right": place(firsts[by]) for by in sorted(firsts)}
+
+
+def _wrong_ones(places, right):
+    return {sentence: place for sentence, place in places.items() if not torch.equal(place, right)}
 
 
 def _of_rows(packed, first_q, first_k, seq_q, seq_k):
-    """Rows of the packed tensors, (1, heads, seq, head_dim), fp64; zeros past the end."""
+    """Rows of the packed tensors, (1, heads, seq, head_dim), fp64."""
     rows = {}
     for name, t in packed.items():
         first, seq = (first_q, seq_q) if name in ("q", "do") else (first_k, seq_k)
-        longer = torch.cat([t, t.new_zeros(first + seq, *t.shape[1:])])
-        rows[name] = longer[first : first + seq].transpose(0, 1)[None].double()
+        rows[name] = t[first : first + seq].transpose(0, 1)[None].double()
     return rows
 
 
@@ -150,8 +180,10 @@ def _attention(q, k, v, do, *, is_causal, scale, lse=None, delta=None):
 
 
 def _close(actual, right):
-    size = right.abs().max()
-    return size.isfinite() and torch.allclose(actual.double(), right, rtol=0, atol=0.01 * size.item())
+    if not right.isfinite().any():
+        return False
+    size = right[right.isfinite()].abs().max().item()
+    return torch.allclose(actual.double(), right, rtol=0, atol=0.01 * size, equal_nan=True)
 
 
 def _report(results, inputs, **options):
@@ -170,7 +202,7 @@ def _reject_wrong(where, b, first, report, results, inputs, neighbors, **options
     if neighbors is not None:
         where += ", all others filled with NaN (does it see its neighbors?)"
     elif results["o"].shape[1] > 1 and _report(*head_0, **options)[first].passed:
-        where += f" (its head 0 of {first} is right: does every pointer contain its head, h?)"
+        where += f" (its head 0 of {first} is right: where does head h of each tensor begin?)"
     elif b > 0:
         where += " (those before it are right: is every pointer moved to its first token, in every kernel?)"
     elif report["o"].passed:
@@ -182,10 +214,13 @@ def _reject_wrong(where, b, first, report, results, inputs, neighbors, **options
 
 def _reject_unwritten(where, tensors, seq_q, seq_k):
     for name, t in tensors.items():
-        missing = guard.never_stored(t).any(dim=1).any(dim=-1)[0].nonzero().flatten().tolist()
+        unwritten = guard.never_stored(t)[0]
+        missing = unwritten.any(dim=0).any(dim=-1).nonzero().flatten().tolist()
         if missing and 0 in (seq_q, seq_k):
             has, lacks = ("queries", "keys") if seq_q else ("keys", "queries")
             reject(f"{where}: it has {has} but no {lacks}: its {name} is 0, and somebody has to write it")
+        if missing and not unwritten[0].any() and unwritten[1:].all():
+            reject(f"{where}: only head 0 of its {name} is written: {name}_ptr lacks its head, h")
         if missing:
             rows = f"rows {missing[0]} to {missing[-1]} of its {name} are never written"
             ask = "with which length is the tile compared before `return`? It is the length of what the program writes"

@@ -106,6 +106,8 @@ def test_the_record_of_wrong_gradients_is_whole_and_of_the_emulation_as_it_is():
     assert len(record["provenance"]["commit"]) == 40
     assert record["provenance"]["kernels"] == {"common.verify.mistakes.emulator": train.emulation()}
     assert {row["attention"] for row in record["rows"]} == {"SDPA", "right", *train.LOGIC, *train.PRECISION}
+    clipped = {(row["attention"], row["seed"]) for row in record["rows"] if row["clip"]}
+    assert clipped == {(name or "right", seed) for name in train.CLIPPED for seed in range(3)}
     for row in record["rows"]:
         assert len(row["losses"]) == row["steps"] or row["attention"] == "causal_forgotten"
         assert all(0 < loss < 10 for loss in row["losses"])

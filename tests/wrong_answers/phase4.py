@@ -143,6 +143,31 @@ WRONG = {
         Wrong("no mask", {"    if is_causal:\n": "    if False:\n"}, "there is no causal mask"),
         Wrong("hidden logits are 0", {'keys, float("-inf"))': "keys, 0.0)"}, "they are -inf"),
         Wrong("acc not rescaled", {"alpha[..., None] * acc": "acc"}, "the accumulator is not rescaled"),
+        Wrong(
+            "no mask in the backward pass",
+            {"start, ctx.cap, ctx.is_causal)": "start, ctx.cap, False)"},
+            "P is made again without the causal mask",
+            at_once=True,
+        ),
+        Wrong("LSE without log", {"m + torch.log(l))": "m + l)"}, "the LSE lacks its logarithm", at_once=True),
+        Wrong(
+            "no cap in the backward pass",
+            {"start, ctx.cap, ctx.is_causal)": "start, None, ctx.is_causal)"},
+            "P is made again without the cap",
+            at_once=True,
+        ),
+        Wrong("dq overwritten", {"dq += scale *": "dq = scale *"}, "only the last tile of keys is in it", at_once=True),
+        Wrong(
+            "tiles of S on ctx",
+            {
+                "        o = acc / l[..., None]\n": (
+                    "        o = acc / l[..., None]\n"
+                    "        ctx.s = [tile_of(q, k, n, cap, is_causal)[0] for n in range(0, k.shape[-2], BLOCK)]\n"
+                )
+            },
+            "ctx.s holds 13 tensors",
+            at_once=True,
+        ),
         Wrong("l not rescaled", {"l = alpha * l": "l = l"}, "l is not rescaled"),
         Wrong(
             "P is kept",
@@ -207,6 +232,7 @@ WRONG = {
             at_once=True,
         ),
         Wrong("LSE for delta", {"dp - delta[:, None]": "dp - lse[:, None]"}, "is it delta that is subtracted from dP?"),
+        Wrong("S for P in ds", {"return p, p * (": "return p, s * ("}, "dS takes P", at_once=True),
         Wrong("dO K^T", {"do, tl.trans(v)": "do, tl.trans(k)"}, "dP takes V"),
         Wrong("TF32", {'tl.trans(v), input_precision="ieee")': "tl.trans(v))"}, "tl.dot without input_precision"),
         Wrong(
@@ -434,7 +460,7 @@ WRONG = {
                     "return\n    q_ptr += first_q * heads * HEAD_DIM\n    k_ptr"
                 )
             },
-            "its head 0 of o is right",
+            "q_ptr lacks its head, h, in the kernel that makes o",
         ),
         Wrong(
             "values begin where the queries do",
@@ -481,11 +507,53 @@ WRONG = {
             },
             "lse_ptr is moved by nothing, where first_q is right",
         ),
+        Wrong(
+            "lse moved by h * seq_q",
+            {
+                "    dv_ptr += (first_k * heads + h) * HEAD_DIM\n    lse_ptr += h.to(tl.int64) * total_q + first_q": (
+                    "    dv_ptr += (first_k * heads + h) * HEAD_DIM\n    lse_ptr += h.to(tl.int64) * seq_q + first_q"
+                )
+            },
+            "lse_ptr takes heads for seq_q apart: they lie total_q apart, in the kernel that makes dk",
+            at_once=True,
+        ),
+        Wrong(
+            "delta of head 0",
+            {
+                "    delta_ptr += h.to(tl.int64) * total_q + first_q\n    # end of your code\n    offs_m": (
+                    "    delta_ptr += first_q\n    # end of your code\n    offs_m"
+                )
+            },
+            "delta_ptr lacks its head, h * total_q, in the kernel that makes dq",
+        ),
+        Wrong(
+            "do begins where the keys do",
+            {
+                "do_ptr += (first_q * heads + h) * HEAD_DIM\n    dq_ptr": (
+                    "do_ptr += (first_k * heads + h) * HEAD_DIM\n    dq_ptr"
+                )
+            },
+            "do_ptr is moved by first_k, where first_q is right",
+        ),
+        Wrong(
+            "tokens of one head",
+            {
+                "k_ptr += (first_k * heads + h) * HEAD_DIM\n    v_ptr += (first_k * heads + h) * HEAD_DIM\n    o_ptr": (
+                    "k_ptr += (first_k + h) * HEAD_DIM\n    v_ptr += (first_k * heads + h) * HEAD_DIM\n    o_ptr"
+                )
+            },
+            "k_ptr passes first_k rows, where a token has `heads` of them",
+        ),
+        Wrong(
+            "dk of head 0",
+            {"dk_ptr += (first_k * heads + h) * HEAD_DIM": "dk_ptr += first_k * heads * HEAD_DIM"},
+            "only head 0 of its dk is written: dk_ptr lacks its head, h",
+        ),
         Wrong("first token in 32 bits", {"first.to(tl.int64)": "first"}, "convert it to int64"),
         Wrong(
             "no queries, no dk",
             {"if pid_n * BLOCK_N >= seq_k:": "if pid_n * BLOCK_N >= seq_k or seq_q == 0:"},
-            "sequence 1 of lengths_q = (20, 0, 40, 1, 17), lengths_k = (33, 7, 20, 0, 17): it has keys but no queries",
+            "sequence 1 of lengths_q = (20, 0, 40, 1, 17), lengths_k = (33, 9, 20, 0, 17): it has keys but no queries",
         ),
         Wrong(
             "no keys, no o",
@@ -508,7 +576,7 @@ WRONG = {
                     "    lse = tl.load(lse_ptr - h * total_q + offs_m, mask=offs_m < seq_q, other=0.0)\n    delta"
                 )
             },
-            "its head 0 of dq is right",
+            "lse_ptr lacks its head, h * total_q, in the kernel that makes dq",
         ),
         Wrong(
             "two kernels to go",
