@@ -53,12 +53,18 @@ def folded(title: str, text: str) -> Highlighted:
     return Highlighted(text, "text", title)
 
 
+def small_call(record: dict) -> dict:
+    """The row of the last rung's backward pass of one head of 128 tokens, head_dim 64, causal, bf16."""
+    key = "provider", "mode", "dtype", "head_dim", "seq"
+    (row,) = (r for r in record["rows"] if tuple(r[name] for name in key) == ("ours", "bwd", "bf16", 64, 128))
+    return row
+
+
 def clocks_of_a_call(record: dict, small: dict) -> str:
     """A table: what GPU, host and caller's clock say of a large forward call and of a small backward one."""
-    of_small = {(r["provider"], r["mode"], r["dtype"], r["head_dim"], r["seq"]): r for r in small["rows"]}
     rows = {
         "forward, D 128, causal, seq 16384, 16 heads": by_case(record)["ours", 128, True, 16384, "fwd"],
-        "backward, D 64, causal, seq 128, one head": of_small["ours", "bwd", "bf16", 64, 128],
+        "backward, D 64, causal, seq 128, one head": small_call(small),
     }
     lines = [f"{'microseconds':<45}{'GPU':>7}{'host queues':>13}{'caller waits':>14}"]
     for name, r in rows.items():
@@ -68,14 +74,13 @@ def clocks_of_a_call(record: dict, small: dict) -> str:
 
 
 def power(record: dict) -> None:
-    """Print the time of a call after a rest and later, the GPU's clock then, and the energy of that time at 700 W."""
-    print(f"{'causal, seq 16384':<31}{'first 40 ms':>12}{'after 500 ms':>14}    clock then  at 700 W")
+    """Print the time of a call after a rest and later; then the GPU's clock and the energy of a call."""
+    print(f"{'causal, seq 16384':<31}{'first 40 ms':>12}{'after 500 ms':>14}    clock then    a call")
     for r in record["rows"]:
-        seen = [mhz for at, mhz in zip(r["at_ms"], r["mhz"], strict=True) if at >= 500]
-        print(
-            f"{r['mode']}  D {r['head_dim']:<12}{r['provider']:<12}{r['rested_ms']:>9.2f} ms{r['ms']:>11.2f} ms", end=""
-        )
-        print(f"{statistics.median(seen):>10.0f} MHz{r['ms'] * r['watts_allowed'] / 1e3:>7.2f} J")
+        settled = [n for n, at in enumerate(r["at_ms"]) if at >= 500]
+        mhz, watts = (statistics.median(r[name][n] for n in settled) for name in ("mhz", "watts"))
+        name = f"{r['mode']}  D {r['head_dim']:<12}{r['provider']:<12}"
+        print(f"{name}{r['rested_ms']:>9.2f} ms{r['ms']:>11.2f} ms{mhz:>10.0f} MHz{watts * r['ms'] / 1e3:>8.2f} J")
 
 
 def done_for_counted(is_causal: bool, seq: int) -> tuple[float, float]:
