@@ -7,6 +7,9 @@ judge(my_clock)                   # beside the time that the GPU needs
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from common import style
+from common.style import COLORS
+
 LAUNCH, COMPILE = 20.0, 1_000_000.0  # microseconds of the host, for a launch and for a kernel that is new
 OVERWRITE = 100.0  # microseconds of the GPU, to overwrite the L2 cache
 
@@ -20,6 +23,7 @@ class Gpu:
     def __init__(self):
         self._host = self._free = 0.0
         self._known, self._cached = set(), None
+        self.done = []  # name, (begin, end) on the host, (begin, end) on the GPU
 
     def now(self) -> float:
         """The host's clock."""
@@ -47,10 +51,13 @@ class Gpu:
 
     def _queue(self, name: str, us: float, warm: float) -> None:
         """warm: the share of the time that remains where the inputs lie in the cache."""
+        asked = self._host
         self._host += LAUNCH if name in self._known or name == "overwrite" else COMPILE
         self._known.add(name)
-        self._free = max(self._free, self._host) + us * (warm if self._cached == name else 1.0)
+        begin = max(self._free, self._host)
+        self._free = begin + us * (warm if self._cached == name else 1.0)
         self._cached = name
+        self.done.append((name, (asked, self._host), (begin, self._free)))
 
 
 @dataclass(frozen=True)
@@ -95,3 +102,35 @@ def judge(clock: Callable[[Gpu, Callable[[], None]], float]) -> None:
         right += good
         print(f"{call.title:<40}{needed:>10.0f} us{said:>14.0f} us   {'right' if good else ''}".rstrip())
     print(f"right: {right} of {len(CALLS)}")
+
+
+def picture() -> None:
+    """The twelve short kernels, on an idle GPU and behind three overwrites: when the host queues, and the GPU works."""
+    fig, axes = style.new(8.6, 3.4, rows=2, sharex=True)
+    between = []
+    for overwrites, ax in zip((0, 3), axes, strict=True):
+        gpu = Gpu()
+        gpu._known.update(f"kernel {n}" for n in range(12))
+        for _ in range(overwrites):
+            gpu.overwrite_l2()
+        begin = gpu.event()
+        for number in range(12):
+            gpu._queue(f"kernel {number}", 5.0, 1.0)
+        end = gpu.event()
+        between.append(end[0] - begin[0])
+        for name, host, device in gpu.done:
+            color = COLORS["faint"] if name == "overwrite" else COLORS["tiled"]
+            for y, (start, stop) in ((1, host), (0, device)):
+                ax.barh(y, stop - start, 0.6, left=start, color=color, edgecolor="white", linewidth=0.6)
+        for at in (begin[0], end[0]):
+            ax.axvline(at, color=COLORS["ink"], linestyle="--", linewidth=1)
+        what = f"behind {overwrites} overwrites (grey)" if overwrites else "on an idle GPU"
+        ax.set(yticks=(0, 1), yticklabels=("GPU works", "host queues"))
+        ax.set_title(f"{what}: {between[-1]:.0f} us between the events (dashed)", fontsize=10)
+    axes[-1].set_xlabel("us, simulated")
+    style.show(
+        fig,
+        alt="Twelve kernels of 5 us, each queued by the host in 20 us. On an idle GPU there are gaps between them, and "
+        f"{between[0]:.0f} us between the events. Behind three overwrites of the L2 cache all are queued before the "
+        f"first begins: {between[1]:.0f} us.",
+    )
