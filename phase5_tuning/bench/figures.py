@@ -42,26 +42,6 @@ def mask(is_causal: bool) -> str:
     return "causal" if is_causal else "full"
 
 
-def standing(forward: dict, backward: dict) -> None:
-    """Phases 3 and 4 beside SDPA's backends, both passes in one picture."""
-    fig, axes = style.new(9, 3.6, columns=2, sharey=True)
-    said, seq = [], 4096
-    for ax, record, ours, title in zip(axes, (forward, backward), ("phase 3", "phase 4"), PASSES.values(), strict=True):
-        colors = {ours: LINES["ours"], "SDPA flash": LINES["sdpa-flash"], "SDPA cuDNN": LINES["sdpa-cudnn"]}
-        of = {(r["provider"], r["head_dim"], r["is_causal"], r["seq"]): r.get("tflops", 0) for r in record["rows"]}
-        for n, (provider, look) in enumerate(colors.items()):
-            heights = [of.get((provider, *case, seq), 0) for case in CASES]
-            bars = ax.bar(np.arange(4) + (n - 1) * 0.27, heights, 0.25, label=provider, color=look["color"],
-                          hatch=("", "//", "..")[n], edgecolor="white")  # fmt: skip
-            ax.bar_label(bars, fmt="%.0f", fontsize=7, padding=1)
-            said.append(f"{title}, {provider}: {', '.join(f'{height:.0f}' for height in heights)}")
-        ax.set(xticks=range(4), xticklabels=[f"D {d}\n{mask(c)}" for d, c in CASES], title=f"{title}, seq {seq}")
-        ax.legend(fontsize=8, loc="upper left", ncols=3, columnspacing=1)
-    axes[0].set(ylabel="TFLOP/s", ylim=(0, 1.2 * axes[0].get_ylim()[1]))
-    alt = f"TFLOP/s at D 64 full, D 64 causal, D 128 full, D 128 causal. {'; '.join(said)}."
-    style.show(fig, alt, describe(forward), describe(backward))
-
-
 def waterfall(
     record: dict, names: dict[str, str], cases: list[tuple], predicted: dict[tuple, dict], signed: bool
 ) -> None:

@@ -95,16 +95,16 @@ def _count_products(step, m, l, s, scale):
             replaced = counting(getattr(builder, name))
             stack.enter_context(mock.patch.object(builder, name, replaced))
         step(m, l, s, scale)
+    if any(tile.shape == s.shape and torch.equal(tile, s * scale) for tile in reduced):
+        reject(
+            "the maximum is taken of the scaled tile. Compiled, each logit then costs a multiplication beside its "
+            "multiply-add: scale the maximum of a row, not the row before its maximum"
+        )
     products = shapes.count(tuple(s.shape))
     if products > 1:
         reject(
             f"the step multiplies or divides the tile {products} times. The multiplication by log2(e) is the one to "
             "remove: with log2(e) in the scale, s * scale is enough"
-        )
-    if any(tile.shape == s.shape and torch.equal(tile, s * scale) for tile in reduced):
-        reject(
-            "the maximum is taken of the scaled tile. Compiled, each logit then costs a multiplication beside its "
-            "multiply-add: scale the maximum of a row, not the row before its maximum"
         )
 
 

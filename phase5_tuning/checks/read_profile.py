@@ -1,60 +1,44 @@
-"""Compares clocks, verdicts and estimates on two kernels and on profiles drawn at random."""
+"""Compares clocks, verdicts and bounds on two recorded kernels and on profiles drawn at random."""
 
 import dataclasses
 import math
 import random
 
 from common.learn.check.require import reject
+from phase5_tuning.lesson import limits
 
-RATES = {"tensor cores": 4096, "exponentials": 16, "shared memory": 1}
-CHANGES = {  # what the chapter did to the kernel
-    "dQ over all banks": {"dQ": 256},
-    "LSE and delta by shuffles": {"LSE, delta": 64, "shuffles": 512},
-}
+RATES = {"schedulers": 4, "tensor cores": 4096, "exponentials": 16, "shared memory": 1}
+COUNTS = dict(zip(RATES, ("instructions", "flop", "exponentials", "wavefronts"), strict=True))
+NAMES = dict(zip(RATES, ("issue", "tensor_cores", "exponentials", "shared_memory"), strict=True))  # in the record
 
 
 def check(answer):
     drawn = random.Random()
-    profiles = [answer.BEFORE, answer.FLASH_ATTENTION_4, *(_drawn(answer, drawn) for _ in range(60))]
-    for profile in profiles:
+    counters = limits.load("h200_counters")
+    first, last = (answer.Profile(**limits.profile(counters, name)) for name in ("phase 4", "ours"))
+    for profile in [first, last, *(_drawn(answer, drawn) for _ in range(60)), *_edges(answer)]:
         _check_needed(answer, profile)
-    for profile in [*profiles, *_edges(answer)]:
         _check_limit(answer, profile)
-    for name, wavefronts in CHANGES.items():
-        changed = {**answer.BEFORE.wavefronts, **wavefronts}
-        changed = dataclasses.replace(answer.BEFORE, clocks=0, wavefronts=changed)
-        _check_estimate(answer, answer.BEFORE, changed, f" (BEFORE, {name})")
-    for profile in profiles:
-        _check_estimate(answer, profile, _changed(profile, drawn))
-    return f"{len(profiles)} profiles, 60 of them drawn at random: the units' clocks, what limits, what a change saves"
+        _check_gain(answer, profile)
+    return _beside_the_record(answer, first, last, limits.of_counted(counters, "phase 4"))
 
 
 def _drawn(answer, drawn):
-    wavefronts = {what: drawn.randint(0, 700) for what in ("products", "LSE, delta", "shuffles", "dS", "dQ", "spills")}
-    flop, exponentials = drawn.randint(0, 4000 * 4096), drawn.randint(0, 4000 * 16)
-    profile = answer.Profile(1, flop, exponentials, wavefronts)
+    counts = {COUNTS[unit]: drawn.randint(1, 4000 * rate) for unit, rate in RATES.items()}
+    profile = answer.Profile(1, **counts)
     busiest = max(_needed(profile).values())
-    return dataclasses.replace(profile, clocks=math.ceil(max(1, busiest) / drawn.choice((0.4, 0.6, 0.75, 0.85, 0.95))))
+    return dataclasses.replace(profile, clocks=math.ceil(busiest / drawn.choice((0.4, 0.6, 0.75, 0.85, 0.95))))
 
 
 def _edges(answer):
     """Exactly 80 %, and just below; two units above 80 %."""
-    busy = [answer.Profile(clocks, 800 * 4096, 16, {"dQ": 1}) for clocks in (1000, 1001)]
+    busy = [answer.Profile(clocks, 4, 800 * 4096, 16, 1) for clocks in (1000, 1001)]
     both = (850, 950), (950, 850)
-    return busy + [answer.Profile(1000, a * 4096, b * 16, {"dQ": 900}) for a, b in both]
-
-
-def _changed(profile, drawn):
-    spared = {what: drawn.randint(0, n) for what, n in profile.wavefronts.items()}
-    more = drawn.choice((0, 0, 500 * 16))
-    flop = drawn.choice((profile.flop, profile.flop // 2))
-    more += profile.exponentials
-    return dataclasses.replace(profile, clocks=0, flop=flop, exponentials=more, wavefronts=spared)
+    return busy + [answer.Profile(1000, 4, a * 4096, b * 16, 900) for a, b in both]
 
 
 def _needed(profile):
-    counts = profile.flop, profile.exponentials, sum(profile.wavefronts.values())
-    return {unit: count / rate for (unit, rate), count in zip(RATES.items(), counts, strict=True)}
+    return {unit: getattr(profile, COUNTS[unit]) / rate for unit, rate in RATES.items()}
 
 
 def _check_needed(answer, profile):
@@ -63,16 +47,9 @@ def _check_needed(answer, profile):
         reject(f"needed: expected a dict with the units {', '.join(RATES)}, got {got!r}")
     for unit, clocks in right.items():
         if not _same(got[unit], clocks):
-            largest = max(profile.wavefronts.values(), default=0)
-            why = "shared memory moves all of them, one after another: add them up" if _same(got[unit], largest) else ""
-            missing = [k for k, n in profile.wavefronts.items() if n and _same(got[unit], clocks - n)]
-            if unit == "shared memory" and missing:
-                why = f"{missing[0]!r} is missing: add up all that there are"
-            why = why or "divide what was counted by what the unit does in a clock"
-            name = {"tensor cores": "flop", "exponentials": "exponentials", "shared memory": "wavefronts"}[unit]
             reject(
-                f"needed, a profile with {name}={getattr(profile, name)}: expected {clocks:g} clocks of the unit "
-                f"{unit!r}, got {got[unit]!r}: {why}"
+                f"needed, a profile with {COUNTS[unit]}={getattr(profile, COUNTS[unit]):g}: expected {clocks:g} clocks "
+                f"of the unit {unit!r}, got {got[unit]!r}: divide what was counted by what the unit does in a clock"
             )
 
 
@@ -95,35 +72,31 @@ def _said(profile):
     return f"{profile.clocks:g} clocks ({units})"
 
 
-def _check_estimate(answer, profile, changed, name=""):
-    before, after = _needed(profile), _needed(changed)
-    spared = {unit: before[unit] - after[unit] for unit in RATES}
-    all_spared = sum(max(0.0, n) for n in spared.values())
-
-    def less(clocks):
-        return max(profile.clocks - clocks, *after.values())
-
-    right, got = less(all_spared), answer.estimated_clocks(profile, changed)
+def _check_gain(answer, profile):
+    clocks, got = _needed(profile).values(), answer.largest_gain(profile)
+    right = profile.clocks / max(clocks)
     if _same(got, right):
         return
-    kinds = {**profile.wavefronts, **changed.wavefronts}
-    of_kinds = sum(max(0, profile.wavefronts.get(kind, 0) - changed.wavefronts.get(kind, 0)) for kind in kinds)
-    of_units = sum(max(0.0, n) for unit, n in spared.items() if unit != "shared memory")
     mistakes = {
-        "what one kind of access spares shared memory another may take: compare its sums": less(of_units + of_kinds),
-        "no unit can need more clocks than the step takes": profile.clocks - all_spared,
-        "what one unit is spared does not make up for what another has to do more": less(sum(spared.values())),
-        "a kernel that waits goes on waiting: take off its clocks what its units are spared": max(after.values()),
-        "several units may be spared some: add up what each is spared": less(max(0.0, *spared.values())),
+        "it is upside down: the clocks now, divided by the fewest": 1 / right,
+        "units may work at the same time: take the busiest, and add nothing": profile.clocks / sum(clocks),
+        "the busiest unit needs more clocks than that": profile.clocks / min(clocks),
+        "a unit may be busy all the time: 80 % is no limit here": 0.8 * right,
     }
-    why = next(
-        (sentence for sentence, value in mistakes.items() if _same(got, value)),
-        "the clocks less what is spared, or those of the busiest unit, if they are more",
+    why = next((sentence for sentence, value in mistakes.items() if _same(got, value)), "no unit may need more clocks")
+    reject(f"largest_gain, a profile of {_said(profile)}: expected {right:g}, got {got!r}: {why}")
+
+
+def _beside_the_record(answer, first, last, counted):
+    shares = (
+        f"{unit} {100 * clocks / first.clocks:.0f} and {counted[NAMES[unit]]:.0f} %"
+        for unit, clocks in answer.needed(first).items()
     )
-    after = ", ".join(f"{unit} {clocks:g}" for unit, clocks in after.items())
-    reject(
-        f"estimated_clocks{name}, from {_said(profile)} to units that need {after}: expected {right:g}, "
-        f"got {got!r}: {why}"
+    return (
+        f"phase 3's kernel, computed and by ncu: {', '.join(shares)}; limit: {answer.limit(first)}. With the same "
+        f"counts it could be {answer.largest_gain(first):.2f} times as fast at most. The last rung is "
+        f"{first.clocks / last.clocks:.2f} times as fast in clocks, and executes "
+        f"{first.instructions / last.instructions:.1f} times fewer instructions"
     )
 
 

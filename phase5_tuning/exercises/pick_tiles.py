@@ -13,8 +13,7 @@ and addresses, has to make do with the rest of the 255 that a thread can have. W
 1. `shared_bytes` and `registers`, the numbers that follow, as ints. head_dim is padded to a power of two, 16 or more;
 2. `pick`: of the candidates that fit both budgets the one with the largest BLOCK_M * BLOCK_N; among equals the one with
    the larger BLOCK_M (the larger it is, the less often k and v are read), then with more stages, then the first one.
-   None if nothing fits, or if there is no candidate. The rule is naive: it does not ask how many programs fit. Section
-   4.2 of the notebook measures the tile that it picks;
+   None if nothing fits, or if there is no candidate. Section 4.2 of the notebook measures the tile that the rule picks;
 3. `programs`: how many programs run on a multiprocessor of Hopper at once, from what the compiler reports of a kernel.
    It has 65536 registers, 228 KiB of shared memory and room for 64 warps. A thread's registers are handed out in
    eights: with 129 it holds 136. Each program takes 1 KiB of shared memory more than it asks for. A program has two

@@ -31,14 +31,18 @@ def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float
     copy_bytes, gemm_flops: bytes/s of a large copy, FLOP/s of a large product
     """
     fig, ax = style.new(8, 4.2)
-    x = np.geomspace(30, 2e4, 200)
+    x = np.geomspace(10, 2e4, 200)
     ax.plot(x, np.minimum(x * copy_bytes, gemm_flops) / 1e12, color=COLORS["limit"], linewidth=1.5)
     ridge, low = gemm_flops / copy_bytes, 0.4 * min(flops for *_, flops in points.values()) / 1e12
+    got = max(flops / asked for asked, _, flops in points.values())
+    ax.plot(x, np.minimum(x * got, gemm_flops) / 1e12, color=COLORS["limit"], linewidth=1, linestyle=":")
+    ax.annotate(f"asked for and got:\n{got / 1e12:.1f} TB/s", (1.5 * low / got * 1e12, 1.5 * low), (-6, 6), ha="right",
+                textcoords="offset points", fontsize=8)  # fmt: skip
     ax.axvline(ridge, color=COLORS["limit"], linewidth=0.8, linestyle=":")
     ax.text(ridge * 1.05, low * 1.05, f"{ridge:.0f} FLOP a byte", fontsize=8)
     ax.text(9e3, gemm_flops / 1e12 * 1.02, "a large product", fontsize=8, va="bottom", ha="center")
     look = dict(textcoords="offset points", va="center", fontsize=8)
-    ax.annotate("a copy", (1.5 * low / copy_bytes * 1e12, 1.5 * low), (-8, 0), ha="right", **look)
+    ax.annotate("a copy", (1.2 * low / copy_bytes * 1e12, 1.2 * low), (8, 0), ha="left", **look)
     for name, (asked, least, flops) in points.items():
         y, mark = flops / 1e12, dict(color=COLORS["tiled"], markersize=6)
         ax.plot([asked, least], [y, y], linewidth=1.2, linestyle="--" if "backward" in name else "-", **mark)
@@ -55,6 +59,7 @@ def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float
         fig,
         alt=f"Two ceilings: a slope, {copy_bytes / 1e12:.2f} TB/s of a copy, and a flat roof, "
         f"{gemm_flops / 1e12:.0f} TFLOP/s of a large product; they meet at {ridge:.0f} FLOP a byte. "
+        f"A dotted slope has {got / 1e12:.1f} TB/s. "
         f"Reached in TFLOP/s: {reached}. The squares lie above the slope, the circles far right of it.",
     )
 

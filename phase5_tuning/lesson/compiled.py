@@ -7,11 +7,11 @@ A kernel is "forward", "dkdv" or "dq". A case is (head_dim, is_causal).
 """
 
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from unittest import mock
 
 from common import runtime, verify_results
@@ -20,6 +20,7 @@ from common.measure import offline, sass
 from common.measure.offline import Compiled, RecordedLaunch
 from common.source import source
 from common.verify.inputs import make_qkv
+from phase5_tuning.ladder import dkdv
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.configs import Config
 from phase5_tuning.passes import forward as launcher
@@ -56,6 +57,13 @@ AHEAD = Stage(
 """,
     ),
 )
+
+# dK/dV of the rung before "masks at edges" and of that rung; the line that tells the compiler that the loop runs.
+BASE2, EDGES = "_attn_bwd_dkdv_base2_kernel", "_attn_bwd_dkdv_edges_kernel"
+LOOP = "    for g in range(0, group):\n"
+ASSUME = "    tl.assume(start < seq_q)  # ptxas may serialize the products of a loop that need not run at all\n"
+WITHOUT_LINE = Stage(dkdv, (EDGES, ASSUME, ""))
+WITH_LINE = Stage(dkdv, (BASE2, LOOP, ASSUME + LOOP))
 
 
 def chosen(kernel: str, head_dim: int, is_causal: bool, tma: bool = True) -> Config:
@@ -130,9 +138,23 @@ def next_product_early() -> tuple[str, dict[int, Compiled]]:
     return verdict, _compile({stages: replace(one, source=text) for stages, one in launches.items()})
 
 
+@cache
+def assumed() -> Mapping[tuple[str, bool, bool], Compiled]:
+    """dK/dV at head_dim 64 without and with the line `ASSUME`: (rung, is_causal, whether it has the line)."""
+    kernels = {("base 2", True): WITH_LINE[BASE2], ("masks at edges", False): WITHOUT_LINE[EDGES]}
+    made = {}
+    for (name, has), kernel in kernels.items():
+        text = "from phase5_tuning.ladder.dkdv import *\n\n\n" + source(kernel)
+        for c in (False, True):
+            made[name, c, not has] = ladder()["dkdv", 64, c, name]
+            made[name, c, has] = replace(_launch("dkdv", 64, c, name), source=text)
+    new = _compile({job: one for job, one in made.items() if isinstance(one, RecordedLaunch)})
+    return made | new
+
+
 def of_learner(attention: Callable) -> Compiled:
     """A learner's attention(q, k, v, is_causal, block_m=, block_n=) at head_dim 128, causal, tile 64 x 64, in fp16."""
     q = torch.empty(1, 4, 1024, 128, dtype=torch.float16, device=runtime.DEVICE)
     (launch,) = offline.record_launches(lambda: attention(q, q, q, True, block_m=64, block_n=64))
-    text = inspect.getsource(inspect.getmodule(attention) or sys.modules[attention.__module__])
+    text = Path(inspect.getsourcefile(attention)).read_text()  # the file of an answer is in no list of modules
     return _compile({0: replace(launch, source=text)})[0]

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 
 from common.measure import records, sass, timing, traffic
 from common.measure.offline import Compiled
+from common.source import Highlighted
 from phase5_tuning.launch.configs import Config
 from phase5_tuning.lesson.compiled import chosen, last_rung
 
 import torch
 
-BUSY = "tensor_cores", "exponentials", "shared_memory"
 SMS = 132  # multiprocessors of an H100 or H200
 # Tiles that were timed beside those of the last rung, by the name that they have in a record.
 SLOWER = {
@@ -48,25 +48,33 @@ def by_case(record: dict) -> dict[tuple, dict]:
     return {(r["provider"], r["head_dim"], r["is_causal"], r["seq"], r.get("mode", "fwd")): r for r in rows}
 
 
-def standing(forward: dict, backward: dict) -> None:
-    """Print at which share of its peers' speed phases 3 and 4 run at seq 4096."""
-    for mine, record in (("phase 3", forward), ("phase 4", backward)):
-        ms = {key: r["ms"] for key, r in by_case(record).items()}
-        for peer in ("SDPA flash", "SDPA cuDNN"):
-            cases = [key[1:] for key in ms if key[0] == mine and key[3] == 4096 and (peer, *key[1:]) in ms]
-            speeds = [ms[peer, *case] / ms[mine, *case] for case in cases]
-            print(f"{mine} runs at {min(speeds):.2f} to {max(speeds):.2f} of the speed of {peer}")
+def folded(title: str, text: str) -> Highlighted:
+    """A table behind a line that a click opens; where no HTML is shown it stands open."""
+    return Highlighted(text, "text", title)
+
+
+def small_call(record: dict) -> dict:
+    """The row of the last rung's backward pass of one head of 128 tokens, head_dim 64, causal, bf16."""
+    key = "provider", "mode", "dtype", "head_dim", "seq"
+    (row,) = (r for r in record["rows"] if tuple(r[name] for name in key) == ("ours", "bwd", "bf16", 64, 128))
+    return row
+
+
+def clocks_of_a_call(name: str, row: dict) -> str:
+    """A table: what the GPU's, the host's and the caller's clock say of a recorded call."""
+    times = (1e3 * row[key] for key in ("ms", "host_ms", "caller_ms"))
+    head = f"{'microseconds':<45}{'GPU':>7}{'host queues':>13}{'caller waits':>14}"
+    return head + "\n" + "{:<45}{:>7.0f}{:>13.0f}{:>14.0f}".format(name, *times)
 
 
 def power(record: dict) -> None:
-    """Print the time of a call after a rest and later, and the GPU's clock then."""
-    print(f"{'causal, seq 16384':<31}{'first 40 ms':>12}{'after 500 ms':>14}    clock then")
+    """Print the time of a call after a rest and later; then the GPU's clock and the energy of a call."""
+    print(f"{'causal, seq 16384':<31}{'first 40 ms':>12}{'after 500 ms':>14}    clock then    a call")
     for r in record["rows"]:
-        seen = [mhz for at, mhz in zip(r["at_ms"], r["mhz"], strict=True) if at >= 500]
-        print(
-            f"{r['mode']}  D {r['head_dim']:<12}{r['provider']:<12}{r['rested_ms']:>9.2f} ms{r['ms']:>11.2f} ms", end=""
-        )
-        print(f"{statistics.median(seen):>10.0f} MHz")
+        settled = [n for n, at in enumerate(r["at_ms"]) if at >= 500]
+        mhz, watts = (statistics.median(r[name][n] for n in settled) for name in ("mhz", "watts"))
+        name = f"{r['mode']}  D {r['head_dim']:<12}{r['provider']:<12}"
+        print(f"{name}{r['rested_ms']:>9.2f} ms{r['ms']:>11.2f} ms{mhz:>10.0f} MHz{watts * r['ms'] / 1e3:>8.2f} J")
 
 
 def done_for_counted(is_causal: bool, seq: int) -> tuple[float, float]:
@@ -81,9 +89,9 @@ def done_for_counted(is_causal: bool, seq: int) -> tuple[float, float]:
 
 
 def operations() -> str:
-    """A table of `done_for_counted`."""
+    """A table of `done_for_counted`, but for the case that the chapter asks for."""
     lines = []
-    for is_causal, seq in itertools.product((False, True), (512, 4096, 16384)):
+    for is_causal, seq in [*itertools.product((False,), (512, 4096, 16384)), (True, 4096), (True, 16384)]:
         forward, backward = done_for_counted(is_causal, seq)
         mask = "causal" if is_causal else "full"
         lines.append(f"{mask:<7}seq {seq:>5}: done / counted: forward {forward:.3f}, backward {backward:.3f}")
@@ -114,27 +122,57 @@ def roofline(ladder: dict, seq: int = 4096, size: int = 2) -> dict[str, tuple[fl
 
 
 def asked_and_reached(points: Mapping[str, tuple[float, float, float]], bandwidth: float) -> None:
-    print(f"{'':<17}FLOP for a byte   TFLOP/s if memory   TFLOP/s")
-    print(f"{'':<17}  asked for         answered all      reached")
+    print(f"{'':<17}FLOP for a byte   TFLOP/s if memory   TFLOP/s   TB/s")
+    print(f"{'':<17}  asked for         answered all      reached   asked for")
     for name, (asked, _, reached) in points.items():
-        print(f"{name:<17}{asked:>9.0f}{asked * bandwidth / 1e12:>18.0f}{reached / 1e12:>16.0f}")
+        print(f"{name:<17}{asked:>9.0f}{asked * bandwidth / 1e12:>18.0f}{reached / 1e12:>16.0f}", end="")
+        print(f"{reached / asked / 1e12:>8.1f}")
+
+
+def of_counted(counters: dict, provider: str) -> dict:
+    """What ncu counted: forward, D 128, causal, seq 16384, 16 heads, fp16."""
+    wanted = provider, "fwd", 128, True, "fp16"
+    key = "provider", "mode", "head_dim", "is_causal", "dtype"
+    (row,) = (r["counted"] for r in counters["rows"] if tuple(r[name] for name in key) == wanted)
+    return row
+
+
+def asked_bytes() -> int:
+    """Bytes of K and V that the programs of the last rung ask for in the call of `of_counted`."""
+    tiles = timing.products_done(16384, 64, 128, True) // (64 * 128)
+    return 16 * tiles * 128 * 2 * 128 * 2
 
 
 def share_from_memory(counters: dict) -> float:
-    """Percent of the bytes of K and V asked for that went to or from memory: forward, D 128, causal, seq 16384."""
-    (row,) = (r for r in counters["rows"] if (r["provider"], r["dtype"]) == ("ours", "fp16"))
-    tiles = timing.products_done(16384, 64, 128, True) // (64 * 128)
-    return 100 * row["counted"]["dram_bytes"] / (16 * tiles * 128 * 2 * 128 * 2)
+    """Percent of the bytes of K and V asked for that went to or from memory."""
+    return 100 * of_counted(counters, "ours")["dram_bytes"] / asked_bytes()
 
 
-def busy(counters: dict, provider: str) -> None:
-    """Print for what share of the clocks each unit worked: forward, D 128, causal, seq 16384, fp16."""
-    wanted = provider, "fwd", 128, True, "fp16"
-    key = "provider", "mode", "head_dim", "is_causal", "dtype"
-    (row,) = (r for r in counters["rows"] if tuple(r[name] for name in key) == wanted)
-    names = {"issue": "schedulers"} | {name: name.replace("_", " ") for name in BUSY}
-    for name in ("issue", *BUSY):
-        print(f"{names[name]:<15}{row['counted'][name]:>4.0f} % of the clocks")
+def from_cache(counters: dict) -> str:
+    """At which rate K and V came, and how much of it from memory."""
+    row, asked = of_counted(counters, "ours"), asked_bytes()
+    each = 64 * 1024 * row["clocks"] * SMS / asked
+    return (
+        f"memory: {row['dram_bytes'] / 1e9:.2f} GB by NVIDIA's profiler ncu, Q, O and LSE among them\n"
+        f"asked for: {asked / 1e9:.1f} GB in {row['ns'] / 1e6:.2f} ms are {asked / row['ns'] / 1e3:.1f} TB/s\n"
+        f"a multiprocessor: 64 KiB, a tile of K and one of V, in {each:.0f} clocks are {65536 / each:.0f} bytes a clock"
+    )
+
+
+def profile(counters: dict, provider: str) -> dict[str, float]:
+    """What a multiprocessor did in the call of `of_counted`: clocks, and counts of exercise 5.3.
+
+    Products and exponentials are computed: those of the tiles that are visited. The rest is ncu's.
+    """
+    row, side = of_counted(counters, provider), 128 if provider == "ours" else 64
+    logits = 16 * timing.products_done(16384, 64, side, True) / SMS
+    return dict(
+        clocks=row["clocks"],
+        instructions=row["instructions"] / SMS,
+        flop=4 * 128 * logits,
+        exponentials=logits,
+        wavefronts=row["shared_memory"] / 100 * row["clocks"],
+    )
 
 
 def bytes_asked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable:
@@ -149,7 +187,7 @@ def bytes_asked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable:
 
 
 def units(record: dict) -> str:
-    """A table of the clocks of a multiprocessor for a tile's products and for its exponentials."""
+    """A table of the clocks of a multiprocessor for a tile's products and exponentials, but for head_dim 64."""
     ghz = int(re.search(r"SM (\d+) MHz", record["provenance"]["max_clocks"])[1]) / 1000
     lines = [
         f"{SMS} multiprocessors at {ghz} GHz: {sass.TENSOR * SMS * ghz / 1000:.0f} TFLOP/s, "
@@ -157,7 +195,7 @@ def units(record: dict) -> str:
         "clocks of a tile of 128 x 64 logits; share of the peak if one follows the other",
         f"{'':<12}{'products':>23}{'exponentials':>15}{'share':>17}",
     ]
-    for d in (32, 64, 128, 256):
+    for d in (32, 128, 256):
         products, exponentials = (n * 128 * 64 for n in (4 * d / sass.TENSOR, 1 / sass.MUFU))
         share = products / (products + exponentials)
         lines.append(f"head_dim {d:>3}{products:>23.0f}{exponentials:>15.0f}{share:>17.0%}")
@@ -175,12 +213,12 @@ def slower(record: dict, provider: str, head_dim: int, is_causal: bool, seq: int
     return rows[provider, head_dim, is_causal, seq, "fwd"]["ms"] / rows["ours", head_dim, is_causal, seq, "fwd"]["ms"]
 
 
-def of_64(record: dict) -> str:
-    """A table of three tiles at D 64, causal: programs that fit, and the time by that with four of them."""
-    made = last_rung((64, True, config) for config in OF_64.values())
+def of_64(record: dict, *names: str) -> str:
+    """A table of tiles of `OF_64` at D 64, causal: programs that fit, and the time by that with four of them."""
+    made = last_rung((64, True, OF_64[name]) for name in names)
     lengths = sorted({r["seq"] for r in record["rows"]})
     lines = [f"{'64 x 128, 4 warps':<24}registers  programs   time / that with four, seq {lengths[0]} to {lengths[-1]}"]
-    for (name, config), c in zip(OF_64.items(), made.values(), strict=True):
+    for name, ((*_, config), c) in zip(names, made.items(), strict=True):
         provider = "ours" if config.maxnreg else f"64x128 in {name}"
         times = [slower(record, provider, 64, True, seq) for seq in lengths]
         label = "1 stage, at most 128" if config.maxnreg else name
@@ -188,9 +226,9 @@ def of_64(record: dict) -> str:
     return "\n".join(lines)
 
 
-def other_tiles(record: dict) -> str:
-    """A table of tiles beside those of the last rung: programs that fit, and recorded time."""
-    names = {"ours": None} | SLOWER
+def other_tiles(record: dict, *others: str) -> str:
+    """A table of tiles of `SLOWER` beside those of the last rung: programs that fit, and recorded time."""
+    names = {"ours": None} | {name: SLOWER[name] for name in others}
     tiles = {(d, name): config or chosen("forward", d, False) for d in (64, 128) for name, config in names.items()}
     made = last_rung((d, False, config) for (d, _), config in tiles.items())
     lines = [
@@ -204,7 +242,7 @@ def other_tiles(record: dict) -> str:
             line += f"{fit:>14}{slower(record, name, d, False):>7.2f}    "
         lines.append(line)
     cases = {(r["head_dim"], r["is_causal"], r["seq"]) for r in record["rows"]}
-    for name in SLOWER:
+    for name in others:
         of = [slower(record, name, *case) for case in cases]
         lines.append(f"{name} in all {len(of)} cases: {min(of):.2f} to {max(of):.2f}")
     return "\n".join(lines)

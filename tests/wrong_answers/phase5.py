@@ -220,6 +220,11 @@ WRONG = {
             "a NaN in k does not reach o",
         ),
         Wrong(
+            "the tile scaled twice",
+            {"tl.max(s, axis=1) * scale": "tl.max(s * scale, axis=1)"},
+            "the maximum is taken of the scaled tile",
+        ),
+        Wrong(
             "the tile scaled before its maximum",
             {
                 "m_new = tl.maximum(m_i, tl.max(s, axis=1) * scale)": (
@@ -1089,30 +1094,16 @@ WRONG = {
         Wrong("floats", {"return n - lowest": "return (n - lowest) / 1"}, "expected an int"),
     ],
     "read_profile": [
-        Wrong("the largest kind of wavefronts", {"sum(profile.wavefronts": "max(profile.wavefronts"}, "add them up"),
+        Wrong("clocks upside down", {"count / rate for": "rate / count for"}, "divide what"),
+        Wrong("whole clocks", {"count / rate for": "count // rate for"}, "divide what"),
         Wrong(
-            "FLOP as wavefronts", {'flop / RATES["tensor cores"]': 'flop / RATES["exponentials"]'}, "divide what was"
+            "counts in another order",
+            {"profile.instructions, profile.flop": "profile.flop, profile.instructions"},
+            "instructions=",
         ),
-        Wrong("clocks upside down", {"profile.exponentials / RATES": "profile.exponentials * RATES"}, "divide what"),
         Wrong("more than 80 %", {"clocks >= 0.8": "clocks > 0.8"}, "80.0%"),
         Wrong(
             "the busiest unit always", {'if clocks >= 0.8 * profile.clocks else "waiting"': ""}, "expected 'waiting'"
-        ),
-        Wrong(
-            "nothing waits", {"max(profile.clocks - spared, *after.values())": "max(after.values())"}, "goes on waiting"
-        ),
-        Wrong(
-            "below the busiest", {"max(profile.clocks - spared, *after.values())": "profile.clocks - spared"}, "no unit"
-        ),
-        Wrong(
-            "spared by kinds",
-            {
-                "sum(max(0.0, before[unit] - after[unit]) for unit in RATES)": (
-                    'sum(max(0.0, before[unit] - after[unit]) for unit in RATES if unit != "shared memory") + sum('
-                    "max(0, n - changed.wavefronts.get(k, 0)) for k, n in profile.wavefronts.items())"
-                )
-            },
-            "what one kind of access spares",
         ),
         Wrong(
             "the first busy unit",
@@ -1125,16 +1116,13 @@ WRONG = {
             "the busiest, needs",
         ),
         Wrong(
-            "a kind left out",
-            {"sum(profile.wavefronts.values())": "sum(n for k, n in profile.wavefronts.items() if k != 'dS')"},
-            "'dS' is missing",
+            "a gain upside down",
+            {"profile.clocks / max(needed(profile).values())": "max(needed(profile).values()) / profile.clocks"},
+            "upside down",
         ),
-        Wrong(
-            "whole clocks", {'profile.flop / RATES["tensor cores"]': 'profile.flop // RATES["tensor cores"]'}, "divide"
-        ),
-        Wrong(
-            "more work spares", {"max(0.0, before[unit] - after[unit])": "before[unit] - after[unit]"}, "make up for"
-        ),
+        Wrong("one unit after the other", {"/ max(needed(profile)": "/ sum(needed(profile)"}, "add nothing"),
+        Wrong("the idlest unit", {"/ max(needed(profile)": "/ min(needed(profile)"}, "needs more clocks than that"),
+        Wrong("80 % at most", {"return profile.clocks / max": "return 0.8 * profile.clocks / max"}, "no limit here"),
     ],
     "merge_ranks": [
         Wrong("lse in 16 bits", {"    lse.copy_(both)": "    lse.copy_(both.half())"}, "both lse are fp32"),

@@ -1,11 +1,15 @@
 """What the chapters measure and rungs compute beside their text, and the trial of tiles."""
 
+import statistics
+from pathlib import Path
 from unittest import mock
 
 from common import runtime
+from common.learn.check import answer
 from common.measure import timing
 from phase5_tuning.launch.configs import Config, candidates
-from phase5_tuning.lesson import gains, limits, trial
+from phase5_tuning.lesson import clock, compiled, gains, limits, trial
+from phase5_tuning.solutions import split_causal_loop
 
 import pytest
 import torch
@@ -74,3 +78,64 @@ def test_gains_are_those_of_the_record():
         product *= gains.recorded(record, name, 128, True)
     unchanged = ms["rung: masks at edges", *case] / ms["rung: transposed dK, dV", *case]  # one program, timed twice
     assert product * unchanged == pytest.approx(ms["phase 4", *case] / ms["ours", *case])
+
+
+@interpreted_only
+def test_an_answer_that_has_passed_is_compiled_from_its_own_file(tmp_path):
+    own = tmp_path / "own_split_causal_loop.py"
+    own.write_text(Path(split_causal_loop.__file__).read_text() + "\nOWN = 1\n")
+    mine = answer.load(own, "own_split_causal_loop")
+    with mock.patch.object(compiled, "_compile", side_effect=lambda launches: launches):
+        launch = compiled.of_learner(mine.attention)
+    assert launch.source == own.read_text()
+    assert launch.name == "_split_loop_kernel"
+
+
+def test_the_same_work_is_counted_in_a_profile_as_by_ncu():
+    counters = limits.load("h200_counters")
+    for provider in ("phase 4", "ours"):
+        counted, profile = limits.of_counted(counters, provider), limits.profile(counters, provider)
+        shares = profile["instructions"] / 4, profile["flop"] / 4096, profile["exponentials"] / 16
+        for share, name in zip(shares, ("issue", "tensor_cores", "exponentials"), strict=True):
+            assert 100 * share / profile["clocks"] == pytest.approx(counted[name], abs=2)
+
+
+def host_clock(gpu, call):
+    call()
+    gpu.synchronize()
+    begin = gpu.now()
+    call()
+    gpu.synchronize()
+    return gpu.now() - begin
+
+
+def honest(gpu, call, *, overwrites=3, calls=5):
+    call()
+    times = []
+    for _ in range(calls):
+        for _ in range(overwrites):
+            gpu.overwrite_l2()
+        begin = gpu.event()
+        call()
+        end = gpu.event()
+        gpu.synchronize()
+        times.append(gpu.elapsed(begin, end))
+    return statistics.median(times)
+
+
+def test_a_clock_that_leaves_out_one_thing_is_wrong_about_one_call():
+    def said(of):
+        return [clock.times(of, call) for call in clock.CALLS]
+
+    assert said(honest) == [sum(call.kernels) for call in clock.CALLS] == [2000, 60, 60, 300]
+    assert said(lambda gpu, call: honest(gpu, call, overwrites=0)) == [2020, 50, 245, 320]
+    assert said(lambda gpu, call: honest(gpu, call, overwrites=1)) == [2000, 60, 145, 300]
+    assert said(lambda gpu, call: honest(gpu, call, calls=1))[3] == 900
+    assert said(host_clock) == [2020, 50, 245, 920]
+    with pytest.raises(RuntimeError, match="synchronize first"):
+        clock.times(lambda gpu, call: (call(), gpu.elapsed(gpu.event(), gpu.event())), clock.CALLS[0])
+
+
+def test_a_clock_is_judged_by_every_call(capsys):
+    clock.judge(honest)
+    assert capsys.readouterr().out.endswith("right: 4 of 4\n")
