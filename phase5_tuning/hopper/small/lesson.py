@@ -3,13 +3,11 @@
 outcome(k3_roles, {"lap & 1 ^ 1": "lap & 1"})     "Deadlock: nobody can go on: ..."
 """
 
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 
 from common.edited import replaced
 from common.measure.offline import RecordedLaunch
-from phase5_tuning.bench import tables
 from phase5_tuning.hopper import forward, interpreter
 from phase5_tuning.hopper.interpreter import Deadlock, Race, Unfenced
 from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay
@@ -85,11 +83,6 @@ def threads(layout, shape: tuple[int, int]) -> np.ndarray:
     held = np.zeros(shape, int)
     held[rows, columns] = numbers >> registers
     return held
-
-
-def sources(*records: dict) -> str:
-    """Where the numbers of a table come from, in lines of a cell's width."""
-    return textwrap.fill(tables.sources(records), 110)
 
 
 def beside_products(record: dict) -> str:
