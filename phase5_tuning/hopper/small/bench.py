@@ -5,10 +5,12 @@ The first three move bytes, so a row has their TB/s too; the last two multiply, 
 same is beside each.
 """
 
+from collections.abc import Iterable
+
 from common import runtime
 from common.measure import records, timing
-from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay, lesson
-from phase5_tuning.hopper.small.lesson import inputs, truth
+from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay
+from phase5_tuning.hopper.small.lesson import KERNELS, inputs, truth
 from phase5_tuning.launch import configs
 
 import torch
@@ -56,12 +58,17 @@ def measured(module) -> list[dict]:
 
 def run() -> list[dict]:
     with torch.no_grad():
-        return [row for module in CASES for row in measured(module)]
+        return [row for module in KERNELS for row in measured(module)]
 
 
-KERNELS = [getattr(module, name) for module, name in lesson.KERNELS.items()]
 SETTINGS = list(CASES.values()), HEAD_DIM, ROUNDS, inputs, truth, in_pytorch, measured
 
 
+def recorded(providers: Iterable[str] = ()) -> tuple[list, tuple]:
+    """(kernels, settings) of a record, whichever providers it has."""
+    return [getattr(module, name) for module, name in KERNELS.items()], SETTINGS
+
+
 if __name__ == "__main__":
-    raise SystemExit(records.main("phase5_tuning", KERNELS, run, settings=SETTINGS))
+    kernels, settings = recorded()
+    raise SystemExit(records.main("phase5_tuning", kernels, run, settings=settings))
