@@ -171,7 +171,7 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
     "context_2": ("attention over two GPUs", "context_parallel"),
     "counters": (
         "what a profiler counts in every rung, in the Hopper kernels and in FlashAttention-4",
-        "measure, rungs",
+        "measure, rungs, hopper_forward",
     ),
     "deadends": ("what did not help", "measure"),
     "decode": ("few queries on long caches, beside their peers", "decode"),
@@ -191,6 +191,7 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
     "parts": ("one query, with any number of parts of the keys", "decode"),
     "power": ("how a GPU's clock and power settle", "measure"),
     "registers": ("one tile with and without a limit of registers", "measure"),
+    "small": ("the five small Gluon kernels beside PyTorch", "hopper_forward"),
     "turns": ("the order of heads in the backward pass, counted and timed", "hopper_backward"),
 }
 OF_SHAPES = "models", "grouped"  # records whose rows are listed below

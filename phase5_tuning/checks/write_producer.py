@@ -79,6 +79,12 @@ def _nobody(work, memory, scale, MASKED, OVERLAP, ME):
 def _why(answer, *call):
     """The first difference from the course's producer in what is done at barriers, in words; "" if there is none."""
     got, right = (_numbers(produce, *call) for produce in (answer.produce, hopper_forward._produce))
+    arrives = any(what == "arrive" for what, _ in got)
+    if not arrives and _waits_for_sides(got) < _waits_for_sides(right):
+        return (
+            "no announcement at the end: after the last turn consumers wait for a tile's number. Wait until the next "
+            "place is free, announce a number past the end, and arrive at its q_full"
+        )
     for barrier in sorted({name for _, name in right}):
         said = (_of_empty if "empty" in barrier else _of_full)(barrier, got, right)
         if said:
@@ -96,6 +102,10 @@ def _numbers(produce, q, k, v, is_causal):
     for what, barrier, number in done:
         numbers[what, barrier].append(number)
     return numbers
+
+
+def _waits_for_sides(numbers):
+    return sum(len(found) for (what, barrier), found in numbers.items() if what == "wait" and barrier[:2] == "q_")
 
 
 def _of_empty(barrier, got, right):

@@ -5,7 +5,7 @@ consumers stay as they are, so what they expect decides what you send.
 
 A program takes one tile of queries after another: turns 0, 1, 2, ... For each turn the producer sends
 
-- the queries, into the place `turn % 2` of two: CONSUMERS times 64 rows, and with them the tile's number. `announce`
+- the queries, into side `turn % 2` of two: CONSUMERS times 64 rows, and with them the tile's number. `announce`
   writes it, before the place's arrival at `q_full`: consumers read it once `q_full` has completed. `memory.q_full` and
   `memory.q_empty` have a barrier for each place. After the last turn the producer announces a number past the end in
   the next place, once that is free, so that consumers stop. No queries come with it: `q_full` completes by `arrive`.

@@ -226,36 +226,7 @@ def _part(ax, part, y, tiles_m):
     ax.text(*middle, str(part.tile[2]), ha="center", va="center", fontsize=6, color=ink)
 
 
-# --- 2. the ring --------------------------------------------------------------------------------------------------
-
-
-def pairs(tiles: int, stages: int) -> None:
-    """The pairs of one tile of queries: which keys and values each has, and in which slot it lands."""
-    fig, ax = style.new(8.4, 2.7)
-    style.blank(ax)
-    for pair in range(tiles + 1):
-        for row, (letter, j) in enumerate((("K", tiles - 1 - pair), ("V", tiles - pair))):
-            there = 0 <= j < tiles
-            style.box(
-                ax, pair * 1.25, 1.1 - row, f"{letter}{j}" if there else "-",
-                width=1.1, height=0.9, size=11,
-                color=TINT[letter.lower()] if there else "white", edge=COLORS["ink"],
-            )  # fmt: skip
-        slot, parity = pair % stages, pair // stages & 1
-        under = f"slot {slot}\nparity {parity}"
-        ax.text(pair * 1.25 + 0.55, -0.15, under, ha="center", va="top", fontsize=9)
-        ax.text(pair * 1.25 + 0.55, 2.1, f"pair {pair}", ha="center", va="bottom", fontsize=9)
-    ax.set(xlim=(-0.2, (tiles + 1) * 1.25), ylim=(-1.1, 2.6))
-    ax.set_title(f"{tiles} tiles of keys, from right to left, in a ring of {stages} slots", pad=2)
-    style.show(
-        fig,
-        alt=f"{tiles + 1} pairs of places for {tiles} tiles: pair 0 has the last keys alone, each later pair the "
-        f"keys one tile to the left and the values of the tile before, the last pair values alone. Pair p lands in "
-        f"slot p mod {stages}, and its parity changes with every lap.",
-    )
-
-
-# --- 3. layouts ---------------------------------------------------------------------------------------------------
+# --- layouts ------------------------------------------------------------------------------------------------------
 
 
 def quads(owner: np.ndarray, needs: np.ndarray) -> None:
@@ -281,7 +252,7 @@ def quads(owner: np.ndarray, needs: np.ndarray) -> None:
     )
 
 
-# --- 4. registers -------------------------------------------------------------------------------------------------
+# --- registers ----------------------------------------------------------------------------------------------------
 
 
 def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) -> None:
@@ -309,10 +280,7 @@ def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) ->
     style.show(fig, alt=f"Registers in units of 128, of which there are {limit}. {said}.")
 
 
-# --- 6. the order of tiles ----------------------------------------------------------------------------------------
-
-
-# --- 7. the backward pass -----------------------------------------------------------------------------------------
+# --- the backward pass --------------------------------------------------------------------------------------------
 
 
 def two_sums(tiles_n: int, tiles_m: int) -> None:

@@ -105,7 +105,7 @@ WHICH = 'predict(\'Which needs two passes over the row: "weights", "LSE" or "out
 PADDED = 'predict("Ten logits of -3, padded with 0 to 16: what do the ten weights add up to?", yours={})'
 SECTORS = 'predict("How many times as many sectors does softmax_fused ask for of t as of x?", yours={})'
 STOPS = 'predict("kv_empty counts one arrival: right, Race or Deadlock?", yours={})'
-QUEUE = 'predict("When is the last tile done, with a fixed share and with a queue? (two numbers)", yours={})'
+UNDER_PV = 'predict("66 of 66 exponentials stand under PV in PTX. How many in the machine code?", yours={})'
 
 
 def filled(*predictions):
@@ -152,12 +152,12 @@ def test_what_is_written_in_a_chapter_stays_when_the_chapter_changes(course, clo
 
 def test_what_is_written_in_a_chapter_stays_when_the_chapter_is_split(course, clone):
     renew(clone)
-    used(clone / "work" / HOPPER, *filled((STOPS, "'Race'"), (QUEUE, 4)))
+    used(clone / "work" / HOPPER, *filled((STOPS, "'Race'"), (UNDER_PV, 4)))
     mine = clone / "work" / "phase5_tuning" / "hopper_forward-Copy1.ipynb"
     shutil.copy(clone / "work" / HOPPER, mine)
 
     whole = read(course / HOPPER)
-    halfway = whole.cells.index(cell_with(whole, QUEUE.format("None"))) - 1
+    halfway = whole.cells.index(cell_with(whole, UNDER_PV.format("None"))) - 1
     for name, part in (("pipes", slice(halfway)), ("loops", slice(halfway, None))):
         edit(course / HOPPER, lambda notebook, part=part: notebook.update(cells=whole.cells[part]))
         shutil.copy(course / HOPPER, course / "phase5_tuning" / f"{name}.ipynb")
@@ -170,7 +170,7 @@ def test_what_is_written_in_a_chapter_stays_when_the_chapter_is_split(course, cl
     git(clone, "pull", "-q", "--ff-only")
     assert renew(clone) == []
     assert cell_with(read(clone / "work/phase5_tuning/pipes.ipynb"), STOPS.format("'Race'"))
-    assert cell_with(read(clone / "work/phase5_tuning/loops.ipynb"), QUEUE.format(4))
+    assert cell_with(read(clone / "work/phase5_tuning/loops.ipynb"), UNDER_PV.format(4))
     assert not (clone / "work" / HOPPER).exists()
     assert mine.exists(), "a copy of the learner's own is no chapter"
     assert git(clone, "status", "--porcelain") == ""

@@ -664,6 +664,14 @@ WRONG = {
             "consumers wait for the others, or for the end",
         ),
         Wrong(
+            "no announcement at the end",
+            {
+                "    side = turn % 2\n    mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)\n"
+                "    announce(memory, side, tile)\n    mbarrier.arrive(memory.q_full.index(side), count=1)\n": ""
+            },
+            "no announcement at the end",
+        ),
+        Wrong(
             "the end is announced before its place is free",
             {
                 "    mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)\n    announce(memory, side, tile)\n"

@@ -5,6 +5,8 @@ The first three move bytes, so a row has their TB/s too; the last two multiply, 
 same is beside each.
 """
 
+from collections.abc import Iterable
+
 from common import runtime
 from common.measure import records, timing
 from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay
@@ -62,6 +64,11 @@ def run() -> list[dict]:
 SETTINGS = list(CASES.values()), HEAD_DIM, ROUNDS, inputs, truth, in_pytorch, measured
 
 
+def recorded(providers: Iterable[str] = ()) -> tuple[list, tuple]:
+    """(kernels, settings) of a record, whichever providers it has."""
+    return [getattr(module, name) for module, name in KERNELS.items()], SETTINGS
+
+
 if __name__ == "__main__":
-    kernels = tuple(getattr(module, name) for module, name in KERNELS.items())
-    raise SystemExit(records.main("phase5_tuning", kernels, run, settings=SETTINGS))
+    kernels, settings = recorded()
+    raise SystemExit(records.main("phase5_tuning", kernels, run, settings=settings))

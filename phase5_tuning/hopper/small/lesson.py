@@ -12,8 +12,10 @@ from phase5_tuning.hopper import forward, interpreter
 from phase5_tuning.hopper.interpreter import Deadlock, Race, Unfenced
 from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from triton._C.libtriton import gluon_ir, ir
 
 KERNELS = {  # by module, in the order in which the chapter shows them
     k1_copy: "copy_kernel",
@@ -63,6 +65,62 @@ def outcome(module, change: dict[str, str] | None = None, seed: int = 0, **optio
         return f"{type(error).__name__}: {error}"
     right = torch.isclose(got.float(), truth(module, *given), atol=2e-3, rtol=2e-3)
     return "right" if right.all() else f"{int((~right).sum())} of {right.numel()} numbers are wrong"
+
+
+def threads(layout, shape: tuple[int, int]) -> np.ndarray:
+    """Which of a program's 128 threads holds each element of a tile, as the compiler's layouts say: (rows, columns). Of
+    several with the same element, the last.
+    """
+    context = ir.context()
+    ir.load_dialects(context)
+    builder = gluon_ir.GluonOpBuilder(context)
+    linear = builder.to_linear_layout(layout._to_ir(builder), list(shape))
+    registers = len(linear.reg_bases)
+    steps = np.array([*linear.reg_bases, *linear.lane_bases, *linear.warp_bases])  # where each bit of a number leads
+    numbers = np.arange(1 << len(steps))  # a thread's number, and behind it that of one of its registers
+    ways = np.where(numbers[:, None, None] >> np.arange(len(steps))[:, None] & 1, steps, 0)
+    rows, columns = np.bitwise_xor.reduce(ways, axis=1).T
+    held = np.zeros(shape, int)
+    held[rows, columns] = numbers >> registers
+    return held
+
+
+def beside_products(record: dict) -> str:
+    """The record of `bench.beside` as a table: clocks of arithmetic and of a product, alone and beside each other."""
+    clocks = {(r["where"], r["left"], r["arithmetic"]): r["clocks"] for r in record["rows"]}
+    lines = [
+        f"{'clocks by left factor':<34}{'of the arithmetic':>24}{'of the product':>30}",
+        f"{'and arithmetic':<34}{'alone':>8}{'own':>8}{'other':>8}{'alone':>9}{'beside own':>13}{'other':>8}",
+    ]
+    for left in ("shared memory", "registers"):
+        product = clocks["alone", left, "none"]["product"]
+        for kind in ("128 FMUL", "128 FFMA", "32 FFMA, 32 MUFU"):
+            own, other = (clocks[f"{who} warpgroup", left, kind] for who in ("same", "other"))
+            of = clocks["alone", "none", kind]["arithmetic"], own["arithmetic"], other["arithmetic"]
+            line = f"{f'{left}, {kind}':<34}" + "".join(f"{n:>8.0f}" for n in of)
+            lines.append(line + f"{product:>9.0f}{own['product']:>13.0f}{other['product']:>8.0f}")
+    return "\n".join(lines)
+
+
+PROVIDERS = {"hopper": "course", "flash-attn-3": "FA3", "flash-attn-4": "FA4", "sdpa-cudnn": "cuDNN"}
+
+
+def beside_others(record: dict) -> str:
+    """TFLOP/s of the forward pass as a table: a line for each case, a column for each provider and dtype."""
+    speed = {
+        (r["head_dim"], r["is_causal"], r["seq"], r["dtype"], r["provider"]): r.get("tflops") for r in record["rows"]
+    }
+    columns = [
+        (dtype, p)
+        for dtype in ("bf16", "fp16")
+        for p in PROVIDERS
+        if any(speed[k] for k in speed if k[3:] == (dtype, p))
+    ]
+    lines = ["forward, TFLOP/s" + " " * 16 + "".join(f"{dtype + ' ' + PROVIDERS[p]:>12}" for dtype, p in columns)]
+    for d, is_causal, seq in sorted({key[:3] for key in speed}):
+        case = f"head_dim {d:>3}, {'causal' if is_causal else 'full':<6} {seq:>6}"
+        lines.append(f"{case:<32}" + "".join(f"{speed[d, is_causal, seq, *column]:>12.0f}" for column in columns))
+    return "\n".join(lines)
 
 
 EXPONENTIALS = "    p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)\n    p16"

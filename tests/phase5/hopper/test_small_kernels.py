@@ -5,11 +5,13 @@ import functools
 from common.measure import offline
 from phase5_tuning.hopper.interpreter import interpreted
 from phase5_tuning.hopper.small import bench, k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay
-from phase5_tuning.hopper.small.lesson import KERNELS, inputs, outcome, run, truth
+from phase5_tuning.hopper.small.lesson import KERNELS, inputs, outcome, run, threads, truth
 
+import numpy as np
 import pytest
 import torch
 from helpers import interpreted_only
+from triton.experimental.gluon import language as gl
 
 NAMES = {module: module.__name__.rpartition(".")[2] for module in KERNELS}
 MODULES = pytest.mark.parametrize("module", KERNELS, ids=NAMES.values())
@@ -72,6 +74,17 @@ def test_a_slot_is_read_by_all_warps_before_it_is_filled_again():
     tile = ptx.index("ld.shared.v4")
     assert tile < ptx.index("bar.sync", tile) < ptx.index("fence.proxy.async", tile)
     assert ptx.index("fence.proxy.async", tile) < ptx.index("cp.async.bulk.tensor", tile)
+
+
+def test_a_layout_says_which_thread_holds_what():
+    rows, columns = np.mgrid[:64, :128]
+    blocked = threads(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]), (64, 128))
+    assert np.array_equal(blocked, rows % 8 * 16 + columns // 8)
+    narrow, wide = (gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, k]) for k in (16, 32))
+    s = threads(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]), (64, 128))
+    assert np.array_equal(s, rows // 16 * 32 + rows % 8 * 4 + columns % 8 // 2)
+    assert np.array_equal(s, threads(gl.DotOperandLayout(0, narrow, 2), (64, 128)))
+    assert not np.array_equal(s, threads(gl.DotOperandLayout(0, wide, 4), (64, 128))), "8 bits: neighbors of four"
 
 
 MISTAKES = {
