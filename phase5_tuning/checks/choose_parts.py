@@ -4,7 +4,7 @@ from numbers import Real
 
 from common.learn.check.require import reject
 from common.measure import records
-from phase5_tuning.decode import figures, split_kv
+from phase5_tuning.decode import figures
 from phase5_tuning.launch.plans import cdiv
 
 import numpy as np
@@ -14,12 +14,8 @@ ALL, TILE = 3.0e6, 0.9  # as in the task
 
 
 def check(answer):
-    calls = []
-    for case, of in figures.by_case(records.load("phase5_tuning", "h100_parts"), "parts").items():
-        batch, heads_q, heads_kv, _, keys, head_dim = case
-        tile = split_kv.tiles(heads_q // heads_kv, head_dim, 2)[0].BLOCK_N
-        call = batch * heads_kv, cdiv(keys, tile), 4 * tile * head_dim
-        calls.append((call, {n: row["ms"] * 1e3 for n, row in of.items()}))
+    record = figures.by_case(records.load("phase5_tuning", "h100_parts"), "parts")
+    calls = [(figures.call_of(case), {n: row["ms"] * 1e3 for n, row in of.items()}) for case, of in record.items()]
     off = max(_check_time(answer, n, call, us) for call, times in calls for n, us in times.items())
     slowest = max(_check_choice(answer, call, times) for call, times in calls)
     return f"measured calls: times at most {off:.0%} off, {slowest - 1:.0%} slower than with the best number of parts"
