@@ -6,18 +6,20 @@ from collections.abc import Mapping, Sequence
 from common import style
 from common.measure.records import describe
 from common.style import COLORS
+from phase5_tuning.decode import split_kv
+from phase5_tuning.launch.plans import cdiv
 
 CASE = "batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim"
 
 
-def by_case(record: dict, key: str) -> dict[tuple, dict]:
-    """The timed rows of a record: {(batch, heads_q, heads_kv, seq_q, seq_k, head_dim): {row[key]: row}}; full mask.
+def by_case(record: dict, key: str, mask: str = "full") -> dict[tuple, dict]:
+    """The timed rows of a record: {(batch, heads_q, heads_kv, seq_q, seq_k, head_dim): {row[key]: row}}.
 
-    key: "provider", or "parts" of rows that have them.
+    key: "provider", or "parts" of rows that have them. mask: "full" or "lower right".
     """
     cases = {}
     for row in record["rows"]:
-        if "ms" in row and key in row and case_of(row) and row.get("mask", "full") == "full":
+        if "ms" in row and key in row and case_of(row) and row.get("mask", "full") == mask:
             cases.setdefault(case_of(row), {})[row[key]] = row
     return cases
 
@@ -25,6 +27,13 @@ def by_case(record: dict, key: str) -> dict[tuple, dict]:
 def case_of(row: dict) -> tuple | None:
     """What a row is of, in the order of CASE; None where it is of no case."""
     return tuple(row[name] for name in CASE) if "seq_k" in row else None
+
+
+def call_of(case: tuple) -> tuple[int, int, int]:
+    """What exercise 5.17 is asked: programs that each part needs, tiles of keys, bytes of a tile's keys and values."""
+    batch, heads_q, heads_kv, seq_q, keys, head_dim = case
+    tile = split_kv.tiles(heads_q // heads_kv * seq_q, head_dim, 2)[0].BLOCK_N
+    return batch * heads_kv, cdiv(keys, tile), 4 * tile * head_dim
 
 
 PEERS = {"SDPA": "sdpa", "FlashAttention-3": "flash-attn-3"}  # and how their providers' names begin
@@ -80,21 +89,27 @@ def roofline(record: dict, queries: Sequence[int], group: int) -> None:
 
 
 def programs(record: dict, cuts: Mapping[int, dict], multiprocessors: int) -> None:
-    """What runs on each multiprocessor; cuts: number of parts -> its row."""
+    """What runs on how many multiprocessors; cuts: number of parts -> its row. The merge has a program for each row."""
     fig, axes = style.new(9, 3.4, columns=len(cuts), sharey=True, sharex=True)
     said = []
     for ax, (n, row) in zip(axes, cuts.items(), strict=True):
         count, walk = n * row["batch"] * row["heads_kv"], row["parts_ms"] * 1e3
         merge = max(0.0, row["ms"] * 1e3 - walk) if n > 1 else 0.0
         ax.barh(range(min(count, multiprocessors)), walk, height=1.0, align="edge", color=COLORS["k"])
+        said.append(f"{_parts(n)}: {count} programs for {walk:.0f} µs")
         if merge:
-            ax.axvspan(walk, walk + merge, color=COLORS["state"], lw=0)
-            ax.annotate("merge", (walk + merge, multiprocessors * 0.9), (4, 0), textcoords="offset points", fontsize=9)
-        ax.set(title=f"{n} {'part' if n == 1 else 'parts'}: {count} programs", xlabel="µs")
+            rows = row["batch"] * row["heads_q"]
+            ax.barh(range(rows), merge, left=walk, height=1.0, align="edge", color=COLORS["state"])
+            ax.annotate("merge", (walk + merge, rows / 2), (4, 0), textcoords="offset points", fontsize=9, va="center")
+            said[-1] += f", then {rows} programs of the merge for {merge:.1f} µs"
+        ax.set(title=f"{_parts(n)}: {count} programs", xlabel="µs")
         ax.set(ylim=(0, multiprocessors), xlim=(0, None))
-        said.append(f"{n} parts: {count} programs for {walk:.0f} µs, then {merge:.1f} µs of merging")
-    axes[0].set(ylabel="multiprocessor", yticks=[0, multiprocessors // 2, multiprocessors])
-    style.show(fig, f"A bar for each multiprocessor that works. {'; '.join(said)}.", describe(record))
+    axes[0].set(ylabel="multiprocessors", yticks=[0, multiprocessors // 2, multiprocessors])
+    style.show(fig, f"As many multiprocessors as work, and how long. {'; '.join(said)}.", describe(record))
+
+
+def _parts(n: int) -> str:
+    return f"{n} {'part' if n == 1 else 'parts'}"
 
 
 def over_parts(record: dict, lines: Mapping[str, Mapping[int, float]]) -> None:
@@ -105,7 +120,7 @@ def over_parts(record: dict, lines: Mapping[str, Mapping[int, float]]) -> None:
         ax.loglog([*times], [*times.values()], look, color=COLORS["tiled"], markersize=6, label=name)
         best = min(times, key=times.get)
         ax.plot(best, times[best], "o", color="none", markeredgecolor=COLORS["state"], markersize=13, mew=2)
-        said.append(f"{name}: fastest with {best}, {times[best]:.0f} µs; with 1 {times[1]:.0f} µs")
+        said.append(f"{name}: {times[1]:.0f} µs in 1 part, at best {times[best]:.0f} in {best}")
     ax.set_xscale("log", base=2)
     most = max(max(times) for times in lines.values())
     ticks = [2**i for i in range(math.ceil(math.log2(most)) + 1)]

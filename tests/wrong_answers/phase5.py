@@ -19,7 +19,10 @@ def _apart(transfers: str) -> dict[str, str]:
     }
 
 
-CHOSEN = "    return min(range(1, tiles + 1), key=microseconds)"  # of choose_parts
+CHOSEN = (  # of choose_parts
+    "    return min(range(1, tiles + 1), key=lambda n: microseconds(n, programs, tiles, tile_bytes, multiprocessors))"
+)
+READING = "max(programs * tiles * tile_bytes / ALL, rounds * share * TILE)"
 
 WRONG = {
     "count_flops": [
@@ -2040,15 +2043,20 @@ WRONG = {
             "one tile of keys at least",
         ),
         Wrong("a float", {CHOSEN: "    return min(tiles, multiprocessors / programs)"}, "expected an int, got"),
+        Wrong("the memory alone", {READING: "programs * tiles * tile_bytes / ALL"}, "gets its 8 tiles in 7.2"),
+        Wrong("a program alone", {READING: "rounds * share * TILE"}, "to deliver 8.4 MB"),
+        Wrong("one after the other", {READING: READING.replace("max(", "(").replace(", r", " + r")}, "meanwhile a pro"),
         Wrong(
-            "the memory alone",
-            {
-                "        reading = max(programs * tiles * tile_bytes / ALL, rounds * share * TILE)": (
-                    "        reading = programs * tiles * tile_bytes / ALL"
-                )
-            },
-            "programs leave",
+            "a wait in each round",
+            {"+ FIRST": "+ rounds * FIRST"},
+            "while some wait for their first tile",
+            at_once=True,
         ),
+        Wrong("no wait", {" + FIRST": ""}, "after it has waited for the first"),
+        Wrong("no merge", {" + (n > 1) * (MERGE + n * EACH)": ""}, "2 parts are merged at the end"),
+        Wrong("a merge for each part", {"(MERGE + n * EACH)": "n * MERGE"}, "meanwhile a program"),
+        Wrong("bytes of each part", {READING: READING.replace("(programs", "(n * programs")}, "meanwhile a program"),
+        Wrong("a text", {"    return reading +": "    return str(reading) or"}, "expected a number, got"),
     ],
     "rotation_gain": [
         Wrong("one factor", {"(2 * squares)": "squares"}, "both factors of a product are rounded"),
@@ -2225,6 +2233,12 @@ RIGHT = {
         )
     ],
     "choose_parts": [
+        Wrong(
+            "a full round reads as fast as the memory delivers",
+            {READING: READING.replace("rounds * ", "")},
+            "",
+            kind="passed",
+        ),
         Wrong(
             "as many as fit", {CHOSEN: "    return max(1, min(tiles, multiprocessors // programs))"}, "", kind="passed"
         ),
