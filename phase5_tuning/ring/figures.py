@@ -109,11 +109,11 @@ def predicted(
             value = rows[y][x]
             shade = "white" if value is None else f"{0.5 + 0.5 * value:.2f}"
             said = "–" if value is None else f"{100 * value:.0f}"
-            style.box(ax, x - 0.5, y - 0.5, said, color=shade, edge=COLORS["ink"], ink="black", line=0.5, size=8)
+            style.box(ax, x - 0.5, y - 0.5, color=shade, edge=COLORS["ink"], line=0.5)
             if value is not None and tokens[y] // gpus[x] <= few:
-                ax.add_patch(
-                    Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="///", lw=0, edgecolor=TINT["state"])
-                )
+                look = dict(fill=False, hatch="////", linewidth=0, edgecolor=COLORS["state"])
+                ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
+            ax.text(x, y, said, **CENTER, color="black", fontsize=8, bbox=dict(facecolor=shade, linewidth=0, pad=0.6))
         ax.set(
             title=f"{way}: predicted, in %", xlim=(-0.5, len(gpus) - 0.5), ylim=(-0.5, len(tokens) - 0.5), xlabel="GPUs"
         )

@@ -190,13 +190,14 @@ def rates(seq: int) -> tuple[float, float]:
 def show_predicted(rate: float, within: float) -> None:
     """The picture of `model.efficiency` from 2 to 1,024 GPUs and 64k to 16M tokens."""
     gpus, tokens = [2**i for i in range(1, 11)], [2**i for i in range(16, 25, 2)]
+    few = LENGTHS[0] // 2  # rows of a GPU in the record, where the model was found to be too high
     by = (
         f"Predicted, not measured: {rate / 1e12:.0f}e12 operations a second; hosts of {model.HOST} GPUs, "
         f"{within / 1e9:.0f} GB/s within a host, {model.BETWEEN / 1e9:.0f} GB/s between hosts; causal, 16 heads of 128 "
-        "columns."
+        f"columns. Hatched: {few:,} rows of a GPU or fewer, where the model was found to be too high."
     )
     of = {
         name: [[model.efficiency(way, w, n, rate, within) for w in gpus] for n in tokens]
         for way, name in dict(ring="ring", ulysses="Ulysses", both="both").items()
     }
-    figures.predicted(of, gpus, tokens, by, few=LENGTHS[0] // 2)
+    figures.predicted(of, gpus, tokens, by, few)
