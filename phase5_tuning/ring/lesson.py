@@ -112,18 +112,18 @@ def ran(module: str, ranks: int) -> str:
     return done.stdout if done.returncode == 0 else "the processes ended with an error:\n" + done.stderr[-2000:]
 
 
-def measured() -> tuple[dict, dict]:
-    """(the record of two GPUs, its rows by number of tokens and provider)"""
-    name = min((ROOT / "phase5_tuning/results").glob("*_context_2.json")).stem
-    record = records.load("phase5_tuning", name)
+def measured(name: str = "context_2") -> tuple[dict, dict]:
+    """(a record, its rows by number of tokens and provider); name: without the card, of which the first is taken."""
+    first = min((ROOT / "phase5_tuning/results").glob(f"h*_{name}.json"))
+    record = records.load("phase5_tuning", first.stem)
     return record, {(row["seq"], row["provider"]): row for row in record["rows"]}
 
 
-def measured_lines() -> list[str]:
+def measured_lines(name: str) -> list[str]:
     """The lines of a table of times and efficiencies, and of the peaks of memory at the longest sequence, in units of
     one shard's K and V in 16 bits.
     """
-    _, of = measured()
+    _, of = measured(name)
     lines = ["milliseconds (efficiency)", " tokens  one GPU" + "".join(f"{name:>15}" for name in WAYS.values())]
     for seq in LENGTHS:
         rows = [of[seq, way] for way in WAYS]
