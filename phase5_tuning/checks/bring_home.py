@@ -14,6 +14,12 @@ def check(answer):
         for rank, got in played_by:
             check_result(rank, inputs, *got)
         for rank, _ in played_by:
+            if len(rank.sends) < 2 * ranks - 1:
+                reject(
+                    f"{ranks} ranks: each rank sends {len(rank.sends)} times. The gradients are right, and they "
+                    "answer exercise 5.26. Here a rank's own terms of dK and dV travel with the others': it sends "
+                    f"{2 * ranks - 1} times"
+                )
             require_meanwhile(rank, "the keys")
             require_meanwhile(rank, "the sums", kinds=2, first=1)
             if len(rank.sends) > 2 * ranks - 1:
@@ -85,6 +91,9 @@ def check_result(rank, inputs, dq, dkv, own_in_halves=False):
         for which, part in dict(first=slice(0, half), second=slice(half, None)).items():
             missing = ALONE.gradients(q, kv[:, part], o, lse, do)[0]
             dq_mistakes[f"the term of the {which} half of its own keys is missing"] = sum(of_queries) - missing
+            again = ALONE.gradients(q, inputs[after][1][:, part], o, lse, do)[0]
+            came_last = f"the {which} half of rank {after}'s keys, which came last, was taken in place of its own"
+            dq_mistakes[came_last] = sum(of_queries) - missing + again
         one_term = own + terms[before][number][1]
         mistakes |= {
             "the terms of the two halves of its own keys are exchanged": rest + own.roll(-half, dims=1),

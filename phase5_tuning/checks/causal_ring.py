@@ -80,6 +80,7 @@ def _check_result(number, rows, q, kv, got):
     share = len(mine) // ranks
     shares = dict(before=(every, slice(0, share)), after=(slice(share, None), every))
     turned, exchanged = seen(lambda step: holds(-step)), seen(lambda step: 2 * number - holds(step))
+    by_early = seen(before=(early, early))
     by_late, early_alone, late_alone = seen(before=(late, early)), seen(after=(late, early)), seen(after=(late, late))
     counts = {
         "these are its own keys alone: what else do its queries see, and does the merge change o and lse "
@@ -94,6 +95,7 @@ def _check_result(number, rows, q, kv, got):
         "only its own keys need a mask; here those of other ranks have one too": seen(others=True),
         "of a rank before, the late keys are seen here: are they before these queries?": seen(before=(every, late)),
         "of a rank before, here only the late queries see the early keys: are these after the early queries?": by_late,
+        "of a rank before, here only the early queries see the early keys: are these after the late queries?": by_early,
         "the early queries see the keys of a rank after here: are these before them?": seen(after=(early, every)),
         "of a rank after, here the late queries see the early chunk alone: is the late one after them?": early_alone,
         "of a rank after, here the late queries see the late chunk alone: is the early one after them?": late_alone,

@@ -7,6 +7,8 @@ from common import style
 from common.measure import records
 from common.style import COLORS, TINT
 
+from matplotlib.patches import Rectangle
+
 CENTER = dict(ha="center", va="center")
 
 
@@ -95,9 +97,11 @@ def efficiencies(lengths: Sequence[int], of: Mapping[str, Sequence[float]], reco
     style.show(fig, alt, records.describe(record))
 
 
-def predicted(of: Mapping[str, Sequence[Sequence[float | None]]], gpus: Sequence[int], tokens: Sequence[int], by: str):
+def predicted(
+    of: Mapping[str, Sequence[Sequence[float | None]]], gpus: Sequence[int], tokens: Sequence[int], by: str, few: int
+) -> None:
     """Predicted efficiency in per cent, a panel for each way; of: way -> at each number of tokens, of GPUs. by: from
-    what it was predicted.
+    what it was predicted. few: rows of a GPU; cells with no more are hatched.
     """
     fig, axes = style.new(9.5, 3.2, columns=len(of), sharey=True)
     for ax, (way, rows) in zip(axes, of.items(), strict=True):
@@ -105,7 +109,11 @@ def predicted(of: Mapping[str, Sequence[Sequence[float | None]]], gpus: Sequence
             value = rows[y][x]
             shade = "white" if value is None else f"{0.5 + 0.5 * value:.2f}"
             said = "–" if value is None else f"{100 * value:.0f}"
-            style.box(ax, x - 0.5, y - 0.5, said, color=shade, edge=COLORS["ink"], ink="black", line=0.5, size=8)
+            style.box(ax, x - 0.5, y - 0.5, color=shade, edge=COLORS["ink"], line=0.5)
+            if value is not None and tokens[y] // gpus[x] <= few:
+                look = dict(fill=False, hatch="////", linewidth=0, edgecolor=COLORS["state"])
+                ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
+            ax.text(x, y, said, **CENTER, color="black", fontsize=8, bbox=dict(facecolor=shade, linewidth=0, pad=0.6))
         ax.set(
             title=f"{way}: predicted, in %", xlim=(-0.5, len(gpus) - 0.5), ylim=(-0.5, len(tokens) - 0.5), xlabel="GPUs"
         )
@@ -119,6 +127,6 @@ def predicted(of: Mapping[str, Sequence[Sequence[float | None]]], gpus: Sequence
     style.show(
         fig,
         f"Predicted efficiency in per cent by GPUs and tokens. With {tokens[-1]:,} tokens on {list(gpus)} GPUs: "
-        f"{longest}. With fewer tokens, or more GPUs, it falls.",
+        f"{longest}. With fewer tokens, or more GPUs, it falls. Cells with {few:,} rows of a GPU or fewer are hatched.",
         by,
     )

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from common import verify_results
+from common import make_qkv, verify_results
 from common.measure import records
 from common.phases import ROOT
 from common.speak.text import decode, encode
@@ -29,6 +29,17 @@ def verdict(q, k, v, results: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> st
     """What the harness says of the (o, lse) of all ranks, cut in order."""
     o, lse = (torch.cat(parts, dim=2) for parts in zip(*results, strict=True))
     return verify_results(lambda *_, **__: (o, lse), q, k, v, compare_sdpa=False).verdict
+
+
+def error_of_parts(merge: Callable, parts: int) -> float:
+    """The rms error of o in bf16, by that of o, if the keys are attended to in so many parts, which `merge` merges."""
+    q, k, v = make_qkv(1, 1, 64, 64, seq_k=1024, dtype=torch.bfloat16)
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    (o, lse), *others = (attention_forward(q, *kv) for kv in zip(k.chunk(parts, 2), v.chunk(parts, 2), strict=True))
+    o = o.float()
+    for part in others:
+        merge(o, lse, *part)
+    return ((o.bfloat16() - exact).square().mean() / exact.square().mean()).sqrt().item()
 
 
 def outcome(program: Callable, ranks: int = 4) -> tuple[str, str]:
@@ -101,20 +112,25 @@ def ran(module: str, ranks: int) -> str:
     return done.stdout if done.returncode == 0 else "the processes ended with an error:\n" + done.stderr[-2000:]
 
 
-def measured(name: str = "h200_context_2") -> tuple[dict, dict]:
-    """(a record of two GPUs, its rows by number of tokens and provider)"""
-    record = records.load("phase5_tuning", name)
+def measured(name: str = "context_2") -> tuple[dict, dict]:
+    """(a record, its rows by number of tokens and provider); name: without the card, of which the first is taken."""
+    first = min((ROOT / "phase5_tuning/results").glob(f"h*_{name}.json"))
+    record = records.load("phase5_tuning", first.stem)
     return record, {(row["seq"], row["provider"]): row for row in record["rows"]}
 
 
-def measured_lines() -> list[str]:
-    """The lines of a table of times and efficiencies."""
-    _, of = measured()
+def measured_lines(name: str) -> list[str]:
+    """The lines of a table of times and efficiencies, and of the peaks of memory at the longest sequence, in units of
+    one shard's K and V in 16 bits.
+    """
+    _, of = measured(name)
     lines = ["milliseconds (efficiency)", " tokens  one GPU" + "".join(f"{name:>15}" for name in WAYS.values())]
     for seq in LENGTHS:
         rows = [of[seq, way] for way in WAYS]
         fields = "".join(f"{row['ms']:8.2f} ({row['efficiency']:.2f})" for row in rows)
         lines.append(f"{seq:>7}  {rows[0]['one_gpu_ms']:7.2f}{fields}")
+    peaks = [of[seq, way]["peak_bytes"] / (4 * seq // 2 * 16 * 128) for way in WAYS]
+    lines.append("peak memory, in units " + "".join(f"{peak:9.1f}" + 6 * " " for peak in peaks).rstrip())
     return lines
 
 
@@ -125,8 +141,8 @@ def show_measured() -> None:
     figures.efficiencies(LENGTHS, by_way, record)
 
 
-def parts(seq: int) -> list[str]:
-    """Lines on what the ring's time of a forward and a backward pass is made of.
+def parts(seq: int) -> dict[str, float]:
+    """What the ring's time of a forward and a backward pass is made of, its whole, and that of a CUDA graph, in ms.
 
     Copies, merge and additions of rank 1 read and write 19 times the bytes of its Q in the forward pass and 34 times in
     the backward pass, by a count in the module's code.
@@ -135,14 +151,33 @@ def parts(seq: int) -> list[str]:
     ring, kernels = of[seq, "ring"], of[seq, "attention"]["ms"]
     copied = (19 + 34) * seq // 2 * 16 * 128 * 2
     half, copies = ring["one_gpu_ms"] / 2, copied / record["ceilings"]["copy_bytes_per_s"] * 1e3
-    times = {
+    return {
         "half of T1": half,
         "its kernels, alone, take longer by": kernels - half,
-        "copies, merge and additions": copies,
+        "copies, merge, additions: computed": copies,
         "the rest": ring["ms"] - kernels - copies,
         "the ring": ring["ms"],
+        "the ring, as a CUDA graph": of[seq, "replayed"]["ms"],
     }
-    return [f"{what:<35}{ms:4.1f} ms" for what, ms in times.items()]
+
+
+def parts_lines() -> list[str]:
+    """The lines of a table of `parts`, at the shortest and the longest sequence."""
+    short, long = (parts(seq) for seq in (LENGTHS[0], LENGTHS[-1]))
+    head = f"{'milliseconds; tokens':<35}{LENGTHS[0]:>8}{LENGTHS[-1]:>8}"
+    return [head, *(f"{what:<35}{short[what]:8.1f}{long[what]:8.1f}" for what in short)]
+
+
+def compared_lines() -> list[str]:
+    """The lines of a table of predicted and measured efficiencies."""
+    _, of = measured()
+    lines = ["rows of a rank   ring: predicted, measured   Ulysses: predicted, measured"]
+    for seq in LENGTHS:
+        pairs = [
+            (model.efficiency(way, 2, seq, *rates(seq)), of[seq, way]["efficiency"]) for way in ("ring", "ulysses")
+        ]
+        lines.append(f"{seq // 2:>14}" + "".join(f"{predicted:18.2f} {found:10.2f}" for predicted, found in pairs))
+    return lines
 
 
 def rates(seq: int) -> tuple[float, float]:
@@ -155,13 +190,14 @@ def rates(seq: int) -> tuple[float, float]:
 def show_predicted(rate: float, within: float) -> None:
     """The picture of `model.efficiency` from 2 to 1,024 GPUs and 64k to 16M tokens."""
     gpus, tokens = [2**i for i in range(1, 11)], [2**i for i in range(16, 25, 2)]
+    few = LENGTHS[0] // 2  # rows of a GPU in the record, where the model was found to be too high
     by = (
         f"Predicted, not measured: {rate / 1e12:.0f}e12 operations a second; hosts of {model.HOST} GPUs, "
         f"{within / 1e9:.0f} GB/s within a host, {model.BETWEEN / 1e9:.0f} GB/s between hosts; causal, 16 heads of 128 "
-        "columns."
+        f"columns. Hatched: {few:,} rows of a GPU or fewer, where the model was found to be too high."
     )
     of = {
         name: [[model.efficiency(way, w, n, rate, within) for w in gpus] for n in tokens]
         for way, name in dict(ring="ring", ulysses="Ulysses", both="both").items()
     }
-    figures.predicted(of, gpus, tokens, by)
+    figures.predicted(of, gpus, tokens, by, few)

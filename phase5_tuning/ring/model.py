@@ -233,12 +233,17 @@ def efficiency(
 
 
 def _ring_seconds(ranks, tokens, heads, heads_kv, head_dim, rate, link) -> float:
-    """Both passes; a step takes as long as its products, or as its transfers if these take longer."""
+    """Both passes; a step takes as long as its products, or as its transfers if these take longer.
+
+    The backward pass computes with half of a rank's own heads of K and V while the first keys travel, and with the rest
+    while the sums come home: with a single head, nothing hides the first transfer.
+    """
     rows = tokens / ranks
     products = 2 * rows**2 * heads * head_dim / rate  # of a forward step
     keys = 4 * rows * heads_kv * head_dim / link if ranks > 1 else 0.0  # the sums, in fp32, take twice as long
     seconds = products + (ranks - 1) * max(products, keys)
-    seconds += max(1.25 * products, keys) + max(1.25 * products, 2 * keys)  # one's own keys, half and half
+    first = heads_kv // 2 / heads_kv * 2.5 * products
+    seconds += max(first, keys) + max(2.5 * products - first, 2 * keys)
     for step in range(1, ranks):
         seconds += max(2.5 * products, keys * (step + 1 < ranks) + 2 * keys * (step > 1))
     return seconds

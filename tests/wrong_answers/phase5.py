@@ -1397,6 +1397,15 @@ WRONG = {
             "see the early chunk alone",
         ),
         Wrong(
+            "early queries alone of a rank before",
+            {
+                "merge_(o, lse, *rank.attend(q, kv[:, early]))": (
+                    "merge_(o[early], lse[early], *rank.attend(q[early], kv[:, early]))"
+                )
+            },
+            "here only the early queries see the early keys",
+        ),
+        Wrong(
             "late keys of a rank after alone",
             {"rank.attend(q[late], kv)": "rank.attend(q[late], kv[:, late])"},
             "see the late chunk alone",
@@ -1526,6 +1535,20 @@ WRONG = {
             {"            kv = coming.wait()\n": "            coming.wait()\n"},
             "kv must become what came",
         ),
+        Wrong(
+            "its own terms stay at home",
+            {
+                "        dq = dq_part if step == 0 else dq + dq_part\n        if step > 0:\n": (
+                    "        dq = dq_part if step == 0 else dq + dq_part\n        if step == 0:\n"
+                    "            own = dkv\n        if step > 1:\n"
+                ),
+                "        sending_sum, coming_sum = rank.send(dkv)": (
+                    "        if step > 0:\n            sending_sum, coming_sum = rank.send(dkv)"
+                ),
+                "return dq, coming_sum.wait()": "return dq, own + coming_sum.wait()",
+            },
+            "answer exercise 5.26",
+        ),
     ],
     "hide_way_home": [
         Wrong(
@@ -1535,6 +1558,11 @@ WRONG = {
             "dQ of the second half",
             {"return dq + dq_part,": "return dq,"},
             "the second half of its own keys is missing",
+        ),
+        Wrong(
+            "the second half of what came last",
+            {"rank.gradients(q, own[:, half:], o, lse, do)": "rank.gradients(q, kv[:, half:], o, lse, do)"},
+            "which came last, was taken in place of its own",
         ),
         Wrong(
             "products that nobody needs",

@@ -1,5 +1,6 @@
 """What the chapter's cells call beside their subject."""
 
+from phase5_tuning.decode.merge import merge_
 from phase5_tuning.ring import four_ranks, lesson
 from phase5_tuning.solutions.causal_ring import forward
 
@@ -23,8 +24,13 @@ def test_a_model_writes_what_it_writes_on_one_rank():
 
 
 def test_the_parts_of_a_time_add_up_to_it():
-    *parts, whole = (float(line.split()[-2]) for line in lesson.parts(65536))
-    assert sum(parts) == pytest.approx(whole, abs=0.2)  # each is rounded
+    *parts, whole, _ = lesson.parts(65536).values()
+    assert sum(parts) == pytest.approx(whole)
+
+
+def test_parts_in_bf16_cost_one_rounding_more_however_many_they_are():
+    one, *more = (lesson.error_of_parts(merge_, parts) for parts in (1, 2, 16))
+    assert more == pytest.approx([one * 2**0.5] * 2, rel=0.1)
 
 
 @interpreted_only

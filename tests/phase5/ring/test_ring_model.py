@@ -176,6 +176,18 @@ def test_gpus_that_send_at_once_lose_nothing():
     assert efficiency("both", 1024, 2**24, 5e14, 1e30) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(("heads_kv", "first"), [(1, 0), (2, 1 / 2), (3, 1 / 3)])
+def test_the_heads_computed_beside_the_first_keys_hide_them_if_there_are_enough(heads_kv, first):
+    """Two GPUs; a transfer of keys takes as long as a forward step's products: 2.5 of them are the backward's."""
+    tokens, rate = 2**16, 5e14
+    keys = first_product = 2 * (tokens / 2) ** 2 * 16 * 128 / rate
+    link = 4 * tokens / 2 * heads_kv * 128 / keys
+    took = products(tokens, rate) / (2 * efficiency("ring", 2, tokens, rate, link, heads_kv=heads_kv))
+    first *= 2.5 * first_product
+    rest = 2.5 * first_product - first
+    assert took == pytest.approx(4.5 * first_product + max(first, keys) + max(rest, 2 * keys))
+
+
 def test_both_ways_are_each_of_them_where_there_is_nothing_else():
     for gpus in (1, 2, 8):
         assert efficiency("both", gpus, 2**16, 5e14, 3e11) == efficiency("ulysses", gpus, 2**16, 5e14, 3e11)
