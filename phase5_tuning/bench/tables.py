@@ -175,6 +175,7 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
     ),
     "deadends": ("what did not help", "measure"),
     "decode": ("few queries on long caches, beside their peers", "decode"),
+    "fp8": ("attention in e4m3: its errors, and its speed beside FlashAttention-3's", "fp8"),
     "grouped": ("60 backward passes with grouped heads", ""),
     "hopper_backward": ("the Hopper kernels' backward pass beside its peers, fp16", "hopper_backward"),
     "hopper_backward_bf16": ("the Hopper kernels' backward pass beside its peers, bf16", ""),

@@ -14,7 +14,7 @@ NAMES = dict(zip(RATES, ("issue", "tensor_cores", "exponentials", "shared_memory
 
 def check(answer):
     drawn = random.Random()
-    counters = limits.load("h200_counters")
+    counters = limits.load("h100_counters")
     first, last = (answer.Profile(**limits.profile(counters, name)) for name in ("phase 4", "ours"))
     for profile in [first, last, *(_drawn(answer, drawn) for _ in range(60)), *_edges(answer)]:
         _check_needed(answer, profile)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from common import style
-from common.measure import offline
+from common.measure import offline, records
 from common.speak.gpt import GPT
 from common.speak.text import encode, lines
 from common.style import COLORS, TINT
@@ -118,6 +118,26 @@ def model_mistakes(found: Mapping[str, Mapping[str, Mapping[float, float]]]) -> 
     style.show(fig, f"Wrong characters over the factor. {'; '.join(said)}.")
 
 
+def lost(model: Mapping[int, float], record: dict) -> None:
+    """By how much o is too small where all values have one sign; model: keys -> share. Points: the record's errors."""
+    fig, ax = style.new(7.5, 3.2)
+    ax.plot([*model], [100 * share for share in model.values()], "--", color=COLORS["s"], label="13 bits, computed")
+    rows = [r for r in record["rows"] if r["part"] == "errors" and (r["inputs"], r["head_dim"]) == ("one sign", 128)]
+    ours = dict(provider="exact", scales="tile", rotate=True)
+    named = {"FlashAttention-3, e4m3": dict(provider="fa3 fp8"), "this course": ours}
+    said = []
+    for (name, of), color, mark in zip(named.items(), ("peer", "tiled"), "so", strict=True):
+        found = {r["seq"]: 100 * r["rms"] for r in rows if of.items() <= r.items()}
+        ax.plot([*found], [*found.values()], mark, color=COLORS[color], markersize=7, label=f"{name}, measured")
+        said += [f"{name} at {keys} keys {share:.1f} %" for keys, share in found.items()]
+    ax.set_xscale("log", base=2)
+    ax.set(xlabel="keys", ylabel="error of o, %")
+    ax.legend()
+    style.show(
+        fig, f"Error over keys: {'; '.join(said)}. The computed one is near the first.", records.describe(record)
+    )
+
+
 # --- counts ----------------------------------------------------------------------------------------------------------
 
 
@@ -169,3 +189,20 @@ def listings(keys: int = 128) -> dict[str, str]:
     launches = [offline.record_launches(lambda way=way: call(way))[0] for way in WAYS]
     made = offline.compile_launches(launches, ["sm_90"], sass=True)
     return {way: one.sass for way, one in zip(WAYS, made, strict=True)}
+
+
+def speeds(record: dict) -> str:
+    """TFLOP/s of the kernels, and of calls with bf16 inputs, which are quantized first."""
+    shown = {"exact": "exact", "line": "line", "fa3 fp8": "FA3", "exact, quantized": "exact", "line, quantized": "line"}
+    shown |= {"fa3 fp8, cast": "FA3", "bf16": "in bf16"}
+    lines = [f"{'':<26}{'kernels in e4m3':>21}{'from bf16':>21}{'':>9}"]
+    lines.append(
+        f"{'head_dim, mask, tokens':<26}" + "".join(f"{name:>{7 + 2 * (name == 'in bf16')}}" for name in shown.values())
+    )
+    cases = {}
+    for r in (r for r in record["rows"] if r["part"] == "speed"):
+        cases.setdefault((r["head_dim"], r["is_causal"], r["seq"]), {})[r["provider"]] = r["tflops"]
+    for (head_dim, is_causal, seq), of in cases.items():
+        case = f"{head_dim:>3}  {'causal' if is_causal else 'full':<8}{seq:>6}"
+        lines.append(f"{case:<26}" + "".join(f"{of[p]:>{7 + 2 * (p == 'bf16')}.0f}" for p in shown))
+    return "\n".join(lines)

@@ -154,6 +154,7 @@ def from_cache(counters: dict) -> str:
     each = 64 * 1024 * row["clocks"] * SMS / asked
     return (
         f"memory: {row['dram_bytes'] / 1e9:.2f} GB by NVIDIA's profiler ncu, Q, O and LSE among them\n"
+        f"L2: {row['l2_bytes'] / 1e9:.1f} GB by ncu, {row['l2']:.0f} % of what it can move in that time\n"
         f"asked for: {asked / 1e9:.1f} GB in {row['ns'] / 1e6:.2f} ms are {asked / row['ns'] / 1e3:.1f} TB/s\n"
         f"a multiprocessor: 64 KiB, a tile of K and one of V, in {each:.0f} clocks are {65536 / each:.0f} bytes a clock"
     )

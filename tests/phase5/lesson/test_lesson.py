@@ -92,7 +92,7 @@ def test_an_answer_that_has_passed_is_compiled_from_its_own_file(tmp_path):
 
 
 def test_the_same_work_is_counted_in_a_profile_as_by_ncu():
-    counters = limits.load("h200_counters")
+    counters = limits.load("h100_counters")
     for provider in ("phase 4", "ours"):
         counted, profile = limits.of_counted(counters, provider), limits.profile(counters, provider)
         shares = profile["instructions"] / 4, profile["flop"] / 4096, profile["exponentials"] / 16
