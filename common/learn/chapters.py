@@ -188,7 +188,9 @@ def _with_shipped(notebook: dict, file: str) -> dict:
     those that they are most alike.
     """
     sources = list(map(_source, notebook["cells"]))
-    versions = [version for commit in ("HEAD", "ORIG_HEAD") if (version := _version(commit, file))] or [_committed(file)]
+    versions = [version for commit in ("HEAD", "ORIG_HEAD") if (version := _version(commit, file))] or [
+        _committed(file)
+    ]
     shipped = max((list(map(_source, v["cells"])) for v in versions), key=lambda v: len(set(v) & set(sources)))
     others = [source for source in shipped if source not in sources]
     for cell, source in zip(notebook["cells"], sources, strict=True):
