@@ -68,6 +68,9 @@ def _check_rows(attend, heads_q, heads_kv, seq_q):
         r = h % group * seq_q + m
         return h // group * group + r % group, r // group
 
+    def queries_only(h, m):
+        return h // group * group + (h % group * seq_q + m) % group, m
+
     exchanged = (t.repeat(1, group, 1, 1) for t in (k, v))
     divided = (t.flatten(0, 1)[torch.arange(2 * heads_kv) // group].view(t.shape) for t in (k, v))
     batch, head, _, column = q.stride()
@@ -87,6 +90,15 @@ def _check_rows(attend, heads_q, heads_kv, seq_q):
         "query head h reads key head h // group, not h % heads_kv": _whole(q, *exchanged),
         "pid_bh counts groups, which are heads of keys already: it is not divided by group": _whole(q, *divided),
         "rows are taken for heads: a head has seq_q of them": _whole(as_heads, k, v),
+        "rows whose query is r % seq_q belong to head r // seq_q of the group, not r % group": _whole(
+            q, k, v, queries_only
+        ),
+        "q is read as if it were contiguous: it has four strides": _whole(
+            q.as_strided(q.shape, q.contiguous().stride()), k, v
+        ),
+        "q has a stride between queries, which is not HEAD_DIM": _whole(
+            q.as_strided(q.shape, (batch, head, 16, column)), k, v
+        ),
         "q has a stride between columns, too": _whole(q.as_strided(q.shape, (*q.stride()[:3], 1)), k, v),
         "every batch entry takes the queries of the first one: has q its batch stride?": _whole(q[:1], k, v),
         "28 keys past the end count as logit 0: mask them": _whole(q, *padded),
@@ -122,6 +134,9 @@ def _check_parts(attend, parts):
             continue
         spans = (0, 150), (0, share), (begin, end)
         whole, first, right = (_whole(q, k[:, :, slice(*keys)], v[:, :, slice(*keys)]) for keys in spans)
+        group_by_group = lse.view(2, parts, 2).transpose(0, 1).reshape(lse.shape)
+        if close(group_by_group[part], right[1]) and not close(lse[part], right[1]):
+            reject("all groups of a part lie together, then the next part: yours are stored group after group")
         for taken, of in (("all 150 keys", whole), ("the keys of part 0", first)):
             if close(lse[part], of[1]) and not close(lse[part], right[1]):
                 reject(f"{what}: it took {taken}: the walk is from begin_n to end_n")
