@@ -52,17 +52,10 @@ def _whole(q, k, v, rows=None):
     return s.softmax(-1) @ v, s.logsumexp(-1)
 
 
-def _check_rows(attend, heads_q, heads_kv, seq_q):
-    """fp32, a batch of two, q and k and v with strides of their own: who takes a wrong row is told which."""
+def _wrong_rows(q, k, v):
+    """{mistake: the (o, lse) that follows}, of wrong rows, heads, strides and keys."""
+    (_, heads_q, seq_q, _), heads_kv = q.shape, k.shape[1]
     group = heads_q // heads_kv
-    # Of more batches, so that a tensor read with the strides of another stays inside of memory.
-    q = make_qkv(300, heads_q, seq_q, 16, seq_k=1, dtype=FP32, layout="transposed")[0][:2]
-    k, v = (
-        make_qkv(4, heads_kv, 1, 16, seq_k=100, dtype=FP32, layout=layout)[n][:2]
-        for n, layout in ((1, "bshd"), (2, "bhsd"))
-    )
-    what = f"{heads_q} heads on {heads_kv}, {seq_q} {'query' if seq_q == 1 else 'queries'}"
-    o, lse = (t[0] for t in attend(q, k, v))
 
     def other_order(h, m):
         r = h % group * seq_q + m
@@ -76,7 +69,7 @@ def _check_rows(attend, heads_q, heads_kv, seq_q):
     batch, head, _, column = q.stride()
     as_heads = q.as_strided((2, heads_kv, group * seq_q, 16), (batch, group * head, head, column)).reshape(q.shape)
     padded = [torch.cat([t, 0 * t[:, :, :28]], dim=2) for t in (k, v)]
-    mistakes = {
+    return {
         "q is loaded query after query, and o and lse are stored head after head (or the other way round): rows of a "
         "tile have one order": _whole(q, k, v, other_order),
         "every group takes the query heads of the first one: they begin at g * group": _whole(
@@ -104,6 +97,20 @@ def _check_rows(attend, heads_q, heads_kv, seq_q):
         "28 keys past the end count as logit 0: mask them": _whole(q, *padded),
         "scale is missing": _whole(4 * q, k, v),
     }
+
+
+def _check_rows(attend, heads_q, heads_kv, seq_q):
+    """fp32, a batch of two, q and k and v with strides of their own: who takes a wrong row is told which."""
+    group = heads_q // heads_kv
+    # Of more batches, so that a tensor read with the strides of another stays inside of memory.
+    q = make_qkv(300, heads_q, seq_q, 16, seq_k=1, dtype=FP32, layout="transposed")[0][:2]
+    k, v = (
+        make_qkv(4, heads_kv, 1, 16, seq_k=100, dtype=FP32, layout=layout)[n][:2]
+        for n, layout in ((1, "bshd"), (2, "bhsd"))
+    )
+    what = f"{heads_q} heads on {heads_kv}, {seq_q} {'query' if seq_q == 1 else 'queries'}"
+    o, lse = (t[0] for t in attend(q, k, v))
+    mistakes = _wrong_rows(q, k, v)
     mistakes |= {f"q is read with the strides of k{where}": _whole(t, k, v) for where, t in misread(q, k).items()}
     mistakes |= {f"k is read with the strides of v{where}": _whole(q, t, v) for where, t in misread(k, v).items()}
     right = _whole(q, k, v)
