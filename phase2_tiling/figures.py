@@ -177,8 +177,9 @@ def in_shared_memory(keys: int, head_dim: int, rows: int) -> None:
         ("P", "s", 4, 5, 0, narrow),
     ):
         ax.add_patch(Rectangle((first, bottom), last - first, height, fc=TINT[tint], ec=INK, lw=1))
-        look = dict(ha="center", va="center", size=9, color=INK)
-        ax.text((first + last) / 2, bottom + max(height, 0.06 * wide) / 2, f"{name}: {height} KiB", **look)
+        low = height < wide / 16  # the words stand above it
+        look = dict(ha="center", va="bottom" if low else "center", size=9, color=INK)
+        ax.text((first + last) / 2, bottom + height / (1 if low else 2), f"{name}: {height} KiB", **look)
     ax.set_xticks([i + 0.5 for i in range(len(steps))], steps)
     ax.set(xlim=(0, 5.02), ylim=(0, 1.12 * (wide + narrow)), ylabel="KiB of shared memory")
     ax.tick_params(axis="x", length=0)
@@ -262,7 +263,7 @@ def roofline(points: Mapping, flops: float, bandwidth: float, hbm: float) -> Non
     ax.loglog(x, np.minimum(x * bandwidth, flops) / 1e12, color=INK, zorder=1)
     slope = x[x * hbm < flops]
     ax.plot(slope, slope * hbm / 1e12, color=COLORS["limit"], lw=1, ls="--", zorder=1)
-    ax.text(9, 29, f"HBM, data sheet:\n{hbm / 1e12:.1f} TB/s", size=9, ha="right", va="top", color=INK)
+    ax.text(95, 560, f"HBM, data sheet:\n{hbm / 1e12:.1f} TB/s", size=9, ha="right", va="center", color=INK)
     ax.axvline(ridge, color=INK, lw=0.8, ls=":", zorder=0)
     ax.text(ridge * 1.08, 26, f"ridge\n{ridge:.0f} FLOP/byte", size=9, color=INK)
     look = dict(textcoords="offset points", size=9, color=INK, bbox=TEXT_BOX, zorder=1)
@@ -276,7 +277,7 @@ def roofline(points: Mapping, flops: float, bandwidth: float, hbm: float) -> Non
         )
         where, side = ((12, -4), "left") if at.once < ridge else ((0, -18), "center")
         ax.annotate(f"each matrix once: {at.once:,.0f}", (at.once, y), where, ha=side, **look)
-    ax.set(xlabel="FLOP per byte", ylabel="TFLOP/s", xlim=(1.3, 60000), ylim=(22, 1300))
+    ax.set(xlabel="FLOP per byte", ylabel="TFLOP/s", xlim=(0.8, 60000), ylim=(22, 1300))
     ax.set_title(f"What memory allows (H200: {flops / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s, measured)")
     style.show(
         fig,
