@@ -155,7 +155,7 @@ def _compiled(shapes):
 
 
 def _check_compiled(head_dim, shape, c):
-    what = f"shape({head_dim}), compiled"
+    what = f"shape({head_dim}), compiled with a causal mask"
     if c.error:
         reject(f"{what}: {c}")
     if not c.fits:

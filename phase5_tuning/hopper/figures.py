@@ -226,6 +226,35 @@ def _part(ax, part, y, tiles_m):
     ax.text(*middle, str(part.tile[2]), ha="center", va="center", fontsize=6, color=ink)
 
 
+# --- barriers -----------------------------------------------------------------------------------------------------
+
+
+def barrier(events: Sequence[tuple[str, int, int]]) -> None:
+    """What an mbarrier of one arrival counts over time, and which waits pass. events: (name, arrivals, KiB that it
+    announces, or less than 0 for those that come), in order.
+    """
+    fig, ax = style.drawing(9.2, 2.3)
+    rows = "arrivals missing", "KiB missing", "phase", "wait for parity 0", "wait for parity 1"
+    missing, announced, phase = 1, 0, 0
+    for x, (name, arrivals, kib) in enumerate([("fresh", 0, 0), *events]):
+        missing, announced = missing - arrivals, announced + kib
+        if missing == announced == 0:
+            missing, phase = 1, phase + 1
+        waits = ["passes" if (phase - 1) % 2 == parity else "waits" for parity in (0, 1)]
+        ax.text(x + 0.5, -0.3, name, ha="center", fontsize=9)
+        for y, text in enumerate((missing, announced, phase, *waits)):
+            shade = (TINT["q"], TINT["k"])[phase % 2] if y == 2 else TINT["v"] if text == "passes" else "white"
+            style.box(ax, x, y, f"{text}", color=shade, edge=COLORS["s"], line=0.4)
+    for y, row in enumerate(rows):
+        ax.text(-0.1, y + 0.5, row, ha="right", va="center", fontsize=9)
+    ax.set(xlim=(-1.4, len(events) + 1), ylim=(len(rows), -0.8))
+    style.show(
+        fig,
+        alt=f"A barrier's counts, fresh and after each of {len(events)} events. {phase} phases end, each when no "
+        "arrival and no byte is missing; waits for parity 0 and for parity 1 pass in turn, parity 1 first.",
+    )
+
+
 # --- layouts ------------------------------------------------------------------------------------------------------
 
 

@@ -104,7 +104,7 @@ def edit(path, change):
 WHICH = 'predict(\'Which needs two passes over the row: "weights", "LSE" or "output"?\', yours={})'
 PADDED = 'predict("Ten logits of -3, padded with 0 to 16: what do the ten weights add up to?", yours={})'
 SECTORS = 'predict("How many times as many sectors does softmax_fused ask for of t as of x?", yours={})'
-STOPS = 'predict("kv_empty counts one arrival: right, Race or Deadlock?", yours={})'
+EARLY = 'predict("Which tile is the first that may be read too early: 0, 1, 2, 3 or 4?", yours={})'
 UNDER_PV = 'predict("66 of 66 exponentials stand under PV in PTX. How many in the machine code?", yours={})'
 
 
@@ -152,7 +152,7 @@ def test_what_is_written_in_a_chapter_stays_when_the_chapter_changes(course, clo
 
 def test_what_is_written_in_a_chapter_stays_when_the_chapter_is_split(course, clone):
     renew(clone)
-    used(clone / "work" / HOPPER, *filled((STOPS, "'Race'"), (UNDER_PV, 4)))
+    used(clone / "work" / HOPPER, *filled((EARLY, 3), (UNDER_PV, 4)))
     mine = clone / "work" / "phase5_tuning" / "hopper_forward-Copy1.ipynb"
     shutil.copy(clone / "work" / HOPPER, mine)
 
@@ -169,7 +169,7 @@ def test_what_is_written_in_a_chapter_stays_when_the_chapter_is_split(course, cl
 
     git(clone, "pull", "-q", "--ff-only")
     assert renew(clone) == []
-    assert cell_with(read(clone / "work/phase5_tuning/pipes.ipynb"), STOPS.format("'Race'"))
+    assert cell_with(read(clone / "work/phase5_tuning/pipes.ipynb"), EARLY.format(3))
     assert cell_with(read(clone / "work/phase5_tuning/loops.ipynb"), UNDER_PV.format(4))
     assert not (clone / "work" / HOPPER).exists()
     assert mine.exists(), "a copy of the learner's own is no chapter"
@@ -199,7 +199,7 @@ def test_what_is_written_in_a_chapter_where_it_is_shipped_comes_to_the_copy(cour
 
 
 def test_chapters_of_before_an_update_can_be_brought_to_work_by_hand(course, clone):
-    for file, prediction in (SOFTMAX, (WHICH, "'safe'")), (HOPPER, (STOPS, "'Race'")):
+    for file, prediction in (SOFTMAX, (WHICH, "'safe'")), (HOPPER, (EARLY, 3)):
         used(clone / file, *filled(prediction))
         (clone / "work" / file).parent.mkdir(parents=True, exist_ok=True)
         (clone / file).rename(clone / "work" / file)
@@ -220,7 +220,7 @@ def test_chapters_of_before_an_update_can_be_brought_to_work_by_hand(course, clo
     copy = read(clone / "work" / SOFTMAX)
     assert cell_with(copy, WHICH.format("'safe'"))
     assert len(copy.cells) == len(read(course / SOFTMAX).cells)
-    assert cell_with(read(clone / "work/phase5_tuning/pipes.ipynb"), STOPS.format("'Race'"))
+    assert cell_with(read(clone / "work/phase5_tuning/pipes.ipynb"), EARLY.format(3))
     assert not (clone / "work" / HOPPER).exists()
 
 

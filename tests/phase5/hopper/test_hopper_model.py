@@ -397,6 +397,18 @@ def test_a_barrier_passes_by_the_parity_of_its_phase():
     assert not barrier.passes(1)
 
 
+def test_the_picture_of_a_barrier_says_of_every_wait_what_the_model_says(monkeypatch):
+    monkeypatch.setattr(hopper_figures.style, "show", lambda fig, alt: None)
+    hopper_figures.barrier([("expect", 1, 16), ("8 KiB come", 0, -8), ("8 KiB come", 0, -8)] * 2)
+    texts = [text.get_text() for text in plt.gca().texts]
+    barrier = Barrier("full")
+    for moment in range(7):
+        if moment in (3, 6):  # the second part of a tile has come
+            barrier.arrive()
+        said = texts[6 * moment + 3 : 6 * moment + 6]
+        assert said == [str(barrier.phase), *("passes" if barrier.passes(p) else "waits" for p in (0, 1))]
+
+
 def pair(fetch_parity, use_parity, laps=3, releases=1):
     """A producer and a consumer with one place between them."""
     full, empty, place = Barrier("full"), Barrier("empty"), Place("place")
