@@ -7,7 +7,6 @@ from common.verify import verify_softmax
 from common.verify.suite import Case
 from phase1_softmax import online_softmax
 from phase1_softmax.online_softmax import logsumexp, softmax, softmax_fused, softmax_online
-from phase1_softmax.solutions.attend_rows import attend_rows
 
 import torch
 import triton
@@ -49,37 +48,53 @@ def loads(x: torch.Tensor) -> tuple[int, int]:
     return x.nbytes, x.numel() // run * triton.cdiv(run * x.itemsize, SECTOR)
 
 
-def attended(s: torch.Tensor, v: torch.Tensor) -> tuple[float, float]:
-    """What exercise 1.6's solution reads of s and of v, in units of the size of s: counted, or by its formula."""
+def attended(attend, s: torch.Tensor, v: torch.Tensor) -> tuple[float, float]:
+    """What exercise 1.6's `attend` loads of s and of v, in units of the size of s: counted where kernels are
+    interpreted, otherwise computed for one program a row.
+    """
     if not runtime.INTERPRETED:
         return 1.0, len(s) * v.nbytes / s.nbytes
     with measure(s=s, v=v) as moved:
-        attend_rows(s, v)
+        attend(s, v)
     return moved.loaded_from["s"] / s.nbytes, moved.loaded_from["v"] / s.nbytes
 
 
-def last_column_left_out(x: torch.Tensor) -> torch.Tensor:
-    """A softmax whose sum lacks the last column."""
-    wide = x.double()
-    e = (wide - wide.amax(dim=-1, keepdim=True)).exp()
-    return (e / e[:, :-1].sum(dim=-1, keepdim=True)).to(x.dtype)
+def softmax_moves(s: torch.Tensor) -> tuple[float, float]:
+    """What `softmax_online` loads and stores, in units of the size of s: counted, or by its formula."""
+    if not runtime.INTERPRETED:
+        return 2.0, 1.0
+    with measure() as moved:
+        softmax_online(s)
+    return moved.loaded / s.nbytes, moved.stored / s.nbytes
 
 
-def larger(x: torch.Tensor) -> torch.Tensor:
-    """A softmax whose weights are too large by the largest rounding of bf16."""
-    return (torch.softmax(x.double(), dim=-1) * (1 + 2.0**-8)).to(x.dtype)
+def broken() -> dict[str, Stage]:
+    """`softmax_online` with one of three mistakes each, which the chapter's reader tells apart by what they break."""
+    step = "online_softmax_step"
+    edits = {
+        "a": (step, "tl.maximum(m_i, tl.max(s, axis=1))", "tl.max(s, axis=1)"),
+        "b": ("_softmax_online_kernel", f"{step}(m_i, l_i, x)", f"{step}(m_i, l_i, tl.where(inside, x, 0.0))"),
+        "c": (step, 'tl.where(m_new == float("-inf"), 0.0, m_new)', "m_new"),
+    }
+    return {name: Stage(online_softmax, edit) for name, edit in edits.items()}
 
 
-def broken() -> Stage:
-    """The kernels with a mistake that the chapter lets its reader find."""
-    return Stage(online_softmax, ("online_softmax_step", "alpha * l_i +", "l_i +"))
+def diagnoses() -> tuple[str, ...]:
+    """Which of the stages in `broken` pads with 0, lacks the guard and lets the maximum fall, and what shows it."""
+    return (
+        "bca",
+        "b: the sum has a term e^(0 - m) for each column that does not exist; at m = 100 it is lost in rounding",
+        "c: -inf - (-inf) is NaN, as long as a row has seen nothing but -inf",
+        "a: after a fall from 200 to 50, e^(200 - 50) overflows; a smaller fall does no harm, as l is right for any m",
+    )
 
 
 def two_passes() -> tuple[str, ...]:
     """Which result needs two passes over a row, and why each does or does not."""
     return (
         "weights",
-        "weights: the last logit changes the first weight, and a state of constant size cannot keep n exponentials",
+        "weights: each is written once, but the last logit changes the first weight, and a state of constant size",
+        "         cannot keep n exponentials until then",
         "LSE:     m + log l is corrected as the logits arrive",
         "output:  the division by l stands outside the sum, and happens once, after the last key",
     )

@@ -158,13 +158,12 @@ def _node(ax, x, y, part, *, color):
 
 
 def softmax_times(record: dict) -> None:
-    """Time of a softmax and of its LSE against row length, beside what one to three matrices take at a copy's rate."""
+    """Time of a softmax against row length, beside what two and three matrices take at a copy's rate."""
     fig, ax = style.new(8, 4.6)
     looks = {
         "softmax_fused": dict(color=style.COLORS["tiled"], marker="o", ms=9),
         "softmax_online": dict(color=style.COLORS["state"], marker="s"),
         "torch.softmax": dict(color=style.COLORS["s"], marker="^", linestyle="--"),
-        "logsumexp": dict(color=style.COLORS["o"], marker="D"),
     }
     said = []
     for provider, look in looks.items():
@@ -176,12 +175,12 @@ def softmax_times(record: dict) -> None:
         ax.annotate(provider, (lengths[-1], taken[-1]), beside, **place)
         times = ", ".join(f"{ms:.2f} at {n}" for n, ms in zip(lengths, taken, strict=True))
         said.append(f"{provider}: {times}")
-    for matrices, words in ((1, "one matrix"), (2, "a copy: two matrices"), (3, "three matrices")):
+    for matrices, words in ((2, "a copy: two matrices"), (3, "three matrices")):
         ms = matrices * 2**29 / record["ceilings"]["copy_bytes_per_s"] * 1e3
         ax.axhline(ms, color=style.COLORS["limit"], linewidth=1, linestyle=":", zorder=1)
         ax.text(2**19.9, ms + 0.01, words, fontsize=8, va="bottom", ha="right")
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
     ax.set(xlim=(760, 2**20), ylim=(0, 0.95), xlabel="values in a row (2^28 in all, fp16)", ylabel="time in ms")
-    ax.set(title="Time; dotted: moving one, two or three matrices at the rate of a copy")
+    ax.set(title="Time; dotted: moving two or three matrices at the rate of a copy")
     style.show(fig, f"Time in ms against the values in a row. {'; '.join(said)}.", records.describe(record))

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Mapping
 
 from common import style
-from common.measure import offline, records
+from common.measure import records
 
 import numpy as np
 from matplotlib.patches import Rectangle
@@ -109,7 +109,7 @@ def loop_orders() -> None:
         left.add_patch(Rectangle((0, y - 0.5), tiles, 1, fill=False, ec=INK, lw=1.6))
         left.text(-1.2, y, f"program {i}", ha="right", va="center", size=8, color=INK)
         left.text(tiles + 1.4, y, "written once", va="center", size=9, color=INK)
-        right.text(tiles + 1.4, y, f"state out and in\n{tiles - 1} times, then O", va="center", size=8, color=INK)
+        right.text(tiles + 1.4, y, f"with m and l: read and\nwritten {tiles} times", va="center", size=8, color=INK)
     right.add_patch(Rectangle((0, 0), tiles, tiles, fill=False, ec=INK, lw=1.6))
     below = (f"{tiles} programs; each goes from 1 to {tiles}", f"one program, from 1 to {tiles**2}")
     for ax, text in zip((left, right), below, strict=True):
@@ -120,8 +120,7 @@ def loop_orders() -> None:
         fig,
         f"The {tiles} x {tiles} tiles of S, numbered in the order in which a program computes them; a frame is a "
         "program. Queries outside: each row of tiles is a program of its own and writes its tile of O once. Keys "
-        "outside: one program goes column by column, and the state of every row goes to memory and back "
-        f"{tiles - 1} times.",
+        f"outside: one program goes column by column, and the state of every row is read and written {tiles} times.",
     )
 
 
@@ -178,8 +177,9 @@ def in_shared_memory(keys: int, head_dim: int, rows: int) -> None:
         ("P", "s", 4, 5, 0, narrow),
     ):
         ax.add_patch(Rectangle((first, bottom), last - first, height, fc=TINT[tint], ec=INK, lw=1))
-        look = dict(ha="center", va="center", size=9, color=INK)
-        ax.text((first + last) / 2, bottom + height / 2, f"{name}: {height} KiB", **look)
+        low = height < wide / 16  # the words stand above it
+        look = dict(ha="center", va="bottom" if low else "center", size=9, color=INK)
+        ax.text((first + last) / 2, bottom + height / (1 if low else 2), f"{name}: {height} KiB", **look)
     ax.set_xticks([i + 0.5 for i in range(len(steps))], steps)
     ax.set(xlim=(0, 5.02), ylim=(0, 1.12 * (wide + narrow)), ylabel="KiB of shared memory")
     ax.tick_params(axis="x", length=0)
@@ -189,44 +189,6 @@ def in_shared_memory(keys: int, head_dim: int, rows: int) -> None:
         f"Shared memory of one program over five steps. Q, {tile_q} KiB, lies there until S has been computed. K, "
         f"{wide} KiB, leaves after the first step. V, {wide} KiB, then takes its place and stays to the end; P, "
         f"{narrow} KiB, joins it for the last step, which makes {wide + narrow} KiB.",
-    )
-
-
-def memory_wall(shared: Mapping[int, int]) -> None:
-    """Shared memory that the compiler asks for against seq (bytes), with the limit of each kind of GPU as a line."""
-    gpus = {"RTX 3090, RTX 4090": "sm_89", "A100": "sm_80", "H100, H200": "sm_90"}
-    limits = {name: offline.SHARED_LIMIT[target] for name, target in gpus.items()}
-    fig, ax = style.new(7.6, 3.7)
-    seq, size = np.array(list(shared)), np.array(list(shared.values())) / 1024
-    for name, limit in limits.items():
-        ax.axhline(limit / 1024, color=COLORS["limit"], lw=1, ls="--")
-        ax.text(seq[0] * 0.86, limit / 1024 * 1.03, f"{name}: {limit // 1024} KiB", size=8, va="bottom", color=INK)
-    ax.plot(seq, size, color=COLORS["unfused"], zorder=2)
-    room = np.array([sum(s * 1024 <= limit for limit in limits.values()) for s in size])
-    good, some = COLORS["good"], (room > 0) & (room < len(limits))
-    looks = {
-        "fits all of them": (room == len(limits), dict(marker="o", color=good, ms=8)),
-        "fits some": (some, dict(marker="s", color=good, mfc="white", mew=2, ms=8)),
-        "fits none": (room == 0, dict(marker="X", color=COLORS["bad"], ms=10)),
-    }
-    for label, (which, look) in looks.items():
-        ax.plot(seq[which], size[which], ls="", label=label, **look)
-    for x, y in zip(seq, size, strict=True):
-        ax.annotate(f"{y:.0f}", (x, y), (8, -9), textcoords="offset points", size=9, color=INK)
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log", base=2)
-    ax.set_xticks(seq, [str(n) for n in seq])
-    ax.set_yticks([32, 64, 128, 256, 512], ["32", "64", "128", "256", "512"])
-    ax.set(xlabel="seq (keys held on chip)", ylabel="shared memory of one program, KiB")
-    ax.set(xlim=(seq[0] * 0.82, seq[-1] * 1.35), ylim=(26, 620))
-    ax.legend(loc="lower right", fontsize=9)
-    ax.set_title("All keys on chip: what the compiler asks for")
-    style.show(
-        fig,
-        "Shared memory of one program against seq, both logarithmic: "
-        + ", ".join(f"{y:.0f} KiB at {x}" for x, y in zip(seq, size, strict=True))
-        + ". Limits: "
-        + ", ".join(f"{name} {limit // 1024} KiB" for name, limit in limits.items()),
     )
 
 
@@ -293,39 +255,37 @@ def bytes_against_seq(formulas: Mapping[str, Callable], measured: Mapping[str, M
     )
 
 
-def roofline(
-    points: Mapping[str, tuple[float, float]], measured: Mapping[str, float], flops: float, bandwidth: float
-) -> None:
-    """The roof of one GPU, and what was measured. points: version -> FLOP per byte, with the bytes asked for and each
-    matrix moved once; measured: version -> FLOP/s.
-    """
+def roofline(points: Mapping, flops: float, bandwidth: float, hbm: float) -> None:
+    """The roof of one GPU, and what was measured. points: version -> lesson.Measured; hbm: bytes/s by data sheet."""
     fig, ax = style.new(7.8, 4)
     x = np.logspace(0.7, 4.5, 200)
     ridge = flops / bandwidth
     ax.loglog(x, np.minimum(x * bandwidth, flops) / 1e12, color=INK, zorder=1)
+    slope = x[x * hbm < flops]
+    ax.plot(slope, slope * hbm / 1e12, color=COLORS["limit"], lw=1, ls="--", zorder=1)
+    ax.text(95, 560, f"HBM, data sheet:\n{hbm / 1e12:.1f} TB/s", size=9, ha="right", va="center", color=INK)
     ax.axvline(ridge, color=INK, lw=0.8, ls=":", zorder=0)
     ax.text(ridge * 1.08, 26, f"ridge\n{ridge:.0f} FLOP/byte", size=9, color=INK)
     look = dict(textcoords="offset points", size=9, color=INK, bbox=TEXT_BOX, zorder=1)
     for version, marker in dict(unfused="o", tiled="s").items():
-        (asked, once), color, y = points[version], COLORS[version], measured[version] / 1e12
-        roofs = [min(intensity * bandwidth, flops) / 1e12 for intensity in (asked, once)]
-        ax.plot((asked, once), (y, y), color=color, lw=1, ls="--", zorder=2)
-        ax.plot(asked, roofs[0], marker, color=color, mec=color, mew=2, ms=9)
-        ax.plot(once, roofs[1], marker, color="white", mec=color, mew=2, ms=9)
-        ax.plot(asked, y, "*", color="white", mec=INK, ms=9, zorder=4)
-        ax.annotate(f"{version}, asked for: {asked:.0f}, roof {roofs[0]:.0f}", (asked, roofs[0]), (10, -15), **look)
-        ax.annotate(f"measured: {y:.0f}", (asked, y), (-10, 6), ha="right", **look)
-        where, side = ((12, -4), "left") if once < ridge else ((0, 11), "center")
-        ax.annotate(f"each matrix once: {once:,.0f}", (once, roofs[1]), where, ha=side, **look)
-    ax.set(xlabel="FLOP per byte", ylabel="TFLOP/s", xlim=(1.3, 60000), ylim=(22, 1300))
+        at, color, y = points[version], COLORS[version], points[version].flops_per_s / 1e12
+        ax.plot((at.asked, at.once), (y, y), marker, color="white", mec=color, mew=2, ms=9, zorder=3)
+        ax.plot((at.asked, at.once), (y, y), color=color, lw=1, ls="--", zorder=2)
+        ax.plot(at.asked, y, marker, color=color, mec=color, mew=2, ms=9, zorder=4)
+        ax.annotate(
+            f"{version}: {y:.0f} TFLOP/s,\nasked for: {at.asked:.0f}", (at.asked, y), (-10, 8), ha="right", **look
+        )
+        where, side = ((12, -4), "left") if at.once < ridge else ((0, -18), "center")
+        ax.annotate(f"each matrix once: {at.once:,.0f}", (at.once, y), where, ha=side, **look)
+    ax.set(xlabel="FLOP per byte", ylabel="TFLOP/s", xlim=(0.8, 60000), ylim=(22, 1300))
     ax.set_title(f"What memory allows (H200: {flops / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s, measured)")
     style.show(
         fig,
         f"A roofline: TFLOP/s against FLOP per byte, with the ridge at {ridge:.0f}. "
         + ". ".join(
-            f"{version}: {asked:.0f} FLOP per byte asked for, where the roof is {asked * bandwidth / 1e12:.0f}; "
-            f"{once:.0f} with each matrix once; {measured[version] / 1e12:.0f} TFLOP/s measured"
-            for version, (asked, once) in points.items()
+            f"{version}: {at.flops_per_s / 1e12:.0f} TFLOP/s measured, with {at.asked:.0f} FLOP per byte asked for, "
+            f"where {hbm / 1e12:.1f} TB/s allow {at.asked * hbm / 1e12:.0f}, and {at.once:.0f} with each matrix once"
+            for version, at in points.items()
         ),
     )
 

@@ -3,16 +3,18 @@
 stage("+ rescale")["attention_tile_step"]      the step at one stage, to be shown or compared
 with stage("+ rescale"): ...                   inside, `tiling.attention` launches that stage
 passed()                                     which stage passes which test
+print_costs()                                what whole rows of S cost, and what the step costs
 """
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from common import make_qkv, runtime, verify_results
 from common.edited import Stage
 from common.measure import offline, traffic
 from common.verify import Report
-from phase2_tiling import tiling
+from phase2_tiling import tiling, walls
 
 import torch
 
@@ -75,12 +77,93 @@ def passed() -> dict[str, dict[str, bool]]:
     return {name: {test: judged(name, test).passed for test in TESTS} for name in GROWTH}
 
 
-def compiled(fn: Callable, lengths: Iterable[int], head_dim: int = 128) -> dict[int, offline.Compiled]:
-    """What the compiler makes of fn(q, k, v), one kernel, for sm_90, by the length of q, k and v; fp16."""
-    lengths, recorded = tuple(lengths), []
-    for n in lengths:
-        recorded += offline.record_launches(lambda n=n: fn(*one_head(n, head_dim)))
-    return dict(zip(lengths, offline.compile_launches(recorded, targets=["sm_90"]), strict=True))
+def attention_tf32(q, k, v, scale):
+    """Attention whose products read their inputs as TF32: of the fraction's 23 bits the last 13 are zero."""
+
+    def cut(x):
+        return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    p = torch.softmax(q.shape[1] ** -0.5 * (cut(q) @ cut(k).T), dim=1)
+    return cut(p) @ cut(v)
+
+
+# --- compiled for a GPU that is not here --------------------------------------------------------------------------
+
+# Attention in tiles of 16 queries: three ways to look at a row of S twice, and the one that looks once.
+WAYS = {
+    "hold all keys": tiling.attention_resident,
+    "hold rows of S, 4 warps": walls.attention_rows,
+    "hold rows of S, 8 warps": functools.partial(walls.attention_rows, num_warps=8),
+    "make the rows twice": walls.attention_twice,
+    "the step of section 1": walls.attention_once,
+}
+
+
+def launches(fn: Callable, n: int, head_dim: int) -> list[offline.RecordedLaunch]:
+    """What fn(q, k, v) launches for one head of n queries and keys; fp16."""
+    return offline.record_launches(lambda: fn(*one_head(n, head_dim)))
+
+
+def compiled(fn: Callable, n: int, head_dim: int, targets: Iterable[str] = ("sm_90",)) -> list[offline.Compiled]:
+    """What the compiler makes of fn(q, k, v), one kernel, for each target; fp16."""
+    return offline.compile_launches(launches(fn, n, head_dim), targets)
+
+
+def print_costs(lengths: tuple[int, ...] = (256, 512, 1024), head_dim: int = 128) -> None:
+    """One line for each of WAYS: what the compiler says for sm_90, and what a program of 64 keys does."""
+    recorded = [launch for fn in WAYS.values() for n in lengths for launch in launches(fn, n, head_dim)]
+    made = iter(offline.compile_launches(recorded))
+    columns = " ".join(f"{n:5}" for n in lengths)
+    print(f"{'':24}KiB of shared memory   bytes spilled       reads   products\n{'keys':24}", end="")
+    print(f"{columns}      {columns}    of K   of tiles")
+    for name, fn in WAYS.items():
+        by_length = [next(made) for _ in lengths]
+        shared, spilled = " ".join(f"{c.shared // 1024:5}" for c in by_length), [f"{c.spills:5}" for c in by_length]
+        print(f"{name:24}{shared}      {' '.join(spilled)}{_reads_and_products(fn, head_dim)}")
+
+
+def _reads_and_products(fn: Callable, head_dim: int) -> str:
+    """How often a program reads K, and how many products it computes for 64 keys; nobody counts compiled kernels."""
+    if not runtime.INTERPRETED:
+        return ""
+    q, k, v = one_head(16, head_dim, seq_k=64)
+    with traffic.measure(k=k) as moved:
+        fn(q, k, v)
+    return f"    {moved.loaded_from['k'] // k.nbytes:4}   {moved.products:8}"
+
+
+# --- bytes and times ----------------------------------------------------------------------------------------------
+
+VERSIONS = {"unfused": tiling.attention_unfused, "tiled": tiling.attention}
+# The bytes that a version asks for, n queries and keys, head_dim 64, fp16.
+FORMULAS = {
+    "unfused": lambda n: traffic.unfused_attention_bytes(n, n, 64, tiling.MATMUL_BLOCK, size=2),
+    "tiled": lambda n: traffic.tiled_attention_bytes(n, n, 64, 64, 64, size=2),
+}
+
+
+class Measured(NamedTuple):
+    """One version of attention in a record: FLOP per byte asked for and with each matrix moved once, and per second."""
+
+    asked: float
+    once: float
+    flops_per_s: float
+    bytes_per_s: float
+
+
+def measured(record: dict, n: int = 32768) -> dict[str, Measured]:
+    """Each of VERSIONS at n queries and keys."""
+    once = {"unfused": traffic.least_unfused_attention_bytes(n, n, 64, size=2), "tiled": 4 * n * 64 * 2}
+    flops, found = 256 * n * n, {}
+    for name, provider in {"unfused": "attention_unfused", "tiled": "attention (tiled)"}.items():
+        seconds, moved = milliseconds(record, provider)[n] / 1e3, FORMULAS[name](n)
+        found[name] = Measured(flops / moved, flops / once[name], flops / seconds, moved / seconds)
+    return found
+
+
+def milliseconds(record: dict, provider: str) -> dict[int, float]:
+    """The times of one provider, by the length."""
+    return {r["seq"]: r["ms"] for r in record["rows"] if r["provider"] == provider}
 
 
 def counted(fn: Callable, lengths: Iterable[int], head_dim: int = 64) -> dict[int, int]:

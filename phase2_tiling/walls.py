@@ -80,10 +80,10 @@ def _attention_twice_kernel(
 TILES = dict(BLOCK_M=16, BLOCK_N=64, num_warps=4, num_stages=2)
 
 
-def attention_rows(q, k, v, scale: float | None = None):
+def attention_rows(q, k, v, scale: float | None = None, *, num_warps: int = 4):
     """`tiling.attention` by keeping whole rows of S; seq_k > 0."""
     scale, tiles = tiling._check(q, k, v, scale), triton.cdiv(k.shape[0], TILES["BLOCK_N"])
-    return tiling._launch(_attention_rows_kernel, q, k, v, scale, **TILES, TILES=tiles)
+    return tiling._launch(_attention_rows_kernel, q, k, v, scale, **TILES | dict(num_warps=num_warps), TILES=tiles)
 
 
 def attention_twice(q, k, v, scale: float | None = None):

@@ -37,7 +37,7 @@ def update() -> list[str]:
         if not copy or _shipped(copy) != _shipped(fresh):
             new[file] = fresh
             if copy:
-                old[file] = copy if _shipped(copy) else _with_shipped(copy, fresh)
+                old[file] = copy if _shipped(copy) else _with_shipped(copy, file)
     gone = _copies_of_former_chapters()
     old |= gone
     for file, cells in _carry_over(old, new).items():
@@ -65,10 +65,15 @@ def _chapters() -> list[str]:
 
 def _committed(file: str) -> dict:
     """A chapter as the course has it, also where it has been edited in its place."""
-    command = ["git", "show", f"HEAD:./{file}"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # without Git, or not in a repository
+    return _version("HEAD", file) or json.loads((phases.ROOT / file).read_bytes())
+
+
+def _version(commit: str, file: str) -> dict | None:
+    """None without Git, not in a repository, or where the commit has no such file."""
+    command = ["git", "show", f"{commit}:./{file}"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return json.loads(subprocess.run(command, cwd=phases.ROOT, capture_output=True, check=True).stdout)
-    return json.loads((phases.ROOT / file).read_bytes())
+    return None
 
 
 def _notebook(path, said: list[str] | None = None) -> dict | None:
@@ -88,8 +93,14 @@ def _copies_of_former_chapters() -> dict[str, dict]:
     """Copies of chapters that the course has no more under this name. A copy that a learner copied is not one."""
     work = phases.ROOT / "work"
     files = {str(path.relative_to(work)) for path in work.rglob("*.ipynb")}.difference(_chapters())
-    read = {file: _notebook(work / file) or {} for file in sorted(files)}
-    return {file: copy for file, copy in read.items() if _shipped(copy).partition(" ")[0] == file}
+    found = {}
+    for file in sorted(files):
+        copy = _notebook(work / file) or {}
+        if _shipped(copy).partition(" ")[0] == file:
+            found[file] = copy
+        elif copy and not _shipped(copy) and _version("ORIG_HEAD", file):
+            found[file] = _with_shipped(copy, file)
+    return found
 
 
 def _free(file: str) -> str:
@@ -172,9 +183,15 @@ def _as_shipped(notebook: dict, file: str) -> dict:
     return notebook
 
 
-def _with_shipped(notebook: dict, fresh: dict) -> dict:
-    """A chapter that was filled in elsewhere: its cells are taken for those that they are most alike."""
-    sources, shipped = list(map(_source, notebook["cells"])), list(map(_shipped, fresh["cells"]))
+def _with_shipped(notebook: dict, file: str) -> dict:
+    """A chapter that was filled in elsewhere, in its version of today or of before `git pull`: its cells are taken for
+    those that they are most alike.
+    """
+    sources = list(map(_source, notebook["cells"]))
+    versions = [version for commit in ("HEAD", "ORIG_HEAD") if (version := _version(commit, file))] or [
+        _committed(file)
+    ]
+    shipped = max((list(map(_source, v["cells"])) for v in versions), key=lambda v: len(set(v) & set(sources)))
     others = [source for source in shipped if source not in sources]
     for cell, source in zip(notebook["cells"], sources, strict=True):
         alike = [source] if source in shipped else difflib.get_close_matches(source, others, 1, ALIKE)

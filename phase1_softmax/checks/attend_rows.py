@@ -116,7 +116,7 @@ def _check_case(answer, what, s, v, question):
     if watched:
         _require_masked(what, s, v, moved)
     require_stored(dict(o=o_got, lse=lse_got), allocated, what=what)
-    _require_padded(what, (o_got, lse_got), (o, lse), lambda: attend(s, v))
+    _require_padded(what, (o_got, lse_got), (o, lse), attend, s, v)
     if s.dtype in runtime.KERNEL_DTYPE:
         question = "fp16 is right: is bf16 converted before the launch, by runtime.to_kernel_dtype?"
     _require_right(what, s, v, (o_got, lse_got), (o, lse), question)
@@ -128,17 +128,22 @@ def _check_case(answer, what, s, v, question):
         called(attend, s, v)
 
 
-def _require_padded(what, got, right, anew):
-    """Reject NaN that disappears where a masked load without `other` finds zeros."""
+def _require_padded(what, got, right, attend, s, v):
+    """Reject NaN that disappears where a masked load without `other` finds zeros, or where no tile of v is padded."""
     spoiled = [_nan(g) and not _nan(r) for g, r in zip(got, right, strict=True)]
     if not any(spoiled):
         return
     with guard.watched():
-        with_zeros = pair(what, anew())
+        with_zeros = pair(what, attend(s, v))
     if any(bad and not _nan(g) for bad, g in zip(spoiled, with_zeros, strict=True)):
         reject(
             f"{what}: a load has a mask but no `other`: what it returns beyond the end is undefined, here NaN, and "
             "0 * NaN is NaN. Which number changes neither sum?"
+        )
+    if not spoiled[1] and got[0].isnan().all() and not _nan(attend(randn(1, 1024).to(s), randn(1024, 16).to(v))[0]):
+        reject(
+            f"{what}: o is NaN, but not for 1024 logits, which fill their tiles: what is `other` of the load of v? "
+            "Beyond the end of a row the weight is 0, and 0 * inf is NaN: pad v with 0"
         )
 
 
@@ -199,12 +204,12 @@ def _require_first_step(what, s, lse_got):
 
 
 def _require(what, actual, right, question, **options):
-    """`require`, and a question where nothing is recognized."""
+    """`require`, and a question before its numbers where nothing is recognized."""
     try:
         require(what, actual, right, **options)
     except Rejected as wrong:
-        unexplained = "elements are wrong" in str(wrong)
-        reject(f"{wrong}. Or: {question}" if unexplained else str(wrong))
+        numbers = str(wrong).removeprefix(f"{what}: ")
+        reject(f"{what}: {question}\n{numbers}" if "elements are wrong" in numbers else str(wrong))
 
 
 def _wrong_loops(s, v):

@@ -63,7 +63,9 @@ def _require_merged(what, got, expected, a, b, tolerance):
     """Reject unless `got` is the pair `expected`, which the pairs a and b merge into."""
     (o_got, lse_got), (o, lse), (o_a, lse_a), (o_b, lse_b) = got, expected, a, b
     larger = torch.maximum(lse_a, lse_b)
+    shift = torch.where(larger == -INF, 0.0, larger)
     of_lse = {
+        "this is log(l), measured against the larger lse: add that": lse - shift,
         "this is the larger one; logits of the smaller one count too": larger,
         "this is the sum; the sums of exponentials are what adds up": lse_a + lse_b,
         "exp(lse) has left the range of numbers: what may be subtracted first?": torch.log(lse_a.exp() + lse_b.exp()),
@@ -72,7 +74,6 @@ def _require_merged(what, got, expected, a, b, tolerance):
     require_sane(f"{what}: lse", lse_got, lse)
     require(f"{what}: lse", lse_got, lse, mistakes=of_lse, **tolerance)
     w_a, w_b = (torch.exp(t - torch.where(lse == -INF, 0.0, lse))[..., None] for t in (lse_a, lse_b))
-    shift = torch.where(larger == -INF, 0.0, larger)
     e_a, e_b = (torch.exp(t - shift)[..., None] for t in (lse_a, lse_b))
     by_lse = lse_a[..., None] * o_a + lse_b[..., None] * o_b
     of_o = {

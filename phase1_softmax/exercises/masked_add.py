@@ -6,7 +6,7 @@ written there. Write the body.
 
     x, y, out   fp32, (n,), contiguous
 
-Notebook: phase1_softmax/softmax.ipynb, section 1.2, "Where a vector ends".
+Notebook: phase1_softmax/softmax.ipynb, section 1.3, "Where a vector ends".
 """
 
 from common import runtime

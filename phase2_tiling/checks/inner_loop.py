@@ -15,6 +15,7 @@ import triton
 
 # Tiles of 32 queries and 64 keys, head_dim 16: no two sizes are the same.
 SEQ_Q, SEQ_K, HEAD_DIM, BLOCK_M, BLOCK_N, SCALE = 50, 150, 16, 32, 64, 0.3
+ACC_BY_L, P_BY_L = (f"{x} is divided by l in every turn: the division comes once, after the loop" for x in ("acc", "p"))
 
 
 def check(answer):
@@ -52,10 +53,10 @@ def _check_known_mistakes(attention):
 
 def loop(
     q, k, v, *, scale=SCALE, update=None, after=None, step=BLOCK_N, width=BLOCK_N, first=lambda start: start,
-    past_end=-math.inf, bias=None,
+    past_end=-math.inf, bias=None, end=torch.div,
 ):  # fmt: skip
-    """o in fp64, in tiles of `width` keys that begin at first(start). update(acc, alpha, p v) is the new acc;
-    after(acc, l, alpha, sum of p) are acc and l at the end of a turn; bias: a number for each key.
+    """o in fp64, in tiles of `width` keys that begin at first(start). update(acc, alpha, p v, new l) is the new acc;
+    after(acc, l, alpha, sum of p) are acc and l at the end of a turn; end(acc, l) is o; bias: a number for each key.
     """
     q, k, v = q.double(), k.double(), v.double()
     m, l, acc = torch.full_like(q[:, :1], -math.inf), torch.zeros_like(q[:, :1]), 0 * q
@@ -67,11 +68,11 @@ def loop(
         s = torch.where(inside, s, past_end)
         m_new = torch.maximum(m, s.amax(1, keepdim=True))
         alpha, p = torch.exp(m - m_new), torch.exp(s - m_new)
-        acc = update(acc, alpha, p @ v_tile) if update else alpha * acc + p @ v_tile
         l, m = alpha * l + p.sum(1, keepdim=True), m_new
+        acc = update(acc, alpha, p @ v_tile, l) if update else alpha * acc + p @ v_tile
         if after:
             acc, l = after(acc, l, alpha, p.sum(1, keepdim=True))
-    return acc / torch.where(l == 0, 1.0, l)
+    return end(acc, torch.where(l == 0, 1.0, l))
 
 
 def _wrong_scales(q, k, v):
@@ -90,18 +91,22 @@ def _wrong_scales(q, k, v):
 
 def _wrong_loops(q, k, v):
     updates = {
-        "the accumulator is not rescaled by alpha": lambda acc, alpha, pv: acc + pv,
-        "the new tile is rescaled too: multiply acc by alpha before p v is added": lambda acc, a, pv: a * (acc + pv),
-        "acc is divided by alpha: multiply": lambda acc, alpha, pv: acc / torch.where(alpha == 0, 1.0, alpha) + pv,
-        "o holds the last tile of keys alone: is p v added to what acc held before?": lambda acc, alpha, pv: pv,
+        "the accumulator is not rescaled by alpha": lambda acc, alpha, pv, l: acc + pv,
+        "the new tile is rescaled too: multiply acc by alpha before p v is added": lambda acc, a, pv, l: a * (acc + pv),
+        "acc is divided by alpha: multiply": lambda acc, alpha, pv, l: acc / torch.where(alpha == 0, 1.0, alpha) + pv,
+        "o holds the last tile of keys alone: is p v added to what acc held before?": lambda acc, alpha, pv, l: pv,
+        P_BY_L: lambda acc, a, pv, l: a * acc + pv / l,
     }
     afters = {
-        "acc is divided by l in every turn: the division comes once, after the loop": lambda o, l, *_: (o / l, l),
+        ACC_BY_L: lambda o, l, *_: (o / l, l),
         "l is multiplied by alpha once more: online_softmax_step did that": lambda acc, l, alpha, p: (acc, alpha * l),
         "l is brought up to date twice: online_softmax_step returns the new l": lambda acc, l, a, p: (acc, a * l + p),
     }
     wrong = {sentence: loop(q, k, v, update=update) for sentence, update in updates.items()}
     wrong |= {sentence: loop(q, k, v, after=after) for sentence, after in afters.items()}
+    for name, turn in dict(acc=dict(after=afters[ACC_BY_L]), p=dict(update=updates[P_BY_L])).items():
+        sentence = f"{name} is divided by l in every turn: keep the sum whole, and divide once, after the loop"
+        wrong[sentence] = loop(q, k, v, end=lambda acc, l: acc, **turn)
     padded = torch.nn.functional.pad(k, (0, 0, 0, -SEQ_K % BLOCK_N))
     reshaped = torch.cat([tile.reshape(HEAD_DIM, -1).T for tile in padded.split(BLOCK_N)])[:SEQ_K]
     whole = SEQ_K // BLOCK_N * BLOCK_N

@@ -113,9 +113,9 @@ def _wrong_biases(q, k, v, bias):
 
 
 _WRONG_UPDATES = {
-    "the accumulator is not rescaled by alpha (section 1)": lambda acc, alpha, pv: acc + pv,
-    "the new tile is rescaled too": lambda acc, alpha, pv: alpha * (acc + pv),
-    "o holds the last tile of keys alone": lambda acc, alpha, pv: pv,
+    "the accumulator is not rescaled by alpha (section 1)": lambda acc, alpha, pv, l: acc + pv,
+    "the new tile is rescaled too": lambda acc, alpha, pv, l: alpha * (acc + pv),
+    "o holds the last tile of keys alone": lambda acc, alpha, pv, l: pv,
 }
 
 
@@ -184,7 +184,7 @@ def _require_one_launch(fn):
     signs = {
         f"{len(launches[0])} kernels are launched: it is to be one": len(launches[0]) != 1,
         "the kernel is compiled anew for another length: seq_q or seq_k is a tl.constexpr, or a tile's size "
-        "depends on one of them and meets the wall of section 3.1": launches[0] != launches[1],
+        "depends on one of them and meets the wall of section 3": launches[0] != launches[1],
     }
     require_none(signs)
     return launches[0][0]

@@ -61,7 +61,10 @@ def _wrong_bytes(name, right, seq_q, seq_k, head_dim, dtype):
     tiles, row = runtime.tile_sizes(head_dim, dtype), head_dim * dtype.itemsize
     block_m, block_n = tiles["BLOCK_M"], tiles["BLOCK_N"]
     programs, tiles_n = triton.cdiv(seq_q, block_m), triton.cdiv(seq_k, block_n)
-    mistakes = {"these are elements: how many bytes has each?": right // dtype.itemsize}
+    mistakes = {
+        "these are elements: how many bytes has each?": right // dtype.itemsize,
+        "an element of fp32 has four bytes, not two": right * 2 // dtype.itemsize,
+    }
     if name in ("q", "o"):
         return mistakes | {
             "what a mask hides is not moved": programs * block_m * row,

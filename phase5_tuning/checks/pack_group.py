@@ -52,28 +52,24 @@ def _whole(q, k, v, rows=None):
     return s.softmax(-1) @ v, s.logsumexp(-1)
 
 
-def _check_rows(attend, heads_q, heads_kv, seq_q):
-    """fp32, a batch of two, q and k and v with strides of their own: who takes a wrong row is told which."""
+def _wrong_rows(q, k, v):
+    """{mistake: the (o, lse) that follows}, of wrong rows, heads, strides and keys."""
+    (_, heads_q, seq_q, _), heads_kv = q.shape, k.shape[1]
     group = heads_q // heads_kv
-    # Of more batches, so that a tensor read with the strides of another stays inside of memory.
-    q = make_qkv(300, heads_q, seq_q, 16, seq_k=1, dtype=FP32, layout="transposed")[0][:2]
-    k, v = (
-        make_qkv(4, heads_kv, 1, 16, seq_k=100, dtype=FP32, layout=layout)[n][:2]
-        for n, layout in ((1, "bshd"), (2, "bhsd"))
-    )
-    what = f"{heads_q} heads on {heads_kv}, {seq_q} {'query' if seq_q == 1 else 'queries'}"
-    o, lse = (t[0] for t in attend(q, k, v))
 
     def other_order(h, m):
         r = h % group * seq_q + m
         return h // group * group + r % group, r // group
+
+    def queries_only(h, m):
+        return h // group * group + (h % group * seq_q + m) % group, m
 
     exchanged = (t.repeat(1, group, 1, 1) for t in (k, v))
     divided = (t.flatten(0, 1)[torch.arange(2 * heads_kv) // group].view(t.shape) for t in (k, v))
     batch, head, _, column = q.stride()
     as_heads = q.as_strided((2, heads_kv, group * seq_q, 16), (batch, group * head, head, column)).reshape(q.shape)
     padded = [torch.cat([t, 0 * t[:, :, :28]], dim=2) for t in (k, v)]
-    mistakes = {
+    return {
         "q is loaded query after query, and o and lse are stored head after head (or the other way round): rows of a "
         "tile have one order": _whole(q, k, v, other_order),
         "every group takes the query heads of the first one: they begin at g * group": _whole(
@@ -87,11 +83,34 @@ def _check_rows(attend, heads_q, heads_kv, seq_q):
         "query head h reads key head h // group, not h % heads_kv": _whole(q, *exchanged),
         "pid_bh counts groups, which are heads of keys already: it is not divided by group": _whole(q, *divided),
         "rows are taken for heads: a head has seq_q of them": _whole(as_heads, k, v),
+        "rows whose query is r % seq_q belong to head r // seq_q of the group, not r % group": _whole(
+            q, k, v, queries_only
+        ),
+        "q is read as if it were contiguous: it has four strides": _whole(
+            q.as_strided(q.shape, q.contiguous().stride()), k, v
+        ),
+        "q has a stride between queries, which is not HEAD_DIM": _whole(
+            q.as_strided(q.shape, (batch, head, 16, column)), k, v
+        ),
         "q has a stride between columns, too": _whole(q.as_strided(q.shape, (*q.stride()[:3], 1)), k, v),
         "every batch entry takes the queries of the first one: has q its batch stride?": _whole(q[:1], k, v),
         "28 keys past the end count as logit 0: mask them": _whole(q, *padded),
         "scale is missing": _whole(4 * q, k, v),
     }
+
+
+def _check_rows(attend, heads_q, heads_kv, seq_q):
+    """fp32, a batch of two, q and k and v with strides of their own: who takes a wrong row is told which."""
+    group = heads_q // heads_kv
+    # Of more batches, so that a tensor read with the strides of another stays inside of memory.
+    q = make_qkv(300, heads_q, seq_q, 16, seq_k=1, dtype=FP32, layout="transposed")[0][:2]
+    k, v = (
+        make_qkv(4, heads_kv, 1, 16, seq_k=100, dtype=FP32, layout=layout)[n][:2]
+        for n, layout in ((1, "bshd"), (2, "bhsd"))
+    )
+    what = f"{heads_q} heads on {heads_kv}, {seq_q} {'query' if seq_q == 1 else 'queries'}"
+    o, lse = (t[0] for t in attend(q, k, v))
+    mistakes = _wrong_rows(q, k, v)
     mistakes |= {f"q is read with the strides of k{where}": _whole(t, k, v) for where, t in misread(q, k).items()}
     mistakes |= {f"k is read with the strides of v{where}": _whole(q, t, v) for where, t in misread(k, v).items()}
     right = _whole(q, k, v)
@@ -122,6 +141,9 @@ def _check_parts(attend, parts):
             continue
         spans = (0, 150), (0, share), (begin, end)
         whole, first, right = (_whole(q, k[:, :, slice(*keys)], v[:, :, slice(*keys)]) for keys in spans)
+        group_by_group = lse.view(2, parts, 2).transpose(0, 1).reshape(lse.shape)
+        if close(group_by_group[part], right[1]) and not close(lse[part], right[1]):
+            reject("all groups of a part lie together, then the next part: yours are stored group after group")
         for taken, of in (("all 150 keys", whole), ("the keys of part 0", first)):
             if close(lse[part], of[1]) and not close(lse[part], right[1]):
                 reject(f"{what}: it took {taken}: the walk is from begin_n to end_n")

@@ -36,6 +36,13 @@ def call_of(case: tuple) -> tuple[int, int, int]:
     return batch * heads_kv, cdiv(keys, tile), 4 * tile * head_dim
 
 
+def operators_parts(case: tuple) -> int:
+    """In how many parts the operator cuts the keys of a call of 16-bit numbers on an H100."""
+    _, heads_q, heads_kv, seq_q, keys, head_dim = case
+    rows = heads_q // heads_kv * seq_q
+    return split_kv.parts(call_of(case)[0], rows, keys, 2 * head_dim, split_kv.tiles(rows, head_dim, 2)[0], 132)
+
+
 PEERS = {"SDPA": "sdpa", "FlashAttention-3": "flash-attn-3"}  # and how their providers' names begin
 
 

@@ -14,8 +14,8 @@ Write how long a call takes in n parts, then choose the n with which it takes le
     multiprocessors  each runs one of these programs at a time
 
 The numbers below were read off the times of an H100. Which of these times pass one after another, and which at the same
-time? The check asks for calls that were measured with many numbers of parts: no time of yours may be off by more than
-25 %, and with your number of parts none may take more than 15 % longer than with the best.
+time? The check asks for times on 132 multiprocessors, as an H100 has, and on 16 that are like them, where other terms
+decide. With your number of parts no call may take more than 15 % longer than with the best.
 
 Notebook: phase5_tuning/decode.ipynb, section 4.2.
 """

@@ -198,6 +198,32 @@ def test_what_is_written_in_a_chapter_where_it_is_shipped_comes_to_the_copy(cour
     assert read(clone / "work" / SOFTMAX).cells
 
 
+def test_chapters_of_before_an_update_can_be_brought_to_work_by_hand(course, clone):
+    for file, prediction in (SOFTMAX, (WHICH, "'safe'")), (HOPPER, (STOPS, "'Race'")):
+        used(clone / file, *filled(prediction))
+        (clone / "work" / file).parent.mkdir(parents=True, exist_ok=True)
+        (clone / file).rename(clone / "work" / file)
+        git(clone, "restore", file)
+
+    def told_anew(notebook):
+        for n, cell in enumerate(notebook.cells[:12]):
+            if cell.cell_type == "markdown":
+                cell.source = f"Told anew, number {n}"
+
+    edit(course / SOFTMAX, told_anew)
+    (course / HOPPER).rename(course / "phase5_tuning" / "pipes.ipynb")
+    listed = course / "common" / "phases.py"
+    listed.write_text(listed.read_text().replace('"hopper_forward.ipynb"', '"pipes.ipynb"'))
+    commit(course)
+    git(clone, "pull", "-q", "--ff-only")
+    assert renew(clone) == []
+    copy = read(clone / "work" / SOFTMAX)
+    assert cell_with(copy, WHICH.format("'safe'"))
+    assert len(copy.cells) == len(read(course / SOFTMAX).cells)
+    assert cell_with(read(clone / "work/phase5_tuning/pipes.ipynb"), STOPS.format("'Race'"))
+    assert not (clone / "work" / HOPPER).exists()
+
+
 def test_links_of_copies_and_pages_lead_to_files(clone):
     renew(clone)
     first, page = ((clone / "work" / name).read_text() for name in ("README.md", "phase1_softmax/README.md"))

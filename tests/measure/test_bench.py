@@ -74,9 +74,9 @@ def test_a_record_knows_its_tiles_and_its_clock(monkeypatch):
 
 
 @every_record
-def test_every_row_has_times_or_losses_or_says_why_not(folder, name):
+def test_every_row_has_times_or_errors_or_says_why_not(folder, name):
     for row in records.load(folder, name)["rows"]:
-        assert len({"note", "ms", "losses", "us", "clocks"} & set(row)) == 1
+        assert len({"note", "ms", "losses", "us", "clocks", "rms"} & set(row)) == 1
         if "ms" in row:
             assert 0 < row["ms_min"] <= row["ms"] <= row["ms_max"]
         if "losses" in row:

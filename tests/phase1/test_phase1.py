@@ -2,6 +2,7 @@
 
 from common import runtime, verify_softmax
 from phase1_softmax import (
+    cases,
     logsumexp,
     merge_states,
     online_softmax,
@@ -240,3 +241,17 @@ def test_online_softmax_step_by_step(order):
     assert_same_state((m, l), state(s))
     expected = (s.double().softmax(-1).nan_to_num() * w).sum(-1)
     torch.testing.assert_close(acc.double() / torch.where(l == 0, 1.0, l), expected, rtol=1e-5, atol=1e-6)
+
+
+# --- the chapter's riddle ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+def test_each_broken_stage_fails_on_the_input_that_shows_its_mistake():
+    falling = torch.linspace(200, 0, 4096, device=runtime.DEVICE).expand(2, 4096)
+    telling = random(2, 1000), torch.full_like(falling, -INF), falling  # of padding, guard and maximum
+    for culprit, x in zip(cases.diagnoses()[0], telling, strict=True):
+        for name, stage in cases.broken().items():
+            with stage:
+                assert verify_softmax(softmax_online, x).passed == (name != culprit), name
+        assert verify_softmax(softmax_online, x).passed

@@ -243,6 +243,11 @@ WRONG = {
             {"torch.logaddexp(lse_a, lse_b)": "lse_a + torch.log1p(torch.exp(lse_b - lse_a))"},
             "in a row where one part saw no key",
         ),
+        Wrong(
+            "log(l) without m",
+            {"o_b, lse\n": "o_b, lse - torch.maximum(lse_a, lse_b)\n"},
+            "this is log(l), measured against the larger lse: add that",
+        ),
         Wrong("the larger lse", {"torch.logaddexp(lse_a, lse_b)": "torch.maximum(lse_a, lse_b)"}, "the larger one"),
         Wrong("swapped weights", {"w_a, w_b =": "w_b, w_a ="}, "swapped"),
         Wrong(
@@ -302,6 +307,11 @@ WRONG = {
             "no `other` at the load of s",
             {'mask=offs_n < n, other=float("-inf")': "mask=offs_n < n"},
             "a load has a mask but no `other`",
+        ),
+        Wrong(
+            "v padded with -inf",
+            {"mask=inside, other=0.0": 'mask=inside, other=float("-inf")'},
+            "what is `other` of the load of v?",
         ),
         Wrong("no division", {"(acc / norm)": "acc"}, "the sum is not divided by l"),
         Wrong(

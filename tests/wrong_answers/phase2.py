@@ -97,7 +97,17 @@ WRONG = {
             "BLOCK_M keys", {"start_n + tl.arange(0, BLOCK_N)": "start_n + tl.arange(0, BLOCK_M)"}, "has BLOCK_M keys"
         ),
         Wrong(
-            "p is divided by l in every turn", {"p.to(v.dtype), v, ": "(p / l_i[:, None]).to(v.dtype), v, "}, "o   FAIL"
+            "p is divided by l in every turn",
+            {"p.to(v.dtype), v, ": "(p / l_i[:, None]).to(v.dtype), v, "},
+            "p is divided by l in every turn: the division comes once",
+        ),
+        Wrong(
+            "p is divided by l in every turn, and o is not",
+            {
+                "p.to(v.dtype), v, ": "(p / l_i[:, None]).to(v.dtype), v, ",
+                "acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]": "acc",
+            },
+            "p is divided by l in every turn: keep the sum whole",
         ),
         Wrong(
             "the last query is never stored",
@@ -162,7 +172,15 @@ WRONG = {
         Wrong(
             "divided in every turn",
             {'alpha[:, None], input_precision="ieee")': 'alpha[:, None], input_precision="ieee") / l_i[:, None]'},
-            "the division comes once, after the loop",
+            "acc is divided by l in every turn: the division comes once, after the loop",
+        ),
+        Wrong(
+            "divided in every turn, and not after the loop",
+            {
+                'alpha[:, None], input_precision="ieee")': 'alpha[:, None], input_precision="ieee") / l_i[:, None]',
+                "acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]": "acc",
+            },
+            "acc is divided by l in every turn: keep the sum whole",
         ),
         Wrong(
             "l times alpha again",
@@ -294,6 +312,9 @@ WRONG = {
             "depends on dtype: ask runtime.tile_sizes",
         ),
         Wrong("elements", {"k = seq_k * head_dim * dtype.itemsize": "k = seq_k * head_dim"}, "these are elements"),
+        Wrong(
+            "two bytes", {"k = seq_k * head_dim * dtype.itemsize": "k = seq_k * head_dim * 2"}, "four bytes, not two"
+        ),
         Wrong("whole tiles", {'"o": q': '"o": -(-seq_q // 64) * 64 * head_dim * dtype.itemsize'}, "a mask hides"),
         Wrong("rounded down", {"triton.cdiv(seq_q, ": "int.__floordiv__(seq_q, "}, "it reads every key too"),
         Wrong(

@@ -23,6 +23,7 @@ CHOSEN = (  # of choose_parts
     "    return min(range(1, tiles + 1), key=lambda n: microseconds(n, programs, tiles, tile_bytes, multiprocessors))"
 )
 READING = "max(programs * tiles * tile_bytes / ALL, rounds * share * TILE)"
+FIXED = " + FIRST + (n > 1) * (MERGE + n * EACH)"
 
 WRONG = {
     "count_flops": [
@@ -1927,6 +1928,29 @@ WRONG = {
             {"offs_r // seq_q, offs_r % seq_q\n": "offs_r % group, offs_r // group\n"},
             "rows of a tile have one order",
         ),
+        Wrong("head and query by modulo", {"group + offs_r // seq_q,": "group + offs_r % group,"}, "head r // seq_q"),
+        Wrong(
+            "the first head for all rows",
+            {"pid_bh % heads_kv * group + offs_r // seq_q, ": "pid_bh % heads_kv * group + 0 * offs_r, "},
+            "all rows take the first head",
+        ),
+        Wrong("queries side by side", {"offs_m * stride_q[2]": "offs_m * HEAD_DIM"}, "a stride between queries"),
+        Wrong(
+            "q as if contiguous",
+            {
+                "offs_m * stride_q[2]": "offs_m * HEAD_DIM",
+                "pid_bh // heads_kv * stride_q[0] + offs_h * stride_q[1]": (
+                    "(pid_bh // heads_kv * heads_kv * group + offs_h) * seq_q * HEAD_DIM"
+                ),
+                "offs_d[None, :] * stride_q[3]": "offs_d[None, :]",
+            },
+            "as if it were contiguous",
+        ),
+        Wrong(
+            "stored group after group",
+            {"(part * tl.num_programs(0) + pid_bh)": "(pid_bh * tl.num_programs(1) + part)"},
+            "yours are stored group after group",
+        ),
         Wrong("one query a head", {", offs_r % seq_q\n": ", 0 * offs_r\n"}, "all rows take the first query"),
         Wrong(
             "heads by modulo",
@@ -2070,20 +2094,32 @@ WRONG = {
             {CHOSEN: "    return max(1, multiprocessors // programs)"},
             "one tile of keys at least",
         ),
-        Wrong("a float", {CHOSEN: "    return min(tiles, multiprocessors / programs)"}, "expected an int, got"),
-        Wrong("the memory alone", {READING: "programs * tiles * tile_bytes / ALL"}, "gets its 8 tiles in 7.2"),
-        Wrong("a program alone", {READING: "rounds * share * TILE"}, "to deliver 8.4 MB"),
-        Wrong("one after the other", {READING: READING.replace("max(", "(").replace(", r", " + r")}, "meanwhile a pro"),
         Wrong(
-            "a wait in each round",
-            {"+ FIRST": "+ rounds * FIRST"},
-            "while some wait for their first tile",
-            at_once=True,
+            "as many as fit",
+            {CHOSEN: "    return max(1, min(tiles, multiprocessors // programs))"},
+            "9 programs leave 7 multiprocessors idle",
         ),
-        Wrong("no wait", {" + FIRST": ""}, "after it has waited for the first"),
-        Wrong("no merge", {" + (n > 1) * (MERGE + n * EACH)": ""}, "2 parts are merged at the end"),
-        Wrong("a merge for each part", {"(MERGE + n * EACH)": "n * MERGE"}, "meanwhile a program"),
-        Wrong("bytes of each part", {READING: READING.replace("(programs", "(n * programs")}, "meanwhile a program"),
+        Wrong("a float", {CHOSEN: "    return min(tiles, multiprocessors / programs)"}, "expected an int, got"),
+        Wrong(
+            "no rounds", {"rounds, share = -(-n * programs // multiprocessors)": "rounds, share = 1"}, "run in rounds"
+        ),
+        Wrong("half a round", {"-(-n * programs // multiprocessors)": "n * programs / multiprocessors"}, "round up"),
+        Wrong("half a tile", {"-(-tiles // n)": "tiles / n"}, "the longest program has ceil(tiles / n) tiles"),
+        Wrong("the memory alone", {READING: "programs * tiles * tile_bytes / ALL"}, "however fast the memory is"),
+        Wrong("a program alone", {READING: "rounds * share * TILE"}, "the memory limits all programs together"),
+        Wrong("one after the other", {READING: READING.replace("max(", "(").replace(", r", " + r")}, "not their sum"),
+        Wrong("a wait in each round", {"+ FIRST": "+ rounds * FIRST"}, "while others read", at_once=True),
+        Wrong("no wait", {" + FIRST": ""}, "a program waits for its first tile"),
+        Wrong(
+            "all at once", {READING: f"{READING[:-1]}{FIXED})", f"reading{FIXED}": "reading"}, "no part of what passes"
+        ),
+        Wrong("no merge", {" + (n > 1) * (MERGE + n * EACH)": ""}, "parts are merged at the end"),
+        Wrong("a merge of one part", {"(n > 1) * (MERGE + n * EACH)": "MERGE + n * EACH"}, "one part needs no merge"),
+        Wrong("a merge for each part", {"(MERGE + n * EACH)": "n * MERGE"}, "MERGE once"),
+        Wrong("a merge of any length", {"(MERGE + n * EACH)": "MERGE"}, "costs EACH for each part, too"),
+        Wrong("bytes of each part", {READING: READING.replace("(programs", "(n * programs")}, "the bytes are the same"),
+        Wrong("bytes of one program", {READING: READING.replace("(programs * ", "(")}, "not of one"),
+        Wrong("twice the time", {"    return reading +": "    return reading + reading +"}, "is 117.7, expected 60.1"),
         Wrong("a text", {"    return reading +": "    return str(reading) or"}, "expected a number, got"),
     ],
     "rotation_gain": [
@@ -2262,21 +2298,6 @@ RIGHT = {
     ],
     "choose_parts": [
         Wrong(
-            "a full round reads as fast as the memory delivers",
-            {READING: READING.replace("rounds * ", "")},
-            "",
-            kind="passed",
-        ),
-        Wrong(
-            "as many as fit", {CHOSEN: "    return max(1, min(tiles, multiprocessors // programs))"}, "", kind="passed"
-        ),
-        Wrong(
-            "half of them busy",
-            {CHOSEN: "    return max(1, min(tiles, multiprocessors // 2 // programs))"},
-            "",
-            kind="passed",
-        ),
-        Wrong(
             "the last round nearly full",
             {
                 CHOSEN: (
@@ -2288,7 +2309,7 @@ RIGHT = {
             },
             "",
             kind="passed",
-        ),
+        )
     ],
     "fp8": [
         Wrong("another factor", {"256.0 * p": "128.0 * p", "pid_n) / 256.0": "pid_n) / 128.0"}, "", kind="passed"),
