@@ -62,7 +62,7 @@ PHASES = (
     Phase(
         "phase4_backward", "Recompute instead of remember", ("backward",),
         dict(dkdv=("backward", "_attn_bwd_dkdv_kernel"), dq=("backward", "_attn_bwd_dq_kernel")),
-        ("backward.ipynb",), (1.5,),
+        ("backward.ipynb",), (2,),
     ),
     Phase(
         "phase5_tuning", "From correct to fast, measured",

@@ -68,25 +68,3 @@ def table(seq) -> None:
     print(f"a pair, {seq} tokens   bytes   products   exponentials")
     for name, total in versions(seq).items():
         print(f"{name:<20}{total / seq**2:7.1f}{arithmetic[name][0]:11}{arithmetic[name][1]:15}")
-
-
-def clocks(record) -> dict[int, tuple[float, float, float | None]]:
-    """Clocks of an SM for a pair, by head_dim: of 6 bytes at the rate of a copy; of recomputing, which is two products
-    and two exponentials, at the rate of a large product; and of the same share of the time that our backward kernels
-    take for seven products and two exponentials (4096 tokens, full). None where the record has no such time.
-    """
-    sms, hertz, exponentials = 132, 1.98e9, 2 / 16  # 16 exponentials a clock: CUDA C++ Programming Guide
-    rates = {name: rate / sms / hertz for name, rate in record["ceilings"].items()}
-    ours = {
-        row["head_dim"]: row["tflops"] * 1e12 / sms / hertz
-        for row in record["rows"]
-        if (row["provider"], row["seq"], row["is_causal"]) == ("phase 4", 4096, False)
-    }
-    found = {}
-    for head_dim in (64, 128, 256):
-        product = 2 * head_dim / rates["gemm_flops_per_s"]
-        recomputed, all_of_it = 2 * product + exponentials, 7 * product + exponentials
-        taken = 5 * 2 * head_dim / ours[head_dim] if head_dim in ours else None  # TFLOP/s count five products
-        share = taken and taken * recomputed / all_of_it
-        found[head_dim] = 6 / rates["copy_bytes_per_s"], recomputed, share
-    return found

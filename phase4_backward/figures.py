@@ -217,31 +217,6 @@ def mistakes(z: Mapping[str, Mapping[str, float]], limit: float) -> None:
 # --- 6. the price -----------------------------------------------------------------------------------------------
 
 
-def recomputing(clocks: Mapping[int, tuple[float, float, float | None]]) -> None:
-    """What 6 bytes of P and what recomputing it takes a pair, as `bill.clocks` gives it."""
-    fig, ax = style.new(7.2, 3.2)
-    names = (
-        "6 bytes of P, written and read",
-        "recomputed, at a large product's rate",
-        "recomputed, at our kernels' rate",
-    )
-    looks = (dict(color=COLORS["unfused"]), dict(color=COLORS["faint"]), dict(color=COLORS["tiled"]))
-    for n, (name, look) in enumerate(zip(names, looks, strict=True)):
-        bars = {x: of[n] for x, of in enumerate(clocks.values()) if of[n] is not None}
-        places = [x + 0.27 * (n - 1) for x in bars]
-        ax.bar(places, bars.values(), width=0.25, label=name, edgecolor=COLORS["ink"], linewidth=0.6, **look)
-        for x, height in zip(places, bars.values(), strict=True):
-            ax.text(x, height + 0.01, f"{height:.2f}", ha="center", fontsize=9)
-    ax.set_xticks(range(len(clocks)), [f"head_dim {head_dim}" for head_dim in clocks])
-    ax.set(ylabel="clocks of an SM for a pair", ylim=(0, 0.72))
-    ax.legend(fontsize=9, loc="upper left")
-    style.show(
-        fig,
-        alt="Clocks of an SM for a pair at head_dim 64, 128 and 256. The 6 bytes of P take 0.37. Recomputing at "
-        "a large product's rate takes 0.22, 0.32 and 0.52; at our kernels' rate 0.30 and 0.49, unknown at 256.",
-    )
-
-
 def backward_tflops(record: dict, seq: int) -> None:
     """TFLOP/s of the backward pass beside SDPA's backends, one group of bars a case."""
     alt = (
@@ -255,43 +230,6 @@ def backward_tflops(record: dict, seq: int) -> None:
 
 
 # --- 7. training ----------------------------------------------------------------------------
-
-
-def mutants(record: Mapping, names: Mapping[str, str], hidden: Sequence[str]) -> None:
-    """Training with wrong gradients: the named ones in color, others in grey, without `hidden`; means of steps."""
-    window = 20
-    fig, ax = style.new(8.2, 4.2)
-    looks = (
-        dict(color=COLORS["ink"], linewidth=2.2),
-        dict(color=COLORS["k"], linewidth=1.6, linestyle="--"),
-        dict(color=COLORS["bad"], linewidth=1.6, linestyle="-."),
-    )
-    colored = dict(zip(names, looks, strict=True))
-    grey = dict(color=COLORS["s"], linewidth=0.8)
-    labeled = set()
-    rows = [row for row in record["rows"] if row["attention"] not in hidden and not row["clip"]]
-    for row in sorted(rows, key=lambda row: row["attention"] in colored):
-        name = row["attention"]
-        mean = np.convolve(row["losses"], np.full(window, 1 / window), mode="valid")
-        label = names.get(name, "other mistakes of logic")
-        look = colored.get(name, grey) | dict(label=None if label in labeled else label)
-        ax.plot(np.arange(len(mean)) + window, mean, **look)
-        labeled.add(label)
-    ax.set_yscale("log")
-    ax.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
-    ax.minorticks_off()
-    ax.set_xlabel(f"step (means of {window} steps, no clipping; three seeds where there are three lines)")
-    ax.set_ylabel("loss, nats a character")
-    ax.legend(fontsize=9)
-    p = record["provenance"]
-    words = f"Computed on a CPU with torch {p['torch']}, commit {p['commit'][:10]}, {p['date']}, {p['command']}"
-    fig.supxlabel(words, fontsize=7.5, color=COLORS["ink"])
-    style.show(
-        fig,
-        alt="Losses of 400 training steps, three lines each for the right gradient, dK scaled twice and delta = 0, and "
-        "one or three for each other mistake. All fall together at first. The right gradient ends near 0.5 and dK "
-        "scaled twice just above it. delta = 0 leaves after about 100 steps, rises, and ends between 1.9 and 2.4.",
-    )
 
 
 def ends(record: Mapping) -> None:
@@ -311,6 +249,9 @@ def ends(record: Mapping) -> None:
     ax.set(xscale="log", xlim=(0.46, 4), yticks=[], xlabel="loss at the end, nats a character")
     ax.set_xticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
     ax.minorticks_off()
+    p = record["provenance"]
+    words = f"Computed on a CPU with torch {p['torch']}, commit {p['commit'][:10]}, {p['date']}, {p['command']}"
+    fig.supxlabel(words, fontsize=7.5, color=COLORS["ink"])
     style.show(
         fig,
         alt="Losses at the end on a logarithmic axis, a dot for each seed, by mistake. The right gradient, dK scaled "

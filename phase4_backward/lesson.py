@@ -58,13 +58,17 @@ def verdict(*edits: str, is_causal: bool = True, **inputs) -> str:
         return verify_results(attention, q, k, v, do=do, **options).verdict
 
 
-def unmasked_keys() -> None:
-    """Print whether dq is finite where the dQ walk does not mask the keys past the end, by the LSE of the queries."""
-    lses = (-8, -16, -64, -96)
-    print("missing keys not masked, LSE" + "".join(f"{lse:>8}" for lse in lses))
+def unmasked_keys() -> tuple[int, list[str]]:
+    """dq where the dQ walk does not mask the keys past the end: at how many LSEs of the queries it is NaN in fp16, and
+    a table of the LSEs.
+    """
+    lses, spoiled = (-8, -16, -64, -96), []
+    lines = [f"{'LSE':<13}" + "".join(f"{lse:>8}" for lse in lses)]
     for dtype in (torch.float16, torch.float32):
         found = ["finite" if _unmasked_dq(dtype, lse).isfinite().all() else "NaN" for lse in lses]
-        print(f"dq in {str(dtype).removeprefix('torch.'):<22}" + "".join(f"{word:>8}" for word in found))
+        spoiled.append(found.count("NaN"))
+        lines.append(f"dq in {str(dtype).removeprefix('torch.')}" + "".join(f"{word:>8}" for word in found))
+    return spoiled[0], lines
 
 
 def _unmasked_dq(dtype, lse):
@@ -140,7 +144,8 @@ def gradcheck(fn: Callable, dtype: torch.dtype) -> bool:
 
 def mistakes() -> dict[str, tuple[dict[str, float], bool]]:
     """19 mistakes of a backward pass, in an emulation of the kernels in PyTorch: the z of verify_results by tensor, and
-    whether a fixed tolerance of 0.01 lets all three gradients pass. Inputs are fp16 where the name says nothing else.
+    whether a fixed tolerance of 0.01 lets all three gradients pass. Inputs are normal and fp16 where the name says no
+    other.
     """
     found = {}
     for mutant in MISTAKES.values():
@@ -152,6 +157,7 @@ def mistakes() -> dict[str, tuple[dict[str, float], bool]]:
         apart = {name: (got[name].double() - of.truth).abs() for name, of in wanted.items()}
         z = {name: (apart[name] / of.sigma).max().item() for name, of in wanted.items()}
         inputs = ", fp32 inputs" if q.dtype == torch.float32 else ""
+        inputs += ", positive inputs" if mutant.case.kind == "positive" else ""
         found[mutant.what + inputs] = z, all(apart[name].max() <= 1e-2 for name in ("dq", "dk", "dv"))
     return found
 
@@ -199,19 +205,7 @@ def time_yours(fn: Callable) -> None:
         print(f"{name:<13}{ms:7.2f} ms")
 
 
-# --- 7. Training ---------------------------------------------------------------------------------------------------
-
-
-def clipping(record: dict) -> None:
-    """Print the losses at the end with and without clipping, and how many gradients were longer than 1."""
-    runs = {(row["attention"], row["seed"], row["clip"]): row for row in record["rows"]}
-    print(f"{'loss at the end, seeds 0, 1, 2':<33}{'not clipped':<18}{'clipped':<18}longer than 1")
-    for name in dict.fromkeys(attention for attention, _, clip in runs if clip):
-        losses = {clip: [runs[name, seed, clip]["losses"] for seed in range(3)] for clip in (False, True)}
-        cells = [" ".join(f"{sum(run[-20:]) / 20:.2f}" for run in losses[clip]) for clip in (False, True)]
-        longer = ", ".join(str(runs[name, seed, True]["longer"]) for seed in range(3))
-        label = MISTAKES[name].what if name in MISTAKES else name
-        print(f"{label:<33}{cells[0]:<18}{cells[1]:<18}{longer} of {record['rows'][0]['steps']} steps")
+# --- 4.7 and 7. Training -------------------------------------------------------------------------------------------
 
 
 def last_losses(record: dict) -> None:

@@ -148,7 +148,7 @@ def flash_attention(
     torch.set_float32_matmul_precision("high").
     """
     if dropout_p != 0:
-        raise NotImplementedError(f"dropout_p: expected 0, got {dropout_p!r}; exercise 4.7 has a kernel for it")
+        raise NotImplementedError(f"dropout_p: expected 0, got {dropout_p!r}; exercise 4.9 has a kernel for it")
     traced = _traced(query, key, value)
     query, key, value = validate.cast_like_sdpa(query, key, value)
     validate.refuse_transforms(query, key, value)

@@ -42,7 +42,7 @@ INSTEAD = {
     "flash_attention_course::fp8_": "flash_attention_export::fp8_",
     "the course could choose": "this file could choose",
     "common.runtime (or a phase)": "this file",
-    "; exercise 4.7 has a kernel for it": "",
+    "; exercise 4.9 has a kernel for it": "",
     "  # True while common.measure.offline notes launches down instead of making them": "",
 }
 HEADER = '''"""FlashAttention in one file: forward and backward pass in Triton, and in Gluon for Hopper GPUs.

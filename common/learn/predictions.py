@@ -85,12 +85,22 @@ def attempt(what: str, yours: Any, right: torch.Tensor) -> None:
     elif right.ndim == 0:
         print(f"{what}: not right yet. It is {yours:.4g} where {right:.4g} is right.")
     else:
-        wrong = ~torch.isclose(yours.double(), right.double())
-        where = tuple(wrong.nonzero()[0].tolist())
-        print(
-            f"{what}: not right yet. {int(wrong.sum())} of {wrong.numel()} entries are wrong; the first, "
-            f"{list(where)}, is {yours[where]:.4g} where {right[where]:.4g} is right."
-        )
+        print(f"{what}: not right yet. {_difference(yours.detach().double(), right.detach().double())}")
+
+
+def _difference(yours: torch.Tensor, right: torch.Tensor) -> str:
+    """The factor between two tensors if there is one; else which entries differ."""
+    factor = (yours * right).sum() / (right * right).sum()
+    if torch.allclose(yours, factor * right):
+        return f"Every entry is {factor:.4g} times the right one."
+    if right.ndim == 2 and len(set(right.shape)) == 1 and torch.allclose(yours.diag(), right.diag()):
+        return "The diagonal is right, and the rest is not."
+    wrong = ~torch.isclose(yours, right)
+    where = tuple(wrong.nonzero()[0].tolist())
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} entries are wrong; the first, {list(where)}, is {yours[where]:.4g} "
+        f"where {right[where]:.4g} is right."
+    )
 
 
 def _plain(value: Any) -> Any:

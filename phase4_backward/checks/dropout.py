@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+FAR = 2**29  # times 72 keys: a multiple of 2^32, where 32-bit offsets start over
 STAGES = {"_forward_kernel": ("o",), "_dkdv_kernel": ("dv", "dk"), "_dq_kernel": ("dq",)}
 
 
@@ -33,7 +34,7 @@ def check(answer):
 
 
 def _check_mask(answer):
-    p, rows, seq_k = 0.3, 96, 64
+    p, rows, seq_k = 0.3, 96, 72
     z = answer.dropout_mask(rows, seq_k, p, 11)
     for down, right in ((0, 1), (1, 0), (1, 1), (1, -1), (16, 0), (0, 16), (32, 0), (0, 32)):
         here = z[: rows - down, max(0, -right) : seq_k - max(0, right)]
@@ -43,7 +44,7 @@ def _check_mask(answer):
             reject(f"{weights}: every (batch, head, query, key) needs an offset of its own")
     rate, sigma = z.double().mean().item(), (p * (1 - p) / z.numel()) ** 0.5
     kept = f"with p_drop = {p}, {rate:.1%} of the weights are kept"
-    far = answer.dropout_mask(32, seq_k, p, 11, first_row=2**32 // seq_k)
+    far = answer.dropout_mask(32, seq_k, p, 11, first_row=FAR)
     row_50, of_50 = answer.dropout_mask(32, seq_k, p, 11, first_row=50), answer.dropout_mask(96, seq_k, p, 11)[50:82]
     other_tile = "the same rows, asked for in another tile, have another mask"
     signs = {
@@ -59,10 +60,10 @@ def _check_mask(answer):
 
 def _require_offsets(answer, seq_k, far, p):
     """Z is that of the offset row * seq_k + j, at the beginning and far off; a number equal to p is kept."""
-    first_row, seed = 2**32 // seq_k, 11
+    seed = 11
     numbers = _numbers(seed, 0, seq_k)
     off = answer.dropout_mask(32, seq_k, p, seed) != (numbers >= p)
-    off |= far != (_numbers(seed, first_row, seq_k) >= p)
+    off |= far != (_numbers(seed, FAR, seq_k) >= p)
     if off.any():
         reject(
             f"the mask is not that of the offset row * seq_k + j, the place in a contiguous P: {int(off.sum())} of "
@@ -78,15 +79,15 @@ def _numbers(seed, first_row, seq_k):
     """The random numbers of 32 rows, (32, seq_k)."""
     numbers = torch.empty(32, seq_k, device=runtime.DEVICE)
     with runtime.on_device_of(numbers):
-        _numbers_kernel[(1,)](numbers, seed, first_row, SEQ_K=seq_k)
+        _numbers_kernel[(32,)](numbers, seed, first_row, seq_k, BLOCK=triton.next_power_of_2(seq_k))
     return numbers
 
 
 @triton.jit
-def _numbers_kernel(numbers_ptr, seed, first_row, SEQ_K: tl.constexpr):
-    at = tl.arange(0, 32)[:, None] * SEQ_K + tl.arange(0, SEQ_K)[None, :]
-    first = tl.cast(first_row, tl.int64) * SEQ_K
-    tl.store(numbers_ptr + at, tl.rand(seed, first + at))
+def _numbers_kernel(numbers_ptr, seed, first_row, seq_k, BLOCK: tl.constexpr):
+    row, j = tl.program_id(0), tl.arange(0, BLOCK)
+    numbers = tl.rand(seed, (first_row + row).to(tl.int64) * seq_k + j)
+    tl.store(numbers_ptr + row * seq_k + j, numbers, mask=j < seq_k)
 
 
 def check_dropout(
@@ -141,6 +142,7 @@ def _mistakes(q, k, v, do, o, s, scale, z, p, block_n):
     of_ds = {
         "Z is missing in dP: dP = Z * (dO V^T) / (1 - p_drop)": P * (dP - delta),
         "Z drops delta too: dS = P * (dP - delta), only dP holds Z": PZ * (dP - delta),
+        "Z drops delta too, and only dP holds Z: dS = P * (dP - delta)": P * z * (dP / (1 - p) - delta),
         "dP is not divided by 1 - p_drop": P * (z * dP - delta),
         "dP is divided by p_drop: divide by 1 - p_drop": P * (z * dP / p - delta),
         "delta is subtracted twice: give recompute_tile a delta of zeros": PZ * (dP - delta) - P * delta,

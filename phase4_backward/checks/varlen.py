@@ -64,7 +64,7 @@ def check_varlen(
         return x
 
     inputs = q, do, k, v = [packed(ends) for ends in (ends_q, ends_q, ends_k, ends_k)]
-    results = _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale)
+    results, lse = _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale)
     for b in range(len(lengths_q)) if neighbors is None else (1,):
         where = f"sequence {b} of lengths_q = {lengths_q}, lengths_k = {lengths_k}{', causal' if is_causal else ''}"
         of_q, of_k = (slice(*ends[b : b + 2]) for ends in (ends_q, ends_k))
@@ -78,6 +78,8 @@ def check_varlen(
         alone, options = dict(q=q, k=k, v=v, do=do), dict(is_causal=is_causal, scale=scale)
         report = _report(named, alone, **options)
         wrong = next((r.name for r in report.results if r.name in names and not r.passed), None)
+        if "o" in names and wrong != "o":
+            _require_lse(where, lse[:, of_q], alone, **options)
         if wrong is None:
             continue
         if neighbors is None:
@@ -86,11 +88,18 @@ def check_varlen(
 
 
 def _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale):
-    """o, dq, dk, dv, packed as q and k are."""
+    """o, dq, dk, dv, packed as q and k are; and lse, (heads, total_q)."""
     with guard.watched() as allocated:
         found = with_gradients(lambda *qkv: answer.varlen_attention(*qkv, cu_q, cu_k, is_causal, scale), q, k, v, do)
     require_stored({}, allocated, lambda *_: "how long is a sequence, and where does it begin?")
-    return found.values()
+    shape = q.shape[1], q.shape[0]
+    return found.values(), next(t.tensor for t in allocated if t.tensor.shape == shape)
+
+
+def _require_lse(where, lse, inputs, **options):
+    right = _attention(**{name: t.double() for name, t in inputs.items()}, **options)["lse"][0]
+    if not torch.allclose(lse.double(), right, rtol=0, atol=1e-3):
+        reject(f"{where}: o is right, and lse is not: lse_ptr of _forward_kernel is h * total_q + first_q further on")
 
 
 def _name_pointer(where, b, name, got, packed, ends_q, ends_k, **options):

@@ -18,7 +18,7 @@ may have more than 2^32 entries, after which a 32-bit offset would start over an
 Yours are `kept` and the heart of each of three loops; the check can be asked after each of the four. In the two of the
 backward pass, note that `recompute_tile` with a delta of zeros, `tl.zeros_like(delta)`, returns P and P * (dO V^T).
 
-Notebook: phase4_backward/backward.ipynb, section 4.7, "Two more features".
+Notebook: phase4_backward/backward.ipynb, section 8.1, "Dropout".
 """
 
 from common import runtime, validate

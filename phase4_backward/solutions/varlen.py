@@ -17,7 +17,7 @@ Yours are `sequence` and the beginning of each kernel (the check can be asked af
 every pointer stands at the first row of this sequence and head. A head's rows lie heads * head_dim elements apart.
 lse and delta are (heads, total_q), contiguous: total_q, given to every kernel, is the distance of two heads in them.
 
-Notebook: phase4_backward/backward.ipynb, section 4.7, "Two more features".
+Notebook: phase4_backward/backward.ipynb, section 8.2, "Packed sequences".
 """
 
 import itertools

@@ -88,11 +88,17 @@ def test_a_prediction_is_compared_with_the_answer(yours, answer, verdict, capsys
             torch.tensor([[1.0, 1, 1], [1, 5, 1]], requires_grad=True),
             "dV: not right yet. 1 of 6 entries are wrong; the first, [1, 1], is 5 where 1 is right.",
         ),
+        (torch.full((2, 3), -0.5), "dV: not right yet. Every entry is -0.5 times the right one."),
     ],
 )
 def test_an_attempt_is_compared_at_once(yours, said, capsys):
     attempt("dV", yours, torch.ones(2, 3, dtype=torch.float64))
     assert capsys.readouterr().out == f"{said}\n"
+
+
+def test_a_right_diagonal_is_named(capsys):
+    attempt("J", torch.eye(2), torch.tensor([[1.0, 2], [3, 1]]))
+    assert capsys.readouterr().out == "J: not right yet. The diagonal is right, and the rest is not.\n"
 
 
 @pytest.mark.parametrize(

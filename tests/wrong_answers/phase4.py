@@ -410,12 +410,27 @@ WRONG = {
             },
             "Z drops delta too",
         ),
+        Wrong(
+            "Z drops an undivided delta in dq",
+            {
+                "        ds = z * p_dp - p * delta[:, None]\n        dq": (
+                    "        ds = z * (p_dp - (1 - p_drop) * p * delta[:, None])\n        dq"
+                )
+            },
+            "Z drops delta too, and only",
+        ),
         Wrong("divided by p", {"p / (1 - p_drop), 0.0": "p / p_drop, 0.0"}, "divided by p_drop: divide by 1 - p_drop"),
         Wrong("acc not rescaled", {"acc * alpha[:, None]": "acc"}, "acc is not rescaled"),
         Wrong(
             "another offset",
             {"row[:, None] * seq_k + offs_n[None, :]": "offs_n[None, :] * 100000 + row[:, None]"},
             "not that of the offset row * seq_k + j",
+        ),
+        Wrong(
+            "rows of 64",
+            {"row[:, None] * seq_k": "row[:, None] * 64"},
+            "not that of the offset row * seq_k + j",
+            at_once=True,
         ),
         Wrong("more than p", {">= p_drop": "> p_drop"}, ">=, not >"),
         Wrong(
@@ -548,6 +563,25 @@ WRONG = {
             "dk of head 0",
             {"dk_ptr += (first_k * heads + h) * HEAD_DIM": "dk_ptr += first_k * heads * HEAD_DIM"},
             "only head 0 of its dk is written: dk_ptr lacks its head, h",
+        ),
+        Wrong(
+            "lse stored for the first sequence",
+            {
+                "o_ptr += (first_q * heads + h) * HEAD_DIM\n    lse_ptr += h.to(tl.int64) * total_q + first_q": (
+                    "o_ptr += (first_q * heads + h) * HEAD_DIM\n    lse_ptr += h.to(tl.int64) * total_q"
+                )
+            },
+            "o is right, and lse is not: lse_ptr of _forward_kernel",
+            at_once=True,
+        ),
+        Wrong(
+            "lse stored with heads side by side",
+            {
+                "o_ptr += (first_q * heads + h) * HEAD_DIM\n    lse_ptr += h.to(tl.int64) * total_q + first_q": (
+                    "o_ptr += (first_q * heads + h) * HEAD_DIM\n    lse_ptr += first_q * heads + h"
+                )
+            },
+            "o is right, and lse is not: lse_ptr of _forward_kernel",
         ),
         Wrong("first token in 32 bits", {"first.to(tl.int64)": "first"}, "convert it to int64"),
         Wrong(
