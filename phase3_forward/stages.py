@@ -2,6 +2,7 @@
 
 stage("heads")["_attn_fwd_kernel"]      one version of the kernel, to be shown or compared
 with stage("heads"): ...                inside, `attention_forward` launches it
+try_columns({1, 3})                     what a kernel does that says BLOCK_D in these places
 tried(stage("mask"))                    a version's report on a causal call, and the tiles of keys that it visits
 verdict_far_apart("heads")              a version's verdict where offsets need 64 bits
 """
@@ -52,7 +53,7 @@ MASK = (
 _LSE = ("    tl.store(lse_ptr + pid_bh.to(tl.int64) * seq_q + offs_m, m_i + tl.log(l_safe), mask=offs_m < seq_q)\n", "")
 _EMPTY = (
     "    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: o = 0, lse = -inf\n",
-    """    # The epilogue is phase 2's.
+    """    # After the loop, as in phase 2.
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # no keys at all: o = 0
 """,
 )
@@ -91,7 +92,18 @@ _WRONG = {
     "mask the wrong way round": [(KERNEL, "offs_m[:, None] >= offs_n", "offs_m[:, None] <= offs_n")],
     "loop ends a tile early": [(KERNEL, "(pid_m + 1) * BLOCK_M)", "pid_m * BLOCK_M)")],
     "K padded with NaN": [(KERNEL, _VISIBLE, f"k = tl.where({_INSIDE}, k, float('nan'))\n        {_VISIBLE}")],
-    "hidden keys at -1e6": [(STEP, 'float("-inf")', "-1e6")],
+    "bottom-right, no guard in the loop": [
+        (KERNEL, "(pid_m + 1) * BLOCK_M)", "(pid_m + 1) * BLOCK_M + seq_k - seq_q)"),
+        (KERNEL, "(offs_m[:, None] >=", "(offs_m[:, None] + seq_k - seq_q >="),
+        (
+            STEP,
+            "    m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)\n",
+            """    m_new = tl.maximum(m_i, tl.max(s, axis=1))
+    alpha, p = tl.exp(m_i - m_new), tl.exp(s - m_new[:, None])
+    m_i, l_i = m_new, alpha * l_i + tl.sum(p, axis=1)
+""",
+        ),
+    ],
     "no rescale": [(STEP, "acc * alpha[:, None]", "acc")],
     "LSE without the maximum": [(KERNEL, "m_i + tl.log(l_safe)", "tl.log(l_safe)")],
     "batch of the keys forgotten": [
@@ -144,6 +156,45 @@ def bytes_of(q, k, v, *, only: str = "", **options) -> int | str:
     return moved.loaded_from[only] if only else moved.total
 
 
+_PLACES = (
+    "offs_d = tl.arange(0, HEAD_DIM)",
+    "q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)",
+    "acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)",
+    "k = load_tile(k_head, stride_k, offs_n, offs_d, seq_k, HEAD_DIM)",
+    "v = load_tile(v_head, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)",
+    "store_tile(o_head, stride_o, offs_m, offs_d, seq_q, HEAD_DIM, acc / l_safe[:, None])",
+)
+_WIDE = {1, 3}
+
+
+def try_columns(places: set[int] | None) -> None:
+    """Print what the kernel does at head_dim 80 with BLOCK_D in these places; without any, the places."""
+    if places is None:
+        print(*(f"{n}  {place}" for n, place in enumerate(_PLACES, start=1)), sep="\n")
+        return
+    forms = [(place, place.replace("HEAD_DIM", "BLOCK_D")) for place in _PLACES]
+    edits = [(KERNEL, form[n in _WIDE], form[n in places]) for n, form in enumerate(forms, start=1)]
+    try:
+        with Stage(forward, *edits):
+            report = verify_results(_o_alone, *make_qkv(1, 1, 70, 80))
+    except Exception as error:  # no tile is 80 wide
+        print(f"the kernel does not run: {_innermost(error)}")
+        return
+    print(report.results[0])
+    if report.passed and places != _WIDE:
+        print("right, but it loads columns behind the matrix: it must not rely on what lies there")
+
+
+def _o_alone(*args, **options):
+    return forward.attention_forward(*args, **options)[0]
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__
+    return error
+
+
 SEQ_Q, SEQ_K = 200, 100
 TILE_Q, TILE_K = 64, 32  # not square, so that they cannot be mistaken for each other
 
@@ -153,11 +204,8 @@ def tried(kernel: Stage) -> tuple:
     q, k, v = make_qkv(1, 1, SEQ_Q, 64, seq_k=SEQ_K)
     tiles = dict(BLOCK_M=TILE_Q, BLOCK_N=TILE_K, num_warps=4, num_stages=1)
 
-    def o_alone(*args, **options):  # a kernel that still has to learn LSE is tried as well
-        return forward.attention_forward(*args, **options)[0]
-
     with kernel, mock.patch.object(runtime, "tile_sizes", return_value=tiles):
-        report = verify_results(o_alone, q, k, v, is_causal=True)
+        report = verify_results(_o_alone, q, k, v, is_causal=True)  # LSE may still be missing
         if not runtime.INTERPRETED:
             return report, "not counted"
         with traffic.measure() as done:
@@ -177,9 +225,7 @@ def try_mask(loop_ends: str, pair_visible: str) -> None:
         print(f"this is not Python: {error.text or ''}".rstrip())
         return
     except Exception as error:  # such as a name that the kernel does not have
-        while error.__cause__ or error.__context__:
-            error = error.__cause__ or error.__context__
-        print(f"the kernel does not run: {error}")
+        print(f"the kernel does not run: {_innermost(error)}")
         return
     ends = (min(SEQ_K, start + TILE_Q) for start in range(0, SEQ_Q, TILE_Q))
     needed = sum(math.ceil(end / TILE_K) for end in ends)

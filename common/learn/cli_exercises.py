@@ -2,6 +2,7 @@
 
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Annotated, NoReturn
 
 from common import phases
@@ -243,7 +244,8 @@ def _print_verdict(exercise: Exercise, verdict: Verdict, *, short: bool = False)
     if not short or verdict.kind not in ("passed", "unfinished"):
         console.print(verdict.message, markup=False, style=None if verdict.passed else "red")
     if not short and verdict.kind == "wrong":
-        console.print(f"[dim]to read again: {exercise.explained}, and what leads up to it[/]", soft_wrap=True)
+        explained = replace(exercise, section=verdict.section or exercise.section).explained
+        console.print(f"[dim]to read again: {explained}, and what leads up to it[/]", soft_wrap=True)
     if verdict.not_noted:
         console.print(verdict.not_noted, markup=False, style="yellow", soft_wrap=True)
 

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from common import make_qkv, runtime
-from common.learn.check.require import close, guarded, misread, reject, require_verified, tiles_of
+from common.learn.check.require import close, explained_in, guarded, misread, reject, require_verified, tiles_of
 from phase3_forward.checks import BF16, FP16, FP32
 
 import torch
@@ -39,11 +39,14 @@ def check(answer):
     layouts = ("bshd", "transposed", "sliced", "expanded")
     for layout, layout_v in zip(layouts, (*layouts[1:], layouts[0]), strict=True):
         q, k, v = make_qkv(2, 2, 70, 32, heads_kv=1, layout=layout, layout_v=layout_v)
-        require_verified(f"{layout} memory", attention, q, k, v, enable_gqa=True)
+        with explained_in("2.2"):
+            require_verified(f"{layout} memory", attention, q, k, v, enable_gqa=True)
     q, k, v = make_qkv(1, 4, 33, 16, heads_kv=2, layout="bshd", layout_v="bhsd", poison=True, dtype=BF16)
     require_verified("NaN all around", attention, q, k, v, enable_gqa=True)
-    _require_order(answer)
-    _require_wide_offsets(fn)
+    with explained_in("2.1"):
+        _require_order(answer)
+    with explained_in("2.3"):
+        _require_wide_offsets(fn)
     return "6 heads on 2, 6 on 3, 4 on 1, 4 on 4; four layouts; batches and heads of keys 2^31 elements apart"
 
 
@@ -76,7 +79,8 @@ def _require_heads(what, o, q, k, v, group):
                 _reject_keys(what, me, right, of_k, of_v)
         for where, wrong in given.v_strided_like_k.items():
             if close(o[me], given.o(me, right, right, wrong)):
-                reject(f"{what}: v is read with the strides of k{where}: it has four of its own, stride_v")
+                with explained_in("2.2"):
+                    reject(f"{what}: v is read with the strides of k{where}: it has four of its own, stride_v")
         for of_q, of_k in itertools.product(given.heads, given.heads):
             if close(o[me], given.o(of_q, of_k, of_k)):
                 theirs = f"computes with query head {of_q[1]} of batch {of_q[0]}. Is q_ptr moved?"
@@ -134,5 +138,5 @@ def _require_wide_offsets(fn):
             if not torch.equal(fn(q, *far, enable_gqa=True), expected):
                 reject(
                     f"{axis} 2^30 elements apart: the third is not found. Is its number widened to 64 bits before it "
-                    "meets the stride (section 2.3)?"
+                    "meets the stride?"
                 )

@@ -1,6 +1,7 @@
 """Checks a whole forward kernel on the calls of models, one feature after another, and counts tiles and loads."""
 
 import ast
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -10,6 +11,7 @@ from common.learn.check.require import (
     NoHelp,
     Rejected,
     close,
+    explained_in,
     guarded,
     masked_loads_undefined,
     reject,
@@ -26,27 +28,28 @@ from phase3_forward.checks import BF16, FP16, FP32, INF, bottom_right, indices, 
 
 import torch
 
-# (what, batch, heads_q, heads_kv, seq_q, seq_k, head_dim, dtype, is_causal, scale, memory of make_qkv)
+# (section that explains it, what, batch, heads_q, heads_kv, seq_q, seq_k, head_dim, dtype, is_causal, scale,
+#  memory of make_qkv)
 CASES = [
-    ("one head", 1, 1, 1, 50, 70, 16, FP32, False, None, {}),
-    ("several heads and batches", 2, 3, 3, 40, 70, 32, FP16, False, None, {}),
-    ("heads in other places: each tensor has four strides of its own", 2, 2, 2, 40, 50, 32, FP32, False, None,
+    ("2.1", "one head", 1, 1, 1, 50, 70, 16, FP32, False, None, {}),
+    ("2.1", "several heads and batches", 2, 3, 3, 40, 70, 32, FP16, False, None, {}),
+    ("2.2", "heads in other places: each tensor has four strides of its own", 2, 2, 2, 40, 50, 32, FP32, False, None,
      dict(layout="bshd", layout_v="sliced")),
-    ("columns in other places: the last stride is any number, too", 1, 2, 2, 40, 50, 32, FP32, False, None,
+    ("2.2", "columns in other places: the last stride is any number, too", 1, 2, 2, 40, 50, 32, FP32, False, None,
      dict(layout="transposed", layout_v="bshd")),
-    ("query heads share key heads", 2, 6, 2, 40, 50, 16, FP32, False, None, dict(layout="bshd")),
-    ("head_dim 40", 1, 2, 2, 40, 50, 40, FP32, False, None, dict(poison=True)),
-    ("head_dim 5", 1, 2, 2, 20, 30, 5, FP32, False, None, dict(poison=True)),
-    ("head_dim 200", 1, 1, 1, 20, 30, 200, FP16, False, None, {}),
-    ("causal, fewer keys than queries", 1, 2, 2, 90, 50, 16, FP32, True, None, {}),
-    ("causal, more keys than queries", 1, 2, 1, 50, 90, 32, FP16, True, None, dict(layout_v="bshd")),
-    ("a negative scale is given", 1, 1, 1, 40, 70, 16, FP32, False, -0.3, {}),
-    ("a scale of 0 is given", 1, 1, 1, 40, 70, 16, FP32, False, 0.0, {}),
-    ("logits far below zero", 1, 1, 1, 40, 70, 16, FP32, False, None, dict(kind="low")),
-    ("logits in the millions, causal", 1, 1, 1, 40, 30, 16, FP32, True, -1e3, dict(kind="large")),
-    ("logits in the billions, causal", 1, 1, 1, 40, 30, 16, FP32, True, -1e6, dict(kind="large")),
-    ("no keys", 1, 2, 2, 20, 0, 16, FP32, False, None, {}),
-    ("bf16: is it converted before the launch, and o back after it?", 2, 4, 2, 70, 100, 80, BF16, True, None,
+    ("2.4", "query heads share key heads", 2, 6, 2, 40, 50, 16, FP32, False, None, dict(layout="bshd")),
+    ("3.1", "head_dim 40", 1, 2, 2, 40, 50, 40, FP32, False, None, dict(poison=True)),
+    ("3.1", "head_dim 5", 1, 2, 2, 20, 30, 5, FP32, False, None, dict(poison=True)),
+    ("3.1", "head_dim 200", 1, 1, 1, 20, 30, 200, FP16, False, None, {}),
+    ("3.3", "causal, fewer keys than queries", 1, 2, 2, 90, 50, 16, FP32, True, None, {}),
+    ("3.3", "causal, more keys than queries", 1, 2, 1, 50, 90, 32, FP16, True, None, dict(layout_v="bshd")),
+    ("3.1", "a negative scale is given", 1, 1, 1, 40, 70, 16, FP32, False, -0.3, {}),
+    ("3.1", "a scale of 0 is given", 1, 1, 1, 40, 70, 16, FP32, False, 0.0, {}),
+    ("3.5", "logits far below zero", 1, 1, 1, 40, 70, 16, FP32, False, None, dict(kind="low")),
+    ("3.5", "logits in the millions, causal", 1, 1, 1, 40, 30, 16, FP32, True, -1e3, dict(kind="large")),
+    ("3.5", "logits in the billions, causal", 1, 1, 1, 40, 30, 16, FP32, True, -1e6, dict(kind="large")),
+    ("3.5", "no keys", 1, 2, 2, 20, 0, 16, FP32, False, None, {}),
+    ("4.2", "bf16: is it converted before the launch, and o back after it?", 2, 4, 2, 70, 100, 80, BF16, True, None,
      dict(layout="bshd", poison=True)),
 ]  # fmt: skip
 # The same without what does not matter to the alignment.
@@ -58,41 +61,52 @@ BOTTOM_RIGHT = [
 
 def check(answer):
     _require_own(answer)
-    for what, *case, memory in CASES:
-        batch, heads, heads_kv, seq_q, seq_k, head_dim, dtype, is_causal, scale = case
-        sizes = dict(heads_kv=heads_kv, seq_k=seq_k, dtype=dtype) | memory
-        q, k, v = make_qkv(batch, heads, seq_q, head_dim, **sizes)
-        options = dict(is_causal=is_causal, scale=scale, enable_gqa=heads != heads_kv)
-
-        def attend(q, k, v, what=what, **given):
-            try:
-                with NoHelp(), masked_loads_undefined(), tiles_of(32, 16):
-                    o, lse = answer.attention(q, k, v, **given)
-            except Rejected as wrong:
-                reject(f"{what}: {wrong}")
-            signs = {
-                f"o has the strides {o.stride()}; it is to be contiguous": not o.is_contiguous(),
-                "o is NaN throughout: do the loads of q and k end at HEAD_DIM? Their padded columns must be 0": (
-                    q.shape[3] in (5, 40) and o.numel() and o.isnan().all()
-                ),
-            }
-            require_none(signs, what)
-            return o, lse
-
-        if what == CASES[1][0]:
+    for section, what, *case in CASES:
+        if what == "several heads and batches":
             _require_lse_of_batches(answer, what)
-        require_verified(what, attend, q, k, v, **options)
-    _check_empty(answer)
-    require_nothing_added(answer.attention)
-    for case in BOTTOM_RIGHT:
-        _require_bottom_right(answer, *case)
+        with explained_in(section):
+            _require_case(answer, what, *case)
+    with explained_in("3.5"):
+        _check_empty(answer)
+        require_nothing_added(answer.attention)
+    with explained_in("3.4"):
+        for case in BOTTOM_RIGHT:
+            _require_bottom_right(answer, *case)
     if runtime.INTERPRETED:
-        for options in ({}, dict(is_causal=True), dict(is_causal=True, bottom_right=True)):
-            _require_few_tiles_and_loads(answer, **options)
+        causal = dict(is_causal=True)
+        for section, options in {"3.1": {}, "3.3": causal, "3.4": causal | dict(bottom_right=True)}.items():
+            with explained_in(section):
+                _require_few_tiles_and_loads(answer, **options)
     _require_one_launch(answer)
     require_tensor_cores(answer, lambda: answer.attention(*make_qkv(1, 1, 32, 16, dtype=FP16)))
     calls = len(CASES) + len(BOTTOM_RIGHT)
     return f"{calls} calls against SDPA: strides, grouped heads, head_dim, both alignments; no tile or load in vain"
+
+
+def _require_case(answer, what, batch, heads, heads_kv, seq_q, seq_k, head_dim, dtype, is_causal, scale, memory):
+    """One call against SDPA."""
+    q, k, v = make_qkv(batch, heads, seq_q, head_dim, **dict(heads_kv=heads_kv, seq_k=seq_k, dtype=dtype) | memory)
+
+    def attend(q, k, v, **given):
+        try:
+            with NoHelp(), masked_loads_undefined(), tiles_of(32, 16):
+                o, lse = answer.attention(q, k, v, **given)
+        except Rejected as wrong:
+            reject(f"{what}: {wrong}")
+        signs = {
+            f"o has the strides {o.stride()}; it is to be contiguous": not o.is_contiguous(),
+            "o is NaN throughout: do the loads of q and k end at HEAD_DIM? Their padded columns must be 0": (
+                q.shape[3] in (5, 40) and o.numel() and o.isnan().all()
+            ),
+        }
+        require_none(signs, what)
+        return o, lse
+
+    try:
+        require_verified(what, attend, q, k, v, is_causal=is_causal, scale=scale, enable_gqa=heads != heads_kv)
+    except Rejected as wrong:
+        with explained_in("4.1") if "o   PASS" in str(wrong) else contextlib.nullcontext():
+            raise
 
 
 def _require_own(answer):
@@ -111,7 +125,8 @@ def _require_lse_of_batches(answer, what):
         o, lse = answer.attention(q, k, v)
     if guard.never_stored(lse).any() and not guard.never_stored(o).any():
         place = "the LSE of query head h of batch b begins at row (b * heads_q + h) * seq_q"
-        reject(f"{what}: o is complete, and lse is not: {place}")
+        with explained_in("4.1"):
+            reject(f"{what}: o is complete, and lse is not: {place}")
 
 
 def _require_bottom_right(answer, seq_q, seq_k, head_dim, dtype, memory):

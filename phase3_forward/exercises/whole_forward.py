@@ -1,4 +1,4 @@
-"""Write the forward kernel that models call, from a blank page.
+"""Write the whole forward kernel that models call.
 
 All features of sections 2 to 4 in one kernel and its launcher: any strides, heads that share keys, a head_dim that is
 no power of two, a causal mask in either alignment, and the LSE. Phase 2's `load_tile`, `store_tile`, `head_base` and

@@ -326,6 +326,7 @@ def test_of_all_exercises_only_what_is_to_be_done_is_said(typed):
 
 def test_a_mistake_is_explained_and_an_error_is_not(typed):
     assert f"to read again: {PHASE_1[2].explained}" in typed("check", "1.3", outcomes=[WRONG])[0]
+    assert "softmax.ipynb, section 2.1, and" in typed("check", "1.3", outcomes=[replace(WRONG, section="2.1")])[0]
     assert "to read again" not in typed("check", "1.3", outcomes=[ERROR])[0]
 
 

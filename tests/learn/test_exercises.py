@@ -81,6 +81,7 @@ def test_a_wrong_answer_is_rejected_and_the_mistake_is_named(name, wrong, tmp_pa
     verdict = judged(exercise, wrong.applied_to(exercise.solution.read_text()), tmp_path)
     assert verdict["kind"] == wrong.kind, verdict
     assert wrong.says in verdict["message"]
+    assert not wrong.section or verdict["section"] == wrong.section
 
 
 @interpreted_only

@@ -5,7 +5,7 @@ from common.source import source
 from common.verify import guard
 from phase3_forward import forward
 from phase3_forward.forward import attention_forward
-from phase3_forward.stages import GROWTH, KERNEL, NAMES, stage
+from phase3_forward.stages import GROWTH, KERNEL, NAMES, stage, try_columns
 
 import pytest
 
@@ -28,7 +28,7 @@ WRONG = {  # a call that the wrong form gets wrong: None where it does not
     "mask the wrong way round": CALLS["mask"],
     "loop ends a tile early": CALLS["mask"],
     "K padded with NaN": CALLS["head_dim"],
-    "hidden keys at -1e6": dict(qkv=make_qkv(1, 1, 40, 32, seq_k=96, kind="low"), is_causal=True, scale=2000.0),
+    "bottom-right, no guard in the loop": dict(qkv=make_qkv(1, 1, 100, 16, seq_k=20), is_causal=True),
     "no rescale": GROUPED,
     "LSE without the maximum": CALLS["lse"],
     "batch of the keys forgotten": GROUPED,
@@ -70,3 +70,26 @@ def test_a_wrong_form_is_wrong(name, call):
 def test_every_stage_is_tested_and_the_last_is_the_module():
     assert (*GROWTH, *WRONG) == NAMES
     assert source(stage("lse")[KERNEL]) == source(forward._attn_fwd_kernel)
+
+
+@pytest.mark.parametrize(
+    ("places", "says"),
+    [
+        (set(), "does not run"),
+        ({1}, "does not run"),
+        ({1, 2, 3}, "non-finite"),
+        ({1, 3, 5}, "loads columns behind the matrix"),
+        ({1, 3, 6}, "stored outside"),
+    ],
+    ids=str,
+)
+def test_where_columns_are_padded_in_wrong_places_it_is_said(places, says, capsys):
+    try_columns(places)
+    assert says in capsys.readouterr().out
+
+
+def test_columns_that_are_padded_in_the_right_places_pass(capsys):
+    try_columns({1, 3})
+    said = capsys.readouterr().out
+    assert said.startswith("o   PASS")
+    assert said.count("\n") == 1

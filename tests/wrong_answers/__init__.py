@@ -12,7 +12,8 @@ class Wrong:
     """The solution with every `old` replaced by its `new`; `says` is a part of the message that names the mistake.
 
     kind: of the verdict; "error" where the answer raises, and the message names its line. at_once: not only in make
-    test-slow, since a mutant of the check is known by it.
+    test-slow, since a mutant of the check is known by it. section: to which the learner is sent, if not to the
+    exercise's own.
     """
 
     mistake: str
@@ -20,6 +21,7 @@ class Wrong:
     says: str
     kind: str = "wrong"
     at_once: bool = False
+    section: str = ""
 
     def applied_to(self, solution: str) -> str:
         for old, new in self.edits.items():

@@ -50,7 +50,10 @@ WRONG = {
         ),
         Wrong("the query head's keys", {"h_kv = h // group": "h_kv = h"}, "it should read 0 (h // group)"),
         Wrong(
-            "offsets of 32 bits", {"(tl.program_id(0) // tiles_m).to(tl.int64)": "tl.program_id(0) // tiles_m"}, "64"
+            "offsets of 32 bits",
+            {"(tl.program_id(0) // tiles_m).to(tl.int64)": "tl.program_id(0) // tiles_m"},
+            "64",
+            section="2.3",
         ),
         Wrong(
             "the head's number is left at 32 bits",
@@ -193,9 +196,16 @@ WRONG = {
         Wrong("bounds in float", {"seen_by_first) // block_n": "seen_by_first) / block_n"}, "divide with //"),
     ],
     "whole_forward": [
-        Wrong("v with k's strides", {"v_head, stride_v, offs_n": "v_head, stride_k, offs_n"}, "heads in other places"),
+        Wrong(
+            "v with k's strides",
+            {"v_head, stride_v, offs_n": "v_head, stride_k, offs_n"},
+            "heads in other places",
+            section="2.2",
+        ),
         Wrong("heads by the remainder", {"(k_ptr, stride_k, head // group": "(k_ptr, stride_k, head % group"}, "lse"),
-        Wrong("the own key hidden", {">= offs_n[None": "> offs_n[None"}, "causal, fewer keys than queries"),
+        Wrong(
+            "the own key hidden", {">= offs_n[None": "> offs_n[None"}, "causal, fewer keys than queries", section="3.3"
+        ),
         Wrong("bottom right alone", {"seq_q if bottom_right else 0": "seq_q"}, "causal, fewer keys than queries"),
         Wrong(
             "no loop bound",
@@ -207,7 +217,9 @@ WRONG = {
             {"tl.minimum(seq_k, (pid_m + 1) * BLOCK_M + shift)": "(pid_m + 1) * BLOCK_M + shift"},
             "are visited",
         ),
-        Wrong("lse in base 2", {"m_i + tl.log(l_safe)": "m_i + tl.log2(l_safe)"}, "lse FAIL"),
+        Wrong(
+            "lse in base 2", {"m_i + tl.log(l_safe)": "m_i + tl.log2(l_safe)"}, "lse FAIL", at_once=True, section="4.1"
+        ),
         Wrong("no guard", {"tl.where(l_i == 0.0, 1.0, l_i)": "l_i"}, "no keys"),
         Wrong("the mask the wrong way round", {">= offs_n[None": "<= offs_n[None"}, "the wrong way round"),
         Wrong("the future alone", {"+ shift >= offs_n[None": "+ shift < offs_n[None"}, "the wrong way round"),
@@ -215,6 +227,7 @@ WRONG = {
             "the flag is ignored",
             {"k.shape[2] - seq_q if bottom_right else 0": "0"},
             "bottom-right, 20 queries and 50 keys: this is the top-left alignment",
+            section="3.4",
         ),
         Wrong(
             "the shift the wrong way round",
@@ -249,6 +262,7 @@ WRONG = {
             "lse without its batch",
             {"lse_ptr + head.to": "lse_ptr + (head % heads_q).to"},
             "o is complete, and lse is not",
+            section="4.1",
         ),
         Wrong(
             "q is loaded to BLOCK_D", {"offs_d, seq_q, HEAD_DIM)  #": "offs_d, seq_q, BLOCK_D)  #"}, "end at HEAD_DIM?"

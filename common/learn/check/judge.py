@@ -32,7 +32,7 @@ def judge(check: Callable[[ModuleType], str], path: Path) -> dict:
         with answer.no_truth_of_blocks(path):
             return dict(kind="passed", message=check(answer.load(path)) or "")
     except (Rejected, VerificationError) as wrong:
-        return dict(kind=getattr(wrong, "kind", "wrong"), message=str(wrong))
+        return dict(kind=getattr(wrong, "kind", "wrong"), message=str(wrong), section=getattr(wrong, "section", ""))
     # SystemExit and KeyboardInterrupt too, if the answer raises them.
     except BaseException as error:
         kind = "unfinished" if errors.is_stub(errors.root_of(error, path)) else "error"

@@ -300,6 +300,17 @@ def reject_refused(what: str, error: str) -> None:
 
 
 @contextlib.contextmanager
+def explained_in(section: str) -> Iterator[None]:
+    """Inside, what rejects an answer points to this section of the chapter, "3.1", and not to the exercise's own.
+    Where they are nested, the inner one counts."""
+    try:
+        yield
+    except (Rejected, VerificationError) as wrong:
+        wrong.section = getattr(wrong, "section", section)
+        raise
+
+
+@contextlib.contextmanager
 def after(right: str) -> Iterator[None]:
     """Inside, where a part of the answer is still to be written, the message begins with what is right already."""
     try:

@@ -35,6 +35,7 @@ class Verdict:
     seconds: float = 0.0
     launches: tuple[dict, ...] = ()  # of its kernels, where there is no GPU to compile them for
     not_noted: str = ""  # why the progress file could not be written
+    section: str = ""  # of the chapter, which explains what is wrong; empty: the exercise's own
 
     @property
     def passed(self) -> bool:
@@ -66,7 +67,8 @@ def check(exercise: Exercise, *, limit: float = TIME_LIMIT) -> Verdict:
             message = f"right when interpreted, but compiled for the GPU: {compiled['message']}"
             outcome = compiled | dict(message=message)
     launches = () if outcome.get("gpu") else tuple(outcome.get("launches", ()))
-    verdict = Verdict(outcome["kind"], outcome["message"], time.perf_counter() - start, launches)
+    seconds, section = time.perf_counter() - start, outcome.get("section", "")
+    verdict = Verdict(outcome["kind"], outcome["message"], seconds, launches, section=section)
     try:
         with Progress.changed() as progress:
             progress.passed.pop(exercise.name, None)

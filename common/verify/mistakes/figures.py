@@ -59,8 +59,8 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
     """
     names = list(counts)
     slipping = [row for row in rows if any(row[name] for name in names)]
-    slipping.sort(key=lambda row: -sum(row[name] for name in names))
-    table = np.array([[row[name] for name in names] for row in slipping], dtype=float)
+    slipping.sort(key=lambda row: -sum(row[name] is True for name in names))
+    table = np.array([[row[name] is True for name in names] for row in slipping])
     totals = {
         "wrong kernels accepted": ("let_through", "mistakes"),
         "right results rejected": ("correct_rejected", "correct"),
@@ -70,6 +70,8 @@ def rules(rows: Sequence[Mapping], counts: Mapping[str, Mapping[str, int]]) -> N
     ax.imshow(table, cmap=colors, vmin=0, vmax=1, aspect="auto")
     for i, j in zip(*np.nonzero(table), strict=True):
         ax.text(j, i, "accepted", ha="center", va="center", color="white", fontsize=8)
+    for i, j in ((i, j) for i, row in enumerate(slipping) for j, name in enumerate(names) if row[name] is None):
+        ax.text(j, i, "not asked", ha="center", va="center", fontsize=8)
     below = [len(slipping) + 0.5, len(slipping) + 1.5]
     for y, (some, of_all) in zip(below, totals.values(), strict=True):
         for x, rule in enumerate(names):
