@@ -1026,13 +1026,12 @@ WRONG = {
         Wrong(
             "says so between the parts",
             {
-                "        if ORDERED:\n            release_count(count_ptr)\n": "",
+                "        if ORDERED:\n            release_count(count_ptr)\n": (
+                    "        if ORDERED and before == 0:\n            release_count(count_ptr)\n"
+                ),
                 "            tma_add(work.dq_sum, [row_1, column_1], second)\n": (
                     "            if ORDERED:\n                release_count(count_ptr)\n"
                     "            tma_add(work.dq_sum, [row_1, column_1], second)\n"
-                ),
-                "column_1], second)\n        else": (
-                    "column_1], second)\n            release_count(count_ptr)\n        else"
                 ),
             },
             "it says that it has added before it has copied both parts",
