@@ -7,6 +7,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping
+from itertools import product
 
 from common.arguments import arguments
 from common.measure.records import describe, load
@@ -81,20 +82,29 @@ def beside_others(rate: Rates) -> str:
     return "\n".join(lines)
 
 
-def orders(rate: Rates) -> str:
-    """The backward pass: speed in a fixed order by that in any order."""
-    of = {"this chapter": ("hopper", "hopper in any order"), "FA4": ("flash-attn-4-det", "flash-attn-4")}
-    lengths = 1024, 4096, 16384
-    lines = [
-        "backward: speed in a fixed order / in any order",
-        " " * 20 + "".join(f"{who + ', seq':>24}" for who in of),
-        " " * 20 + "".join(f"{seq:>8}" for _ in of for seq in lengths),
-    ]
-    for d, c in CASES:
-        found = [_share(rate, (d, c, seq), "bwd", *pair) for pair in of.values() for seq in lengths]
-        name = f"head_dim {d:>3}, {mask(c)}"
-        lines.append(f"{name:<20}" + "".join(f"{x:>8.2f}" for x in found))
+def orders(record: dict, dtype: str, lengths: Iterable[int]) -> str:
+    """The backward pass in a fixed order and in any: TFLOP/s of the median, and of the slowest and the fastest run."""
+    of = {
+        "fixed": "hopper",
+        "any": "hopper in any order",
+        "FA4, fixed": "flash-attn-4-det",
+        "FA4, any": "flash-attn-4",
+        "cuDNN": "sdpa-cudnn",
+    }
+    found = {(r["provider"], r["head_dim"], r["is_causal"], r["seq"]): r for r in record["rows"] if r["dtype"] == dtype}
+    lines = [f"{'TFLOP/s, ' + dtype:<26}" + "".join(f"{name:>15}" for name in of)]
+    for seq, (d, c) in product(lengths, CASES):
+        rows = (found.get((provider, d, c, seq)) for provider in of.values())
+        lines.append(f"{seq:>5}, head_dim {d:>3}, {mask(c):<6}" + "".join(f"{_spread(row):>15}" for row in rows))
     return "\n".join(lines)
+
+
+def _spread(row):
+    """A median, and from which to which number the runs went; "-" where there is no row."""
+    if row is None:
+        return "-"
+    slowest, fastest = (row["tflops"] * row["ms"] / row[of] for of in ("ms_max", "ms_min"))
+    return f"{row['tflops']:.0f} ({slowest:.0f}-{fastest:.0f})"
 
 
 def without_an_idea(record: dict) -> str:
@@ -178,12 +188,12 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
     "fp8": ("attention in e4m3: its errors, and its speed beside FlashAttention-3's", "fp8"),
     "grouped": ("60 backward passes with grouped heads", ""),
     "hopper_backward": ("the Hopper kernels' backward pass beside its peers, fp16", "hopper_backward"),
-    "hopper_backward_bf16": ("the Hopper kernels' backward pass beside its peers, bf16", ""),
+    "hopper_backward_bf16": ("the Hopper kernels' backward pass beside its peers, bf16", "hopper_backward"),
     "hopper_beside": ("arithmetic while a product is under way", "hopper_forward"),
     "hopper_counters": ("counters before 96 instructions were removed from the backward pass", ""),
     "hopper_forward": ("the Hopper kernel's forward pass beside its peers, fp16 and bf16", "hopper_forward"),
     "hopper_ideas": ("the Hopper kernel's forward pass without one of its ideas", "hopper_forward"),
-    "hopper_leaderboard": ("one case, each pass and both in one call", ""),
+    "hopper_leaderboard": ("one case, each pass and both in one call", "hopper_backward"),
     "host": ("what the host takes for a small call, step by step", ""),
     "host_triton_3_6": ("the same with Triton 3.6", ""),
     "ladder": ("every rung of the ladder, 4096 and 16384 tokens", "measure, rungs"),

@@ -109,11 +109,10 @@ class _Alone:
         place = self._of(barrier, "dq_full", "wait")
         lap = self.mine[place]
         if parity & 1 != lap & 1:
-            fresh = ". A fresh barrier lets parity 1 pass: so the first wait is over before anybody has stored a part"
-            later = (
-                ". That phase is over: each of the writer's steps completes one more, so the parity changes each time"
-            )
-            self._stop(place, f"it waits at {barrier} with parity {int(parity)}{later if lap else fresh}")
+            fresh = "A fresh barrier lets parity 1 pass: so the first wait is over before anybody has stored a part"
+            later = "That phase is over: each of the writer's steps completes one more, so the parity changes each time"
+            why = f"{later if lap else fresh} (hopper_forward, section 2)"
+            self._stop(place, f"it waits at {barrier} with parity {int(parity)}. {why}")
         self.full.add((place, lap))
 
     def _arrive(self, barrier, count=1, pred=True):
@@ -124,8 +123,11 @@ class _Alone:
         if now not in self.copied:
             self._stop(place, f"it lets {barrier} go before it has copied the part: the consumer overwrites it")
         if now not in self.read:
-            why = "before the copy has read the part: a copy goes on after the line that starts it, so wait first"
+            why = "before the copy has read the part: a copy goes on after its line, so wait first (section 2.2)"
             self._stop(place, f"it lets {barrier} go {why}")
+        if self.steps[now[1]][0] in self.added:
+            why = "its sum has arrived, and so long the consumer waits: let go once the copy has read the part"
+            self._stop(place, f"it lets {barrier} go only when {why} (section 2.2)")
         self.mine[place] += 1
 
     def _store(self, to, where, part):

@@ -361,8 +361,34 @@ def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> Non
     style.show(fig, alt=f"KiB of shared memory, up to {limit:.0f}. {said}.")
 
 
+STEP = {  # what lies under what in a step of a consumer: lane: (text, from, to, color)
+    "products": [
+        ("S", 0, 1, "s"), ("dP", 1, 2.4, "o"), ("dV", 4.6, 5.6, "v"), ("dQ", 5.6, 6.7, "q"), ("dK", 6.7, 7.8, "k"),
+    ],
+    "consumer": [
+        ("waits for S", 0, 1, None), ("P: a part", 1, 1.7, "state"), ("waits", 1.7, 2.4, None),
+        ("P: the rest; dS, stored", 2.4, 4.6, "state"), ("meets", 4.6, 5.3, None), ("waits for dQ", 5.3, 6.7, None),
+        ("stores dQ", 6.7, 7.4, "state"), ("", 7.4, 8, None),
+    ],
+    "its writers": [("add dQ of the two steps before", 0, 7.4, "v"), ("dQ", 7.4, 8, "v")],
+}  # fmt: skip
+
+
+def step() -> None:
+    """A consumer's step, as the compiler orders it. Lengths are drawn, not measured."""
+    fig, ax = style.new(9.2, 2.0)
+    for y, lane in enumerate(STEP.values()):
+        for text, start, end, color in lane:
+            face = TINT[color] if color else "white"
+            style.box(ax, start, y + 0.1, text, width=end - start, height=0.8, color=face, size=8, edge=COLORS["faint"])
+    ax.set(xlim=(0, 8), ylim=(3, 0), xticks=[], yticks=[0.5, 1.5, 2.5], yticklabels=STEP)
+    ax.tick_params(axis="y", length=0)
+    said = "; ".join(f"{lane}: {', '.join(text for text, *_ in boxes)}" for lane, boxes in STEP.items())
+    style.show(fig, alt=f"One step, from left to right. {said}.")
+
+
 def traffic(record: Mapping) -> None:
-    """Bytes through memory, and time, of the backward kernel by how many heads take turns.
+    """Bytes through memory, and time, of the backward kernel by how many heads of queries take turns.
 
     record: of `python -m phase5_tuning.bench.counters --turns`. A ring: as the kernel does it.
     """
@@ -378,7 +404,7 @@ def traffic(record: Mapping) -> None:
     for ax, (name, unit, label) in zip(axes, panels, strict=True):
         for kind, (title, look) in kinds.items():
             of_kind = [row for row in rows if (row["heads_kv"], row["split"]) == kind]
-            together = [row["together"] for row in of_kind]
+            together = [row["together"] * row["heads"] // (row["heads_kv"] * row["split"]) for row in of_kind]
             values = [row["counted"][name] / unit for row in of_kind]
             ax.plot(together, values, marker="o", markersize=4, label=title, **look)
             for x, y, row in zip(together, values, of_kind, strict=True):
@@ -386,12 +412,12 @@ def traffic(record: Mapping) -> None:
                     ax.plot(x, y, "o", markersize=12, fillstyle="none", color=COLORS["ink"])
             said.append(f"{title}: " + ", ".join(f"{t} {y:.3g}" for t, y in zip(together, values, strict=True)))
         ax.set_xscale("log", base=2)
-        ax.set(xlabel="heads that take turns", ylabel=label, ylim=(0, None))
-        ax.set_xticks(ticks := sorted({row["together"] for row in rows}), ticks)
+        ax.set(xlabel="heads of queries that take turns", ylabel=label, ylim=(0, None))
+        ax.set_xticks(ticks := [2**n for n in range(7)], ticks)
     axes[0].legend(loc="upper left", fontsize=8)
     style.show(
         fig,
-        "GB through memory, then microseconds of the backward kernel, by how many heads take turns. "
+        "GB through memory, then microseconds of the backward kernel, by how many heads of queries take turns. "
         f"{'; '.join(said)}.",
         records.describe(record),
     )

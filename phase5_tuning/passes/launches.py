@@ -9,7 +9,7 @@ from unittest import mock
 from common import runtime
 from common.edited import replaced
 from common.measure import offline
-from phase5_tuning.hopper import forward
+from phase5_tuning.hopper import backward, forward
 from phase5_tuning.ladder import forward as forward_ladder
 from phase5_tuning.launch import configs
 from phase5_tuning.passes.forward import attention_forward
@@ -45,6 +45,15 @@ def hopper_launch(
         (launch,) = offline.record_launches(call)
     names = made[0].kernel.arg_names
     return launch, dict(zip(names[-len(made[0].rest) :], made[0].rest, strict=True))
+
+
+def hopper_backward_launch(head_dim: int, seq: int = 2048, heads: int = 4) -> offline.RecordedLaunch:
+    """The launch of the backward kernel on an H200, full mask, fp16."""
+    q = torch.empty(1, heads, seq, head_dim, dtype=torch.float16, device=runtime.DEVICE)
+    saved = q, q, q, q, torch.empty(1, heads, seq), q, None
+    with mock.patch.object(configs, "multiprocessors", return_value=SMS):
+        launches = offline.record_launches(lambda: backward.plan(*saved, False, head_dim**-0.5, 1)(*saved))
+    return next(launch for launch in launches if launch.name == "_attn_bwd_hopper_kernel")
 
 
 def with_line(

@@ -8,13 +8,12 @@ consumers' first and second: 2 * ME and 2 * ME + 1. Each place has a barrier `me
 arrived when the part is there, and a barrier `memory.dq_empty`, at which the consumer waits before it overwrites the
 part. So a writer
 
-- waits until as many programs have added to the tile of queries as come before this one,
-- waits for both parts, with the parity of the lap: a place is used once in each of the writer's steps,
-- stores both parts if no program comes before, since nobody has filled the sum with zeros; else it adds them,
-- lets both places go as soon as the copies have read them, and not before,
-- says that this program has added to the tile, when the sums have arrived.
+- waits until both parts are there, and as many programs have added to the tile of queries as come before this one,
+- brings them to the sum. What the first program at a tile does differently stands in section 2.2 of the notebook,
+- lets both places go as early as it may, so that the consumers go on,
+- counts this program, when the next one may add.
 
-With ORDERED false, programs add as they come: a writer waits for no count, adds in any case, and counts nothing.
+With ORDERED false, programs add as they come, to zeros: nobody waits for a count or counts.
 
     await_count(pointer, n)             wait until the count is n
     release_count(pointer)              add 1 to the count, when what this warp's copies wrote has arrived

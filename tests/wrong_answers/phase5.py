@@ -958,6 +958,17 @@ WRONG = {
             "it lets dq_empty[0] go before the copy has read the part",
         ),
         Wrong(
+            "the places go after the count, which waits for more",
+            {
+                "        tma.store_wait(0)\n": (
+                    "        if ORDERED:\n            release_count(count_ptr)\n        else:\n"
+                    "            tma.store_wait(0)\n"
+                ),
+                "1))\n        if ORDERED:\n            release_count(count_ptr)\n        # end": "1))\n        # end",
+            },
+            "it lets dq_empty[0] go only when its sum has arrived",
+        ),
+        Wrong(
             "the newest copy is not waited for",
             {"        tma.store_wait(0)\n": "        tma.store_wait(1)\n"},
             "it lets dq_empty[0] go before the copy has read the part",
@@ -1016,13 +1027,12 @@ WRONG = {
         Wrong(
             "says so between the parts",
             {
-                "        if ORDERED:\n            release_count(count_ptr)\n": "",
+                "        if ORDERED:\n            release_count(count_ptr)\n": (
+                    "        if ORDERED and before == 0:\n            release_count(count_ptr)\n"
+                ),
                 "            tma_add(work.dq_sum, [row_1, column_1], second)\n": (
                     "            if ORDERED:\n                release_count(count_ptr)\n"
                     "            tma_add(work.dq_sum, [row_1, column_1], second)\n"
-                ),
-                "column_1], second)\n        else": (
-                    "column_1], second)\n            release_count(count_ptr)\n        else"
                 ),
             },
             "it says that it has added before it has copied both parts",
@@ -2180,18 +2190,13 @@ RIGHT = {
     ],
     "write_dq": [
         Wrong(
-            "the turn after the parts, and the places after the count, which waits for more",
+            "the turn after the parts",
             {
                 "        if ORDERED:\n            await_count(count_ptr, before)\n": "",
                 "        if ORDERED and before == 0:\n": (
                     "        if ORDERED:\n            await_count(count_ptr, before)\n"
                     "        if ORDERED and before == 0:\n"
                 ),
-                "        tma.store_wait(0)\n": (
-                    "        if ORDERED:\n            release_count(count_ptr)\n        else:\n"
-                    "            tma.store_wait(0)\n"
-                ),
-                "1))\n        if ORDERED:\n            release_count(count_ptr)\n        # end": "1))\n        # end",
             },
             "each step of 4 programs",
             kind="passed",
