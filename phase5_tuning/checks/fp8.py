@@ -211,8 +211,8 @@ def _as_it_is(p):
     return p
 
 
-def _attention(q, k, v, factor, hidden, to=_e4m3, rescaled=True):
-    """o in fp64, 64 keys a turn, each P passed through `to`."""
+def _attention(q, k, v, factor, hidden, to=_e4m3, rescaled=True, sum_of=_as_it_is):
+    """o in fp64, 64 keys a turn: P V with P passed through `to`, the row sum with P passed through `sum_of`."""
     m = torch.full((*q.shape[:3], 1), -INF, dtype=torch.float64, device=q.device)
     total, acc = torch.zeros_like(m), 0.0
     for start in range(0, k.shape[2], ROWS):
@@ -220,7 +220,7 @@ def _attention(q, k, v, factor, hidden, to=_e4m3, rescaled=True):
         s = (factor * q @ k[:, :, keys].mT).masked_fill(hidden[:, keys], -INF)
         new = torch.maximum(m, s.amax(dim=-1, keepdim=True))
         p, alpha = torch.exp(s - new), torch.exp(m - new)
-        total = total * alpha + p.sum(dim=-1, keepdim=True)
+        total = total * alpha + sum_of(p).sum(dim=-1, keepdim=True)
         acc = acc * (alpha if rescaled else 1.0) + to(p) @ v[:, :, keys]
         m = new
     return acc / total
@@ -306,6 +306,9 @@ def _wrong_loop(q, k, v, factor, hidden):
         "`visible` is missing: -inf where it is False": unmasked,
         "acc is not rescaled by alpha": _attention(q, k, v, factor, hidden, rescaled=False),
         "P is multiplied by more than 448, where e4m3 ends": _attention(q, k, v, factor, hidden, _of_512),
+        "P is multiplied by more than 448, where e4m3 ends, and the row sum is of what is left": (
+            _attention(q, k, v, factor, hidden, _of_512, sum_of=_of_512)
+        ),
         "P is multiplied by a factor, which the product is to be divided by": 256 * with_factor(factor),
     }
 

@@ -108,7 +108,10 @@ def _check_measured(answer, name, q, k, rotate, right):
     s, off = q @ k.mT, _off(q, k, q, k, rotate)
     wrong = {
         "of q and k one is rotated and the other is not": _measured(q @ m, k, q, k, False) if rotate else None,
-        "rotate is not asked for": _measured(q, k, q, k, not rotate),
+        "rotate is not asked for, or what is rounded is rotated only afterwards": _measured(q, k, q, k, not rotate),
+        "q and k are rounded twice: rotate them as they are, then round them once": (
+            _measured(rounded(q), rounded(k), q, k, rotate)
+        ),
         "a mean of |error|, where the root of the mean square is wanted": off.abs().mean().item(),
         "the root is missing": right**2,
         "an error relative to the logits: it is to be absolute": right / s.square().mean().sqrt().item(),

@@ -468,6 +468,18 @@ WRONG = {
             {"256.0 * p": "512.0 * p", "pid_n) / 256.0": "pid_n) / 512.0"},
             "more than 448, where e4m3 ends",
         ),
+        Wrong(
+            "P above 448, in the row sum too",
+            {
+                "m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)": (
+                    "before = l_i\n        m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)\n"
+                    "        l_i = before * alpha + tl.sum((512.0 * p).to(v.dtype).to(tl.float32), 1) / 512.0"
+                ),
+                "256.0 * p": "512.0 * p",
+                "pid_n) / 256.0": "pid_n) / 512.0",
+            },
+            "and the row sum is of what is left",
+        ),
         Wrong("not divided", {"pid_n) / 256.0": "pid_n)"}, "the product is to be divided by"),
         Wrong("rows become longer", {"@ hadamard / columns**0.5": "@ hadamard"}, "divide by sqrt(head_dim)"),
         Wrong("without signs", {"(t.float() * signs.to(t.device))": "t.float()"}, "the signs belong before H"),
@@ -2150,6 +2162,16 @@ WRONG = {
         Wrong("a mean", {"off.square().mean().sqrt()": "off.abs().mean()"}, "a mean of |error|"),
         Wrong("no root", {"off.square().mean().sqrt()": "off.square().mean()"}, "the root is missing"),
         Wrong("never", {"if rotate else torch.eye": "if False else torch.eye"}, "rotate is not asked for"),
+        Wrong(
+            "rounded, then rotated",
+            {"rounded(q @ m) @ rounded(k @ m).mT": "(rounded(q) @ m) @ (rounded(k) @ m).mT"},
+            "rotated only afterwards",
+        ),
+        Wrong(
+            "rounded twice",
+            {"rounded(q @ m) @ rounded(k @ m).mT": "rounded(rounded(q) @ m) @ rounded(rounded(k) @ m).mT"},
+            "round them once",
+        ),
         Wrong("a tensor", {".sqrt().item()": ".sqrt()"}, "expected a float, got Tensor"),
         Wrong("outliers are spread", {'few="same"': 'few="helps"'}, "'few'] is 'helps', but with the rotation"),
         Wrong("a rotation does no harm", {'avoid="hurts"': 'avoid="same"'}, "'avoid'] is 'same', but", at_once=True),
