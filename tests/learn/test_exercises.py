@@ -336,6 +336,7 @@ def learner(tmp_path, monkeypatch):
     return prepare
 
 
+@pytest.mark.slow
 @needs_interpreter
 @one_a_phase
 def test_a_check_through_the_child_process(exercise, learner):
@@ -427,8 +428,10 @@ def test_the_inputs_of_an_answer_that_does_not_return_are_said(end, case, said, 
 
 @pytest.mark.parametrize(
     ("before", "line", "function"),
-    [("    offsets =", 25, "_masked_add_kernel"), ("def masked_add(", 33, "<module>")],
-    ids=["in a kernel", "at the top"],
+    [
+        pytest.param("    offsets =", 25, "_masked_add_kernel", id="in a kernel"),
+        pytest.param("def masked_add(", 33, "<module>", id="at the top", marks=pytest.mark.slow),
+    ],
 )
 def test_where_an_answer_never_ends_is_said(before, line, function, learner):
     indent = before[: -len(before.lstrip())]

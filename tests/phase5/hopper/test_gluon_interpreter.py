@@ -309,6 +309,7 @@ def test_a_mistake_in_the_forward_kernel_is_noticed(mistake):
     assert found <= expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", WIDE)
 def test_a_mistake_in_the_kernel_for_wide_heads_is_noticed(mistake):
     changes, expected = WIDE[mistake]
@@ -388,6 +389,7 @@ BACKWARD = {
 }
 
 
+@pytest.mark.slow
 @interpreted_only
 @pytest.mark.parametrize("mistake", BACKWARD)
 def test_a_mistake_in_the_backward_kernel_is_noticed(mistake):

@@ -136,6 +136,7 @@ def outcomes(call):
             yield type(error)
 
 
+@pytest.mark.slow
 @interpreted_only
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_noticed(mistake):
