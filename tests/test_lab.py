@@ -20,7 +20,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="needs chromium")]
 NOTEBOOK = PHASES[0].notebook_paths[0].relative_to(ROOT)
 EXERCISE = exercises.load()[0]
-QUESTION = 'predict("The canary behind out holds -1. What does it hold after the launch?", yours={})'
+QUESTION = 'predict("Ten logits of -3, padded with 0 to 16: what do the ten weights add up to?", yours={})'
 CONFIG = dict(
     ServerApp=dict(open_browser=False, allow_root=True, port=0),
     IdentityProvider=dict(token="let-me-in"),
