@@ -188,10 +188,11 @@ def _with_shipped(notebook: dict, file: str) -> dict:
     those that they are most alike.
     """
     sources = list(map(_source, notebook["cells"]))
-    versions = [version for commit in ("HEAD", "ORIG_HEAD") if (version := _version(commit, file))] or [
-        _committed(file)
-    ]
-    shipped = max((list(map(_source, v["cells"])) for v in versions), key=lambda v: len(set(v) & set(sources)))
+    versions = [_version(commit, file) for commit in ("HEAD", "ORIG_HEAD")]
+    known = [list(map(_source, version["cells"])) for version in versions if version]
+    if not known:  # without Git
+        known = [list(map(_source, _committed(file)["cells"]))]
+    shipped = max(known, key=lambda version: len(set(version) & set(sources)))
     others = [source for source in shipped if source not in sources]
     for cell, source in zip(notebook["cells"], sources, strict=True):
         alike = [source] if source in shipped else difflib.get_close_matches(source, others, 1, ALIKE)

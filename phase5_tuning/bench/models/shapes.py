@@ -88,7 +88,7 @@ GROUPED = (
 SEED, DRAWN = 39, 20
 FORWARD = "sdpa", "sdpa-flash", "sdpa-cudnn", "flash-attn-3", "flash-attn-4", "ours"
 BACKWARD = "sdpa", "sdpa-flash", "sdpa-cudnn", "flash-attn-4", "flash-attn-4-det", "ours"
-IN_GROUPS = "sdpa-cudnn", "flash-attn-4", "flash-attn-4-det", "ours"  # of those, the fastest and the fixed orders
+IN_GROUPS = "sdpa-cudnn", "flash-attn-4", "flash-attn-4-det", "ours"  # peers with grouped heads
 ROUNDS, WARMUP_MS = 2, 100
 
 
