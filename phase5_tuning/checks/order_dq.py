@@ -119,6 +119,21 @@ def _schedule(sizes, slots, late=(), *, take_tile=None, order=_lowest_first):
     )  # fmt: skip
 
 
+def _disagreement(answer, sizes):
+    """Where take_tile and order say differently who comes first, in words."""
+    tiles_m, tiles_n, *rest = sizes
+    tickets = {answer.take_tile(ticket, tiles_n): ticket for ticket in range(tiles_n)}
+    for m in range(tiles_m):
+        seen = [n for n in range(tiles_n) if _sees(m, n, *rest)]
+        begun = sorted(seen, key=tickets.get)
+        added = sorted(seen, key=lambda n: answer.order(m, n, tiles_n, *rest))
+        if begun != added:
+            return (
+                f": take_tile gives out key tiles {begun} in this order, and at query tile {m} order lets {added} add"
+            )
+    return ""
+
+
 def _check_waiting(answer, drawn, sizes):
     tiles_m, tiles_n, block_m, block_n, window = sizes
     own = dict(take_tile=answer.take_tile, order=answer.order)
@@ -129,7 +144,10 @@ def _check_waiting(answer, drawn, sizes):
         try:
             schedule = _schedule(sizes, slots, late, **own)
         except Deadlock as error:
-            reject(f"{given}: {error}. A program may wait only for those that took lower tickets")
+            reject(
+                f"{given}: {error}. A program may wait only for those that took lower tickets"
+                f"{_disagreement(answer, sizes)}"
+            )
         right = _schedule(sizes, slots)
         if late or schedule.waited <= 1.1 * right.waited + 0.5:
             continue
@@ -138,7 +156,7 @@ def _check_waiting(answer, drawn, sizes):
         before = schedule.programs[part.after].n if part.after is not None else None
         reject(
             f"{given}: programs wait {schedule.waited:.1f} steps in all, where {right.waited:.1f} are enough. The "
-            f"program of key tile {worst.n} waits longest, {worst.waited:.1f}: its part of query tile {part.tile[2]} "
-            f"is ready at {part.computed:.1f} and its turn comes at {part.begin:.1f}, after the program of key tile "
-            f"{before}. Which of the two is nearer to this tile of queries when it begins?"
+            f"program of key tile {worst.n} ends {worst.waited:.1f} later than alone: its part of query tile "
+            f"{part.tile[2]} is ready at {part.computed:.1f} and its turn comes at {part.begin:.1f}, after the program "
+            f"of key tile {before}. Which of the two is nearer to this tile of queries when it begins?"
         )
