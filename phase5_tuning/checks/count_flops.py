@@ -78,7 +78,7 @@ def _executed_mistakes(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles):
     return (_causal_mistakes(case, right) if is_causal else {}) | {
         "both kernels compute S and dP for themselves: 4 + 3 products": once,
         "dK/dV makes S, dP, dV, dK: 4 products; dQ makes S, dP, dQ: 3": exchanged,
-        "each of the five products counts once only, as in the convention": five,
+        "this makes five products, as the convention counts; the kernels make seven": five,
         "a tile is (block_m queries, block_n keys), in this order": executed(*case[:6], *swapped),
         "the dQ kernel cuts S into tiles of its own, dq_tile": executed(*case[:7], tiles[0]),
         "there are batch * heads such heads": executed(1, 1, *case[2:]),

@@ -61,7 +61,8 @@ def _check_programs(answer):
     """On numbers drawn at random, and on some in which each budget decides."""
     drawn = random.Random()
     cases = [(102, 1000, 4)]  # 5 programs if registers were handed out singly
-    cases += [(170, 1000, 4), (128, 1000, 4), (32, 100, 4), (24, 1000, 2), (100, 57 * 1024, 4), (255, 227 * 1024, 8)]
+    cases += [(170, 1000, 4), (128, 1000, 4), (32, 100, 4), (24, 1000, 2), (24, 1000, 8)]
+    cases += [(100, 57 * 1024, 4), (255, 227 * 1024, 8)]
     cases += [(drawn.randint(24, 255), drawn.randint(0, 227 * 1024), drawn.choice((4, 8))) for _ in range(40)]
     require_function(answer, "programs", cases, _programs, _programs_mistakes)
 
@@ -149,12 +150,15 @@ def _registers(config, head_dim):
 
 def _registers_mistakes(config, head_dim):
     padded, threads = padded_dim(head_dim), 32 * config.num_warps
-    acc_and_s = config.BLOCK_M * (padded + config.BLOCK_N)
+    p = config.BLOCK_M * config.BLOCK_N
+    acc_and_s = config.BLOCK_M * padded + p
     return {
         "a warp has 32 threads": acc_and_s // config.num_warps,
         "S is missing, (BLOCK_M, BLOCK_N)": config.BLOCK_M * padded // threads,
         "acc is missing, (BLOCK_M, head_dim)": config.BLOCK_M * config.BLOCK_N // threads,
         "a register has 4 bytes, as has an element of fp32": acc_and_s * 4 // threads,
+        "acc and S alone: P, in 16 bits, makes do with the rest": (acc_and_s + p // 2) // threads,
+        "acc and S alone: P makes do with the rest": (acc_and_s + p) // threads,
         "head_dim is padded to a power of two, 16 or more": config.BLOCK_M * (head_dim + config.BLOCK_N) // threads,
     }
 

@@ -60,9 +60,10 @@ def _check_limit(answer, profile):
     got = answer.limit(profile)
     if got not in right:
         share = f"{clocks:g} of {profile.clocks:g} clocks, {clocks / profile.clocks:.1%}"
+        exactly = ", and at 80 % it is the limit" if clocks == 0.8 * profile.clocks else ""
         reject(
             f"limit, a profile of {_said(profile)}: expected {right[0]!r}, got {got!r}: {busiest[0]!r}, the busiest, "
-            f"needs {share}"
+            f"needs {share}{exactly}"
         )
 
 
@@ -82,6 +83,8 @@ def _check_gain(answer, profile):
         "units may work at the same time: take the busiest, and add nothing": profile.clocks / sum(clocks),
         "the busiest unit needs more clocks than that": profile.clocks / min(clocks),
         "a unit may be busy all the time: 80 % is no limit here": 0.8 * right,
+        "the limit, too, is idle in some clocks, and these could be gained": 1.0,
+        "a kernel that waits is bounded as well: its busiest unit cannot do more": math.inf,
     }
     why = next((sentence for sentence, value in mistakes.items() if _same(got, value)), "no unit may need more clocks")
     reject(f"largest_gain, a profile of {_said(profile)}: expected {right:g}, got {got!r}: {why}")

@@ -17,7 +17,7 @@ and addresses, has to make do with the rest of the 255 that a thread can have. W
 3. `programs`: how many programs run on a multiprocessor of Hopper at once, from what the compiler reports of a kernel.
    It has 65536 registers, 228 KiB of shared memory and room for 64 warps. A thread's registers are handed out in
    eights: with 129 it holds 136. Each program takes 1 KiB of shared memory more than it asks for. A program has two
-   warps or more. (Of programs of one warp, 32 would be the limit.)
+   warps or more.
 
 The check draws tiles, compiles the kernel with them for sm_90, and compares: shared memory within 8 % (there are a few
 barriers as well). It prints the registers, the spills and the programs of each.

@@ -60,21 +60,22 @@ def small_call(record: dict) -> dict:
     return row
 
 
-def clocks_of_a_call(name: str, row: dict) -> str:
-    """A table: what the GPU's, the host's and the caller's clock say of a recorded call."""
-    times = (1e3 * row[key] for key in ("ms", "host_ms", "caller_ms"))
-    head = f"{'microseconds':<45}{'GPU':>7}{'host queues':>13}{'caller waits':>14}"
-    return head + "\n" + "{:<45}{:>7.0f}{:>13.0f}{:>14.0f}".format(name, *times)
+def clocks(rows: Mapping[str, dict]) -> None:
+    """Print what the GPU's, the host's and the caller's clock say of recorded calls. rows: name: row of a record."""
+    print(f"{'microseconds':<45}{'GPU':>7}{'host queues':>13}{'caller waits':>14}")
+    for name, row in rows.items():
+        times = (1e3 * row[key] for key in ("ms", "host_ms", "caller_ms"))
+        print("{:<45}{:>7.0f}{:>13.0f}{:>14.0f}".format(name, *times))
 
 
 def power(record: dict) -> None:
-    """Print the time of a call after a rest and later; then the GPU's clock and the energy of a call."""
-    print(f"{'causal, seq 16384':<31}{'first 40 ms':>12}{'after 500 ms':>14}    clock then    a call")
+    """Print the time of a call after a rest and later; then the GPU's clock and power."""
+    print(f"{'causal, seq 16384':<31}{'first 40 ms':>12}{'after 500 ms':>14}    clock then     power")
     for r in record["rows"]:
         settled = [n for n, at in enumerate(r["at_ms"]) if at >= 500]
         mhz, watts = (statistics.median(r[name][n] for n in settled) for name in ("mhz", "watts"))
         name = f"{r['mode']}  D {r['head_dim']:<12}{r['provider']:<12}"
-        print(f"{name}{r['rested_ms']:>9.2f} ms{r['ms']:>11.2f} ms{mhz:>10.0f} MHz{watts * r['ms'] / 1e3:>8.2f} J")
+        print(f"{name}{r['rested_ms']:>9.2f} ms{r['ms']:>11.2f} ms{mhz:>10.0f} MHz{watts:>8.0f} W")
 
 
 def done_for_counted(is_causal: bool, seq: int) -> tuple[float, float]:
@@ -165,7 +166,7 @@ def profile(counters: dict, provider: str) -> dict[str, float]:
 
     Products and exponentials are computed: those of the tiles that are visited. The rest is ncu's.
     """
-    row, side = of_counted(counters, provider), 128 if provider == "ours" else 64
+    row, side = of_counted(counters, provider), 64 if provider == "phase 4" else 128
     logits = 16 * timing.products_done(16384, 64, side, True) / SMS
     return dict(
         clocks=row["clocks"],

@@ -36,6 +36,7 @@ WRONG = {
         Wrong("rows past the last query", {"min(seq_k, seq_q, start_m": "min(seq_k, start_m"}, "rows past the last"),
         Wrong("the true head_dim", {"max(16, 1 << (head_dim - 1).bit_length())": "head_dim"}, "head_dim is padded"),
         Wrong("S and dP once", {"((4, dkdv_tile), (3,": "((4, dkdv_tile), (1,"}, "for themselves"),
+        Wrong("five products", {"((4, dkdv_tile), (3,": "((3, dkdv_tile), (2,"}, "the kernels make seven"),
         Wrong("one head", {"batch * heads * count": "count"}, "batch * heads such heads"),
         Wrong(
             "floats on the way",
@@ -120,6 +121,8 @@ WRONG = {
         Wrong("not in eights", {"(registers + 7) // 8 * 8": "registers"}, "handed out in eights"),
         Wrong("no reserve", {"// (shared + 1024)": "// max(1, shared)"}, "1 KiB of shared memory more"),
         Wrong("any number of warps", {", 64 // num_warps)": ")"}, "room for 64 warps"),
+        Wrong("32 programs of any size", {", 64 // num_warps)": ", 32)"}, "room for 64 warps"),
+        Wrong("P too, fp32", {"(padded + config.BLOCK_N)": "(padded + 2 * config.BLOCK_N)"}, "acc and S alone"),
         Wrong("one thread a warp", {"(held * 32 * num_warps)": "(held * num_warps)"}, "a warp has 32 threads"),
         Wrong("registers alone", {"228 * 1024 // (shared + 1024), ": ""}, "shared memory is a budget"),
         Wrong("a float of programs", {"64 // num_warps)": "64 / num_warps)"}, "expected an int"),
@@ -1139,7 +1142,7 @@ WRONG = {
             {"profile.instructions, profile.flop": "profile.flop, profile.instructions"},
             "instructions=",
         ),
-        Wrong("more than 80 %", {"clocks >= 0.8": "clocks > 0.8"}, "80.0%"),
+        Wrong("more than 80 %", {"clocks >= 0.8": "clocks > 0.8"}, "at 80 % it is the limit"),
         Wrong(
             "the busiest unit always", {'if clocks >= 0.8 * profile.clocks else "waiting"': ""}, "expected 'waiting'"
         ),
@@ -1160,6 +1163,16 @@ WRONG = {
         ),
         Wrong("one unit after the other", {"/ max(needed(profile)": "/ sum(needed(profile)"}, "add nothing"),
         Wrong("the idlest unit", {"/ max(needed(profile)": "/ min(needed(profile)"}, "needs more clocks than that"),
+        Wrong(
+            "nothing to gain at the limit",
+            {
+                "return profile.clocks / max(needed(profile).values())": (
+                    "most = max(needed(profile).values())\n"
+                    "    return profile.clocks / most if most < 0.8 * profile.clocks else 1.0"
+                )
+            },
+            "these could be gained",
+        ),
         Wrong("80 % at most", {"return profile.clocks / max": "return 0.8 * profile.clocks / max"}, "no limit here"),
     ],
     "merge_ranks": [

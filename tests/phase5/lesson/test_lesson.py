@@ -93,7 +93,7 @@ def test_an_answer_that_has_passed_is_compiled_from_its_own_file(tmp_path):
 
 def test_the_same_work_is_counted_in_a_profile_as_by_ncu():
     counters = limits.load("h100_counters")
-    for provider in ("phase 4", "ours"):
+    for provider in ("phase 4", "ours", "hopper"):
         counted, profile = limits.of_counted(counters, provider), limits.profile(counters, provider)
         shares = profile["instructions"] / 4, profile["flop"] / 4096, profile["exponentials"] / 16
         for share, name in zip(shares, ("issue", "tensor_cores", "exponentials"), strict=True):
