@@ -125,7 +125,12 @@ WRONG = {
         Wrong("PyTorch: no rescale", {"l * torch.exp(m - shift)": "l"}, "measured against the old maximum: is it resc"),
         Wrong("PyTorch: rescaled the wrong way around", {"torch.exp(m - shift)": "torch.exp(shift - m)"}, "never grow"),
         Wrong("PyTorch: the old maximum is lost", {"torch.maximum(m, tile.amax(dim=1))": "tile.amax(dim=1)"}, "alone"),
-        Wrong("PyTorch: no guard", {"torch.where(m_new == -math.inf, 0.0, m_new)": "m_new"}, "-inf subtracted"),
+        Wrong("PyTorch: no guard", {"torch.where(m_new == -math.inf, 0.0, m_new)": "m_new"}, "in place of m?"),
+        Wrong(
+            "PyTorch: m is at least -1e4",
+            {"torch.maximum(m, tile.amax(dim=1))": "torch.maximum(m, tile.amax(dim=1)).clamp(min=-1e4)"},
+            "logits near -20000: m: does a number such as -1e4 stand for -inf?",
+        ),
         Wrong("PyTorch: -inf becomes 0", {"return m_new, l *": "return shift, l *"}, "return the maximum itself"),
         Wrong(
             "PyTorch: m is at least 0",
@@ -177,11 +182,11 @@ WRONG = {
             kind="unfinished",
         ),
         Wrong("Triton: a sum over all rows", {"shift[:, None]), axis=1)": "shift[:, None]))"}, "which axis is summed?"),
-        Wrong("Triton: no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf subtracted"),
+        Wrong("Triton: no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "in place of m?"),
         Wrong(
             "Triton: a large negative number for -inf",
             {"m_new = tl.maximum(m_i, tl": "m_new = tl.maximum(tl.maximum(m_i, -5000.0), tl"},
-            "logits near -10000",
+            "logits near -10000: m: does a number such as -1e4 stand for -inf?",
         ),
     ],
     "erratum": [
