@@ -218,10 +218,15 @@ WRONG = {
             "right so far: update. Next: line",
             kind="unfinished",
         ),
-        Wrong("a hiding input that tells", {"return s2, v2, s1, v1  #": "return s1, v1, s2, v2  #"}, "is wrong (by"),
         Wrong(
-            "a hiding input of zeros", {"return s2, v2, s1, v1  #": "return s2, 0 * v2, s1, v1  #"}, "both tiles must"
+            "an input that tells both ways",
+            {
+                "torch.tensor([[1.0, 2.0]])": "torch.tensor([[1.0, 2.0], [5.0, 0.0]])",
+                "torch.tensor([[3.0, 0.0]])": "torch.tensor([[3.0, 0.0], [1.0, 1.0]])",
+            },
+            "its tiles exchanged: A is wrong (by",
         ),
+        Wrong("a second tile of zeros", {"[[-1.0], [4.0]]": "[[0.0], [0.0]]"}, "C gives the right output too"),
         Wrong("two tensors", {"    return s1, v1, s2, v2\n": "    return s1, v1\n"}, "expected four tensors"),
         Wrong("v1 lies down", {"return s1, v1, s2, v2\n": "return s1, v1.T, s2, v2\n"}, "do not fit together"),
         Wrong("v2 is wider", {"return s1, v1, s2, v2\n": "return s1, v1, s2, v2.repeat(1, 2)\n"}, "different head_dim"),
