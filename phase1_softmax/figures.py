@@ -56,34 +56,6 @@ def _outputs(ax, tokens, v, o):
     ax.set_title("Values (squares) and outputs (circles)")
 
 
-def score_memory(batch: int = 32, heads: int = 8, head_dim: int = 64, size: int = 2) -> None:
-    """Memory of S, and of Q, K, V, O together, against the sequence length; beside what GPUs have."""
-    seq = 2.0 ** np.arange(9, 17)
-    s = batch * heads * seq**2 * size / 1e9
-    qkvo = 4 * batch * heads * seq * head_dim * size / 1e9
-    _, ax = style.new(7.6, 3.6)
-    ax.loglog(seq, s, color=GREY, marker="o", ms=4, base=2)
-    ax.loglog(seq, qkvo, color=style.COLORS["q"], marker="s", ms=4, base=2)
-    ax.set_yscale("log", base=10)
-    for capacity, name in ((24, "RTX 4090: 24 GB"), (141, "H200: 141 GB")):
-        ax.axhline(capacity, color=INK, lw=1, ls=":")
-        ax.text(500, capacity * 1.1, name, size=8, va="bottom", color=INK)
-    here = batch * heads * 8192**2 * size / 1e9
-    ax.annotate(f"seq 8192: {here:.1f} GB", (8192, here), (11000, here / 3.2), size=9, arrowprops=dict(arrowstyle="-"))
-    ax.text(65536 * 1.1, s[-1], "S", va="center", color=INK, weight="bold")
-    ax.text(65536 * 1.1, qkvo[-1], "Q, K, V, O", va="center", color=style.COLORS["q"], weight="bold")
-    ax.set_xticks(seq, [f"{int(n)}" for n in seq])
-    ax.set(xlabel="sequence length", ylabel="memory in GB", xlim=(460, 65536 * 1.9))
-    ax.set_title(f"S grows with the square (batch {batch}, {heads} heads, head_dim {head_dim}, fp16)")
-    style.show(
-        ax.figure,
-        f"Memory against sequence length, both axes logarithmic. S grows with the square, from "
-        f"{s[0]:.2f} GB at {seq[0]:.0f} to {s[-1]:.0f} GB at {seq[-1]:.0f}. It passes the 24 GB of an RTX 4090 and "
-        f"the 141 GB of an H200. "
-        f"Q, K, V and O together grow in proportion, from {qkvo[0]:.2f} to {qkvo[-1]:.1f} GB.",
-    )
-
-
 # --- the first kernel --------------------------------------------------------------------------------------------
 
 
@@ -158,29 +130,23 @@ def _node(ax, x, y, part, *, color):
 
 
 def softmax_times(record: dict) -> None:
-    """Time of a softmax against row length, beside what two and three matrices take at a copy's rate."""
-    fig, ax = style.new(8, 4.6)
-    looks = {
-        "softmax_fused": dict(color=style.COLORS["tiled"], marker="o", ms=9),
-        "softmax_online": dict(color=style.COLORS["state"], marker="s"),
-        "torch.softmax": dict(color=style.COLORS["s"], marker="^", linestyle="--"),
-    }
+    """Time of a softmax for four row lengths, beside what two and three matrices take at a copy's rate."""
+    fig, ax = style.new(8, 3.6)
+    colors = dict(softmax_fused=style.COLORS["tiled"], softmax_online=style.COLORS["state"], **{"torch.softmax": GREY})
+    lengths = sorted({row["cols"] for row in record["rows"]})
     said = []
-    for provider, look in looks.items():
-        rows = [r for r in record["rows"] if r["provider"] == provider and "ms" in r]
-        lengths, taken = [r["cols"] for r in rows], [r["ms"] for r in rows]
-        ax.plot(lengths, taken, **look)
-        place = dict(textcoords="offset points", va="center", fontsize=9, weight="bold")
-        beside = (9, 0) if len(lengths) > 2 else (4, -12)
-        ax.annotate(provider, (lengths[-1], taken[-1]), beside, **place)
-        times = ", ".join(f"{ms:.2f} at {n}" for n, ms in zip(lengths, taken, strict=True))
-        said.append(f"{provider}: {times}")
+    for shift, (provider, color) in zip((-0.27, 0, 0.27), colors.items(), strict=True):
+        taken = {r["cols"]: r["ms"] for r in record["rows"] if r["provider"] == provider}
+        places = [lengths.index(n) + shift for n in taken]
+        bars = ax.bar(places, taken.values(), width=0.25, color=color, edgecolor=INK, linewidth=0.6, label=provider)
+        ax.bar_label(bars, fmt="%.2f", fontsize=8, padding=1)
+        said.append(f"{provider}: {', '.join(f'{ms:.2f} at {n}' for n, ms in taken.items())}")
     for matrices, words in ((2, "a copy: two matrices"), (3, "three matrices")):
         ms = matrices * 2**29 / record["ceilings"]["copy_bytes_per_s"] * 1e3
-        ax.axhline(ms, color=style.COLORS["limit"], linewidth=1, linestyle=":", zorder=1)
-        ax.text(2**19.9, ms + 0.01, words, fontsize=8, va="bottom", ha="right")
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [f"{n:,}" for n in lengths])
-    ax.set(xlim=(760, 2**20), ylim=(0, 0.95), xlabel="values in a row (2^28 in all, fp16)", ylabel="time in ms")
+        ax.axhline(ms, color=style.COLORS["limit"], linewidth=1, linestyle=":")
+        ax.text(4.35, ms + 0.01, words, fontsize=8, va="bottom", ha="right")
+    ax.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths])
+    ax.set(xlim=(-0.5, 4.4), ylim=(0, 0.95), xlabel="values in a row (2^28 in all, fp16)", ylabel="time in ms")
     ax.set(title="Time; dotted: moving two or three matrices at the rate of a copy")
-    style.show(fig, f"Time in ms against the values in a row. {'; '.join(said)}.", records.describe(record))
+    ax.legend(frameon=False, loc="upper right")
+    style.show(fig, f"Time in ms by the values in a row. {'; '.join(said)}.", records.describe(record))

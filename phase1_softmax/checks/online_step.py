@@ -79,7 +79,9 @@ def _require_state(what, m_got, l_got, m, l, tile, tolerance):
     if _same(m_got, l_new) and _same(l_got, m_new):
         reject(f"{what}: m and l are exchanged: return m first, then l")
     require_sane(f"{what}: m", m_got, m_new)
-    require(f"{what}: m", m_got, m_new, mistakes=of_m, **tolerance)
+    above = (m_got > m_new.max()).all()
+    signs = {"does a number such as -1e4 stand for -inf? Every logit may lie below it": bool(above)}
+    require(f"{what}: m", m_got, m_new, mistakes=of_m, signs=signs, **tolerance)
     guard_of_old = torch.where(m == -INF, 0.0, m_new)
     guarded = l * torch.exp(m - guard_of_old) + torch.exp(tile - guard_of_old[:, None]).sum(1)
     of_l = {
@@ -94,6 +96,9 @@ def _require_state(what, m_got, l_got, m, l, tile, tolerance):
     }
     if _same(l_got, torch.zeros_like(l)) and tile.isfinite().all():
         reject(f"{what}: l is 0: what is subtracted lies far above every logit. Is it a number such as -1e4, not m?")
+    nothing = m_new == -INF
+    if nothing.any() and torch.equal(l_got.isnan(), nothing):
+        reject(f"{what}: l is NaN in a row of -inf alone, as -inf - (-inf) is: what may be subtracted in place of m?")
     require_sane(f"{what}: l", l_got, l_new)
     require(f"{what}: l", l_got, l_new, mistakes=of_l, **tolerance)
 

@@ -6,9 +6,8 @@ of both tiles. One of the four CANDIDATES gives the numerator for both tiles; A 
 2307.08691, p. 6 and Algorithm 1, line 10) and FlashAttention-3 (arXiv 2407.08608, Algorithm 1, line 21) print.
 
     1. Write the right one: `update`.
-    2. Find an input, s1, v1, s2, v2, that tells: none of the three wrong ones gives the right output for it.
-    3. Find one that hides: all four give the right output for it, although both tiles count, that is, neither o1 nor
-       p2 v2 has an element that is 0. A test on such inputs finds nothing.
+    2. Find an input, s1, v1, s2, v2, that tells: none of the three wrong ones gives the right output for it. But with
+       its tiles exchanged, s2, v2, s1, v1, it hides: all four give the right output, and a test finds nothing.
 
     o1       (rows, head_dim)
     m1, m2   (rows, 1)
@@ -48,17 +47,10 @@ def update(o1, m1, m2, p2, v2) -> torch.Tensor:
 
 
 def telling_input() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """s1, v1, s2, v2 for which no wrong candidate gives the right output."""
+    """s1, v1, s2, v2 for which no wrong candidate gives the right output, while for s2, v2, s1, v1 all of them do."""
     # your code: return four tensors
+    # The maximum comes with the second tile. Exchanged, it comes with the first: m1 = m2, and the factor is 1.
     s1, s2 = torch.tensor([[1.0, 2.0]]).double(), torch.tensor([[3.0, 0.0]]).double()
     v1, v2 = torch.tensor([[1.0], [2.0]]).double(), torch.tensor([[-1.0], [4.0]]).double()
     return s1, v1, s2, v2
-    # end of your code
-
-
-def hiding_input() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """s1, v1, s2, v2 for which all four candidates give the right output."""
-    # your code: return four tensors
-    s1, v1, s2, v2 = telling_input()
-    return s2, v2, s1, v1  # the maximum comes with the first tile: m1 = m2, and the factor is 1
     # end of your code

@@ -125,7 +125,12 @@ WRONG = {
         Wrong("PyTorch: no rescale", {"l * torch.exp(m - shift)": "l"}, "measured against the old maximum: is it resc"),
         Wrong("PyTorch: rescaled the wrong way around", {"torch.exp(m - shift)": "torch.exp(shift - m)"}, "never grow"),
         Wrong("PyTorch: the old maximum is lost", {"torch.maximum(m, tile.amax(dim=1))": "tile.amax(dim=1)"}, "alone"),
-        Wrong("PyTorch: no guard", {"torch.where(m_new == -math.inf, 0.0, m_new)": "m_new"}, "-inf subtracted"),
+        Wrong("PyTorch: no guard", {"torch.where(m_new == -math.inf, 0.0, m_new)": "m_new"}, "in place of m?"),
+        Wrong(
+            "PyTorch: m is at least -1e4",
+            {"torch.maximum(m, tile.amax(dim=1))": "torch.maximum(m, tile.amax(dim=1)).clamp(min=-1e4)"},
+            "logits near -20000: m: does a number such as -1e4 stand for -inf?",
+        ),
         Wrong("PyTorch: -inf becomes 0", {"return m_new, l *": "return shift, l *"}, "return the maximum itself"),
         Wrong(
             "PyTorch: m is at least 0",
@@ -177,11 +182,11 @@ WRONG = {
             kind="unfinished",
         ),
         Wrong("Triton: a sum over all rows", {"shift[:, None]), axis=1)": "shift[:, None]))"}, "which axis is summed?"),
-        Wrong("Triton: no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf subtracted"),
+        Wrong("Triton: no guard", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "in place of m?"),
         Wrong(
             "Triton: a large negative number for -inf",
             {"m_new = tl.maximum(m_i, tl": "m_new = tl.maximum(tl.maximum(m_i, -5000.0), tl"},
-            "logits near -10000",
+            "logits near -10000: m: does a number such as -1e4 stand for -inf?",
         ),
     ],
     "erratum": [
@@ -213,10 +218,15 @@ WRONG = {
             "right so far: update. Next: line",
             kind="unfinished",
         ),
-        Wrong("a hiding input that tells", {"return s2, v2, s1, v1  #": "return s1, v1, s2, v2  #"}, "is wrong (by"),
         Wrong(
-            "a hiding input of zeros", {"return s2, v2, s1, v1  #": "return s2, 0 * v2, s1, v1  #"}, "both tiles must"
+            "an input that tells both ways",
+            {
+                "torch.tensor([[1.0, 2.0]])": "torch.tensor([[1.0, 2.0], [5.0, 0.0]])",
+                "torch.tensor([[3.0, 0.0]])": "torch.tensor([[3.0, 0.0], [1.0, 1.0]])",
+            },
+            "its tiles exchanged: A is wrong (by",
         ),
+        Wrong("a second tile of zeros", {"[[-1.0], [4.0]]": "[[0.0], [0.0]]"}, "C gives the right output too"),
         Wrong("two tensors", {"    return s1, v1, s2, v2\n": "    return s1, v1\n"}, "expected four tensors"),
         Wrong("v1 lies down", {"return s1, v1, s2, v2\n": "return s1, v1.T, s2, v2\n"}, "do not fit together"),
         Wrong("v2 is wider", {"return s1, v1, s2, v2\n": "return s1, v1, s2, v2.repeat(1, 2)\n"}, "different head_dim"),
