@@ -164,7 +164,7 @@ def padding() -> None:
 def causal_tiles(kind: Callable, sizes: Sequence[tuple[int, int]], block_m: int, block_n: int) -> None:
     """Tiles of S under the causal mask, for several (seq_q, seq_k).
 
-    kind(tile_m, tile_n, block_m, block_n) names a tile "skipped", "full" or "partial".
+    kind(tile_m, tile_n, block_m, block_n, seq_k) names a tile "skipped", "full" or "partial".
     """
     options = dict(width_ratios=[seq_k for _, seq_k in sizes], squeeze=False)
     fig, (axes,) = style.new(8.6 if len(sizes) > 1 else 5.2, 4, len(sizes), **options)
@@ -172,7 +172,7 @@ def causal_tiles(kind: Callable, sizes: Sequence[tuple[int, int]], block_m: int,
     for ax, (seq_q, seq_k) in zip(axes, sizes, strict=True):
         for start_m in range(0, seq_q, block_m):
             for start_n in range(0, seq_k, block_n):
-                what = kind(start_m // block_m, start_n // block_n, block_m, block_n)
+                what = kind(start_m // block_m, start_n // block_n, block_m, block_n, seq_k)
                 width, height = min(block_n, seq_k - start_n), min(block_m, seq_q - start_m)
                 style.box(ax, start_n, start_m, width=width, height=height, color=TILE_COLORS[what], line=2)
         n = min(seq_q, seq_k)
@@ -194,7 +194,7 @@ def causal_tiles(kind: Callable, sizes: Sequence[tuple[int, int]], block_m: int,
     style.show(
         fig,
         f"S cut into tiles of {block_m} queries and {block_n} keys, for {lengths}. Tiles below the diagonal are full, "
-        "those that it crosses partial, those above it skipped; rows of tiles below the last key's are full.",
+        "those that it crosses partial, those above it skipped. Tiles in which the keys end are partial, too.",
     )
 
 

@@ -325,6 +325,23 @@ WRONG = {
             "tiles of 8 columns",
             {"max(16, triton.next_power_of_2(head_dim))": "triton.next_power_of_2(head_dim)"},
             "the compiler refuses the launch for q, k, v",
+            section="3.1",
+        ),
+        Wrong(
+            "the state as wide as head_dim",
+            {"acc = tl.zeros((BLOCK_M, BLOCK_D)": "acc = tl.zeros((BLOCK_M, HEAD_DIM)"},
+            "a tile is padded to the next one",
+            kind="error",
+        ),
+        Wrong(
+            "o is not brought back to bf16",
+            {"return out.to(o.dtype), lse": "return o, lse"},
+            "nothing is stored in the o",
+        ),
+        Wrong(
+            "the shift is never negative",
+            {"k.shape[2] - seq_q if bottom_right": "max(0, k.shape[2] - seq_q) if bottom_right"},
+            "bottom-right, 50 queries and 24 keys: this is the top-left alignment",
         ),
         Wrong(
             "scale or",

@@ -136,6 +136,9 @@ _ADVICE = (
     ("range must be a power of 2", "",
      "A block's length is a power of two: triton.next_power_of_2(n) is the least that holds n. A mask leaves the rest "
      "out"),
+    ("Shape element", "",
+     "The sides of a tile are powers of two: with a head_dim that is none, a tile is padded to the next one, and its "
+     "loads and stores end at head_dim"),
     (r"out of bounds for shape|maximum\(\) got an unexpected", "",
      "tl.max(s, axis=1) reduces one block along an axis; tl.maximum(a, b) takes the larger of two, element by element"),
     ("must be Tensor, not tensor|'tensor' object has no attribute|argument 'dim'|'builtin_function_or_method'", "",
