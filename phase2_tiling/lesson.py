@@ -77,23 +77,13 @@ def passed() -> dict[str, dict[str, bool]]:
     return {name: {test: judged(name, test).passed for test in TESTS} for name in GROWTH}
 
 
-def attention_tf32(q, k, v, scale):
-    """Attention whose products read their inputs as TF32: of the fraction's 23 bits the last 13 are zero."""
-
-    def cut(x):
-        return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
-
-    p = torch.softmax(q.shape[1] ** -0.5 * (cut(q) @ cut(k).T), dim=1)
-    return cut(p) @ cut(v)
-
-
 # --- compiled for a GPU that is not here --------------------------------------------------------------------------
 
 # Attention in tiles of 16 queries: three ways to look at a row of S twice, and the one that looks once.
 WAYS = {
     "hold all keys": tiling.attention_resident,
-    "hold rows of S, 4 warps": walls.attention_rows,
-    "hold rows of S, 8 warps": functools.partial(walls.attention_rows, num_warps=8),
+    "hold rows of S": walls.attention_rows,
+    "the same, more warps": functools.partial(walls.attention_rows, num_warps=8),
     "make the rows twice": walls.attention_twice,
     "the step of section 1": walls.attention_once,
 }
@@ -111,15 +101,16 @@ def compiled(fn: Callable, n: int, head_dim: int, targets: Iterable[str] = ("sm_
 
 def print_costs(lengths: tuple[int, ...] = (256, 512, 1024), head_dim: int = 128) -> None:
     """One line for each of WAYS: what the compiler says for sm_90, and what a program of 64 keys does."""
-    recorded = [launch for fn in WAYS.values() for n in lengths for launch in launches(fn, n, head_dim)]
-    made = iter(offline.compile_launches(recorded))
+    recorded = {name: [launch for n in lengths for launch in launches(fn, n, head_dim)] for name, fn in WAYS.items()}
+    made = iter(offline.compile_launches([launch for of_one in recorded.values() for launch in of_one]))
     columns = " ".join(f"{n:5}" for n in lengths)
-    print(f"{'':24}KiB of shared memory   bytes spilled       reads   products\n{'keys':24}", end="")
-    print(f"{columns}      {columns}    of K   of tiles")
+    print(f"{'':31}KiB of shared memory   spilled, B a thread   reads   products")
+    print(f"{'keys':24}warps  {columns}      {columns}    of K   of tiles")
     for name, fn in WAYS.items():
         by_length = [next(made) for _ in lengths]
         shared, spilled = " ".join(f"{c.shared // 1024:5}" for c in by_length), [f"{c.spills:5}" for c in by_length]
-        print(f"{name:24}{shared}      {' '.join(spilled)}{_reads_and_products(fn, head_dim)}")
+        warps = recorded[name][0].options["num_warps"]
+        print(f"{name:24}{warps:5}  {shared}      {' '.join(spilled)}{_reads_and_products(fn, head_dim)}")
 
 
 def _reads_and_products(fn: Callable, head_dim: int) -> str:

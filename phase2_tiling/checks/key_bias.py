@@ -40,9 +40,9 @@ def _attention(q, k, v, bias, scale=SCALE):
 
 
 def _bias(n, like):
-    """n numbers, three elements apart; others lie between them."""
+    """n numbers, three elements apart; others lie between and behind them."""
     step = 3
-    memory = torch.linspace(-4, 4, step * n + step, device=like.device)
+    memory = torch.linspace(-4, 4, step * (n + 128), device=like.device)
     memory = memory[torch.randperm(len(memory), generator=torch.Generator().manual_seed(n))]
     return memory[: step * n : step]
 
@@ -104,6 +104,9 @@ def _wrong_biases(q, k, v, bias):
             weights = torch.softmax(SCALE * q.double() @ keys.double().T, 1)[:, : len(bias)]
             late = f"the bias reaches the weights of v, but not m and l: add it to s before the step{also}"
             wrong[late] = (weights * bias.double().exp()) @ v.double()
+        behind = bias.as_strided((len(bias) + missing,), bias.stride())
+        sentence = "the bias is loaded past its end: its load needs a mask, and other=-inf hides a missing key"
+        wrong[f"{sentence} ({missing} keys)"] = _attention(q, *padded, behind)
         sentence = f"the bias has no effect, and {missing} keys past the end count as logit 0"
         wrong[sentence] = _attention(q, *padded, torch.zeros(len(bias) + missing, device=q.device))
         tile = dict(scale=SCALE, bias=bias, step=block, width=block)

@@ -69,6 +69,7 @@ def _wrong_bytes(name, right, seq_q, seq_k, head_dim, dtype):
         return mistakes | {
             "what a mask hides is not moved": programs * block_m * row,
             "a program loads its queries once, before the loop, and stores o once, after it": right * tiles_n,
+            "o has the dtype of q: acc is fp32 on chip only": seq_q * head_dim * 4,
         }
     return mistakes | {
         "every program reads all keys and values": seq_k * row,

@@ -231,7 +231,7 @@ HEAD_DIM = 4
 def example(seq):
     """The picture's Q, K and V."""
     i, d = np.mgrid[:seq, :HEAD_DIM]
-    return [(a * i + b * d + i * d) % 5 - 2.0 for a, b in ((2, 1), (3, 2), (1, 3))]
+    return [(a * i + b * d + i * d) % 5 - 2.0 for a, b in ((2, 3), (4, 2), (1, 3))]
 
 
 def bytes_so_far(page):
@@ -275,6 +275,14 @@ def test_tiles_keep_the_state_and_count_the_bytes(visit, seq, block_m, block_n):
     assert step.is_disabled()
     naive = (4 * seq * HEAD_DIM + 4 * seq * seq) * 2  # each of Q, K, V, O once, S and P twice
     assert bytes_so_far(page) == [tiled_attention_bytes(seq, seq, HEAD_DIM, block_m, block_n, 2), naive]
+
+
+def test_a_second_tile_raises_the_maximum_of_some_queries_of_each_program():
+    q, k, _ = example(8)
+    first, second = (q @ k.T / 2).reshape(8, 2, 4).max(2).T
+    factor = np.exp(first - np.maximum(first, second)).reshape(2, 4)
+    assert ((factor > 0.05) & (factor < 0.5)).any(1).all()
+    assert (factor == 1).any(1).all()
 
 
 def test_tiles_are_stepped_with_the_arrow_keys(visit):

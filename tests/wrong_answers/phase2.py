@@ -73,6 +73,7 @@ WRONG = {
             {'        s = tl.where((offs_n < seq_k)[None, :], s, float("-inf"))\n': ""},
             "keys past the end count as logit 0",
         ),
+        Wrong("p stays in fp32", {"p.to(v.dtype), v": "p, v"}, "convert it down", kind="error"),
         Wrong("acc is overwritten", {", acc * alpha[:, None]": ""}, "added to what acc held before?"),
         Wrong("the scale is missing", {'"ieee") * scale': '"ieee")'}, "the scale is missing"),
         Wrong(
@@ -243,6 +244,7 @@ WRONG = {
             "after s is scaled",
         ),
         Wrong("missing keys have the bias 0", {'other=float("-inf"))  #': "other=0.0)  #"}, "keys past the end count"),
+        Wrong("the bias has no mask", {', mask=offs_n < seq_k, other=float("-inf"))  #': ")  #"}, "needs a mask"),
         Wrong("the bias has no stride", {" * stride_bias": ""}, "it has a stride"),
         Wrong(
             "the first tile's bias",
@@ -316,6 +318,7 @@ WRONG = {
             "two bytes", {"k = seq_k * head_dim * dtype.itemsize": "k = seq_k * head_dim * 2"}, "four bytes, not two"
         ),
         Wrong("whole tiles", {'"o": q': '"o": -(-seq_q // 64) * 64 * head_dim * dtype.itemsize'}, "a mask hides"),
+        Wrong("o in fp32", {'"o": q': '"o": seq_q * head_dim * 4'}, "fp32 on chip only"),
         Wrong("rounded down", {"triton.cdiv(seq_q, ": "int.__floordiv__(seq_q, "}, "it reads every key too"),
         Wrong(
             "a program for each tile of keys",

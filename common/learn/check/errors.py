@@ -116,8 +116,12 @@ def of_the_course(error: BaseException) -> str:
 _ADVICE = (
     ("make_shape_compatible|equal reduction dimensions|could not be broadcast|argument to have shape|"
      "cannot be block type", "",
-     "The shapes of two blocks do not fit. A number for each row is a column beside a tile, [:, None]. The pointers, "
-     "the mask and the values of a load or store have one shape. In a product, is one to be transposed, tl.trans?"),
+     "The shapes of two blocks do not fit. A number for each row is a column beside a tile, [:, None]; one for each "
+     "column is a row above it, [None, :]. The pointers, the mask and the values of a load or store have one shape. In "
+     "a product, is one to be transposed, tl.trans?"),
+    ("operands must be same dtype", "",
+     "tl.dot multiplies tiles of one dtype. What was computed is fp32: convert it down to the dtype of the tile that "
+     "was loaded, such as p.to(v.dtype)"),
     ("must match the size of tensor", "",
      "If one of the two holds a number for each row, x[..., None] makes it a column, with one axis more"),
     ("type pointer<", "",
