@@ -37,8 +37,8 @@ def _said(head_dim, shape, c):
     if as_compiled["OVERLAP"] == bool(shape["OVERLAP"]):
         return said
     return said + (
-        " as without OVERLAP, which changes nothing here: the assembler has moved the wait for the products "
-        "before the exponentials (section 8.2)"
+        " as without OVERLAP, since the assembler has moved the wait for the products before the exponentials "
+        "(section 8.2); on a GPU OVERLAP gains nevertheless (section 8.3)"
     )
 
 

@@ -1,8 +1,8 @@
 """Repair a ring whose barriers deadlock.
 
-A producer fills the places of a ring with tiles, consumers multiply with them. Two barriers guard each place: `full`
-completes a phase when a tile has arrived there, `empty` when all consumers have let it go. This ring differs from the
-chapter's in two points:
+A producer fills the places of a ring, the chapter's slots, with tiles; consumers multiply with them. Two barriers guard
+each place: `full` completes a phase when a tile has arrived there, `empty` when all consumers have let it go. This ring
+differs from the chapter's in two points:
 
 - A consumer arrives once at every `empty` barrier before its first tile. So the consumers, not the barrier's first
   state, tell the producer that the places are free.

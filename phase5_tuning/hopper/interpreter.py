@@ -14,7 +14,8 @@ errors:
 
 Layouts, registers, sizes and time are unknown here: a kernel that is right may not compile. What hopper/parts.py says
 in instructions (`meet`, `await_count`, ...) has a stand-in (STAND_INS). Parts of shared memory are compared by their
-first and last byte, `//` rounds down, and a fence counts only for the thread that has stored.
+first and last byte, `//` rounds down, and a fence counts only for the thread that has stored. No fence is asked for
+behind a load, or behind `init`.
 """
 
 import contextlib

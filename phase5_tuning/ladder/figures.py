@@ -201,7 +201,7 @@ def turns(
             ax.set_xlim(0, len(body))
         ax.tick_params(axis="y", length=0)
         ax.set_title(title, fontsize=10)
-    axes[-1, 0].set_xlabel("instruction of one turn, in the order of the listing")
+    axes[-1, 0].set_xlabel("instruction, in the order of the listing")
     looks = (LEFT_FACTORS if names else PRODUCTS).values()
     handles = [Patch(**look, edgecolor="white", label=label) for look, label in zip(looks, LEGEND, strict=True)]
     fig.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
