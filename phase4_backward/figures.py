@@ -1,6 +1,6 @@
 """Pictures of phase 4: what the backward pass computes, what it keeps, and who computes it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from common import style
 from common.measure import records
@@ -40,67 +40,49 @@ def board(*rows: Mapping[str, torch.Tensor]) -> None:
 
 
 def graph() -> None:
-    """Both passes: matrices above, run to the right; their gradients below, run to the left; what each is made of."""
-    fig, ax = style.drawing(9.2, 4.6)
-    above = dict(Q=(0, 5.5, "q"), K=(0, 4.3, "k"), S=(3, 4.9, "s"), P=(6, 4.9, "s"), V=(9, 6.0, "v"), O=(12, 4.9, "o"))
-    below = dict(dQ=(0, 0.6), dK=(0, -0.6), dS=(3, 0), dP=(6, 0), dV=(8.6, -1.7), dO=(12, 0))
-    for name, (x, y, tint) in above.items():
-        style.box(ax, x, y, name, width=0.9, height=0.8, color=TINT[tint], edge=COLORS["ink"], size=12)
-    red = COLORS["state"]
-    for name, (x, y) in below.items():
-        style.box(ax, x, y, name, width=0.9, height=0.8, edge=red, ink=red, size=11)
-    style.box(ax, 10, 2.5, r"$\delta$", width=0.9, height=0.8, edge=red, ink=red, size=12)
-    for start, end in (
-        ((0.95, 5.9), (2.95, 5.4)), ((0.95, 4.7), (2.95, 5.2)), ((3.95, 5.3), (5.95, 5.3)), ((6.95, 5.3), (11.95, 5.3)),
-        ((9.95, 6.4), (11.95, 5.6)), ((12.95, 5.3), (13.5, 5.3)),
-    ):  # fmt: skip
-        style.arrow(ax, start, end)
-    for start, end in (
-        ((13.5, 0.4), (12.95, 0.4)), ((11.95, 0.4), (6.95, 0.4)), ((11.95, 0.1), (9.55, -1.2)),
-        ((5.95, 0.4), (3.95, 0.4)), ((2.95, 0.5), (0.95, 1.0)), ((2.95, 0.3), (0.95, -0.2)),
-        ((12.3, 4.85), (10.8, 3.35)), ((12.3, 0.85), (10.8, 2.45)), ((9.95, 2.7), (3.95, 0.7)),
-        ((6.2, 4.85), (3.6, 0.85)), ((6.6, 4.85), (8.9, -0.85)),
-    ):  # fmt: skip
-        style.arrow(ax, start, end, red)
-    for x, y, text in ((4.95, 5.45, "softmax"), (1.5, 6.3, r"$S = \mathrm{scale}\; QK^\top$"), (8, 5.45, "$O = PV$")):
-        ax.text(x, y, text, ha="center", va="bottom", fontsize=9)
-    gradients = {
-        (3.45, -0.1): r"$dS = P \ast (dP - \delta)$", (6.45, -0.1): r"$dP = dO\, V^\top$",
-        (9.05, -1.8): r"$dV = P^\top dO$", (0.6, 1.95): r"$dQ = \mathrm{scale}\; dS\, K$",
-        (0.6, -0.7): r"$dK = \mathrm{scale}\; dS^\top Q$", (12.6, 3.1): r"$\delta = \mathrm{rowsum}(dO \ast O)$",
+    """The backward pass of one head, left to right: what is kept in thick frames, gradients in red, what each is made
+    of. dO, K and Q stand a second time beside dV, dQ and dK.
+    """
+    fig, ax = style.drawing(9.2, 4.2)
+    red, kept = COLORS["state"], dict(edge=COLORS["ink"], line=2.6, size=12)
+    new = dict(edge=red, ink=red, size=12)
+    boxes = dict(
+        Q=(0, 5, TINT["q"], kept), K=(0, 4, TINT["k"], kept), LSE=(0, 3, TINT["state"], kept),
+        V=(0, 1.9, TINT["v"], kept), dO=(0, 0.9, "white", new), O=(0, -0.1, TINT["o"], kept),
+        P=(4, 4, TINT["s"], dict(edge=COLORS["ink"], ls="--", size=12)), dP=(4, 1.4, "white", new),
+        delta=(4, 0.2, "white", new), dS=(7.4, 2.2, "white", new), dV=(10.8, 4, "white", new),
+        dQ=(10.8, 2.5, "white", new), dK=(10.8, 1, "white", new),
+    )  # fmt: skip
+    for name, (x, y, color, look) in boxes.items():
+        text = r"$\delta$" if name == "delta" else name
+        style.box(ax, x, y, text, width=0.9, height=0.7, color=color, **look)
+    for name, target in dict(dO="dV", K="dQ", Q="dK").items():
+        _, _, color, look = boxes[name]
+        y = boxes[target][1]
+        style.box(ax, 12.9, y + 0.1, name, width=0.7, height=0.5, color=color, **look | dict(size=9))
+        style.arrow(ax, (12.85, y + 0.35), (11.75, y + 0.35), red)
+    arrows = {"P": ("Q", "K", "LSE"), "dP": ("V", "dO"), "delta": ("dO", "O"), "dS": ("P", "dP", "delta")}
+    arrows |= dict(dV=("P",), dQ=("dS",), dK=("dS",))
+    for end, starts in arrows.items():
+        x, y, *_ = boxes[end]
+        for n, start in enumerate(starts):
+            left, bottom, *_ = boxes[start]
+            height = y + 0.7 * (len(starts) - n) / (len(starts) + 1)
+            style.arrow(ax, (left + 0.95, bottom + 0.35), (x - 0.05, height), COLORS["ink"] if end == "P" else red)
+    formulas = {
+        (4.45, 4.85): r"$P = e^{\,\mathrm{scale}\; QK^\top - \mathrm{LSE}}$", (4.45, 2.2): r"$dP = dO\, V^\top$",
+        (4.45, -0.25): r"$\delta = \mathrm{rowsum}(dO \ast O)$", (7.85, 1.75): r"$dS = P \ast (dP - \delta)$",
+        (11.25, 4.85): r"$dV = P^\top dO$", (11.25, 3.3): r"$dQ = \mathrm{scale}\; dS\, K$",
+        (11.25, 0.55): r"$dK = \mathrm{scale}\; dS^\top Q$",
     }  # fmt: skip
-    for (x, y), text in gradients.items():
-        ax.text(x, y, text, ha="center", va="top", fontsize=9, color=red)
-    ax.text(13.6, 5.3, "the loss", va="center", fontsize=9)
-    ax.text(13.6, 0.4, "its gradient", va="center", fontsize=9, color=red)
-    ax.set(xlim=(-0.9, 15.3), ylim=(-2.6, 7.1))
+    for (x, y), text in formulas.items():
+        ax.text(x, y, text, ha="center", fontsize=9.5, color=COLORS["ink"] if y == 4.85 and x < 5 else red)
+    ax.set(xlim=(-0.2, 14.2), ylim=(-0.8, 6))
     style.show(
         fig,
-        alt="Both passes as a graph. Above, numbers run to the right: Q and K make S, the softmax makes P, P and V "
-        "make O, which goes on to the loss. Below, gradients run to the left: dO makes dV with P, and dP; dS is made "
-        "of dP, of P and of delta, which O and dO make; dS makes dQ and dK.",
-    )
-
-
-def kept() -> None:
-    """What a layer of 32 heads of 128 keeps between its two passes in fp16, with P and with O and LSE instead."""
-    seqs = np.array([2**n for n in range(10, 18)])
-    fig, ax = style.new(7.2, 3.2)
-    lines = {
-        "P": (32 * seqs * seqs * 2, dict(color=COLORS["unfused"], marker="o")),
-        "O and LSE": (32 * seqs * (128 * 2 + 4), dict(color=COLORS["tiled"], marker="s")),
-    }
-    for name, (kept, look) in lines.items():
-        gib = kept / 2**30
-        ax.plot(seqs, gib, label=name, **look)
-        ax.annotate(f"{gib[-1]:,.0f} GiB", (seqs[-1], gib[-1]), (-8, 6), ha="right", textcoords="offset points")
-    ax.set_xscale("log", base=2)
-    ax.set(yscale="log", xlabel="tokens of one sequence (32 heads of 128, fp16)", ylabel="GiB kept by one layer")
-    ax.legend(loc="upper left")
-    style.show(
-        fig,
-        alt="GiB kept by one layer against the sequence length, both on logarithmic axes. P grows four times with each "
-        "doubling, to 1,024 GiB at 131,072 tokens; O and LSE grow two times with each doubling, to 1 GiB.",
+        alt="The backward pass as a graph, left to right. Kept are Q, K, LSE, V and O; dO arrives. Q, K and LSE make P "
+        "again; V and dO make dP; dO and O make delta; P, dP and delta make dS. P and dO make dV, dS and K make dQ, dS "
+        "and Q make dK.",
     )
 
 
@@ -164,32 +146,6 @@ def walks() -> None:
 
 
 # --- 5. tests -----------------------------------------------------------------------------------------------------
-
-
-def finite_differences(steps: Sequence[float], errors: Mapping[str, Sequence[float]]) -> None:
-    """Relative error of a difference quotient against its step, with the step u^(1/3) that the estimate calls best.
-
-    errors: an error for each step, by the name of a dtype.
-    """
-    fig, ax = style.new(7.8, 3.9)
-    colors = (COLORS["tiled"], COLORS["unfused"], COLORS["bad"])
-    for (dtype, values), color, marker in zip(errors.items(), colors, "osv", strict=True):
-        u = torch.finfo(getattr(torch, dtype)).eps / 2
-        ax.plot(steps, values, marker=marker, markersize=4, linewidth=1.2, color=color, label=f"in {dtype}")
-        ax.plot(u ** (1 / 3), u ** (2 / 3), "*", markersize=15, color=color, markeredgecolor=COLORS["ink"])
-    ax.axvline(1e-6, color=COLORS["ink"], linewidth=1, linestyle="--")
-    ax.text(1.3e-6, 2e-12, "gradcheck's step", fontsize=9)
-    ax.axhline(1, color=COLORS["s"], linewidth=1, linestyle=":")
-    ax.text(0.005, 2, "error 1: as for a gradient of 0", fontsize=9, color=COLORS["ink"])
-    ax.set(xscale="log", yscale="log", ylim=(1e-12, 1e5), ylabel="relative error of\nthe difference quotient")
-    ax.set(xlabel="step h (stars: the estimate, error $u^{2/3}$ at $h = u^{1/3}$)")
-    ax.legend(loc="upper right", fontsize=9)
-    style.show(
-        fig,
-        alt="Relative error of a difference quotient against its step, logarithmic, for attention in fp64, fp32 and "
-        "fp16. Each curve falls with the step, reaches its minimum near the estimated star, and rises again. At "
-        "gradcheck's step of 1e-6 only fp64 is far below 1.",
-    )
 
 
 def mistakes(z: Mapping[str, Mapping[str, float]], limit: float) -> None:

@@ -286,18 +286,17 @@ def check_kernel(answer, kernel, names, cases, *, walk, products, hint, in_tiles
         check_bytes("".join(names), counted, **tiles, hint=hint, in_tiles=in_tiles)
 
 
-def gradients(q, k, v, do, o, lse, visible, *, modulo=False, delta=None, shared=False):
+def gradients(q, k, v, do, o, lse, visible, *, modulo=False, delta=None, visited=None):
     """fp64: dq, dk, dv by name, P = exp(S - LSE) where visible; and well-known mistakes, (tensor, sentence): value.
 
     modulo: query head h uses key head h % heads_kv.  delta: another one, (batch, heads_q, seq_q).
-    shared: every key head is given the first group of query heads.
+    visited: the query heads that the key heads are given, one group after the other.
     """
     heads_q, heads_kv = q.shape[1], k.shape[1]
     group = heads_q // heads_kv
     head = [h % heads_kv if modulo else h // group for h in range(heads_q)]
-    if shared:
-        q, do, o = (t[:, :group].repeat(1, heads_kv, 1, 1) for t in (q, do, o))
-        lse, delta = (t[:, :group].repeat(1, heads_kv, 1) for t in (lse, (do * o).sum(-1)))
+    if visited:
+        q, do, o, lse = (t[:, visited] for t in (q, do, o, lse))
     q, k, v, do, o, lse = (t.double() for t in (q, k[:, head], v[:, head], do, o, lse))
     delta = ((do * o).sum(-1) if delta is None else delta.double())[..., None]
     p = torch.where(visible, torch.exp(q @ k.mT / 4 - lse[..., None]), 0.0)

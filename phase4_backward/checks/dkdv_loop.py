@@ -52,7 +52,7 @@ def _wrong_heads(inputs, delta, visible, block_m):
     first, last = (dict(visible=visible & (place == n)) for n in (0, 1))
     last_tile = torch.arange(70, device=lse.device)[:, None] >= 69 // block_m * block_m
     replaced = dict(visible=last["visible"] & last_tile)
-    modulo, shared = dict(modulo=True), dict(shared=True)
+    modulo, shared, apart = dict(modulo=True), dict(visited=[0, 1, 0, 1]), dict(visited=[0, 1, 1, 2])
     lse_of_0, delta_of_0 = dict(lse=lse[:, :1].expand_as(lse)), dict(delta=delta[:, :1].expand_as(delta))
     changed = {
         "only the first query head of each group is in it: add up the group": first,
@@ -60,6 +60,7 @@ def _wrong_heads(inputs, delta, visible, block_m):
         "only the last tile of the walk is in it: add each tile's product": replaced,
         "key head h_kv is given the query heads with h % heads_kv = h_kv; a group is made of neighbors": modulo,
         "every key head is given the query heads of key head 0: those of h_kv begin at h_kv * group": shared,
+        "the groups overlap: key head h_kv begins at query head h_kv, and its group at h_kv * group": apart,
         "every head has the lse of head 0: lse_ptr + h * seq_q": lse_of_0,
         "every head has the delta of head 0: delta_ptr + h * seq_q": delta_of_0,
     }

@@ -10,12 +10,14 @@ import torch
 SEQ_Q, SEQ_K = 13, 29  # in a tile of 16 queries and 32 keys
 SCALE = 0.3
 NO_KEY = {
-    "p": "NaN in the row of a query that sees no key: its LSE is -inf, and -inf - (-inf) is NaN",
+    "p": "NaN in the row of a query that sees no key: its LSE is -inf. Where S is -inf too, -inf - (-inf) is NaN; "
+    "elsewhere exp(S - LSE) is inf, and inf * 0 is NaN",
     "ds": "NaN in the row of a query that sees no key, where p is right: is it delta that is subtracted from dP?",
 }
 NOT_FINITE = {
     "p": "inf or NaN. exp of a logit that does not count may overflow, and inf * 0 is NaN",
-    "ds": "inf or NaN, where p is finite: is S a factor of it? S is -inf where a pair does not count; dS takes P",
+    "ds": "inf or NaN, where p is finite: was it made before p was set to 0 where a pair does not count? Or is S a "
+    "factor of it, which is -inf there? dS takes P",
 }
 
 

@@ -217,7 +217,7 @@ def _reject_wrong(where, b, first, report, results, inputs, neighbors, **options
     elif report["o"].passed:
         where += f" (o is right: where {first} is made, are all pointers moved, lse and delta by rows of total_q?)"
     else:
-        where += " (does it end where its neighbor begins?)"
+        where += " (does it end where its neighbor begins: seq_q by cu_q_ptr, seq_k by cu_k_ptr?)"
     reject_report(Report(report.case, tuple(r for r in report.results if r.name == first)), where)
 
 

@@ -219,6 +219,23 @@ WRONG = {
         Wrong("ds first", {"return p, p * (dp - delta[:, None])": "return p * (dp - delta[:, None]), p"}, "exchanged"),
         Wrong("no guard", {'tl.where(lse == float("-inf"), 0.0, lse)': "lse"}, "-inf - (-inf) is NaN", at_once=True),
         Wrong("no mask", {'    s = tl.where(visible, s, float("-inf"))\n': ""}, "not 0 where `visible` is false"),
+        Wrong(
+            "masked by a factor",
+            {
+                '    s = tl.where(visible, s, float("-inf"))\n': "",
+                'tl.exp(s - tl.where(lse == float("-inf"), 0.0, lse)[:, None])': "tl.exp(s - lse[:, None]) * visible",
+            },
+            "inf * 0 is NaN",
+        ),
+        Wrong(
+            "p is masked after ds is made",
+            {
+                '    s = tl.where(visible, s, float("-inf"))\n': "",
+                'tl.where(lse == float("-inf"), 0.0, lse)[:, None]': "lse[:, None]",
+                "return p, p *": "return tl.where(visible, p, 0.0), p *",
+            },
+            "was it made before p was set to 0",
+        ),
         Wrong("no scale", {'input_precision="ieee") * scale': 'input_precision="ieee")'}, "by the scale"),
         Wrong(
             "scale in ds", {"return p, p *": "return p, scale * p *"}, "the kernels multiply by it after their loops"
@@ -367,6 +384,7 @@ WRONG = {
             at_once=True,
         ),
         Wrong("head of the group alone", {"h = h_kv * group + g": "h = g"}, "begin at h_kv * group"),
+        Wrong("groups overlap", {"h = h_kv * group + g": "h = h_kv + g"}, "the groups overlap"),
         Wrong(
             "do with q's strides",
             {"load_tile(do_head, stride_do": "load_tile(do_head, stride_q"},
@@ -468,6 +486,15 @@ WRONG = {
     ],
     "varlen": [
         Wrong("length is the end", {"b + 1) - first": "b + 1)"}, "how long is a sequence"),
+        Wrong(
+            "as many keys as queries",
+            {
+                "all five pointers moved to this sequence and head\n    first_q, seq_q = sequence(cu_q_ptr, b)\n": (
+                    "all five\n    first_q, seq_q = sequence(cu_q_ptr, b)\n    cu_k_ptr = cu_q_ptr\n"
+                )
+            },
+            "seq_k by cu_k_ptr",
+        ),
         Wrong(
             "q of the first head",
             {
