@@ -296,16 +296,16 @@ def repriced(counters: dict, prices: dict[str, dict[str, int]]) -> None:
     """
     rungs = counted_rungs(counters)
     sums = {title: {name: with_queue(name, price) for name in rungs} for title, price in prices.items()}
-    titles = "".join(f"{title:>16}" for title in prices)
+    titles = "".join(f"{title:>14}" for title in prices)
     print(f"{'gain':<{27 + len(titles)}} | counted clocks / model's")
     print(f"{'':<20}counted{titles} |{titles}")
     for old, name in itertools.pairwise([None, *rungs]):
         if old:
             print(f"{name:<20}{_of_pair(rungs[old], rungs[name])[0]:>7.2f}", end="")
-            print("".join(f"{of[old] / of[name]:>16.2f}" for of in sums.values()), end=" |")
+            print("".join(f"{of[old] / of[name]:>14.2f}" for of in sums.values()), end=" |")
         else:
             print(f"{name:<{27 + len(titles)}}", end=" |")
-        print("".join(f"{_counted(name, rungs[name]) / of[name]:>16.2f}" for of in sums.values()))
+        print("".join(f"{_counted(name, rungs[name]) / of[name]:>14.2f}" for of in sums.values()))
 
 
 def with_queue(name: str, price: dict[str, int]) -> float:
