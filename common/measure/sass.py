@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 TENSOR, MUFU = 4096, 16  # 16-bit operations and exponentials of a multiprocessor in a clock
 KINDS = {
@@ -117,6 +117,22 @@ def counted(body: list[Instruction]) -> Counter:
     for first, last in masks(body):
         count -= Counter(x.name for x in body[first : last + 1])
     return count
+
+
+def starts(body: list[Instruction]) -> list[int]:
+    """When each instruction of a turn begins, in a scheduler's clocks, if nothing overlaps; and the turn's end.
+
+    A product is issued in one clock and then takes its own. A skipped mask takes none.
+    """
+    skipped = {n for first, last in masks(body) for n in range(first, last + 1)}
+    return [0, *accumulate(0 if n in skipped else _clocks(x) for n, x in enumerate(body))]
+
+
+def _clocks(x: Instruction) -> int:
+    """Those of one instruction of a warp of four that share a product."""
+    if x.what == "product":
+        return 1 + 2 * math.prod(map(int, re.search(r"(\d+)x(\d+)x(\d+)", x.opcode).groups())) // TENSOR
+    return 32 * 4 // MUFU if x.name == "MUFU" else 1
 
 
 def turn_clocks(

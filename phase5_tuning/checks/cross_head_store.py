@@ -70,6 +70,7 @@ def _check_ends_of_heads(attend):
             f"{stored}; it loaded zeros for them": with_zeros,
             stored: with_next,
             "v is read with the strides of k, but has a layout of its own": wrong,
+            "batch and head are exchanged: a box has the axes of t, batch first": right.transpose(0, 1),
         }
         what = f"o, {seq_q} queries, {seq_k} keys{', causal' if is_causal else ''}"
         require(what, attend(q, k, v, is_causal), right, mistakes=mistakes)

@@ -195,6 +195,7 @@ def _wrong_powers(m, s, scale, m_new):
         "the difference is scaled, m' with it, which is scaled already": (s - column) * scale,
         "it is m', the new maximum, that must be tested for -inf, not the old m": s * scale - unguarded,
         "the old maximum is subtracted: it must be the new one": s * scale - finite(m)[:, None],
+        "the tile's own maximum is subtracted: it must be m', which may be larger": (s - finite(own)[:, None]) * scale,
     }
     wrong_alpha = {
         "this is e^x: use exp2": torch.exp(m - shift),

@@ -143,7 +143,8 @@ def _beside_the_record(answer):
         lines[-1] += f" (D {d} {'causal' if causal else 'full'})"
     missing = (
         "predicted in clocks, recorded in time: the model leaves out that the GPU's clock falls at the limit of "
-        "power; also bytes, shared memory, waits at loads and barriers, and the help of other programs. The rungs that "
-        "this model misses by more are not among these: new tiles, and some of the backward pass (section 3.8)"
+        "power; also instructions that take two clocks (section 3.8), bytes, shared memory, waits at loads and "
+        "barriers, and the help of other programs. New tiles, and some rungs backward, it misses by more: they are not "
+        "among these"
     )
     return f"predicted and recorded gains, each within {BOUND:.0%}: {', '.join(lines)}; {missing}"

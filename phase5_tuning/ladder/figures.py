@@ -182,13 +182,11 @@ LEFT_FACTORS = {  # one color, as a lane's name says which product it is
 }
 
 
-def turns(
-    bodies: Mapping[str, Sequence[sass.Instruction]], names: Sequence[str] = (), masked: tuple[int, int] | None = None
-) -> None:
-    """Turns of loops in machine code, one strip each: what may be under way at which instruction.
+def turns(bodies: Mapping[str, Sequence[sass.Instruction]], names: Sequence[str] = ()) -> None:
+    """Turns of loops in machine code, one strip each: what may be under way at which clock, or instruction.
 
     bodies: title -> the instructions of a turn. names: of the products, if they are not S and PV; then each has a lane
-    of its own, and copies have none. masked: the first and the last position of a mask that most turns skip.
+    of its own, copies have none, and an instruction has a width of 1. Otherwise it is as wide as its clocks.
     """
     height = (0.4 * (len(names) + 1) if names else 1.75) * len(bodies) + 0.7
     fig, axes = style.new(8.6, height, rows=len(bodies), squeeze=False)
@@ -197,35 +195,30 @@ def turns(
             _named_lanes(ax, body, names)
             ax.set_xlim(0, max(map(len, bodies.values())))
         else:
-            _lanes(ax, body, masked)
-            ax.set_xlim(0, len(body))
+            _lanes(ax, body)
+            ax.set_xlim(0, sass.starts(body)[-1])
         ax.tick_params(axis="y", length=0)
         ax.set_title(title, fontsize=10)
-    axes[-1, 0].set_xlabel("instruction, in the order of the listing")
+    clocks = "clocks of one turn, one thing after the other"
+    axes[-1, 0].set_xlabel("instruction, in the order of the listing" if names else clocks)
     looks = (LEFT_FACTORS if names else PRODUCTS).values()
     handles = [Patch(**look, edgecolor="white", label=label) for look, label in zip(looks, LEGEND, strict=True)]
     fig.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
-    said = [_said(*item, names) for item in bodies.items()]
-    if masked:
-        said.append(f"A mask, mostly skipped, stands from {masked[0] + 1} to {masked[1] + 1}.")
-    style.show(fig, alt=" ".join(said))
+    style.show(fig, alt=" ".join(_said(*item, names) for item in bodies.items()))
 
 
-def _lanes(ax, body, masked):
+def _lanes(ax, body):
     """A strip of `turns` with lanes for copies, products and exponentials."""
-    taken = 0.0  # up to where the upper half of the lane of products is drawn
+    at, taken = sass.starts(body), 0.0  # up to where the upper half of the lane of products is drawn
     for name, first, last in sass.under_way(body):
         if name == "copy":
             y, height, look = 2.1, 0.8, dict(facecolor=COLORS["k"])
         else:
             y, height, look = 1.5 if first >= taken else 1.1, 0.38, PRODUCTS[name]
             taken = last if first >= taken else taken
-        ax.add_patch(Rectangle((first, y), max(last - first, 1), height, edgecolor="white", **look))
-    _exponentials(ax, body, 0.0)
-    if masked:
-        first, last = masked
-        ax.axvspan(first, last + 1, color=COLORS["faint"], linewidth=0)
-        ax.text((first + last + 1) / 2, 1.5, "mask, mostly skipped", ha="center", va="center")
+        width = max(at[last] - at[first], at[-1] / 200)  # so that it can be seen
+        ax.add_patch(Rectangle((at[first], y), width, height, edgecolor="none" if name == "copy" else "white", **look))
+    _exponentials(ax, body, 0.0, at)
     ax.set(ylim=(0, 3), yticks=[2.5, 1.5, 0.5], yticklabels=LANES)
     for y in (1, 2):
         ax.axhline(y, color=COLORS["faint"], linewidth=0.8)
@@ -237,15 +230,15 @@ def _named_lanes(ax, body, names):
     products = [span for span in sass.under_way(body) if span[0] != "copy"]
     for y, (kind, first, last) in enumerate(products):
         ax.add_patch(Rectangle((first, y + 0.1), last - first, 0.8, edgecolor="white", **LEFT_FACTORS[kind]))
-    _exponentials(ax, body, len(names))
+    _exponentials(ax, body, len(names), range(len(body)))
     ax.set(ylim=(len(lanes), 0), yticks=[y + 0.5 for y in range(len(lanes))], yticklabels=lanes)
     for y in range(1, len(lanes)):
         ax.axhline(y, color=COLORS["faint"], linewidth=0.8)
 
 
-def _exponentials(ax, body, lane):
-    at = [n for n, x in enumerate(body) if x.what == "exponential"]
-    ax.vlines(at, lane + 0.1, lane + 0.9, color=COLORS["state"], linewidth=1)
+def _exponentials(ax, body, lane, at):
+    found = [at[n] for n, x in enumerate(body) if x.what == "exponential"]
+    ax.vlines(found, lane + 0.1, lane + 0.9, color=COLORS["state"], linewidth=1)
 
 
 def _said(title, body, names):

@@ -43,6 +43,34 @@ def first_lines(text: str, *patterns: str, width: int = 100) -> str:
     return "\n".join(line if len(line) <= width else line[: width - 4] + " ..." for line in lines)
 
 
+WAY = {  # of a logit through a turn: what is done -> its instruction; {x} is the register that held it last
+    "S, in steps of 16": r"^HGMMA\S* (R\d+), gdesc",
+    "the larger of two neighbors": r"^FMNMX R\d+, {x},",
+    "c s - m'": r"^FFMA (R\d+), \S+ {x}\b",
+    "2 to that power": r"^MUFU.EX2 (R\d+), {x}\b",
+    "into the row's sum": r"^FADD R\d+, .*{x}\b",
+    "fp16, two in a register": r"^F2FP\S* (R\d+), .*{x}\b",
+    "P V": r"^HGMMA\S* R\d+, {x}, gdesc",
+}
+FOUR = "of four threads' maxima"
+
+
+def way_of_a_logit(body: list[sass.Instruction]) -> str:
+    """The instructions of a turn through which its first logit passes, and the exchanges of a row's maximum."""
+    masked = [n for first, last in sass.masks(body) for n in range(first, last + 1)]
+    code = [(n, x.text) for n, x in enumerate(body) if n not in masked]
+    held, at, lines = "", 0, []
+    for what, pattern in WAY.items():
+        at, found = next(
+            (n, hit) for n, text in code if n >= at for hit in [re.search(pattern.format(x=held), text)] if hit
+        )
+        held = found[1] if found.groups() else held
+        lines.append((at, what))
+        if len(lines) == 2:
+            lines += [(n, FOUR) for n, text in code if n > at and text.startswith("SHFL")][:2]
+    return "\n".join(f"{n + 1:>5}  {body[n].text:<54}{what}" for n, what in sorted(lines))
+
+
 # --- predicted --------------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +187,8 @@ def orders() -> str:
     lines = [f"causal, D 128, seq 16384, {n} slots: predicted time, light first / heavy first"]
     for heads in (1, 2, 4, 8, 16, 32):
         lines.append(f"{heads:>3} heads {finish(256, heads, n, False) / finish(256, heads, n, True):>6.2f}")
+    short = 64, 64, n
+    lines.append(f" 64 heads {finish(*short, False) / finish(*short, True):>6.2f}, seq 4096, as in the record")
     return "\n".join(lines)
 
 
@@ -242,7 +272,7 @@ def counted_rungs(counters: dict) -> dict[str, dict]:
 def clocks_and_time(counters: dict) -> None:
     """Print the gains of each rung, predicted and counted in clocks, and in time; and the clocks of 64 x 128 logits."""
     rungs, product = counted_rungs(counters), 1.0
-    print(f"{'':<23}gain: model  in clocks  in time   clocks: model  counted   GPU at      time")
+    print(f"{'':<23}gain: model  in clocks  in time   clocks: model  counted  quotient   GPU at")
     for old, name in itertools.pairwise([None, *rungs]):
         r, gains = rungs[name], ["", "", ""]
         if old:
@@ -250,12 +280,41 @@ def clocks_and_time(counters: dict) -> None:
             gains = [predicted(name, 128, True), *_of_pair(rungs[old], r)]
             gains = [f"{gain:.2f}" for gain in gains]
         model = sum(clocks("forward", 128, True, _turn_of(name)).values())
+        found = _counted(name, r)
         print(f"{name:<23}{gains[0]:>11}{gains[1]:>11}{gains[2]:>9}", end="")
-        print(f"{model:>16.0f}{_counted(name, r):>9.0f}{r['mhz']:>6.0f} MHz{r['ms']:>7.2f} ms")
+        print(f"{model:>16.0f}{found:>9.0f}{found / model:>10.2f}{r['mhz']:>5.0f} MHz")
     first, *_, last = rungs.values()
     print("{:<23}{:>11.2f}{:>11.2f}{:>9.2f}".format("all rungs together", product, *_of_pair(first, last)))
     watts = [r["watts"] for r in rungs.values()]
     print(f"power: {min(watts):.0f} to {max(watts):.0f} W")
+
+
+def repriced(counters: dict, prices: dict[str, dict[str, int]]) -> None:
+    """Print gains and clocks of the rungs beside the counted ones, if instructions take other clocks than one.
+
+    prices: title -> the clocks of those instructions that are named. The end of the queue counts as clocks, too.
+    """
+    rungs = counted_rungs(counters)
+    sums = {title: {name: with_queue(name, price) for name in rungs} for title, price in prices.items()}
+    titles = "".join(f"{title:>14}" for title in prices)
+    print(f"{'gain':<{27 + len(titles)}} | counted clocks / model's")
+    print(f"{'':<20}counted{titles} |{titles}")
+    for old, name in itertools.pairwise([None, *rungs]):
+        if old:
+            print(f"{name:<20}{_of_pair(rungs[old], rungs[name])[0]:>7.2f}", end="")
+            print("".join(f"{of[old] / of[name]:>14.2f}" for of in sums.values()), end=" |")
+        else:
+            print(f"{name:<{27 + len(titles)}}", end=" |")
+        print("".join(f"{_counted(name, rungs[name]) / of[name]:>14.2f}" for of in sums.values()))
+
+
+def with_queue(name: str, price: dict[str, int]) -> float:
+    """The model's clocks of 64 x 128 logits at D 128, causal; with the idle end of the queue, until heavy is first."""
+    tile, count = tile_of("forward", 128, True, _turn_of(name)), turn("forward", 128, True, _turn_of(name))
+    more = sum((each - 1) * count[op] for op, each in price.items()) * tile.num_warps / 4
+    both = sum(clocks("forward", 128, True, _turn_of(name)).values()) + more * 64 * 128 / (tile.BLOCK_M * tile.BLOCK_N)
+    light_first = ORDER.index(name) < ORDER.index("heavy first")
+    return both * (predicted("heavy first", 128, True) if light_first else 1)
 
 
 def _turn_of(name: str) -> str:

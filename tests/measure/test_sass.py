@@ -54,3 +54,16 @@ def test_the_outline_names_what_is_waited_for():
     assert "    7    4  product, left factor from registers" in text
     assert "wait until 1 group of products is under way" in text
     assert "wait until no group of products is under way" in text
+
+
+def test_a_turn_lasts_as_long_as_its_instructions():
+    body = sass.turn(SASS)
+    starts = sass.starts(body)
+    assert starts[:5] == [0, 1, 2, 2 + 33, 2 + 66]  # a product of 64 x 64 x 16 takes 32 clocks, and one to be issued
+    assert starts[-1] == 2 + 8 * 33 + 20 * 8 + 3
+
+
+def test_a_mask_that_is_skipped_takes_no_time():
+    texts = ["@!P0 BRA 0x240", "ISETP.GE.AND P1, PT, R2, R3, PT", *["FSEL R5, R5, -INF, P1"] * 34, "MUFU.EX2 R5, R5"]
+    code = [sass.Instruction(16 * n, text) for n, text in enumerate(texts)]
+    assert sass.starts(code)[-1] == 1 + 8

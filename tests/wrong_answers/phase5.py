@@ -217,6 +217,11 @@ WRONG = {
         ),
         Wrong("l not rescaled", {"alpha * l_i + tl.sum": "l_i + tl.sum"}, "not rescaled by alpha"),
         Wrong(
+            "the tile's maximum",
+            {"tl.exp2(s * scale - shift[:, None])": "tl.exp2((s - tl.max(s, axis=1)[:, None]) * scale)"},
+            "the tile's own maximum",
+        ),
+        Wrong(
             "a NaN repaired",
             {
                 "    p = tl.exp2(s * scale - shift[:, None])\n": (
@@ -293,6 +298,11 @@ WRONG = {
     "cross_head_store": [
         Wrong("a block of two sides", {"[1, 1, block, head_dim]": "[block, head_dim]"}, "as many sides as the box"),
         Wrong("blocks of 32 rows", {"[1, 1, block, head_dim]": "[1, 1, 32, head_dim]"}, "tiles of 16 rows"),
+        Wrong(
+            "batch and head exchanged",
+            {"desc.load([batch, head, start, 0])": "desc.load([head, batch, start, 0])"},
+            "batch and head are exchanged",
+        ),
         Wrong(
             "the layout of k",
             {

@@ -1,12 +1,13 @@
 """What the chapters measure and rungs compute beside their text, and the trial of tiles."""
 
 import statistics
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
 from common import runtime
 from common.learn.check import answer
-from common.measure import timing
+from common.measure import sass, timing
 from phase5_tuning.launch.configs import Config, candidates
 from phase5_tuning.lesson import clock, compiled, gains, limits, trial
 from phase5_tuning.solutions import split_causal_loop
@@ -78,6 +79,27 @@ def test_gains_are_those_of_the_record():
         product *= gains.recorded(record, name, 128, True)
     unchanged = ms["rung: masks at edges", *case] / ms["rung: transposed dK, dV", *case]  # one program, timed twice
     assert product * unchanged == pytest.approx(ms["phase 4", *case] / ms["ours", *case])
+
+
+def test_a_logit_is_followed_from_register_to_register():
+    texts = [
+        "HGMMA.64x64x16.F32 R24, gdesc[UR4], RZ, !UPT", "FMNMX R9, R24, R25, !PT", "SHFL.BFLY PT, R8, R9, 0x2, 0x1f",
+        "FFMA R7, R3, R25, -R2", "FFMA R5, R3, R24, -R2", "MUFU.EX2 R7, R7", "MUFU.EX2 R6, R5", "FADD R1, R1, R6",
+        "F2FP.F16.F32.PACK_AB R24, R7, R6", "HGMMA.64x64x16.F32 R88, R24, gdesc[UR4].tnspB, R88",
+    ]  # fmt: skip
+    body = [sass.Instruction(16 * n, text) for n, text in enumerate(texts)]
+    lines = gains.way_of_a_logit(body).splitlines()
+    assert [int(line.split()[0]) for line in lines] == [1, 2, 3, 5, 7, 8, 9, 10]
+
+
+def test_a_price_counts_once_for_each_instruction():
+    count = Counter(HGMMA=12, MUFU=34, FSEL=100)
+    with mock.patch.object(gains, "turn", return_value=count), mock.patch.object(gains, "slots", return_value=264):
+        queue = gains.predicted("heavy first", 128, True)
+        for name, factor in (("tiles", queue), ("heavy first", 1)):
+            one, two = (gains.with_queue(name, price) for price in ({}, {"FSEL": 2}))
+            assert one == pytest.approx(factor * (1024 + 2 * (12 + 8 * 34 + 100)))  # two turns of 64 x 64
+            assert two - one == pytest.approx(factor * 2 * 100)
 
 
 @interpreted_only
