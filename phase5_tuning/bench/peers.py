@@ -55,7 +55,7 @@ HOPPER_SETTINGS = (
     hopper_forward.SHAPES, hopper_forward.REGISTERS, hopper_forward.BLOCK_N, hopper_forward.CACHED,
     hopper_forward.SHORT, hopper_forward.US, hopper_forward.shape_of,
     hopper_backward.BLOCK_M, hopper_backward.STAGES,
-    hopper_order.MOST_TOGETHER, hopper_order.CACHED,
+    hopper_order.MOST_TOGETHER, hopper_order.EACH, hopper_order.CACHED,
     hopper_forward.plan, hopper_backward.plan, hopper_order.split_group, hopper_order.turns,
 )  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

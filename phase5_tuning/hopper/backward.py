@@ -567,7 +567,7 @@ def plan(
     tiles_m, tiles_n = cdiv(seq_q, block_m), cdiv(seen_k, block_n)
     padded_q = tiles_m * block_m
     row_bytes, programs = 2 * head_dim * q.itemsize + 4 * sum_columns, configs.multiprocessors(q.device.index)
-    split = split_group(heads_q // heads_kv, row_bytes, is_causal, programs)
+    split = split_group(heads_q // heads_kv, row_bytes, is_causal, batch * heads_kv * tiles_n, programs)
     parts = batch, heads_kv * split, seq_k, head_dim
     group, heads = heads_q // parts[1], batch * parts[1]
     padded_rows, tiles = batch * heads_q * padded_q, batch * heads_q * tiles_m

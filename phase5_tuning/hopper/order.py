@@ -11,22 +11,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 MOST_TOGETHER = 16
+EACH = 4  # programs for each that runs at once, if groups allow it
 CACHED = 50 * 2**20 // 3  # bytes of Q, dO and the sum of dQ in use at once: a third of an H100's L2
 
 
-def split_group(group: int, row_bytes: int, is_causal: bool, programs: int, block_n: int = 128) -> int:
+def split_group(group: int, row_bytes: int, is_causal: bool, tiles: int, programs: int, block_n: int = 128) -> int:
     """Into how many parts a group of heads is split. Each part has programs of its own, which make a dK and a dV.
 
-    row_bytes: of a query in Q, dO and the sum of dQ. programs: how many run at once.
+    row_bytes: of a query in Q, dO and the sum of dQ. tiles: of keys, in all heads of keys. programs: how many run at
+    once.
 
-    Under a causal mask a program's walk is one tile of keys shorter than its neighbour's. Both begin at the last
-    queries, and the shorter one is ahead by another tile in each further head of the part: by (heads - 1) / 2 tiles on
-    average. So many rows, for all programs, have to stay in the cache between a program and its neighbour.
+    At least EACH programs for each place, so that no multiprocessor is left alone with a long one. Under a causal mask
+    a program's walk is one tile of keys shorter than its neighbour's. Both begin at the last queries, and the shorter
+    one is ahead by another tile in each further head of the part: by (heads - 1) / 2 tiles on average. So many rows,
+    for all programs, have to stay in the cache between a program and its neighbour.
     """
-    if not is_causal:
-        return 1
-    most = 1 + 2 * CACHED // (programs * block_n * row_bytes)  # heads in a part
-    return min(split for split in range(1, group + 1) if group % split == 0 and group // split <= most)
+    most = 1 + 2 * CACHED // (programs * block_n * row_bytes) if is_causal else group  # heads in a part
+    splits = (split for split in range(1, group) if group % split == 0 and group // split <= most)
+    return next((split for split in splits if split * tiles >= EACH * programs), group)
 
 
 def turns(heads: int, group: int, head_bytes: int, tiles_n: int, is_causal: bool, programs: int) -> int:
