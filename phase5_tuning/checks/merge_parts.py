@@ -29,12 +29,15 @@ def check(answer):
         ("the last", [10]),
         ("the first", [0]),
         ("the first eight", list(range(8))),
+        ("the last three", [8, 9, 10]),
         ("all but one", [p for p in range(11) if p != 9]),
         ("all", list(range(11))),
     ):
         lses = eleven.clone()
         lses[empty] = -INF
         _check_case(merge, f"11 parts, {what} without keys", lses)
+    below = 200 * (torch.arange(11) > 7)[:, None]
+    _check_case(merge, "11 parts, the last three far below the others", eleven - below)
     for dtype in (FP16, BF16):
         o, _ = merge(*_parts(eleven, 24), dtype)
         if o.dtype != dtype:
@@ -67,7 +70,7 @@ def _check_case(merge, what, lses):
         why = (
             "a part without keys makes -inf - -inf, which is NaN: what is subtracted where m is still -inf?"
             if empty
-            else "is the largest lse subtracted before exp, and does no read go past the last part?"
+            else "is the largest lse so far subtracted before exp, and does no read go past the last part?"
         )
         reject(f"{what}: o or lse is NaN or infinite: {why}")
     shifted = torch.exp(weights - torch.where(nobody, 0.0, weights.amax(dim=0)))
@@ -85,7 +88,9 @@ def _check_case(merge, what, lses):
         "this is the logarithm of the sum of weights: m is missing": total.log(),
     } | {sentence: of[1] for sentence, of in _wrong_merges(parts, weights).items()}
     mistakes = {} if nobody.any() else mistakes
-    signs = {"it is -inf: is m replaced by m_new at the end of a turn?": bool((lse[~nobody] == -INF).any())}
+    fell = len(parts) > 8 and bool((weights.split(8)[-1] == -INF).all())
+    signs = {"it is -inf: m is the largest lse so far, not of the newest block": fell and bool((lse == -INF).any())}
+    signs |= {"it is -inf: is m replaced by m_new at the end of a turn?": bool((lse[~nobody] == -INF).any())}
     signs |= {"a finite number stands for -inf: start m at -inf": bool((lse[nobody] != -INF).any())}
     require(f"{what}: lse", lse, right, mistakes=mistakes, signs=signs)
 
