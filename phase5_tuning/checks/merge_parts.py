@@ -29,12 +29,15 @@ def check(answer):
         ("the last", [10]),
         ("the first", [0]),
         ("the first eight", list(range(8))),
+        ("the last three", [8, 9, 10]),
         ("all but one", [p for p in range(11) if p != 9]),
         ("all", list(range(11))),
     ):
         lses = eleven.clone()
         lses[empty] = -INF
         _check_case(merge, f"11 parts, {what} without keys", lses)
+    below = 200 * (torch.arange(11) > 7)[:, None]
+    _check_case(merge, "11 parts, the last three far below the others", eleven - below)
     for dtype in (FP16, BF16):
         o, _ = merge(*_parts(eleven, 24), dtype)
         if o.dtype != dtype:
@@ -67,7 +70,7 @@ def _check_case(merge, what, lses):
         why = (
             "a part without keys makes -inf - -inf, which is NaN: what is subtracted where m is still -inf?"
             if empty
-            else "is the largest lse subtracted before exp, and does no read go past the last part?"
+            else "is the largest lse so far subtracted before exp, and does no read go past the last part?"
         )
         reject(f"{what}: o or lse is NaN or infinite: {why}")
     shifted = torch.exp(weights - torch.where(nobody, 0.0, weights.amax(dim=0)))
@@ -100,6 +103,7 @@ def _wrong_merges(parts, weights, block=8):
         f"{padding} parts past the last one count with lse 0: a load's `other` is the lse of no keys": dict(
             pad=padding
         ),
+        "m is the largest lse so far, not of the newest block": dict(falls=True),
         "only the first block of parts is merged: the walk goes on to the last part": dict(only=slice(0, block)),
         "only the last block of parts is left: what came before is kept in m, l and acc": dict(
             only=slice((len(parts) - 1) // block * block, None)
@@ -111,7 +115,7 @@ def _wrong_merges(parts, weights, block=8):
     return walks | {"part p of row r lies at p * rows + r, not at r * parts + p": _walk(*exchanged, block)}
 
 
-def _walk(parts, weights, block, acc=False, l=False, pad=0, only=slice(None), exp=torch.exp):
+def _walk(parts, weights, block, acc=False, l=False, pad=0, only=slice(None), exp=torch.exp, falls=False):
     parts, weights = parts[only], weights[only]
     if pad:
         parts = torch.cat([parts, torch.zeros(pad, *parts.shape[1:], dtype=parts.dtype)])
@@ -119,7 +123,7 @@ def _walk(parts, weights, block, acc=False, l=False, pad=0, only=slice(None), ex
     m = torch.full(weights.shape[1:], -INF, dtype=weights.dtype)
     total, o = torch.zeros_like(m), torch.zeros(parts.shape[1:], dtype=parts.dtype)
     for w, part in zip(weights.split(block), parts.split(block), strict=True):
-        m_new = torch.maximum(m, w.amax(dim=0))
+        m_new = w.amax(dim=0) if falls else torch.maximum(m, w.amax(dim=0))
         shift = m_new.masked_fill(m_new == -INF, 0.0)
         alpha, weight = exp(m - shift), exp(w - shift)
         total = (1.0 if l else alpha) * total + weight.sum(dim=0)

@@ -69,11 +69,15 @@ def _wrong_rows(q, k, v):
     batch, head, _, column = q.stride()
     as_heads = q.as_strided((2, heads_kv, group * seq_q, 16), (batch, group * head, head, column)).reshape(q.shape)
     padded = [torch.cat([t, 0 * t[:, :, :28]], dim=2) for t in (k, v)]
+    second = q.as_strided(q.shape[1:], q.stride()[1:], q.storage_offset() + batch + heads_q * head)
     return {
         "q is loaded query after query, and o and lse are stored head after head (or the other way round): rows of a "
         "tile have one order": _whole(q, k, v, other_order),
         "every group takes the query heads of the first one: they begin at g * group": _whole(
             q, k, v, lambda h, m: (h % group, m)
+        ),
+        "the query heads of a batch entry begin at head 0: stride_q[0] has counted the batch": _whole(
+            torch.stack([q[0], second]), k, v
         ),
         "all rows take the first query: there are seq_q of them for each head": _whole(q, k, v, lambda h, m: (h, 0)),
         "all rows take the first head of their group": _whole(q, k, v, lambda h, m: (h // group * group, m)),

@@ -1,7 +1,7 @@
 """Pictures of the chapter on few queries, and the rows of its records by case."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from common import style
 from common.measure.records import describe
@@ -135,6 +135,33 @@ def over_parts(record: dict, lines: Mapping[str, Mapping[int, float]]) -> None:
     ax.yaxis.set_major_formatter("{x:g}")
     ax.legend(fontsize=8)
     style.show(fig, f"Time over parts; a ring marks the fastest. {'; '.join(said)}.", describe(record))
+
+
+def model_beside_times(
+    record: dict, cases: Sequence[tuple], microseconds: Callable[..., float], multiprocessors: int = 132
+) -> None:
+    """Measured times by the number of parts, the model's, and the model's if all programs ran in one round.
+
+    microseconds: of exercise 5.17.
+    """
+    fig, axes = style.new(9, 3.4, columns=len(cases))
+    said = []
+    for ax, case in zip(axes, cases, strict=True):
+        call, of = call_of(case), by_case(record, "parts")[case]
+        model, once = ([microseconds(n, *call, many) for n in of] for many in (multiprocessors, max(of) * call[0]))
+        ax.plot([*of], once, "--", color=COLORS["limit"], label="the model, in one round")
+        ax.plot([*of], model, color=COLORS["tiled"], label="the model")
+        times = [row["ms"] * 1e3 for row in of.values()]
+        ax.plot([*of], times, "o", color=COLORS["state"], label="measured")
+        ax.set_xscale("log", base=2)
+        ticks = [n for n in of if n & (n - 1) == 0]
+        ax.set(title=f"{call[0]} groups", xlabel="parts", xticks=ticks, xticklabels=ticks, ylim=(0, None))
+        triples = zip(of, times, model, once, strict=True)
+        numbers = ", ".join(f"{n}: {us:.0f}, {mine:.0f}, {one:.0f}" for n, us, mine, one in triples)
+        said.append(f"{call[0]} groups, by parts: {numbers}")
+    axes[0].set(ylabel="µs of a call")
+    axes[0].legend(fontsize=8)
+    style.show(fig, f"µs measured, of the model, and of the model in one round. {'; '.join(said)}.", describe(record))
 
 
 def beside(record: dict) -> None:

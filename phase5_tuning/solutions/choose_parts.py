@@ -5,7 +5,7 @@ Write how long a call takes in n parts, then choose the n with which it takes le
     reading      all keys and values, at most at the memory's speed. And a program needs a time for each of its tiles:
                  with n parts it has ceil(tiles / n) of them, and there are n * programs programs, of which each
                  multiprocessor runs one at a time
-    waiting      for the first tile
+    waiting      each program waits for its first tile; the memory, too, delivers nothing before that
     merging      if there are two parts or more: a little more for each
 
     programs         that each part needs: batch * heads_kv
@@ -14,15 +14,15 @@ Write how long a call takes in n parts, then choose the n with which it takes le
     multiprocessors  each runs one of these programs at a time
 
 The numbers below were read off the times of an H100. Which of these times pass one after another, and which at the same
-time? The check asks for times on 132 multiprocessors, as an H100 has, and on 16 that are like them, where other terms
-decide. With your number of parts no call may take more than 15 % longer than with the best.
+time? The check asks for times on 132 multiprocessors, as an H100 has, and on an invented machine with 16 of them. With
+your number of parts no call may take more than 15 % longer than with the best.
 
 Notebook: phase5_tuning/decode.ipynb, section 4.2.
 """
 
 ALL = 3.0e6  # bytes that the memory delivers in a microsecond, to all programs together
 TILE = 0.9  # microseconds in which one program gets a tile, at best
-FIRST = 2.5  # microseconds until a program has its first one
+FIRST = 3.0  # microseconds until a program has its first one
 MERGE, EACH = 1.2, 0.02  # microseconds of a merge, and for each part in it
 
 
@@ -30,8 +30,8 @@ def microseconds(n: int, programs: int, tiles: int, tile_bytes: int, multiproces
     """How long a call of one query takes in n parts."""
     # your code: return the microseconds
     rounds, share = -(-n * programs // multiprocessors), -(-tiles // n)
-    reading = max(programs * tiles * tile_bytes / ALL, rounds * share * TILE)
-    return reading + FIRST + (n > 1) * (MERGE + n * EACH)
+    reading = max(FIRST + programs * tiles * tile_bytes / ALL, rounds * (FIRST + share * TILE))
+    return reading + (n > 1) * (MERGE + n * EACH)
     # end of your code
 
 

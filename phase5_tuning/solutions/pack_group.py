@@ -47,7 +47,7 @@ def _packed_kernel(
     offs_r, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     offs_h, offs_m = pid_bh % heads_kv * group + offs_r // seq_q, offs_r % seq_q
     inside = (offs_r < rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    row_q = pid_bh // heads_kv * stride_q[0] + offs_h * stride_q[1] + offs_m * stride_q[2]
+    row_q = (pid_bh // heads_kv).to(tl.int64) * stride_q[0] + offs_h * stride_q[1] + offs_m * stride_q[2]
     q = tl.load(q_ptr + row_q[:, None] + offs_d[None, :] * stride_q[3], mask=inside, other=0.0)
 
     k_head = head_base(k_ptr, stride_k, pid_bh, heads_kv)

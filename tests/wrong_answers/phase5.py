@@ -22,8 +22,8 @@ def _apart(transfers: str) -> dict[str, str]:
 CHOSEN = (  # of choose_parts
     "    return min(range(1, tiles + 1), key=lambda n: microseconds(n, programs, tiles, tile_bytes, multiprocessors))"
 )
-READING = "max(programs * tiles * tile_bytes / ALL, rounds * share * TILE)"
-FIXED = " + FIRST + (n > 1) * (MERGE + n * EACH)"
+READING = "max(FIRST + programs * tiles * tile_bytes / ALL, rounds * (FIRST + share * TILE))"
+MERGING = "(n > 1) * (MERGE + n * EACH)"
 
 WRONG = {
     "count_flops": [
@@ -1988,7 +1988,7 @@ WRONG = {
             "q as if contiguous",
             {
                 "offs_m * stride_q[2]": "offs_m * HEAD_DIM",
-                "pid_bh // heads_kv * stride_q[0] + offs_h * stride_q[1]": (
+                "(pid_bh // heads_kv).to(tl.int64) * stride_q[0] + offs_h * stride_q[1]": (
                     "(pid_bh // heads_kv * heads_kv * group + offs_h) * seq_q * HEAD_DIM"
                 ),
                 "offs_d[None, :] * stride_q[3]": "offs_d[None, :]",
@@ -2000,13 +2000,18 @@ WRONG = {
             {"(part * tl.num_programs(0) + pid_bh)": "(pid_bh * tl.num_programs(1) + part)"},
             "yours are stored group after group",
         ),
+        Wrong(
+            "the batch counted twice",
+            {"pid_bh % heads_kv * group + offs_r // seq_q, ": "pid_bh * group + offs_r // seq_q, "},
+            "stride_q[0] has counted the batch",
+        ),
         Wrong("one query a head", {", offs_r % seq_q\n": ", 0 * offs_r\n"}, "all rows take the first query"),
         Wrong(
             "heads by modulo",
             {"pid_bh % heads_kv * group + offs_r // seq_q, ": "pid_bh % heads_kv + offs_r // seq_q * heads_kv, "},
             "yours are heads_kv apart",
         ),
-        Wrong("no batch", {"pid_bh // heads_kv * stride_q[0] + ": ""}, "has q its batch stride?"),
+        Wrong("no batch", {"(pid_bh // heads_kv).to(tl.int64) * stride_q[0] + ": ""}, "has q its batch stride?"),
         Wrong(
             "the padding of the last tile seen", {"(offs_n < seq_k)[None": "(offs_n >= 0)[None"}, "28 keys past the end"
         ),
@@ -2090,7 +2095,21 @@ WRONG = {
                 "m_new = tl.maximum(m, tl.max(lse_part, axis=0))": "m_new = tl.max(0.0 * tl.abs(offs_p), axis=0)",
                 'm = float("-inf")': "m = 0.0",
             },
-            "is the largest lse subtracted",
+            "is the largest lse so far subtracted",
+        ),
+        Wrong(
+            "a maximum that falls",
+            {"m_new = tl.maximum(m, tl.max(lse_part, axis=0))": "m_new = tl.max(lse_part, axis=0)"},
+            "not of the newest block",
+        ),
+        Wrong(
+            "a maximum that falls, but for empty parts",
+            {
+                "m_new = tl.maximum(m, tl.max(lse_part, axis=0))": (
+                    'm_new = tl.max(lse_part, axis=0)\n        m_new = tl.where(m_new == float("-inf"), m, m_new)'
+                )
+            },
+            "is the largest lse so far subtracted",
         ),
         Wrong(
             "no logarithm",
@@ -2146,7 +2165,7 @@ WRONG = {
         Wrong(
             "as many as fit",
             {CHOSEN: "    return max(1, min(tiles, multiprocessors // programs))"},
-            "9 programs leave 7 multiprocessors idle",
+            "10 programs leave 6 multiprocessors idle",
         ),
         Wrong("a float", {CHOSEN: "    return min(tiles, multiprocessors / programs)"}, "expected an int, got"),
         Wrong(
@@ -2154,21 +2173,53 @@ WRONG = {
         ),
         Wrong("half a round", {"-(-n * programs // multiprocessors)": "n * programs / multiprocessors"}, "round up"),
         Wrong("half a tile", {"-(-tiles // n)": "tiles / n"}, "the longest program has ceil(tiles / n) tiles"),
-        Wrong("the memory alone", {READING: "programs * tiles * tile_bytes / ALL"}, "however fast the memory is"),
-        Wrong("a program alone", {READING: "rounds * share * TILE"}, "the memory limits all programs together"),
-        Wrong("one after the other", {READING: READING.replace("max(", "(").replace(", r", " + r")}, "not their sum"),
-        Wrong("a wait in each round", {"+ FIRST": "+ rounds * FIRST"}, "while others read", at_once=True),
-        Wrong("no wait", {" + FIRST": ""}, "a program waits for its first tile"),
         Wrong(
-            "all at once", {READING: f"{READING[:-1]}{FIXED})", f"reading{FIXED}": "reading"}, "no part of what passes"
+            "for another machine",
+            {CHOSEN: CHOSEN.replace(", multiprocessors)", ")")},
+            "50 programs run in 4 rounds of 16 at a time",
+        ),
+        Wrong(
+            "a rule for 132", {CHOSEN: "    return max(1, min(tiles, 132 // programs))"}, "130 programs run in 9 rounds"
+        ),
+        Wrong(
+            "the memory alone", {READING: "FIRST + programs * tiles * tile_bytes / ALL"}, "however fast the memory is"
+        ),
+        Wrong(
+            "a program alone", {READING: "rounds * (FIRST + share * TILE)"}, "the memory limits all programs together"
+        ),
+        Wrong("one after the other", {READING: READING.replace("max(", "(").replace(", r", " + r")}, "not their sum"),
+        Wrong(
+            "one wait, and one after the other",
+            {READING: "FIRST + programs * tiles * tile_bytes / ALL + rounds * share * TILE"},
+            "memory and programs work at the same time",
+        ),
+        Wrong(
+            "one wait in all",
+            {READING: "FIRST + max(programs * tiles * tile_bytes / ALL, rounds * share * TILE)"},
+            "each round waits",
+            at_once=True,
+        ),
+        Wrong(
+            "a wait in each round, and the memory's time",
+            {READING: "rounds * FIRST + max(programs * tiles * tile_bytes / ALL, rounds * share * TILE)"},
+            "one wait is enough",
+        ),
+        Wrong("no wait of the memory", {"max(FIRST + ": "max("}, "the memory, too, delivers nothing"),
+        Wrong(
+            "no wait", {"max(FIRST + ": "max(", "(FIRST + share * TILE)": "share * TILE"}, "in addition to the reading"
+        ),
+        Wrong(
+            "all at once",
+            {READING: f"{READING[:-1]} + {MERGING})", f"reading + {MERGING}": "reading"},
+            "a merge begins",
         ),
         Wrong("no merge", {" + (n > 1) * (MERGE + n * EACH)": ""}, "parts are merged at the end"),
         Wrong("a merge of one part", {"(n > 1) * (MERGE + n * EACH)": "MERGE + n * EACH"}, "one part needs no merge"),
         Wrong("a merge for each part", {"(MERGE + n * EACH)": "n * MERGE"}, "MERGE once"),
         Wrong("a merge of any length", {"(MERGE + n * EACH)": "MERGE"}, "costs EACH for each part, too"),
-        Wrong("bytes of each part", {READING: READING.replace("(programs", "(n * programs")}, "the bytes are the same"),
-        Wrong("bytes of one program", {READING: READING.replace("(programs * ", "(")}, "not of one"),
-        Wrong("twice the time", {"    return reading +": "    return reading + reading +"}, "is 117.7, expected 60.1"),
+        Wrong("bytes of each part", {READING: READING.replace("programs", "n * programs")}, "the bytes are the same"),
+        Wrong("bytes of one program", {READING: READING.replace("programs * ", "")}, "not of one"),
+        Wrong("twice the time", {"    return reading +": "    return reading + reading +"}, "is 121.2, expected 60.6"),
         Wrong("a text", {"    return reading +": "    return str(reading) or"}, "expected a number, got"),
     ],
     "rotation_gain": [
