@@ -25,9 +25,10 @@ import triton
 import triton.language as tl
 
 E4M3 = torch.float8_e4m3fn
-KEYS = tl.constexpr(128)  # keys, and values, that share a scale; a program's rows
+KEYS = tl.constexpr(128)  # keys, and values, that share a scale; rows of a tile
 QUERIES = tl.constexpr(64)  # queries that share a scale
 ROWS_OF_V = 128  # between the transposed tiles of v
+RUN = 4  # tiles of q or k that a program quantizes
 LARGEST = tl.constexpr(448.0)  # of e4m3
 # 1 / scale must be finite. A tile of smaller numbers, or of zeros, has this scale.
 LEAST = tl.constexpr(2.0**-100)
@@ -61,22 +62,31 @@ def _rotation(BLOCK_D: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _quantize_rows(
-    base, to, scale_ptr, stride, tile, seq, factor, rows_of_scale: tl.constexpr, STEP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROTATE: tl.constexpr,
+    ptr, to_ptr, scale_ptr, stride, run, batch, heads, seq, factor, scales_of_head, rows_of_scale: tl.constexpr,
+    STEP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROTATE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of 128 rows of q or k: codes, and a scale for each rows_of_scale of them, STEP apart in memory."""
-    offs, offs_d = tile * KEYS + tl.arange(0, KEYS), tl.arange(0, BLOCK_D)
-    x = load_tile(base, stride, offs, offs_d, seq, HEAD_DIM)
-    if ROTATE:
-        x = tl.dot(x, _rotation(BLOCK_D, x.dtype), input_precision="ieee")
-        factor *= BLOCK_D**-0.5
+    """RUN tiles of 128 rows of q or k: codes, and a scale for each rows_of_scale of them, STEP apart in memory.
+
+    R is made once for all of them, and the next tile is loaded while one is rotated.
+    """
     PARTS: tl.constexpr = KEYS // rows_of_scale
-    x = (x.to(tl.float32) * factor).reshape(PARTS, rows_of_scale, BLOCK_D)
-    scale = tl.maximum(tl.max(tl.max(tl.abs(x), 2), 1) / LARGEST, LEAST)
-    first = tile * PARTS + tl.arange(0, PARTS)
-    tl.store(scale_ptr + first * STEP, scale, mask=first * rows_of_scale < seq)
-    codes = (x * (1 / scale)[:, None, None]).to(tl.float8e4nv).reshape(KEYS, BLOCK_D)
-    tl.store(to + offs.to(tl.int64)[:, None] * BLOCK_D + offs_d, codes, mask=(offs < seq)[:, None])
+    rotation = _rotation(BLOCK_D, ptr.dtype.element_ty)
+    if ROTATE:
+        factor *= BLOCK_D**-0.5
+    tiles = tl.cdiv(seq, KEYS)
+    for n in tl.range(run * RUN, tl.minimum(run * RUN + RUN, batch * heads * tiles), num_stages=2):
+        tile, head = n % tiles, n // tiles
+        offs, offs_d = tile * KEYS + tl.arange(0, KEYS), tl.arange(0, BLOCK_D)
+        x = load_tile(head_base(ptr, stride, head, heads), stride, offs, offs_d, seq, HEAD_DIM)
+        if ROTATE:
+            x = tl.dot(x, rotation, input_precision="ieee")
+        x = (x.to(tl.float32) * factor).reshape(PARTS, rows_of_scale, BLOCK_D)
+        scale = tl.maximum(tl.max(tl.max(tl.abs(x), 2), 1) / LARGEST, LEAST)
+        first = tile * PARTS + tl.arange(0, PARTS)
+        tl.store(scale_ptr + head * scales_of_head + first * STEP, scale, mask=first * rows_of_scale < seq)
+        codes = (x * (1 / scale)[:, None, None]).to(tl.float8e4nv).reshape(KEYS, BLOCK_D)
+        to = to_ptr + head.to(tl.int64) * seq * BLOCK_D
+        tl.store(to + offs.to(tl.int64)[:, None] * BLOCK_D + offs_d, codes, mask=(offs < seq)[:, None])
 
 
 @triton.jit
@@ -113,32 +123,31 @@ def _quantize_kernel(
     q_ptr, k_ptr, v_ptr, q8_ptr, k8_ptr, v8_ptr, q_scale_ptr, kv_scale_ptr, stride_q, stride_k, stride_v,
     batch, heads_q, heads_kv, seq_q, seq_k, sign,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROTATE: tl.constexpr, TRANSPOSED_ROWS: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of q, k and v. Grid: one program for each 128 rows of q, then of k, then of v.
+    """Codes and scales of q, k and v. Grid: one program for each RUN tiles of q, then of k, then for each tile of v.
 
     Reads q, k and v once; writes one byte for each element, and the scales. sign: what q is multiplied by.
     """
     tiles_q, tiles_k = tl.cdiv(seq_q, KEYS), tl.cdiv(seq_k, KEYS)
-    of_q, of_k = batch * heads_q * tiles_q, batch * heads_kv * tiles_k
+    of_q, of_k = tl.cdiv(batch * heads_q * tiles_q, RUN), tl.cdiv(batch * heads_kv * tiles_k, RUN)
     pid = tl.program_id(0)
     if pid < of_q:
-        tile, head = pid % tiles_q, pid // tiles_q
-        base = head_base(q_ptr, stride_q, head, heads_q)
-        to = q8_ptr + head.to(tl.int64) * seq_q * BLOCK_D
-        scale_ptr = q_scale_ptr + head * tl.cdiv(seq_q, QUERIES)
-        _quantize_rows(base, to, scale_ptr, stride_q, tile, seq_q, sign, QUERIES, 1, HEAD_DIM, BLOCK_D, ROTATE)
+        _quantize_rows(
+            q_ptr, q8_ptr, q_scale_ptr, stride_q, pid, batch, heads_q, seq_q, sign, tl.cdiv(seq_q, QUERIES),
+            QUERIES, 1, HEAD_DIM, BLOCK_D, ROTATE, RUN,
+        )  # fmt: skip
+    elif pid < of_q + of_k:
+        _quantize_rows(
+            k_ptr, k8_ptr, kv_scale_ptr, stride_k, pid - of_q, batch, heads_kv, seq_k, 1.0, tiles_k * 2,
+            KEYS, 2, HEAD_DIM, BLOCK_D, ROTATE, RUN,
+        )  # fmt: skip
     else:
-        place = (pid - of_q) % of_k
+        place = pid - of_q - of_k
         tile, head = place % tiles_k, place // tiles_k
-        if pid < of_q + of_k:
-            base = head_base(k_ptr, stride_k, head, heads_kv)
-            to = k8_ptr + head.to(tl.int64) * seq_k * BLOCK_D
-            scale_ptr = kv_scale_ptr + head * tiles_k * 2
-            _quantize_rows(base, to, scale_ptr, stride_k, tile, seq_k, 1.0, KEYS, 2, HEAD_DIM, BLOCK_D, ROTATE)
-        else:
-            base = head_base(v_ptr, stride_v, head, heads_kv)
-            to = v8_ptr + place.to(tl.int64) * TRANSPOSED_ROWS * KEYS
-            _quantize_values(base, to, kv_scale_ptr + place * 2, stride_v, tile, seq_k, HEAD_DIM, BLOCK_D)
+        base = head_base(v_ptr, stride_v, head, heads_kv)
+        to = v8_ptr + place.to(tl.int64) * TRANSPOSED_ROWS * KEYS
+        _quantize_values(base, to, kv_scale_ptr + place * 2, stride_v, tile, seq_k, HEAD_DIM, BLOCK_D)
 
 
 def tiles(seq: int, rows: int = KEYS.value) -> int:
@@ -165,13 +174,14 @@ def room(q: torch.Tensor, k: torch.Tensor, columns: int) -> Quantized:
 def plan(q, k, v, columns: int, rotate: bool, sign: int) -> Launch:
     """The launch on (q, k, v, *Quantized) for tensors like these, none of them empty. sign: what q is multiplied by."""
     (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
-    programs = batch * (heads_q * tiles(seq_q) + 2 * heads_kv * tiles(seq_k))
+    of_q, of_k = batch * heads_q * tiles(seq_q), batch * heads_kv * tiles(seq_k)
+    programs = cdiv(of_q, RUN) + cdiv(of_k, RUN) + of_k
     sizes = dict(
         stride_q=q.stride(), stride_k=k.stride(), stride_v=v.stride(),
         batch=batch, heads_q=heads_q, heads_kv=heads_kv, seq_q=seq_q, seq_k=seq_k, sign=float(sign),
-        HEAD_DIM=head_dim, BLOCK_D=columns, ROTATE=rotate, TRANSPOSED_ROWS=ROWS_OF_V,
+        HEAD_DIM=head_dim, BLOCK_D=columns, ROTATE=rotate, TRANSPOSED_ROWS=ROWS_OF_V, RUN=RUN,
     )  # fmt: skip
-    launch = Launch(_quantize_kernel, programs, sizes, dict(num_warps=8))
+    launch = Launch(_quantize_kernel, programs, sizes, dict(num_warps=4))
     if runtime.DEVICE == "cuda" and not runtime.recording:
         launch.compile(q, k, v, *room(q, k, columns))
     return launch
