@@ -319,10 +319,10 @@ def plan_backward(*sizes, is_causal=False, sign=1, multiprocessors=132, **others
 def test_the_backward_plan_s_sizes(head_dim, block_m, rest, sum_columns):
     plan, sizes = plan_backward(2, 6, 400, head_dim, heads_kv=2, seq_k=300)
     tiles_m = math.ceil(400 / block_m)
-    named = dict(heads_q=6, heads_kv=2, group=3, seq_k=300, tiles_m=tiles_m, tiles_n=3, heads=4, together=4)
+    named = dict(heads_q=6, heads_kv=6, group=1, seq_k=300, tiles_m=tiles_m, tiles_n=3, heads=12, together=12)
     assert sizes.items() >= (named | dict(scale=0.25, BLOCK_M=block_m, REST=rest, ORDERED=True)).items()
     assert (plan.tiles, plan.padded_rows) == (12 * tiles_m, 12 * tiles_m * block_m)
-    assert plan.fused.grid[0] == 3 * 4
+    assert plan.fused.grid[0] == 3 * 12
     assert plan.rows.grid[0] == plan.dq.grid[0] == plan.tiles
     for made in (plan.rows, plan.dq):
         of_call = dict(heads_q=6, seq_q=400, padded_q=tiles_m * block_m, SUM_D=sum_columns)
