@@ -139,5 +139,5 @@ def test_pip_install_editable_works(package):
     assert done.returncode == 0, done.stderr
     wheel = zipfile.ZipFile(package / done.stdout.splitlines()[-1])
     names = {Path(name).name: name for name in wheel.namelist()}
-    assert wheel.read(names["__editable__.flash_attention_course-1.1.0.pth"]).decode().strip() == str(package)
+    assert wheel.read(names["__editable__.flash_attention_course-2.0.0.pth"]).decode().strip() == str(package)
     assert b"course = course:main" in wheel.read(names["entry_points.txt"])
