@@ -14,7 +14,7 @@ def check(answer):
         for rank, got in played_by:
             check_result(rank, inputs, *got)
         for rank, _ in played_by:
-            if len(rank.sends) < 2 * ranks - 1:
+            if ranks > 1 and len(rank.sends) < 2 * ranks - 1:  # one rank alone may keep its sum
                 reject(
                     f"{ranks} ranks: each rank sends {len(rank.sends)} times. The gradients are right, and they "
                     "answer exercise 5.26. Here a rank's own terms of dK and dV travel with the others': it sends "

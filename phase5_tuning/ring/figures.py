@@ -67,8 +67,9 @@ def homeward(ranks: int, kv: float, sums: float) -> None:
                 _bar(ax, at, kv, 1, f"{number + 1}", **KEYS)
             at += length
             if number < ranks and (name != "own" or len(steps) == ranks):
-                _bar(ax, at, sums, 0, color="white", edgecolor=COLORS["ink"])
-                end, transfers = at + sums, transfers + 1
+                begin = at + kv * (number + 1 < ranks - 1)  # the same link first brings the keys
+                _bar(ax, begin, sums, 0, color="white", edgecolor=COLORS["ink"])
+                end, transfers = begin + sums, transfers + 1
         ax.text(end - sums / 2, 0.5, "home", **CENTER, fontsize=9)
         end = max(at, end)
         ax.axvline(end, color=COLORS["ink"], lw=1, ls=":")

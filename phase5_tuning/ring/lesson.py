@@ -31,9 +31,13 @@ def verdict(q, k, v, results: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> st
     return verify_results(lambda *_, **__: (o, lse), q, k, v, compare_sdpa=False).verdict
 
 
-def error_of_parts(merge: Callable, parts: int) -> float:
-    """The rms error of o in bf16, by that of o, if the keys are attended to in so many parts, which `merge` merges."""
+def error_of_parts(merge: Callable, parts: int, mean: float = 0.0) -> float:
+    """The rms error of o in bf16, by that of o, if the keys are attended to in so many parts, which `merge` merges.
+
+    mean: of the values, whose standard deviation is 1.
+    """
     q, k, v = make_qkv(1, 1, 64, 64, seq_k=1024, dtype=torch.bfloat16)
+    v = v + mean
     exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
     (o, lse), *others = (attention_forward(q, *kv) for kv in zip(k.chunk(parts, 2), v.chunk(parts, 2), strict=True))
     o = o.float()

@@ -1534,6 +1534,21 @@ WRONG = {
             "computes while the sums stand still",
         ),
         Wrong(
+            "sums travel after the products, and one rank alone keeps its own",
+            {
+                "            sending_sum.wait()\n            dkv += coming_sum.wait()\n": (
+                    "            dkv += coming_sum\n"
+                ),
+                "        sending_sum, coming_sum = rank.send(dkv), rank.receive()\n": (
+                    "        coming_sum = dkv\n        if rank.ranks > 1:\n"
+                    "            sending_sum, coming_sum = rank.send(dkv), rank.receive()\n"
+                    "            sending_sum.wait()\n            coming_sum = coming_sum.wait()\n"
+                ),
+                "    sending_sum.wait()\n    return dq, coming_sum.wait()": "    return dq, coming_sum",
+            },
+            "computes while the sums stand still",
+        ),
+        Wrong(
             "all send first",
             {
                 "        sending_sum, coming_sum = rank.send(dkv), rank.receive()\n": (
@@ -2299,6 +2314,21 @@ RIGHT = {
                 ),
             },
             "each step of 4 programs",
+            kind="passed",
+        )
+    ],
+    "bring_home": [
+        Wrong(
+            "one rank alone keeps its sum",
+            {
+                "    sending_sum.wait()\n    return": (
+                    "    if rank.ranks == 1:\n        return dq, dkv\n    sending_sum.wait()\n    return"
+                ),
+                "        sending_sum, coming_sum = rank.send(dkv)": (
+                    "        if rank.ranks > 1:\n            sending_sum, coming_sum = rank.send(dkv)"
+                ),
+            },
+            "1 to 5 ranks",
             kind="passed",
         )
     ],
