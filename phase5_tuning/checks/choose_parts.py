@@ -53,6 +53,9 @@ def _times(n, programs, tiles, tile_bytes, multiprocessors):
         "the memory delivers to all programs while each gets its tiles: the slower of the two counts, not their sum": (
             all_bytes + walks + merge
         ),
+        "the memory delivers while each round waits and gets its tiles: the slower of the two counts, not their sum": (
+            memory + walks + merge
+        ),
         "memory and programs work at the same time: the slower of the two counts, not their sum": (
             memory + FIRST + rounds * own + merge
         ),

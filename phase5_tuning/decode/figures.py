@@ -71,30 +71,6 @@ def step(text: str, after: str) -> None:
     style.show(fig, f"The tokens {text!r}, {below}. Then the next token is written: {after!r}.")
 
 
-def roofline(record: dict, queries: Sequence[int], group: int) -> None:
-    """The most FLOP/s that memory and products allow, and where calls of so many queries stand."""
-    copy, gemm = (record["ceilings"][name] for name in ("copy_bytes_per_s", "gemm_flops_per_s"))
-    fig, ax = style.new(7.5, 3.6)
-    roof = {x: min(gemm, x * copy) / 1e12 for x in (1, gemm / copy, 4096)}
-    ax.loglog([*roof], [*roof.values()], color=COLORS["limit"], lw=1.2)
-    words = dict(textcoords="offset points", fontsize=9)
-    ax.annotate(f"a copy: {copy / 1e12:.1f} TB/s", (12, 12 * copy / 1e12), (-6, 10), ha="right", **words)
-    ax.annotate(f"matrix products: {gemm / 1e12:.0f} TFLOP/s", (gemm / copy, gemm / 1e12), (0, 5), **words)
-    said = []
-    for n in queries:
-        most = min(gemm, n * group * copy) / 1e12
-        ax.plot(n * group, most, "o", color=COLORS["tiled"], markersize=9)
-        ax.annotate(f"{n} {'query' if n == 1 else 'queries'}", (n * group, most), (8, -13), **words)
-        said.append(f"{n}: {most:.0f}")
-    ax.set(xlabel="arithmetic intensity, FLOP per byte", ylabel="TFLOP/s at most", xlim=(1, 4096), ylim=(1, 2000))
-    style.show(
-        fig,
-        "A roofline: a slope, the speed of a copy, and above it a flat roof, the speed of matrix products. TFLOP/s at "
-        f"most, by queries in groups of {group}: {', '.join(said)}.",
-        describe(record),
-    )
-
-
 def programs(record: dict, cuts: Mapping[int, dict], multiprocessors: int) -> None:
     """What runs on how many multiprocessors; cuts: number of parts -> its row. The merge has a program for each row."""
     fig, axes = style.new(9, 3.4, columns=len(cuts), sharey=True, sharex=True)

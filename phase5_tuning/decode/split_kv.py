@@ -174,7 +174,7 @@ def _attn_fwd_merge_kernel(
 
 # --- tiles and parts -----------------------------------------------------------------------------------------------
 
-FEW_ROWS = 16  # the fewest that tensor cores take
+FEW_ROWS = 16  # of the smallest product that Triton makes on tensor cores
 AN_H100 = 132  # multiprocessors; where kernels are interpreted, calls are cut as there
 
 

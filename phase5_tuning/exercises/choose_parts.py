@@ -21,7 +21,7 @@ Notebook: phase5_tuning/decode.ipynb, section 4.2.
 """
 
 ALL = 3.0e6  # bytes that the memory delivers in a microsecond, to all programs together
-TILE = 0.9  # microseconds in which one program gets a tile, at best
+TILE = 0.9  # microseconds in which one program gets a tile
 FIRST = 3.0  # microseconds until a program has its first one
 MERGE, EACH = 1.2, 0.02  # microseconds of a merge, and for each part in it
 

@@ -15,7 +15,7 @@ There may be none: then o = 0 and lse = -inf. Write what the program does:
 2. walk over its keys with phase 2's `attention_tile_step`: each key and each value is loaded once;
 3. store o and lse of its rows in the memory of its part, in fp32.
 
-Every tl.dot takes all rows at once: a tile has 16 rows at least, since tensor cores take no fewer.
+Every tl.dot takes all rows at once. A tile has 16 rows at least: Triton's products on tensor cores pad fewer to 16.
 
 Notebook: phase5_tuning/decode.ipynb, section 2.2.
 """

@@ -2042,7 +2042,7 @@ WRONG = {
             "k is read 4 times: each head of a group reads it for itself",
             at_once=True,
         ),
-        Wrong("all parts in one place", {"(part * tl.num_programs(0) + pid_bh)": "pid_bh"}, "were never stored"),
+        Wrong("all parts in one place", {"(part * tl.num_programs(0) + pid_bh)": "pid_bh"}, "does `part` count in"),
         Wrong(
             "v where k lies", {"head_base(v_ptr, stride_v": "head_base(v_ptr, stride_k"}, "v is read with the strides"
         ),
@@ -2207,6 +2207,11 @@ WRONG = {
             "one wait, and one after the other",
             {READING: "FIRST + programs * tiles * tile_bytes / ALL + rounds * share * TILE"},
             "memory and programs work at the same time",
+        ),
+        Wrong(
+            "both times of reading",
+            {READING: "programs * tiles * tile_bytes / ALL + rounds * (FIRST + share * TILE)"},
+            "while each round waits and gets its tiles",
         ),
         Wrong(
             "one wait in all",
