@@ -32,12 +32,12 @@ def _by_convention(*case, products=PRODUCTS):
 
 
 def _mistakes_by_convention(*case):
-    *sizes, _, mode = case
+    *sizes, is_causal, mode = case
     recomputed, four, of_backward = (
         _by_convention(*case, products=dict(fwd=2, bwd=bwd, both=both)) for bwd, both in ((7, 9), (4, 6), (5, 5))
     )
     right, padded = _by_convention(*case), padded_dim(sizes[-1])
-    return {
+    mistakes = {
         "under a causal mask the count is half": _by_convention(*sizes, False, mode),
         "an addition and a multiplication are two operations: 2 a b c": right // 2,
         "backward counts for 2.5 forward passes, whatever kernels recompute": recomputed,
@@ -45,6 +45,13 @@ def _mistakes_by_convention(*case):
         '"both" is forward and backward together, 3.5 times as much as forward': of_backward,
         "the convention takes head_dim as it is; kernels pad it": right // sizes[-1] * padded,
     }
+    if is_causal:
+        batch, heads, seq_q, seq_k, head_dim = sizes
+        side = min(seq_q, seq_k)
+        pairs = side * (side + 1) // 2 + (seq_q - side) * seq_k
+        visible = 2 * batch * heads * pairs * head_dim * PRODUCTS[mode]
+        mistakes["the convention halves, whatever the lengths; this counts visible pairs"] = visible
+    return mistakes
 
 
 def executed(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles, products=(4, 3), width=None, counts=None):
@@ -74,10 +81,11 @@ def _executed_mistakes(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles):
     whole_keys = executed(*case, counts=lambda m0, m1, n0, n1: n1 < seq_k and seen(m1, n1))
     whole_queries = executed(*case, counts=lambda m0, m1, n0, n1: m1 < seq_q and seen(m1, n0))
     unpadded, power = (executed(*case, width=n) for n in (head_dim, 1 << (head_dim - 1).bit_length()))
-    once, exchanged, five = (executed(*case, products=n) for n in ((4, 1), (3, 4), (3, 2)))
+    once, exchanged, five, three = (executed(*case, products=n) for n in ((4, 1), (3, 4), (3, 2), (2, 1)))
     return (_causal_mistakes(case, right) if is_causal else {}) | {
         "both kernels compute S and dP for themselves: 4 + 3 products": once,
         "dK/dV makes S, dP, dV, dK: 4 products; dQ makes S, dP, dQ: 3": exchanged,
+        "S and dP are products, too, and each kernel makes both": three,
         "this makes five products, as the convention counts; the kernels make seven": five,
         "a tile is (block_m queries, block_n keys), in this order": executed(*case[:6], *swapped),
         "the dQ kernel cuts S into tiles of its own, dq_tile": executed(*case[:7], tiles[0]),
@@ -99,6 +107,7 @@ def _causal_mistakes(case, right):
     off_diagonal = executed(*case, counts=lambda m0, m1, n0, n1: n0 < m0)
     whole = executed(*case, counts=lambda m0, m1, n0, n1: n1 < seq_k and n1 <= m0)
     past_queries = executed(*case, counts=lambda m0, m1, n0, n1: n0 <= m1)
+    first_row = executed(*case, counts=lambda m0, m1, n0, n1: n0 <= m0)
     return {
         "the half is the convention of `flops`; here the tiles with a visible pair are counted": full // 2,
         "the half is the convention of `flops`, and the tiles are counted already": right // 2,
@@ -107,6 +116,7 @@ def _causal_mistakes(case, right):
         "tiles on the diagonal are computed whole: they are missing": off_diagonal,
         "only tiles that are visible as a whole count here: those on the diagonal are computed, too": whole,
         "rows past the last query, in the last tile, see nothing": past_queries,
+        "a tile is computed if its last query sees a key, not only if its first does": first_row,
     }
 
 

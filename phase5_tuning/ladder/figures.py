@@ -36,7 +36,7 @@ def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float
     ridge, low = gemm_flops / copy_bytes, 0.4 * min(flops for *_, flops in points.values()) / 1e12
     got = max(flops / asked for asked, _, flops in points.values())
     ax.plot(x, np.minimum(x * got, gemm_flops) / 1e12, color=COLORS["limit"], linewidth=1, linestyle=":")
-    ax.annotate(f"asked for and got:\n{got / 1e12:.1f} TB/s", (1.5 * low / got * 1e12, 1.5 * low), (-6, 6), ha="right",
+    ax.annotate(f"asked for and got:\n{got / 1e12:.1f} TB/s", (2 * low / got * 1e12, 2 * low), (-6, 6), ha="right",
                 textcoords="offset points", fontsize=8)  # fmt: skip
     ax.axvline(ridge, color=COLORS["limit"], linewidth=0.8, linestyle=":")
     ax.text(ridge * 1.05, low * 1.05, f"{ridge:.0f} FLOP a byte", fontsize=8)

@@ -100,14 +100,19 @@ def operations() -> str:
 
 
 def roofline(ladder: dict, seq: int = 4096, size: int = 2) -> dict[str, tuple[float, float, float]]:
-    """Of the last rung, full mask: FLOP for a byte asked for, FLOP for a byte that must move, FLOP/s reached."""
+    """Of phase 3's kernel and the last rung, full mask: FLOP for a byte asked for, FLOP for a byte that must move,
+    FLOP/s reached."""
     rows, points = by_case(ladder), {}
     for head_dim in (64, 128):
         tile = chosen("forward", head_dim, False)
         flops = timing.attention_flops(1, 1, seq, seq, head_dim)
         asked = traffic.tiled_attention_bytes(seq, seq, head_dim, tile.BLOCK_M, tile.BLOCK_N, size, lse=True)
         reached = rows["ours", head_dim, False, seq, "fwd"]["tflops"] * 1e12
-        points[f"forward, D {head_dim}"] = flops / asked, flops / (4 * seq * (head_dim * size + 1)), reached
+        moved = 4 * seq * (head_dim * size + 1)
+        points[f"forward, D {head_dim}"] = flops / asked, flops / moved, reached
+        asked = traffic.tiled_attention_bytes(seq, seq, head_dim, 64, 64, size, lse=True)
+        reached = rows["phase 4", head_dim, False, seq, "fwd"]["tflops"] * 1e12  # its forward kernel is phase 3's
+        points[f"phase 3, D {head_dim}"] = flops / asked, flops / moved, reached
         asked = 8 * seq  # the LSE, read and stored in base 2 while delta is computed
         for kind, part in (("dkdv", "delta"), ("dkdv", "dkdv"), ("dq", "dq")):
             tile = chosen(kind, head_dim, False)
@@ -152,12 +157,10 @@ def share_from_memory(counters: dict) -> float:
 def from_cache(counters: dict) -> str:
     """At which rate K and V came, and how much of it from memory."""
     row, asked = of_counted(counters, "ours"), asked_bytes()
-    each = 64 * 1024 * row["clocks"] * SMS / asked
     return (
         f"memory: {row['dram_bytes'] / 1e9:.2f} GB by NVIDIA's profiler ncu, Q, O and LSE among them\n"
         f"L2: {row['l2_bytes'] / 1e9:.1f} GB by ncu, {row['l2']:.0f} % of what it can move in that time\n"
-        f"asked for: {asked / 1e9:.1f} GB in {row['ns'] / 1e6:.2f} ms are {asked / row['ns'] / 1e3:.1f} TB/s\n"
-        f"a multiprocessor: 64 KiB, a tile of K and one of V, in {each:.0f} clocks are {65536 / each:.0f} bytes a clock"
+        f"asked for: {asked / 1e9:.1f} GB in {row['ns'] / 1e6:.2f} ms are {asked / row['ns'] / 1e3:.1f} TB/s"
     )
 
 
@@ -175,6 +178,12 @@ def profile(counters: dict, provider: str) -> dict[str, float]:
         exponentials=logits,
         wavefronts=row["shared_memory"] / 100 * row["clocks"],
     )
+
+
+def outside(counters: dict, provider: str) -> str:
+    """How busy L2 and memory were in the call of `of_counted`; memory by the rate of a large copy."""
+    row, rate = of_counted(counters, provider), counters["ceilings"]["copy_bytes_per_s"]
+    return f"L2 {row['l2']:.0f}%, memory {1e9 * row['dram_bytes'] / row['ns'] / rate:.0%}"
 
 
 def bytes_asked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable:
@@ -225,6 +234,8 @@ def of_64(record: dict, *names: str) -> str:
         times = [slower(record, provider, 64, True, seq) for seq in lengths]
         label = "1 stage, at most 128" if config.maxnreg else name
         lines.append(f"{label:<24}{c.registers:>9}{programs(c, config):>10}   {min(times):.2f} to {max(times):.2f}")
+    off = max(abs(r[key] / r["ms"] - 1) for r in record["rows"] for key in ("ms_min", "ms_max"))
+    lines.append(f"single calls: within {off:.1%} of their median")
     return "\n".join(lines)
 
 
@@ -234,11 +245,11 @@ def other_tiles(record: dict, *others: str) -> str:
     tiles = {(d, name): config or chosen("forward", d, False) for d in (64, 128) for name, config in names.items()}
     made = last_rung((d, False, config) for (d, _), config in tiles.items())
     lines = [
-        "forward, full mask, 16384 tokens; time by that of the tile that ships",
+        "forward, full mask, 16384 tokens; time / that of the tuned kernel's own tile",
         " " * 22 + "".join(f" {f'D {d}: programs   time':<24}" for d in (64, 128)),
     ]
     for name in names:
-        line = f"{'the tile that ships' if name == 'ours' else name:<22}"
+        line = f"{'its own tile' if name == 'ours' else name:<22}"
         for d in (64, 128):
             fit = programs(made[d, False, tiles[d, name]], tiles[d, name])
             line += f"{fit:>14}{slower(record, name, d, False):>7.2f}    "

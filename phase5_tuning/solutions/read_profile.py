@@ -5,7 +5,7 @@ follows for how many clocks a unit must work, and for what share of the measured
 
 1. `needed`: for each unit, the clocks that it needs for what was counted.
 2. `limit`: the unit that is busy for at least 80 % of the measured clocks, the busiest if there are several. If there
-   is none, the kernel spends its time on something that was not counted: "waiting".
+   is none: "waiting". (L2 and memory are not among the units; the notebook adds them.)
 3. `largest_gain`: by what number could the clocks be divided at most, if the counts stay as they are? No unit can
    need more clocks than the kernel takes. So this is a bound, and no forecast.
 

@@ -35,6 +35,18 @@ WRONG = {
         Wrong("diagonal tiles left out", {"start_m + block_m) if": "start_m) if"}, "they are missing"),
         Wrong("rows past the last query", {"min(seq_k, seq_q, start_m": "min(seq_k, start_m"}, "rows past the last"),
         Wrong("the true head_dim", {"max(16, 1 << (head_dim - 1).bit_length())": "head_dim"}, "head_dim is padded"),
+        Wrong("from the first query", {"start_m + block_m) if": "start_m + 1) if"}, "not only if its first does"),
+        Wrong("the gradients alone", {"((4, dkdv_tile), (3,": "((2, dkdv_tile), (1,"}, "each kernel makes both"),
+        Wrong(
+            "visible pairs by convention",
+            {
+                "return product * products // (2 if is_causal else 1)": (
+                    "pairs = sum(min(seq_k, i + 1) for i in range(seq_q)) if is_causal else seq_q * seq_k\n"
+                    "    return 2 * batch * heads * pairs * head_dim * products"
+                )
+            },
+            "this counts visible pairs",
+        ),
         Wrong("S and dP once", {"((4, dkdv_tile), (3,": "((4, dkdv_tile), (1,"}, "for themselves"),
         Wrong("five products", {"((4, dkdv_tile), (3,": "((3, dkdv_tile), (2,"}, "the kernels make seven"),
         Wrong("one head", {"batch * heads * count": "count"}, "batch * heads such heads"),
