@@ -165,33 +165,6 @@ def masked_tile(memory, x, tile) -> None:
     )
 
 
-def in_shared_memory(keys: int, head_dim: int, rows: int) -> None:
-    """When each tile of a program that holds all keys lies in shared memory: `rows` queries, fp16."""
-    steps = ("K into\nregisters", "load V", "$S = QK^T$", "softmax", "$PV$")
-    wide, narrow, tile_q = (n * width * 2 // 1024 for n, width in ((keys, head_dim), (rows, keys), (rows, head_dim)))
-    fig, ax = style.new(7.6, 3.3)
-    for name, tint, first, last, bottom, height in (
-        ("Q", "q", 0, 3, 0, tile_q),
-        ("K", "k", 0, 1, narrow, wide),
-        ("V", "v", 1, 5, narrow, wide),
-        ("P", "s", 4, 5, 0, narrow),
-    ):
-        ax.add_patch(Rectangle((first, bottom), last - first, height, fc=TINT[tint], ec=INK, lw=1))
-        low = height < wide / 16  # the words stand above it
-        look = dict(ha="center", va="bottom" if low else "center", size=9, color=INK)
-        ax.text((first + last) / 2, bottom + height / (1 if low else 2), f"{name}: {height} KiB", **look)
-    ax.set_xticks([i + 0.5 for i in range(len(steps))], steps)
-    ax.set(xlim=(0, 5.02), ylim=(0, 1.12 * (wide + narrow)), ylabel="KiB of shared memory")
-    ax.tick_params(axis="x", length=0)
-    ax.set_title(f"One program with {rows} queries and all {keys} keys, from left to right")
-    style.show(
-        fig,
-        f"Shared memory of one program over five steps. Q, {tile_q} KiB, lies there until S has been computed. K, "
-        f"{wide} KiB, leaves after the first step. V, {wide} KiB, then takes its place and stays to the end; P, "
-        f"{narrow} KiB, joins it for the last step, which makes {wide + narrow} KiB.",
-    )
-
-
 def stages_and_tests(passed: Mapping[str, Mapping[str, bool]]) -> None:
     """passed: stage -> test -> whether the stage passes it. One row a stage, one column a test."""
     tests = list(next(iter(passed.values())))
