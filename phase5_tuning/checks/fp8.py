@@ -4,7 +4,7 @@ import itertools
 import math
 
 from common import make_qkv, runtime
-from common.learn.check.require import after, close, guarded, reject, require, require_none
+from common.learn.check.require import after, close, explained_in, guarded, reject, require, require_none
 from common.verify.expected import UNIT_ROUNDOFF, E
 from common.verify.harness import Z_MAX
 from common.verify.reference import naive_attention
@@ -41,7 +41,7 @@ def check(answer):
             f"with an outlier in the last block the rows before it are {ours:.1%} off, with one scale for the whole "
             f"tensor {one_scale:.1%}: does a block's scale depend on its own rows only?"
         )
-    with after("codes, scales and the kernel, which is the first stage"):
+    with after("codes, scales and the kernel, which is the first stage"), explained_in("3.2"):
         for columns in (64, 128):
             _check_rotated(answer.rotated, columns)
         _check_rotated_attention(answer)

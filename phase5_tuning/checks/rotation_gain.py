@@ -109,6 +109,7 @@ def _check_measured(answer, name, q, k, rotate, right):
     wrong = {
         "of q and k one is rotated and the other is not": _measured(q @ m, k, q, k, False) if rotate else None,
         "rotate is not asked for, or what is rounded is rotated only afterwards": _measured(q, k, q, k, not rotate),
+        "one of q and k is not rounded": right / 2**0.5,
         "q and k are rounded twice: rotate them as they are, then round them once": (
             _measured(rounded(q), rounded(k), q, k, rotate)
         ),

@@ -2269,6 +2269,8 @@ WRONG = {
         Wrong("always spread", {"    if rotate:\n": "    if True:\n"}, "elements are as large as they are"),
         Wrong("q alone", {"rounded(k @ m)": "rounded(k)"}, "one is rotated and the other is not"),
         Wrong("k alone", {"rounded(q @ m)": "rounded(q)"}, "one is rotated and the other is not"),
+        Wrong("q as it is", {"rounded(q @ m)": "(q @ m)"}, "one of q and k is not rounded"),
+        Wrong("k as it is", {"rounded(k @ m)": "(k @ m)"}, "one of q and k is not rounded"),
         Wrong("a mean", {"off.square().mean().sqrt()": "off.abs().mean()"}, "a mean of |error|"),
         Wrong("no root", {"off.square().mean().sqrt()": "off.square().mean()"}, "the root is missing"),
         Wrong("never", {"if rotate else torch.eye": "if False else torch.eye"}, "rotate is not asked for"),
