@@ -390,7 +390,7 @@ def step() -> None:
 def traffic(record: Mapping) -> None:
     """Bytes through memory, and time, of the backward kernel by how many heads of queries take turns.
 
-    record: of `python -m phase5_tuning.bench.counters --turns`. A ring: as the kernel does it.
+    record: of `python -m phase5_tuning.bench.counters --turns`. A circle: as the kernel does it.
     """
     rows = record["rows"]
     fig, axes = style.new(9, 3.3, columns=2)
