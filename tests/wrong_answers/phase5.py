@@ -635,7 +635,7 @@ WRONG = {
                     "            if step < tiles_n:\n                right = start_n"
                 ),
             },
-            "pairs are sent, where 2 are right: each turn has tiles_n + 1",
+            "2 pairs are sent, where 3 are right: each turn has tiles_n + 1",
         ),
         Wrong(
             "values of the same step",
