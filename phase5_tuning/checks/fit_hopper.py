@@ -38,7 +38,7 @@ def _said(head_dim, shape, c):
         return said
     return said + (
         " as without OVERLAP, since the assembler has moved the wait for the products before the exponentials "
-        "(section 8.2); on a GPU OVERLAP gains nevertheless (section 8.3)"
+        "(section 8.2); on a GPU OVERLAP gains nevertheless (section 9)"
     )
 
 

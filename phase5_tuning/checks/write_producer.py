@@ -85,6 +85,9 @@ def _why(answer, *call):
             "no announcement at the end: after the last turn consumers wait for a tile's number. Wait until the next "
             "place is free, announce a number past the end, and arrive at its q_full"
         )
+    pairs, needed = _pairs(got), _pairs(right)
+    if pairs < needed:
+        return f"{pairs} pairs are sent, where {needed} are right: each turn has tiles_n + 1"
     for barrier in sorted({name for _, name in right}):
         said = (_of_empty if "empty" in barrier else _of_full)(barrier, got, right)
         if said:
@@ -106,6 +109,10 @@ def _numbers(produce, q, k, v, is_causal):
 
 def _waits_for_sides(numbers):
     return sum(len(found) for (what, barrier), found in numbers.items() if what == "wait" and barrier[:2] == "q_")
+
+
+def _pairs(numbers):
+    return sum(len(found) for (what, barrier), found in numbers.items() if what == "expect" and barrier[:3] == "kv_")
 
 
 def _of_empty(barrier, got, right):

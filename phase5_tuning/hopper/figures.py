@@ -281,34 +281,6 @@ def quads(owner: np.ndarray, needs: np.ndarray) -> None:
     )
 
 
-# --- registers ----------------------------------------------------------------------------------------------------
-
-
-def register_file(parts: Mapping[str, Sequence[tuple[str, int]]], limit: int) -> None:
-    """How the registers of a multiprocessor are shared out, a bar a way.
-
-    parts: way -> (who, registers of a thread) of each four warps. limit: what there is.
-    """
-    fig, ax = style.new(8.4, 0.55 * len(parts) + 1.2)
-    colors = {"consumer": TINT["q"], "producer": TINT["k"], "any": TINT["s"]}
-    for y, (_, groups) in enumerate(parts.items()):
-        left = 0
-        for who, registers in groups:
-            kind = who.split()[0] if who.split()[0] in colors else "any"
-            style.box(
-                ax, left, y - 0.35, f"{who}\n{registers}" if registers > 40 else f"{registers}",
-                width=registers, height=0.7, color=colors[kind], size=8, edge=COLORS["ink"],
-            )  # fmt: skip
-            left += registers
-    ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.2)
-    ax.text(limit, -0.62, f"{limit}", ha="center", va="bottom", fontsize=9)
-    ax.set(yticks=range(len(parts)), yticklabels=parts, ylim=(len(parts) - 0.5, -0.6))
-    most = max(sum(n for _, n in groups) for groups in parts.values())
-    ax.set(xlim=(0, 1.04 * max(limit, most)), xlabel="registers, in units of 128 (one for each thread of four warps)")
-    said = "; ".join(f"{way}: " + " + ".join(str(n) for _, n in groups) for way, groups in parts.items())
-    style.show(fig, alt=f"Registers in units of 128, of which there are {limit}. {said}.")
-
-
 # --- the backward pass --------------------------------------------------------------------------------------------
 
 

@@ -639,6 +639,17 @@ WRONG = {
             "its phase ends when all announced bytes have come",
         ),
         Wrong(
+            "keys and values of one step in each pair",
+            {
+                "range(tiles_n + 1)": "range(tiles_n)",
+                "if (step == 0) | (step == tiles_n)": "if tiles_n < 0",
+                "            if step > 0:\n                right = start_n + BLOCK_N": (
+                    "            if step < tiles_n:\n                right = start_n"
+                ),
+            },
+            "2 pairs are sent, where 3 are right: each turn has tiles_n + 1",
+        ),
+        Wrong(
             "values of the same step",
             {"right = start_n + BLOCK_N": "right = start_n"},
             "copied, not needed: v of head 0, batch 0, from row -64 on",

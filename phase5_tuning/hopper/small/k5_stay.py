@@ -36,7 +36,7 @@ def produce(
     while tile < tiles_m * heads:
         head, m = place(tile, tiles_m, heads)
         first = head * tiles_m * (2 * ROWS)
-        side = turn % 2  # the turn's place for queries
+        side = turn % 2  # where the turn's queries lie
         mbarrier.wait(q_empty.index(side), turn // 2 & 1 ^ 1)
         number.index(side).store(gl.full([1], tile, gl.int32, ONE))
         full = q_full.index(side)
@@ -108,7 +108,7 @@ def consume(
         fence_async_shared()
         tma.async_copy_shared_to_global(o_desc, [head * tiles_m * (2 * ROWS) + row, 0], q_tile)
         tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(turn % 2), count=1)  # O has left the place of the queries
+        mbarrier.arrive(q_empty.index(turn % 2), count=1)  # O has left the side of its queries
         turn += 1
         tile = read_number(number, q_full, turn)
 
