@@ -157,8 +157,11 @@ def programs_per_sm(registers: int, shared: int, num_warps: int) -> tuple[int, i
 
 def outline(body: list[Instruction]) -> str:
     """A turn in lines: position, how many instructions, what they do."""
+    skipped = {x.address for first, last in masks(body) for x in body[first : last + 1]}
 
     def kind(x):
+        if x.address in skipped:
+            return "mask, which most turns skip"
         if x.what == "exponential":
             return ARITHMETIC
         if x.what == "product":

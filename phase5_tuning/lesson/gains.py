@@ -144,25 +144,22 @@ def recorded(record: dict, name: str, head_dim: int, is_causal: bool, mode: str 
     return old / new
 
 
-def _heads(cases) -> list[str]:
-    return [
-        " | ".join([f"{'gain':<20}", *(f"{case_name(*case):<18}" for case in cases)]),
-        " | ".join([" " * 20, *["model  4096  16384"] * len(cases)]),
+def _gains(record: dict, name: str, modes: list[str]) -> list[str]:
+    """A table of the gains of a rung in all cases: predicted, and recorded at seq 16384."""
+    lines = [
+        " | ".join([f"{'gain':<20}", *(f"{case_name(*case):<12}" for case in CASES)]),
+        " | ".join([" " * 20, *["model   time"] * len(CASES)]),
     ]
-
-
-def _row(record, name, mode, label, cases) -> str:
-    columns = []
-    for case in cases:
-        times = (recorded(record, name, *case, mode, seq) for seq in (4096, 16384))
-        columns.append("{:>5.2f}{:>6.2f}{:>7.2f}".format(predicted(name, *case, mode), *times))
-    return " | ".join([f"{label:<20}", *columns])
+    for mode in modes:
+        pairs = [(predicted(name, *case, mode), recorded(record, name, *case, mode)) for case in CASES]
+        lines.append(" | ".join([f"{WORDS[mode]:<20}", *("{:>5.2f}{:>7.2f}".format(*pair) for pair in pairs)]))
+    return lines
 
 
 def report(record: dict, name: str, *kinds: str) -> str:
     """A table of the gains of a rung, and of what it changes in the machine code of its kernels."""
     modes = [mode for mode in STEPS if name in STEPS[mode]]
-    lines = [*_heads(TWO), *(_row(record, name, mode, WORDS[mode], TWO) for mode in modes)]
+    lines = _gains(record, name, modes)
     kernels = [kernel for mode in modes for kernel in PASSES[mode] if name in RUNGS[kernel]]
     if name == "transposed dK, dV":
         kernels = ["dkdv"]
@@ -187,8 +184,6 @@ def orders() -> str:
     lines = [f"causal, D 128, seq 16384, {n} slots: predicted time, light first / heavy first"]
     for heads in (1, 2, 4, 8, 16, 32):
         lines.append(f"{heads:>3} heads {finish(256, heads, n, False) / finish(256, heads, n, True):>6.2f}")
-    short = 64, 64, n
-    lines.append(f" 64 heads {finish(*short, False) / finish(*short, True):>6.2f}, seq 4096, as in the record")
     return "\n".join(lines)
 
 
@@ -236,7 +231,7 @@ def assumption(*lines: tuple[str, bool]) -> str:
 
 
 def whole(record: dict) -> None:
-    """Print the gains of all rungs in all cases, and how good the predictions were."""
+    """Print how good the predictions were, and what all rungs gain together at seq 16384."""
     cases = list(itertools.product(CASES, STEPS))
     off = [predicted(n, *c, mode) / recorded(record, n, *c, mode) for c, mode in cases for n in STEPS[mode]]
     near = sum(abs(quotient - 1) <= 0.05 for quotient in off)
@@ -246,16 +241,10 @@ def whole(record: dict) -> None:
     )
     print(f"a guess of no gain at all is within 5 % in {none}\n")
     rows = by_case(record)
-    print(*_heads(CASES), sep="\n")
+    print(" | ".join([f"{'time, all rungs':<20}", *(f"{case_name(*case):<12}" for case in CASES)]))
     for mode, words in WORDS.items():
-        print(f"{words:<20}" + f" | {'':<18}" * len(CASES))
-        for name in STEPS[mode]:
-            print(_row(record, name, mode, f"  {name}", CASES))
-        print(f"{'  all rungs together':<20}", end="")
-        for case in CASES:
-            pairs = ([rows[p, *case, seq, mode]["ms"] for p in ("phase 4", "ours")] for seq in (4096, 16384))
-            print(" | {:>11.2f}{:>7.2f}".format(*(old / new for old, new in pairs)), end="")
-        print()
+        pairs = ([rows[p, *case, 16384, mode]["ms"] for p in ("phase 4", "ours")] for case in CASES)
+        print(" | ".join([f"{words:<20}", *(f"{old / new:>12.2f}" for old, new in pairs)]))
 
 
 # --- counted by a profiler --------------------------------------------------------------------------------------------
