@@ -161,6 +161,7 @@ def _require_right(what, s, v, got, right, question):
         "this is a logarithm to base 2": lse / math.log(2),
         "log(l) is to base 2 here": top + (lse - top) / math.log(2),
         "this is 0: does m start from -inf? Above all logits l becomes 0": torch.zeros_like(lse),
+        "the numbers of a row of s are a stride apart, too": torch.logsumexp(_as(s, (s.stride(0), 1)), 1),
         "a row of s is sought at row * n: rows are a stride apart": torch.logsumexp(_as(s, (s.shape[1], 1)), 1),
         "this is -inf: is m updated in the loop?": torch.full_like(lse, -INF),
         **_own_maximum(wide),
@@ -276,7 +277,9 @@ def _near(got, right):
 def _require_masked(what, s, v, moved):
     (read_s, read_v), of_s = (moved.loaded_from[name] for name in "sv"), s.numel() * s.itemsize
     of_v, again = of_s * v.shape[1], of_s and read_s % of_s == 0  # the whole of s: `_require_traffic` says so
+    beside = 0 < read_s < of_s and moved.loaded_from["other"]
     signs = {
+        "memory beside s is read, and not all of s: are the strides of its rows and columns exchanged?": beside,
         f"{read_s} bytes of s are read, s has {of_s}: does the load of s have a mask?": read_s > of_s and not again,
         f"{read_v} bytes of v are read; once for each row are {of_v}: is it masked?": read_v > of_v,
     }
