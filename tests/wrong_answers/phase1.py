@@ -316,7 +316,12 @@ WRONG = {
             {"BLOCK_N=64,": "BLOCK_N=triton.next_power_of_2(max(1, n)),"},
             "compiled anew for rows of another length",
         ),
-        Wrong("acc is not rescaled", {"acc = alpha * acc + tl": "acc = acc + tl"}, "the same rows falling are right"),
+        Wrong(
+            "acc is not rescaled",
+            {"acc = alpha * acc + tl": "acc = acc + tl"},
+            "the same rows falling are right",
+            section="4.4",
+        ),
         Wrong("l is not rescaled", {"l = alpha * l + tl": "l = l + tl"}, "the same rows falling are right"),
         Wrong(
             "padding of 0",
