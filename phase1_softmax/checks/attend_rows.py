@@ -10,6 +10,7 @@ from common.learn.check.require import (
     Rejected,
     close,
     counted,
+    explained_in,
     masked_loads_undefined,
     reject,
     require,
@@ -30,7 +31,8 @@ def check(answer):
         for dtype in dtypes:
             same = dict(dtype=dtype, device=runtime.DEVICE)
             named = f"{what}, {str(dtype).removeprefix('torch.')}"
-            _check_case(answer, named, _copy(s, **same), _copy(v, **same), question)
+            with explained_in(SECTIONS.get(question, "")):
+                _check_case(answer, named, _copy(s, **same), _copy(v, **same), question)
     s, v = randn(3, 90), randn(90, 12, seed=1)
     s[1, 70] = math.nan
     for name, t in zip(("o", "lse"), pair("attend_rows", answer.attend_rows(s, v)), strict=True):
@@ -55,6 +57,9 @@ def _require_tiles(answer):
 
 # Cases are (kind, s, v, dtypes, what to ask where it fails).
 ONE, ALL = (torch.float32,), runtime.DTYPES
+RESCALE = "the same rows falling are right: is everything that was summed under an old maximum rescaled?"
+STRIDES = "is every element found by its own tensor's strides?"
+SECTIONS = {RESCALE: "4.4", STRIDES: "3.3"}
 
 
 def _cases():
@@ -65,21 +70,19 @@ def _cases():
     seen[0, 30:] = seen[1, :70] = seen[3] = -INF
     column_major = _apart(randn(24, 100, seed=1)).t()
     five, wide = randn(70, 5, seed=1), randn(70, 200, seed=1)
-    rescale = "the same rows falling are right: is everything that was summed under an old maximum rescaled?"
-    strides = "is every element found by its own tensor's strides?"
     return [
         ("5 rows of 100 falling logits", falling, v, ALL, "what does the second tile do to m, l and acc?"),
         ("400 falling logits a row", ramp.flip(1), w, ONE, "is the end of the row reached?"),
-        ("400 rising logits a row", ramp, w, ONE, rescale),
-        ("400 logits a row", randn(2, 400), w, ALL, rescale),
+        ("400 rising logits a row", ramp, w, ONE, RESCALE),
+        ("400 logits a row", randn(2, 400), w, ALL, RESCALE),
         ("logits near 1000", randn(2, 100) + 1000, v, ONE, "is the maximum subtracted before exp?"),
         ("logits near -10000", randn(2, 100) - 10000, v, ONE, "does m start from -inf?"),
         ("logits near -20000", randn(2, 100) - 20000, v, ONE, "what is subtracted: is -1e4 larger than m?"),
         ("masked logits and a row without any other", seen, v, ALL, "what is subtracted where m is -inf?"),
-        ("s transposed", _apart(randn(100, 3)).t(), v, ONE, strides),
-        ("v transposed", randn(3, 100), column_major, ONE, strides),
-        ("every other logit of a row", randn(3, 200)[:, ::2], v, ONE, strides),
-        ("one row, expanded to 3", randn(1, 100).expand(3, 100), v, ONE, strides),
+        ("s transposed", _apart(randn(100, 3)).t(), v, ONE, STRIDES),
+        ("v transposed", randn(3, 100), column_major, ONE, STRIDES),
+        ("every other logit of a row", randn(3, 200)[:, ::2], v, ONE, STRIDES),
+        ("one row, expanded to 3", randn(1, 100).expand(3, 100), v, ONE, STRIDES),
         ("rows of one logit", randn(3, 1), randn(1, 16), ONE, "what fills the rest of a tile?"),
         ("head_dim 5", randn(3, 70), five, ONE, "is the last axis masked?"),
         ("head_dim 200", randn(2, 70), wide, ONE, "is all of the last axis computed?"),
@@ -161,6 +164,7 @@ def _require_right(what, s, v, got, right, question):
         "this is a logarithm to base 2": lse / math.log(2),
         "log(l) is to base 2 here": top + (lse - top) / math.log(2),
         "this is 0: does m start from -inf? Above all logits l becomes 0": torch.zeros_like(lse),
+        "the numbers of a row of s are a stride apart, too": torch.logsumexp(_as(s, (s.stride(0), 1)), 1),
         "a row of s is sought at row * n: rows are a stride apart": torch.logsumexp(_as(s, (s.shape[1], 1)), 1),
         "this is -inf: is m updated in the loop?": torch.full_like(lse, -INF),
         **_own_maximum(wide),
@@ -276,7 +280,9 @@ def _near(got, right):
 def _require_masked(what, s, v, moved):
     (read_s, read_v), of_s = (moved.loaded_from[name] for name in "sv"), s.numel() * s.itemsize
     of_v, again = of_s * v.shape[1], of_s and read_s % of_s == 0  # the whole of s: `_require_traffic` says so
+    beside = 0 < read_s < of_s and moved.loaded_from["other"]
     signs = {
+        "memory beside s is read, and not all of s: are the strides of its rows and columns exchanged?": beside,
         f"{read_s} bytes of s are read, s has {of_s}: does the load of s have a mask?": read_s > of_s and not again,
         f"{read_v} bytes of v are read; once for each row are {of_v}: is it masked?": read_v > of_v,
     }

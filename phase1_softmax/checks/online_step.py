@@ -75,6 +75,7 @@ def _require_state(what, m_got, l_got, m, l, tile, tolerance):
         "this is one maximum for all rows: which axis is reduced?": torch.maximum(m, tile.max()),
     }
     alpha, unshifted = torch.exp(m - shift), torch.exp(tile - own[:, None]).sum(1)
+    against_old = torch.exp(tile - torch.where(m == -INF, 0.0, m)[:, None]).sum(1)
     old, l_new = l * alpha, l * alpha + new
     if _same(m_got, l_new) and _same(l_got, m_new):
         reject(f"{what}: m and l are exchanged: return m first, then l")
@@ -91,6 +92,7 @@ def _require_state(what, m_got, l_got, m, l, tile, tolerance):
         "the old sum was measured against the old maximum: is it rescaled?": l + new,
         "the old sum is rescaled the wrong way around: it must never grow": l * torch.exp(shift - m) + new,
         "the tile is measured against its own maximum, not against the new one": old + unshifted,
+        "the tile is measured against the old maximum, not against the new one": old + against_old,
         "the old sum is lost": new,
         "the tile's sum is rescaled too: it is measured against the new maximum already": (l + new) * alpha,
     }

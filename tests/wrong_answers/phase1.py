@@ -124,6 +124,11 @@ WRONG = {
         Wrong("PyTorch: an LSE", {f"return m_new, {_NEW_L}": f"return m_new, m_new + torch.log({_NEW_L})"}, "return l"),
         Wrong("PyTorch: no rescale", {"l * torch.exp(m - shift)": "l"}, "measured against the old maximum: is it resc"),
         Wrong("PyTorch: rescaled the wrong way around", {"torch.exp(m - shift)": "torch.exp(shift - m)"}, "never grow"),
+        Wrong(
+            "PyTorch: the tile against the old maximum",
+            {"torch.exp(tile - shift[:, None])": "torch.exp(tile - m[:, None])"},
+            "measured against the old maximum, not against the new one",
+        ),
         Wrong("PyTorch: the old maximum is lost", {"torch.maximum(m, tile.amax(dim=1))": "tile.amax(dim=1)"}, "alone"),
         Wrong("PyTorch: no guard", {"torch.where(m_new == -math.inf, 0.0, m_new)": "m_new"}, "in place of m?"),
         Wrong(
@@ -287,6 +292,14 @@ WRONG = {
     "attend_rows": [
         Wrong("log2 in the lse", {"m + tl.log(norm)": "m + tl.log2(norm)"}, "log(l) is to base 2 here"),
         Wrong("rows side by side", {"s_ptr + row * stride_s[0]": "s_ptr + row * n"}, "a row of s is sought at row * n"),
+        Wrong(
+            "columns side by side", {"offs_n * stride_s[1]": "offs_n"}, "the numbers of a row of s are a stride apart"
+        ),
+        Wrong(
+            "strides exchanged",
+            {"row * stride_s[0]": "row * stride_s[1]", "offs_n * stride_s[1]": "offs_n * stride_s[0]"},
+            "are the strides of its rows and columns exchanged?",
+        ),
         Wrong("v without a mask", {"v_ptrs, mask=inside, other=0.0": "v_ptrs"}, "is it masked?"),
         Wrong(
             "lse in fp16",
@@ -303,7 +316,12 @@ WRONG = {
             {"BLOCK_N=64,": "BLOCK_N=triton.next_power_of_2(max(1, n)),"},
             "compiled anew for rows of another length",
         ),
-        Wrong("acc is not rescaled", {"acc = alpha * acc + tl": "acc = acc + tl"}, "the same rows falling are right"),
+        Wrong(
+            "acc is not rescaled",
+            {"acc = alpha * acc + tl": "acc = acc + tl"},
+            "the same rows falling are right",
+            section="4.4",
+        ),
         Wrong("l is not rescaled", {"l = alpha * l + tl": "l = l + tl"}, "the same rows falling are right"),
         Wrong(
             "padding of 0",
