@@ -290,7 +290,7 @@ def test_next_follows_what_was_worked_on_last(typed):
             assert f"Next: {exercise.number}" in typed()[0]
     for exercise in PHASE_1[2:]:
         progress.begin(exercise)
-    progress.Progress({e.name: hash_of(e.stub) for e in PHASE_1[2:]}, last=PHASE_1[2].name).save()
+    progress.Progress({e.name: f"{hash_of(e.stub)} {e.version}" for e in PHASE_1[2:]}, last=PHASE_1[2].name).save()
     assert typed("solution")[0].startswith(f"- {PHASE_1[2].file}")
     assert typed("next")[0].startswith(PHASE_2[0].number)
 
