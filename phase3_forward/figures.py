@@ -125,11 +125,11 @@ def head_mapping(heads_q: int, heads_kv: int) -> None:
 
 
 def padding() -> None:
-    """What the padded rows and columns of a tile of Q, K and V must hold, and why."""
+    """What is enough in the padded rows and columns of a tile of Q, K and V, and why."""
     panels = {  # padded columns, padded rows, the two reasons
-        "Q": ("0", "anything", "columns: in every dot product\nrows: not stored"),
+        "Q": ("finite", "anything", "columns: times the zeros of K\nrows: not stored"),
         "K": ("0", "anything", "columns: in every dot product\nrows: their logits become -inf"),
-        "V": ("anything", "0", "columns: not stored\nrows: times the weight 0"),
+        "V": ("anything", "finite", "columns: not stored\nrows: times the weight 0"),
     }
     fig, axes = style.drawing(8.8, 2.6, columns=3, aspect="equal")
     for ax, (name, (columns, rows, why)) in zip(axes, panels.items(), strict=True):
@@ -137,7 +137,7 @@ def padding() -> None:
         style.box(ax, 0, 0, name, width=5, height=2.4, color=style.TINT[name.lower()], **line)
         parts = ((5, 0, 3, 2.4, columns), (0, 2.4, 5, 1.6, rows), (5, 2.4, 3, 1.6, "anything"))
         for x, y, width, height, what in parts:
-            if what == "0":
+            if what != "anything":
                 style.box(ax, x, y, what, width=width, height=height, **line)
                 continue
             look = dict(fc="white", ec=COLORS["s"], hatch="///", lw=0)
@@ -152,11 +152,11 @@ def padding() -> None:
         ax.text(0, 4.25, why, va="top", fontsize=9)
         ax.set(xlim=(-1.1, 8.05), ylim=(5.6, -0.7))
     look = dict(fontsize=11, x=0.01, ha="left", fontweight="bold")
-    fig.suptitle("What the padding must hold: 0, or anything, even NaN", **look)
+    fig.suptitle("What is enough in the padding: 0, finite numbers, or anything, even NaN", **look)
     said = (f"{n}: padded columns {c}, padded rows {r} ({why})" for n, (c, r, why) in panels.items())
     style.show(
         fig,
-        "Tiles of Q, K and V that stick out of their matrices, and what their padding must hold. "
+        "Tiles of Q, K and V that stick out of their matrices, and what is enough in their padding. "
         f"{'. '.join(said)}. Where padded rows and columns meet: anything.".replace("\n", "; "),
     )
 

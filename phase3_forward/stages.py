@@ -179,8 +179,11 @@ def try_columns(places: set[int] | None) -> None:
             report = verify_results(_o_alone, *make_qkv(1, 1, 70, 80))
     except Exception as error:  # no tile is 80 wide
         print(f"the kernel does not run: {_innermost(error)}")
+        print(*(f"place {n} makes a tile of 80 columns" for n in sorted(_WIDE - places)), sep="\n")
         return
     print(report.results[0])
+    if not report.passed:
+        print(*(f"place {n} must end at the true columns" for n in sorted(places - _WIDE)), sep="\n")
     if report.passed and places != _WIDE:
         print("right, but it loads columns behind the matrix: it must not rely on what lies there")
 

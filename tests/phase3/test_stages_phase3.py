@@ -77,7 +77,9 @@ def test_every_stage_is_tested_and_the_last_is_the_module():
     [
         (set(), "does not run"),
         ({1}, "does not run"),
+        ({3}, "place 1 makes a tile of 80 columns"),
         ({1, 2, 3}, "non-finite"),
+        ({1, 3, 4}, "place 4 must end at the true columns"),
         ({1, 3, 5}, "loads columns behind the matrix"),
         ({1, 3, 6}, "stored outside"),
     ],
