@@ -120,6 +120,21 @@ def verdicts(fn: Callable) -> None:
             print(f"{case:<16}{report.verdict}")
 
 
+def kept(fn: Callable) -> int:
+    """KiB that autograd keeps of fn(q, k, v) for the backward pass: one head of 512 tokens, head_dim 64, fp32."""
+    inputs = [t.requires_grad_() for t in make_qkv(1, 1, 512, 64, dtype=torch.float32)]
+    sizes = {}
+
+    def note(t):
+        sizes[t.data_ptr()] = t.nbytes  # k and its transpose are one tensor
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        o = fn(*inputs)
+    del o  # until here its graph holds what was kept, so that no address comes twice
+    return sum(sizes.values()) // 1024
+
+
 # --- 5. Tests ------------------------------------------------------------------------------------------------------
 
 

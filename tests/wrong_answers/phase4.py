@@ -136,6 +136,11 @@ WRONG = {
         ),
         Wrong("the slope is not squared", {"1 - t * t": "1 - t"}, "the slope of tanh(x) is 1 - tanh(x)^2"),
         Wrong("the slope of C", {"cap * t, 1 - t * t": "cap * t, 1 - (cap * t) ** 2"}, "here it takes C"),
+        Wrong(
+            "the slope of tanh(C)",
+            {"cap * t, 1 - t * t": "cap * t, 1 - torch.tanh(cap * t) ** 2"},
+            "here it takes tanh(C)",
+        ),
         Wrong("no cap", {"if cap is not None": "if False"}, "the logits are not capped"),
         Wrong("no scale", {" * q.shape[-1] ** -0.5\n    slope": "\n    slope"}, "not multiplied by the scale"),
         Wrong("no delta", {".mT - delta)": ".mT)"}, "delta is not subtracted"),
@@ -721,6 +726,17 @@ WRONG = {
                 "    dq_out = dq_sum * scale\n": "",
             },
             "What atomic_add returns is the sum so far",
+        ),
+        Wrong(
+            "the last program stores its part",
+            {
+                'mask=inside, sem="relaxed")\n': (
+                    'mask=inside, sem="relaxed")\n        if pid_n == tl.num_programs(0) - 1:\n'
+                    "            store_tile(dq_ptr + at_q, rows, offs_m, offs_d, seq_q, HEAD_DIM, part * scale)\n"
+                ),
+                "    dq_out = dq_sum * scale\n": "",
+            },
+            "it is the part of the last program alone",
         ),
         Wrong("an order that is right", {"[0, 1, 2, 1, 2, 2]": "[0, 1, 1, 2, 2, 2]"}, "each program comes at its time"),
         Wrong("another race's order", {"[1, 1, 0, 2, 2, 2]": "[0, 2, 1, 1, 2, 2]"}, "LOST would be its name"),
