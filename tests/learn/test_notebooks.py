@@ -247,16 +247,17 @@ def test_output_is_narrow_enough_to_read(notebook):
 
 
 def test_the_glossary_says_where_each_term_is_defined():
-    rows = re.findall(
-        r"^\| \*\*(.*)\*\* \| (.*) \| \[\w+\]\((.*)\), ([\d.]+) \|$", (ROOT / "GLOSSARY.md").read_text(), re.M
-    )
-    assert len(rows) == (ROOT / "GLOSSARY.md").read_text().count("\n| **") > 100
-    for term, meaning, chapter, section in rows:
+    page = (ROOT / "GLOSSARY.md").read_text()
+    row = r"^\| <a id=\"(.*)\"></a>\*\*(.*)\*\* \| (.*) \| \[\w+\]\((.*)\), ([\d.]+) \|$"
+    rows = re.findall(row, page, re.M)
+    assert len(rows) == page.count("**") / 2 > 100
+    for anchor, term, meaning, chapter, section in rows:
+        assert anchor == re.sub("[^a-z0-9]+", "-", term.split(",")[0].lower()).strip("-")
         stored = nbformat.read(ROOT / chapter, as_version=4)
         text = "\n".join(c.source for c in stored.cells if c.cell_type == "markdown")
         assert re.search(rf"^##+ {re.escape(section)}[. ]", text, re.MULTILINE), (term, chapter, section)
         assert meaning.strip()
-    assert len({term.lower() for term, *_ in rows}) == len(rows)
+    assert len({anchor for anchor, *_ in rows}) == len(rows)
 
 
 def test_a_moving_picture_is_stored_as_it_is_today(notebook):
