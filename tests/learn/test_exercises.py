@@ -85,13 +85,10 @@ def test_a_wrong_answer_is_rejected_and_the_mistake_is_named(name, wrong, tmp_pa
 
 
 @interpreted_only
+@pytest.mark.slow  # solutions pass at once
 @pytest.mark.parametrize(
     ("name", "right"),
-    [  # one of each exercise at once, the others in make test-slow
-        pytest.param(name, right, marks=[] if i == 0 else pytest.mark.slow)
-        for name, rights in wrong_answers.load("RIGHT").items()
-        for i, right in enumerate(rights)
-    ],
+    [(name, right) for name, rights in wrong_answers.load("RIGHT").items() for right in rights],
     ids=lambda x: getattr(x, "mistake", x),
 )
 def test_another_right_answer_passes(name, right, tmp_path):
