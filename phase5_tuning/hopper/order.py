@@ -2,7 +2,8 @@
 
 A program owns a tile of keys, walks over the tiles of queries that see it, and adds a part to the dQ of each. The order
 of those additions is fixed; so a program may have to wait for others. The model says how long, and whether everybody
-gets done. `split_group` and `turns` choose an order in which what programs use at once stays in the cache.
+gets done. `split_group` and `turns` choose an order that fills the GPU, and in which what programs use at once stays in
+the cache.
 """
 
 import heapq
@@ -21,10 +22,12 @@ def split_group(group: int, row_bytes: int, is_causal: bool, tiles: int, program
     row_bytes: of a query in Q, dO and the sum of dQ. tiles: of keys, in all heads of keys. programs: how many run at
     once.
 
-    At least EACH programs for each place, so that no multiprocessor is left alone with a long one. Under a causal mask
-    a program's walk is one tile of keys shorter than its neighbour's. Both begin at the last queries, and the shorter
-    one is ahead by another tile in each further head of the part: by (heads - 1) / 2 tiles on average. So many rows,
-    for all programs, have to stay in the cache between a program and its neighbour.
+    A call is to have EACH programs for each that runs at once, so that no multiprocessor ends alone with a long one. A
+    part costs memory for its dK and dV, so there are no more than needed.
+
+    Under a causal mask a program's walk is one tile of keys shorter than its neighbour's. Both begin at the last
+    queries, and the shorter one is ahead by another tile in each further head of the part: by (heads - 1) / 2 tiles on
+    average. So many rows, for all programs, have to stay in the cache between a program and its neighbour.
     """
     most = 1 + 2 * CACHED // (programs * block_n * row_bytes) if is_causal else group  # heads in a part
     splits = (split for split in range(1, group) if group % split == 0 and group // split <= most)
