@@ -99,10 +99,10 @@ def efficiencies(lengths: Sequence[int], of: Mapping[str, Sequence[float]], reco
 
 
 def predicted(
-    of: Mapping[str, Sequence[Sequence[float | None]]], gpus: Sequence[int], tokens: Sequence[int], by: str, few: int
+    of: Mapping[str, Sequence[Sequence[float | None]]], gpus: Sequence[int], tokens: Sequence[int], by: str, fewest: int
 ) -> None:
     """Predicted efficiency in per cent, a panel for each way; of: way -> at each number of tokens, of GPUs. by: from
-    what it was predicted. few: rows of a GPU; cells with no more are hatched.
+    what it was predicted. fewest: rows of a GPU; cells with less are hatched.
     """
     fig, axes = style.new(9.5, 3.2, columns=len(of), sharey=True)
     for ax, (way, rows) in zip(axes, of.items(), strict=True):
@@ -111,7 +111,7 @@ def predicted(
             shade = "white" if value is None else f"{0.5 + 0.5 * value:.2f}"
             said = "–" if value is None else f"{100 * value:.0f}"
             style.box(ax, x - 0.5, y - 0.5, color=shade, edge=COLORS["ink"], line=0.5)
-            if value is not None and tokens[y] // gpus[x] <= few:
+            if value is not None and tokens[y] // gpus[x] < fewest:
                 look = dict(fill=False, hatch="////", linewidth=0, edgecolor=COLORS["state"])
                 ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
             ax.text(x, y, said, **CENTER, color="black", fontsize=8, bbox=dict(facecolor=shade, linewidth=0, pad=0.6))
@@ -128,6 +128,6 @@ def predicted(
     style.show(
         fig,
         f"Predicted efficiency in per cent by GPUs and tokens. With {tokens[-1]:,} tokens on {list(gpus)} GPUs: "
-        f"{longest}. With fewer tokens, or more GPUs, it falls. Cells with {few:,} rows of a GPU or fewer are hatched.",
+        f"{longest}. With fewer tokens, or more GPUs, it falls. Hatched: less than {fewest:,} rows of a GPU.",
         by,
     )
