@@ -1,10 +1,11 @@
-"""The Hopper kernel for some hundred queries with many keys: parts of the keys become the batch.
+"""The Hopper kernel for some hundred queries with many keys: a group's heads become rows, parts of the keys a batch.
 
-Keys (1, heads, seq, head_dim), seen with other strides, are (parts, heads, seq / parts, head_dim). Queries are seen as
-often as there are parts, with a stride of 0, and the heads of a group one after the other, so that it reads keys once.
-So the kernel of hopper/forward.py splits without knowing of it. What the parts leave over at the end, keys that do not
-divide or the triangle of a causal mask, is a part of its own by split_kv's kernel, and split_kv's merge makes one of
-all. A batch has other strides than a sequence, so there must be one sequence only.
+Queries (batch, heads_q, seq, head_dim), seen as (batch, heads_kv, group x seq, head_dim), fill tiles that a head alone
+would leave half empty, and read keys once for all heads of a group.
+Keys (batch, heads, seq, head_dim), seen with other strides, are (parts, batch x heads, seq / parts, head_dim), and
+queries are seen as often as there are parts, with a stride of 0. So the kernel of hopper/forward.py splits without
+knowing of it. What the parts leave over at the end, keys that do not divide or the triangle of a causal mask, is a part
+of its own by split_kv's kernel, and split_kv's merge makes one of all.
 
 Builds on: `hopper.forward` and this folder's `split_kv`.
 """
@@ -17,25 +18,44 @@ from phase5_tuning.launch.plans import Launch, cdiv
 
 import torch
 
-ROWS = 128  # of a program: two consumers
 MOST = 16  # parts
+LEAST_KEYS = {64: 4096, 128: 1024}  # of a part; with fewer, at this width of tiles, split_kv's are faster
+# Measured on an H100: nanoseconds of a program for a key, by the width of its tiles and its consumers;
+# bytes that the merge writes and reads in a microsecond, and the microseconds of its launch.
+KEY_NS = {(64, 2): 8.3, (64, 3): 10.8, (128, 2): 12.1}
+MERGED, MERGE_US = 1.5e6, 3.0
 
 
-def parts(q: torch.Tensor, k: torch.Tensor, is_causal: bool, offset: int) -> int:
+def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, offset: int) -> int:
     """In how many parts to cut the keys that all queries see; 0 where other kernels are faster.
 
-    Programs take turns in rounds of one for each multiprocessor, and a round is the longer, the fewer parts there are.
-    Another part costs its merge, about a 64th of the whole. Measured on an H100: faster than split_kv's tiles from an
-    eighth of the multiprocessors on, with 1024 keys in a part, and not at head_dim 64.
+    Programs take turns in rounds of one for each multiprocessor. With more parts a round is shorter, and more is
+    merged.
     """
     (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
-    keys, rows = offset + 1 if is_causal else k.shape[2], heads_q // heads_kv * seq_q
-    if batch > 1 or rows <= ROWS // 2 or hopper_forward.columns_of(head_dim) < ROWS:
+    columns, group = hopper_forward.columns_of(head_dim), heads_q // heads_kv
+    keys, rows = offset + 1 if is_causal else k.shape[2], group * seq_q
+    if rows <= 64:  # one tile of split_kv's
         return 0
-    tiles, most = heads_kv * cdiv(rows, ROWS), split_kv.at_once(q)
-    cost = {n: cdiv(tiles * n, most) / n + n / 64 for n in range(1, MOST + 1)}
-    n = min(cost, key=cost.get)
-    return n if most // 8 <= tiles <= 2 * most and keys >= 1024 * n else 0
+    consumers = hopper_forward.shape_of(columns, rows, keys, False)["CONSUMERS"]
+    block, most = consumers * hopper_forward.ROWS.value, split_kv.at_once(q)
+    tiles = batch * heads_kv * cdiv(rows, block)
+    if tiles > 2 * most:  # enough for any kernel; but rows of a group may fill fewer tiles
+        return int(not is_causal and 0.9 * group * cdiv(seq_q, block) > cdiv(rows, block))
+
+    def us(n):
+        walks = cdiv(tiles * n, most) * keys / n * KEY_NS[columns, consumers] / 1e3
+        return walks + (n > 1) * (MERGE_US + n * q.numel() * 2 * q.itemsize / MERGED)
+
+    counts = range(1, MOST + 1) if all(_joined(t) for t in (k, v)) else (1,)
+    n = min(counts, key=us)
+    busy = tiles * n / (cdiv(tiles * n, most) * most)
+    return n if busy > 0.75 and keys >= n * LEAST_KEYS[columns] else 0
+
+
+def _joined(t: torch.Tensor) -> bool:
+    """Whether all heads of a batch follow one another with one stride."""
+    return len(t) == 1 or t.stride(0) == t.shape[1] * t.stride(1)
 
 
 @dataclass(frozen=True)
@@ -43,25 +63,27 @@ class FoldedLaunch:
     """`launch(q, k, v, o, lse)` writes o and lse, for all calls of one kind.
 
     views: size and strides with which the kernel sees q, k, v and o. first: the first key that no part has. rest: the
-    launch for the keys from there on, None if there are none. parts: the shape of the LSE of all parts and the rest.
+    launch for the keys from there on, None if there are none. merge: None if there is one part and no rest. parts: the
+    shape of the LSE of all parts and the rest.
     """
 
     views: tuple
     attend: Launch
     first: int
     rest: Launch | None
-    merge: Launch
+    merge: Launch | None
     parts: tuple[int, ...]
 
     def __call__(self, q, k, v, o, lse):
-        o_parts, lse_parts = split_kv.room(self.parts, q, q.dtype)
+        o_parts, lse_parts = split_kv.room(self.parts, q, q.dtype) if self.merge else (o, lse)
         taken = torch.zeros(1, dtype=torch.int32, device=q.device)
         tensors = q.contiguous(), k, v, o_parts
         self.attend(*(t.as_strided(*view) for t, view in zip(tensors, self.views, strict=True)), lse_parts, taken)
         if self.rest:
             ends = k[:, :, self.first :], v[:, :, self.first :]
             self.rest(*ends, q, o, lse, o_parts[-1:], lse_parts[-1:])
-        self.merge(o_parts, lse_parts, o, lse)
+        if self.merge:
+            self.merge(o_parts, lse_parts, o, lse)
 
 
 def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float, n: int) -> FoldedLaunch:
@@ -69,23 +91,27 @@ def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float, n: int) ->
 
     is_causal: query i sees keys 0 ... i + offset.
     """
-    (_, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
+    (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
     share = (offset + 1 if is_causal else k.shape[2]) // n
     first = n * share
     rows = heads_q // heads_kv * seq_q
-    of_rows = n, heads_kv, rows, head_dim
-    of_q, of_o = ((of_rows, (step, rows * head_dim, head_dim, 1)) for step in (0, heads_q * seq_q * head_dim))
-    of_k, of_v = (((n, heads_kv, share, head_dim), (share * t.stride(2), *t.stride()[1:])) for t in (k, v))
+    outer, heads = (batch, heads_kv) if n == 1 else (n, batch * heads_kv)
+    of_rows, strides = (outer, heads, rows, head_dim), (rows * head_dim, head_dim, 1)
+    of_o = of_rows, (heads * rows * head_dim, *strides)
+    of_q = of_o if n == 1 else (of_rows, (0, *strides))
+    of_k, of_v = (
+        ((outer, heads, share, head_dim), (t.stride(0) if n == 1 else share * t.stride(2), *t.stride()[1:]))
+        for t in (k, v)
+    )
     views = [t.as_strided(*view) for t, view in ((q.contiguous(), of_q), (k, of_k), (v, of_v))]
     rest = split_kv.keys_seen(q, k, is_causal, offset) > first
     shape = n + rest, *lse.shape
-    o_parts, lse_parts = split_kv.room(shape, q, q.dtype)
+    of_parts = split_kv.room(shape, q, q.dtype) if n + rest > 1 else None
     of_rest = None
     if rest:
         ends, tried = (k[:, :, first:], v[:, :, first:]), split_kv.tiles(rows, head_dim, q.itemsize)
-        into = o_parts[-1:], lse_parts[-1:]
+        into = [t[-1:] for t in of_parts]
         of_rest = split_kv.attending(q, *ends, o, lse, into, is_causal, offset - first, scale, tried)
     attend = hopper_forward.plan(*views, False, scale, 1).launch
-    return FoldedLaunch(
-        (of_q, of_k, of_v, of_o), attend, first, of_rest, split_kv.merging(o_parts, lse_parts, o, lse), shape
-    )
+    merge = split_kv.merging(*of_parts, o, lse) if of_parts else None
+    return FoldedLaunch((of_q, of_k, of_v, of_o), attend, first, of_rest, merge, shape)

@@ -114,7 +114,7 @@ def choose(
     given: q, k and v as they came. converted: as plain kernels take them. scale: its absolute value. kernel, config: as
     for `attention_forward`. is_causal: query i sees keys 0 ... i + offset.
     """
-    q, k, _ = given
+    q, k, v = given
     if 0 in q.shape[:3] or k.shape[2] == 0:
         return NOTHING
     if scale * LOG2E.value > validate.MAX_SCALE:  # in base 2 it would be infinite
@@ -122,8 +122,8 @@ def choose(
     if kernel is None and config is None:
         hopper = hopper_forward.takes(*given)
         # Few queries leave multiprocessors idle, or read keys once a head instead of once a group (decode/).
-        n = folded.parts(q, k, is_causal, offset) if hopper else 0
-        if n > 1 or (n and offset):
+        n = folded.parts(q, k, v, is_causal, offset) if hopper else 0
+        if n > 1 or (n and (offset or q.shape[1] > k.shape[1])):
             return FOLDED
         if not n and split_kv.pays(q, k):
             return SPLIT
@@ -176,7 +176,8 @@ def _plan(q, k, v, is_causal, scale, kernel, config, lower_right) -> Callable:
         if kernel == SPLIT:
             launch = split_kv.plan(q, k, v, o, lse, is_causal, offset, scale)
         elif kernel == FOLDED:
-            launch = folded.plan(q, k, v, o, lse, is_causal, offset, scale, folded.parts(q, k, is_causal, offset))
+            n = folded.parts(q, k, v, is_causal, offset)
+            launch = folded.plan(q, k, v, o, lse, is_causal, offset, scale, n)
         else:
             case = "forward", head_dim, q.dtype, kernel is _attn_fwd_descriptors_kernel
             make = partial(launch_of, kernel, q, k, v, o, is_causal, scale)

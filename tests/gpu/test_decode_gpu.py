@@ -91,16 +91,18 @@ def test_rows_of_a_cache_behind_its_length_are_never_used(dtype):
 @hopper_only
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
 @pytest.mark.parametrize(
-    ("heads_q", "heads_kv", "seq_q", "seq_k", "head_dim", "layout", "n"),
+    ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim", "layout", "n"),
     [
-        (8, 2, 64, 4000, 128, "bhsd", 8),
-        (8, 2, 100, 4003, 128, "bshd", 5),
-        (2, 2, 300, 3001, 96, "bhsd", 2),
-        (4, 1, 200, 2048, 80, "bhsd", 1),
+        (1, 8, 2, 64, 4000, 128, "bhsd", 8),
+        (1, 8, 2, 100, 4003, 128, "bshd", 5),
+        (1, 2, 2, 300, 3001, 96, "bhsd", 2),
+        (1, 4, 1, 200, 2048, 80, "bhsd", 1),
+        (4, 8, 2, 50, 3001, 64, "bhsd", 3),
+        (40, 8, 2, 31, 1500, 128, "bshd", 1),
     ],
 )
-def test_the_hopper_kernel_over_parts(heads_q, heads_kv, seq_q, seq_k, head_dim, layout, n, dtype):
-    q, k, v = make_qkv(1, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, layout=layout)
+def test_the_hopper_kernel_over_parts(batch, heads_q, heads_kv, seq_q, seq_k, head_dim, layout, n, dtype):
+    q, k, v = make_qkv(batch, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, layout=layout)
     verify(attention(FOLDED, parts=n), q, k, v)
 
 

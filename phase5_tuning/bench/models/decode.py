@@ -99,8 +99,8 @@ KERNELS = *DECODE_KERNELS, peers.HOPPER_KERNELS[0], LADDER[-1].forward
 SETTINGS = (
     NAMED, LOWER_RIGHT, SEED, DRAWN, L2, ROUNDS, REPLAYS, WARMUP_MS, drawn, inputs, measured, in_turns, call, Replayed,
     host_us,
-    split_kv.FEW_ROWS, split_kv.tiles, split_kv.parts, split_kv.pays, split_kv.plan, folded.MOST, folded.ROWS,
-    folded.parts, folded.plan, forward.choose,
+    split_kv.FEW_ROWS, split_kv.tiles, split_kv.parts, split_kv.pays, split_kv.plan, folded.MOST,
+    folded.LEAST_KEYS, folded.KEY_NS, folded.MERGED, folded.MERGE_US, folded.parts, folded.plan, forward.choose,
 )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
 """One query, cut by hand: `python -m phase5_tuning.bench.models.parts --name h100_parts`.
 
 How long decode/split_kv.py takes with any number of parts, on the GPU, bf16: by replays of a graph, as in decode.py. A
-row has the time of both kernels (ms), and of the parts without their merge (parts_ms). The provider "plain" is the
-ladder's last rung, a program for each head; "nothing" is a kernel that doubles one number.
+row has the time of both kernels (ms), and of the parts without their merge (parts_ms). The provider "not packed" is
+the same with a program for each head of a group; "plain" is the ladder's last rung, a program for each head and all
+keys; "nothing" is a kernel that doubles one number.
 """
 
 import statistics
@@ -47,34 +48,52 @@ def counts(tiles: int) -> list[int]:
     return sorted({cdiv(tiles, cdiv(tiles, n)) for n in COUNTS if n <= tiles})
 
 
+def by_head(q, k, v):
+    """The same call, unpacked: the heads of a group are batch entries that share keys. For a batch of 1."""
+    group = q.shape[1] // k.shape[1]
+    return q[0].unflatten(0, (-1, group)).transpose(0, 1), *(t.expand(group, -1, -1, -1) for t in (k, v))
+
+
+def launched(n: int, tensors, o, lse):
+    """The launches of a call in n parts. Tiles come by descriptors, which take a batch with a stride of 0, too."""
+    given = dict(parts=mock.Mock(return_value=n), descriptors_allowed=mock.Mock(return_value=True))
+    with mock.patch.multiple(split_kv, **given):
+        return split_kv.plan(*tensors, o, lse, False, 0, o.shape[3] ** -0.5)
+
+
 def measured(case) -> list[dict]:
     """A row for each number of parts, which take turns."""
     batch, heads_q, heads_kv, seq_k, head_dim = case
     tensors = decode.inputs((batch, heads_q, heads_kv, 1, seq_k, head_dim))
-    q, k, v = tensors[0]
+    q, k, _ = tensors[0]
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
     turns = tensors * max(1, 8 // len(tensors))
     row = dict(batch=batch, heads_q=heads_q, heads_kv=heads_kv, seq_q=1, seq_k=seq_k, head_dim=head_dim)
     row |= dict(bytes=2 * (k.nbytes + q.nbytes))
     tile = split_kv.tiles(heads_q // heads_kv, head_dim, q.itemsize)[0]
-    both, alone = {}, {}
+    both, alone, unpacked = {}, {}, {}
     for n in counts(cdiv(seq_k, tile.BLOCK_N)):
-        with mock.patch.object(split_kv, "parts", return_value=n):
-            launch = split_kv.plan(q, k, v, o, lse, False, 0, head_dim**-0.5)
+        launch = launched(n, tensors[0], o, lse)
         both[n] = Graph([partial(launch, *each, o, lse) for each in turns])
         of_parts = split_kv.room(launch.parts, q, torch.float32) if n > 1 else (None, None)
         alone[n] = Graph([partial(launch.attend, k, v, q, o, lse, *of_parts) for q, k, v in turns])
+        if batch == 1 and heads_q > heads_kv:
+            heads = [by_head(*each) for each in turns]
+            into = torch.empty_like(heads[0][0]), torch.empty(heads[0][0].shape[:3], device=q.device)
+            launch = launched(n, heads[0], *into)
+            unpacked[n] = Graph([partial(launch, *each, *into) for each in heads])
     plain = partial(attention_forward, enable_gqa=True, kernel=LADDER[-1].forward)
     plain_ms = Graph([partial(plain, *each) for each in turns]).ms()
-    times = {n: ([], []) for n in both}
+    times = {n: ([], [], []) for n in both}
     for turn in range(decode.ROUNDS):
         for n in list(both)[:: -1 if turn % 2 else 1]:
-            for found, graphs in zip(times[n], (both, alone), strict=True):
-                found += graphs[n].ms()
+            for found, graphs in zip(times[n], (both, alone, unpacked), strict=True):
+                found += graphs[n].ms() if n in graphs else []
     rows = [
         row | timed(ms) | dict(provider="ours", parts=n, parts_ms=statistics.median(parts_ms))
-        for n, (ms, parts_ms) in times.items()
+        for n, (ms, parts_ms, _) in times.items()
     ]
+    rows += [row | timed(ms) | dict(provider="not packed", parts=n) for n, (*_, ms) in times.items() if ms]
     return [*rows, row | timed(plain_ms) | dict(provider="plain")]
 
 
@@ -95,14 +114,26 @@ def run() -> list[dict]:
     for case in CASES:
         made = measured(case)
         rows += made
-        short = (f"{r['parts']}: {1e3 * r['ms']:.1f} ({1e3 * r['parts_ms']:.1f})" for r in made[:-1])
+        short = (f"{r['parts']}: {1e3 * r['ms']:.1f} ({1e3 * r.get('parts_ms', 0):.1f})" for r in made[:-1])
         print(*case, *short, f"plain: {1e3 * made[-1]['ms']:.1f}", sep="  ", flush=True)
         torch.cuda.empty_cache()
     return rows
 
 
 KERNELS = *decode.DECODE_KERNELS, LADDER[-1].forward, _double_kernel
-SETTINGS = CASES, COUNTS, decode.ROUNDS, decode.REPLAYS, decode.inputs, Graph, measured, split_kv.tiles, split_kv.plan
+SETTINGS = (
+    CASES,
+    COUNTS,
+    decode.ROUNDS,
+    decode.REPLAYS,
+    decode.inputs,
+    Graph,
+    by_head,
+    launched,
+    measured,
+    split_kv.tiles,
+    split_kv.plan,
+)
 
 
 def main(argv=None) -> int:

@@ -1,4 +1,6 @@
-"""The Hopper kernel over parts of the keys, on a CPU: its interpreter runs it, Triton's the merge."""
+"""The Hopper kernel with a group's heads as rows, and over parts of the keys, on a CPU: its interpreter runs it,
+Triton's the merge.
+"""
 
 from unittest import mock
 
@@ -11,6 +13,7 @@ from phase5_tuning.passes.forward import FOLDED, HOPPER, SPLIT, attention_forwar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import guards, interpreted_only, without_plans
 
 
@@ -37,29 +40,35 @@ def in_parts(n, last=None):
 
 @interpreted_only
 @pytest.mark.parametrize(
-    ("heads_q", "heads_kv", "seq_q", "seq_k", "head_dim", "memory", "n"),
+    ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim", "memory", "n"),
     [
-        (4, 2, 40, 300, 128, dict(), 2),
-        (4, 2, 40, 302, 80, dict(layout="bshd", layout_v="bhsd"), 3),  # two keys are left over; queries are copied
-        (2, 1, 70, 260, 128, dict(), 1),
-        (6, 2, 33, 200, 96, dict(kind="positive"), 4),
+        (1, 4, 2, 40, 300, 128, dict(), 2),
+        (1, 4, 2, 40, 302, 80, dict(layout="bshd", layout_v="bhsd"), 3),  # two keys left over; queries are copied
+        (1, 2, 1, 70, 260, 128, dict(), 1),
+        (1, 6, 2, 33, 200, 96, dict(kind="positive"), 4),
+        (2, 4, 2, 40, 301, 128, dict(), 3),
+        (3, 2, 1, 33, 140, 64, dict(layout="bshd", layout_v="bhsd"), 2),
+        (2, 6, 2, 30, 150, 128, dict(layout="bshd"), 1),
     ],
 )
-def test_parts_as_a_batch(heads_q, heads_kv, seq_q, seq_k, head_dim, memory, n):
-    q, k, v = make_qkv(1, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, **memory)
+def test_parts_as_a_batch(batch, heads_q, heads_kv, seq_q, seq_k, head_dim, memory, n):
+    q, k, v = make_qkv(batch, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, **memory)
+    k, v = (F.pad(t, (0, 0, 0, 16))[:, :, :seq_k] for t in (k, v))  # the beginning of a longer cache
     for scale in (None, -0.2):
         verify_results(in_parts(n), q, k, v, scale=scale, enable_gqa=True, compare_sdpa=False).check()
 
 
 @interpreted_only
-@pytest.mark.parametrize(("seq", "last", "n"), [(230, 30, 2), (130, 70, 1), (231, 10, 4)])
-def test_the_triangle_at_the_end_is_a_part_of_its_own(seq, last, n):
-    q, k, v = make_qkv(1, 2, seq, 128, heads_kv=1)
+@pytest.mark.parametrize(("batch", "seq", "last", "n"), [(1, 230, 30, 2), (2, 130, 70, 1), (2, 231, 10, 4)])
+def test_the_triangle_at_the_end_is_a_part_of_its_own(batch, seq, last, n):
+    q, k, v = make_qkv(batch, 2, seq, 128, heads_kv=1)
     verify_results(in_parts(n, last), q, k, v, is_causal=True, enable_gqa=True, compare_sdpa=False).check()
 
 
 def sized(batch, heads_q, heads_kv, seq_q, seq_k, head_dim=128):
-    return (torch.empty(batch, h, n, head_dim, device="meta") for h, n in ((heads_q, seq_q), (heads_kv, seq_k)))
+    """(q, k, v) without memory."""
+    shapes = (heads_q, seq_q), (heads_kv, seq_k), (heads_kv, seq_k)
+    return tuple(torch.empty(batch, *shape, head_dim, device="meta") for shape in shapes)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +81,19 @@ def sized(batch, heads_q, heads_kv, seq_q, seq_k, head_dim=128):
         ((1, 32, 8, 256, 32768), 2),
         ((1, 32, 8, 512, 32768), 1),
         ((1, 32, 8, 400, 32768), 5),  # 104 tiles: four rounds instead of five
-        ((1, 32, 8, 32, 32768), 0),  # 8 tiles
-        ((1, 32, 8, 1056, 32768), 1),  # 264
-        ((1, 32, 8, 1057, 32768), 0),
-        ((2, 32, 8, 64, 32768), 0),  # a batch
+        ((1, 32, 8, 32, 32768), 16),
+        ((1, 16, 4, 32, 32768), 0),  # 4 tiles
+        ((1, 32, 8, 1057, 32768), 0),  # 272 tiles, hardly fewer than without groups
+        ((4, 32, 8, 64, 32768), 2),
+        ((16, 32, 8, 32, 4096), 1),
+        ((64, 32, 8, 32, 500), 1),  # the tiles of 128 rows of a head alone would be empty by three quarters
+        ((64, 32, 8, 33, 500), 1),
+        ((64, 32, 32, 32, 500), 0),
         ((1, 32, 32, 64, 32768), 0),  # half of a tile
         ((1, 32, 32, 65, 32768), 4),
-        ((1, 32, 8, 64, 32768, 64), 0),
+        ((1, 32, 8, 64, 32768, 64), 8),
+        ((1, 32, 8, 64, 32767, 64), 0),
+        ((1, 32, 8, 512, 32768, 64), 3),  # 88 tiles of 192 rows
         ((1, 32, 8, 64, 32768, 72), 8),
     ],
 )
@@ -87,19 +102,28 @@ def test_in_how_many_parts(sizes, expected):
         assert folded.parts(*sized(*sizes), False, 0) == expected
 
 
-def test_under_a_causal_mask_only_keys_that_all_queries_see_count():
-    q, k = sized(1, 32, 8, 64, 9000)
+def test_a_batch_is_cut_only_if_its_heads_follow_one_another():
+    q, k, v = sized(4, 32, 8, 64, 32768)
+    cache = torch.empty(4, 8, 40000, 128, device="meta")
     with mock.patch.object(split_kv, "at_once", return_value=132):
-        assert folded.parts(q, k, True, 9000 - 64) == 8
-        assert folded.parts(q, k, True, 8191) == 8
-        assert folded.parts(q, k, True, 8190) == 0
-        assert folded.parts(q, k, True, 0) == 0
+        assert folded.parts(q, cache[:, :, :32768], v, False, 0) == 2
+        assert folded.parts(q, k, v.transpose(1, 2).contiguous().transpose(1, 2), False, 0) == 0
+
+
+def test_under_a_causal_mask_only_keys_that_all_queries_see_count():
+    tensors = sized(1, 32, 8, 64, 9000)
+    with mock.patch.object(split_kv, "at_once", return_value=132):
+        assert folded.parts(*tensors, True, 9000 - 64) == 8
+        assert folded.parts(*tensors, True, 8191) == 8
+        assert folded.parts(*tensors, True, 8190) == 0
+        assert folded.parts(*tensors, True, 0) == 0
+        assert folded.parts(*sized(64, 32, 8, 32, 500), True, 0) == 0
 
 
 def test_what_takes_a_call_on_hopper():
     def chosen(*sizes, **options):
-        q, k = sized(*sizes)
-        return choose((q, k, k), (q, k, k), 1.0, **options)
+        tensors = sized(*sizes)
+        return choose(tensors, tensors, 1.0, **options)
 
     with (
         mock.patch.object(split_kv, "at_once", return_value=132),
@@ -108,7 +132,8 @@ def test_what_takes_a_call_on_hopper():
         mock.patch.object(forward, "descriptors_allowed", return_value=True),
     ):
         assert chosen(1, 32, 8, 64, 32768) == FOLDED
-        assert chosen(1, 32, 8, 512, 32768) == HOPPER  # one part
+        assert chosen(16, 32, 8, 32, 4096) == FOLDED  # one part, of a group's rows
+        assert chosen(16, 8, 8, 128, 4096) == HOPPER
         assert chosen(1, 32, 8, 512, 32768, is_causal=True, offset=32256) == FOLDED  # and the triangle
         assert chosen(1, 32, 8, 512, 32768, is_causal=True) not in (FOLDED, HOPPER, SPLIT)
         assert chosen(1, 32, 8, 1, 32768) == SPLIT
