@@ -241,7 +241,7 @@ WRONG = {
         Wrong(
             "the shift the wrong way round",
             {"k.shape[2] - seq_q if": "seq_q - k.shape[2] if"},
-            "bottom-right, 20 queries and 50 keys: ",
+            "20 queries and 50 keys: no row sees a key, where all do: has the shift the wrong sign?",
         ),
         Wrong(
             "the walk ends as top-left",
