@@ -148,6 +148,8 @@ _ADVICE = (
     ("must be Tensor, not tensor|'tensor' object has no attribute|argument 'dim'|'builtin_function_or_method'", "",
      "Inside a kernel there are blocks of Triton, not PyTorch's tensors: tl.exp, tl.where, tl.maximum(a, b), and "
      "tl.max(s, axis=1) or tl.sum(s, axis=1), with axis for PyTorch's dim"),
+    ("UnboundLocalError", "",
+     "Where a loop never runs, as over a length of 0, a name that it alone sets does not exist: set it before"),
 )
 # fmt: on
 
