@@ -143,6 +143,8 @@ _ADVICE = (
     ("Shape element", "",
      "The sides of a tile are powers of two: with a head_dim that is none, a tile is padded to the next one, and its "
      "loads and stores end at head_dim"),
+    ("out of bounds for shape", r"online_softmax_step\(",
+     "online_softmax_step takes m_i, l_i and s, in this order, and returns m_i, l_i, alpha and p"),
     (r"out of bounds for shape|maximum\(\) got an unexpected", "",
      "tl.max(s, axis=1) reduces one block along an axis; tl.maximum(a, b) takes the larger of two, element by element"),
     ("must be Tensor, not tensor|'tensor' object has no attribute|argument 'dim'|'builtin_function_or_method'", "",
