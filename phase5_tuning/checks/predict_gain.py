@@ -127,7 +127,7 @@ def _beside_the_record(answer):
     """How far the learner's gains are from the record's; rejects one that is further away than it may be."""
     times = {
         (r["provider"], r["head_dim"], r["is_causal"]): r["ms"]
-        for r in records.load("phase5_tuning", "h200_ladder")["rows"]
+        for r in records.load("phase5_tuning", "h100_ladder")["rows"]
         if (r["mode"], r["seq"]) == ("fwd", 16384)
     }
     found = []
