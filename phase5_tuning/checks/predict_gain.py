@@ -146,6 +146,6 @@ def _beside_the_record(answer):
             found.append((apart, f"{new}, D {d} {'causal' if causal else 'full'}: {said}"))
     apart, worst = max(found)
     return (
-        f"your model predicts {len(found)} gains in time to {apart:.0%}, and knows no memory, no wait and no other "
-        f"program. It misses most at {worst}"
+        f"your model is within {apart:.0%} of {len(found)} recorded gains, though it knows no memory, no waits and no other "
+        f"programs. It misses most at {worst}"
     )

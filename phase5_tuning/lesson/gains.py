@@ -360,11 +360,6 @@ def beside_peers(record: dict, providers: tuple[str, ...]) -> None:
         print(f"  {WORDS[mode]:<10}{p:<24}{f'{min(long):.2f} to {max(long):.2f}':>18}{ahead:>18}")
 
 
-def without(record: dict, provider: str) -> dict:
-    """The record, less the rows of one provider."""
-    return record | {"rows": [r for r in record["rows"] if r["provider"] != provider]}
-
-
 def beside_learners(attention: Callable) -> str:
     """A learner's forward kernel, tile 64 x 64, beside the rungs: D 128, causal, in clocks for 64 x 128 logits."""
     made = of_learner(attention)
