@@ -146,6 +146,6 @@ def _beside_the_record(answer):
             found.append((apart, f"{new}, D {d} {'causal' if causal else 'full'}: {said}"))
     apart, worst = max(found)
     return (
-        f"your model is within {apart:.0%} of {len(found)} recorded gains, though it knows no memory, no waits and no other "
-        f"programs. It misses most at {worst}"
+        f"your model is within {apart:.0%} of {len(found)} recorded gains, though it knows no memory, no waits and no "
+        f"other programs. It misses most at {worst}"
     )
