@@ -17,6 +17,7 @@ from phase5_tuning.lesson.compiled import (
     RUNGS,
     assumed,
     ladder,
+    last_rung,
     of_learner,
     tile_of,
     turn,
@@ -358,6 +359,25 @@ def beside_peers(record: dict, providers: tuple[str, ...]) -> None:
         long = [x for key, x in times.items() if key[3] >= 4096]
         ahead = f"{sum(x > 1 for x in times.values())} of {len(times)}"
         print(f"  {WORDS[mode]:<10}{p:<24}{f'{min(long):.2f} to {max(long):.2f}':>18}{ahead:>18}")
+
+
+def two_changes(record: dict, deadends: dict) -> None:
+    """Print what of "descriptors" is theirs, and what the new tile's: forward, D 128, causal, seq 16384."""
+    case, (old, new) = (128, True), (tile_of("forward", 128, True, name) for name in ("masks at edges", LAST))
+    with_old_tile = sass.counted(sass.turn(last_rung([(*case, old)])[*case, old].sass))
+    ms = [by_case(record)[PROVIDER["heavy first"], *case, 16384, "fwd"]["ms"]]
+    ms += [by_case(deadends)[p, *case, 16384, "fwd"]["ms"] for p in (f"64x64 in {old.num_stages} stages", "ours")]
+    turns = turn("forward", *case, "masks at edges"), with_old_tile, turn("forward", *case, LAST)
+    steps = zip(("rung 6: pointers", "descriptors", "another tile"), (old, old, new), turns, ms, strict=True)
+    print(f"{'forward, D 128, causal':<24}{'tile':<11}instructions   clocks   gain: model   time")
+    last = (0.0, 0.0)
+    for words, tile, count, taken in steps:
+        sizes = tile.BLOCK_M, tile.BLOCK_N, tile.num_warps
+        sum_ = 64 * 128 * sum(sass.turn_clocks(count, PRODUCTS["forward"], *sizes, 128).values())
+        gain = f"{last[0] / sum_:>14.2f}{last[1] / taken:>7.2f}" if last[0] else ""
+        of_turns = f"{64 * 128 // (sizes[0] * sizes[1])} x {sum(count.values())}"
+        print(f"{words:<24}{f'{sizes[0]} x {sizes[1]}':<11}{of_turns:>12}{sum_:>9.0f}{gain}")
+        last = sum_, taken
 
 
 def beside_learners(attention: Callable) -> str:
