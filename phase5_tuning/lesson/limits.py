@@ -21,6 +21,7 @@ SLOWER = {
     "64x64 in 3 stages": Config(64, 64, 4, 3),
     "64x64 in 1 stage": Config(64, 64, 4, 1),
 }
+NAMES = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "ours": "tuned"}  # of providers in records
 OF_64 = {
     "four": Config(64, 128, 4, 1, maxnreg=128),
     "1 stage": Config(64, 128, 4, 1),
@@ -62,10 +63,10 @@ def small_call(record: dict) -> dict:
 
 def clocks(rows: Mapping[str, dict]) -> None:
     """Print what the GPU's, the host's and the caller's clock say of recorded calls. rows: name: row of a record."""
-    print(f"{'microseconds':<45}{'GPU':>7}{'host queues':>13}{'caller waits':>14}")
+    print(f"{'microseconds':<45}{'GPU':>7}{'host, at best':>15}{'caller waits':>14}")
     for name, row in rows.items():
         times = (1e3 * row[key] for key in ("ms", "host_ms", "caller_ms"))
-        print("{:<45}{:>7.0f}{:>13.0f}{:>14.0f}".format(name, *times))
+        print("{:<45}{:>7.0f}{:>15.0f}{:>14.0f}".format(name, *times))
 
 
 def power(record: dict) -> None:
@@ -74,7 +75,7 @@ def power(record: dict) -> None:
     for r in record["rows"]:
         settled = [n for n, at in enumerate(r["at_ms"]) if at >= 500]
         mhz, watts = (statistics.median(r[name][n] for n in settled) for name in ("mhz", "watts"))
-        name = f"{r['mode']}  D {r['head_dim']:<12}{r['provider']:<12}"
+        name = f"{r['mode']}  D {r['head_dim']:<5}{NAMES[r['provider']]:<19}"
         print(f"{name}{r['rested_ms']:>9.2f} ms{r['ms']:>11.2f} ms{mhz:>10.0f} MHz{watts:>8.0f} W")
 
 
@@ -109,7 +110,7 @@ def roofline(ladder: dict, seq: int = 4096, size: int = 2) -> dict[str, tuple[fl
         asked = traffic.tiled_attention_bytes(seq, seq, head_dim, tile.BLOCK_M, tile.BLOCK_N, size, lse=True)
         reached = rows["ours", head_dim, False, seq, "fwd"]["tflops"] * 1e12
         moved = 4 * seq * (head_dim * size + 1)
-        points[f"forward, D {head_dim}"] = flops / asked, flops / moved, reached
+        points[f"tuned forward, D {head_dim}"] = flops / asked, flops / moved, reached
         asked = traffic.tiled_attention_bytes(seq, seq, head_dim, 64, 64, size, lse=True)
         reached = rows["phase 4", head_dim, False, seq, "fwd"]["tflops"] * 1e12  # its forward kernel is phase 3's
         points[f"phase 3, D {head_dim}"] = flops / asked, flops / moved, reached
@@ -119,7 +120,7 @@ def roofline(ladder: dict, seq: int = 4096, size: int = 2) -> dict[str, tuple[fl
             sizes = seq, seq, head_dim, tile.BLOCK_M, tile.BLOCK_N, size
             asked += traffic.attention_backward_bytes(*sizes)[part]
         reached = rows["ours", head_dim, False, seq, "bwd"]["tflops"] * 1e12
-        points[f"backward, D {head_dim}"] = (
+        points[f"tuned backward, D {head_dim}"] = (
             2.5 * flops / asked,
             2.5 * flops / (4 * seq * (2 * head_dim * size + 1)),
             reached,
@@ -128,19 +129,24 @@ def roofline(ladder: dict, seq: int = 4096, size: int = 2) -> dict[str, tuple[fl
 
 
 def asked_and_reached(points: Mapping[str, tuple[float, float, float]], bandwidth: float) -> None:
-    print(f"{'':<17}FLOP for a byte   TFLOP/s if memory   TFLOP/s   TB/s")
-    print(f"{'':<17}  asked for         answered all      reached   asked for")
+    print(f"{'':<21}FLOP for a byte   TFLOP/s if memory   TFLOP/s   TB/s")
+    print(f"{'':<21}  asked for         answered all      reached   asked for")
     for name, (asked, _, reached) in points.items():
-        print(f"{name:<17}{asked:>9.0f}{asked * bandwidth / 1e12:>18.0f}{reached / 1e12:>16.0f}", end="")
+        print(f"{name:<21}{asked:>9.0f}{asked * bandwidth / 1e12:>18.0f}{reached / 1e12:>16.0f}", end="")
         print(f"{reached / asked / 1e12:>8.1f}")
 
 
-def of_counted(counters: dict, provider: str) -> dict:
-    """What ncu counted: forward, D 128, causal, seq 16384, 16 heads, fp16."""
+def call_counted(counters: dict, provider: str) -> dict:
+    """The row of a provider: forward, D 128, causal, seq 16384, 16 heads, fp16."""
     wanted = provider, "fwd", 128, True, "fp16"
     key = "provider", "mode", "head_dim", "is_causal", "dtype"
-    (row,) = (r["counted"] for r in counters["rows"] if tuple(r[name] for name in key) == wanted)
+    (row,) = (r for r in counters["rows"] if tuple(r[name] for name in key) == wanted)
     return row
+
+
+def of_counted(counters: dict, provider: str) -> dict:
+    """What ncu counted in the call of `call_counted`."""
+    return call_counted(counters, provider)["counted"]
 
 
 def asked_bytes() -> int:
@@ -186,6 +192,12 @@ def outside(counters: dict, provider: str) -> str:
     return f"L2 {row['l2']:.0f}%, memory {1e9 * row['dram_bytes'] / row['ns'] / rate:.0%}"
 
 
+def timed(counters: dict, provider: str) -> str:
+    """The call of `of_counted` without ncu: its time, and the GPU's clock meanwhile."""
+    row = call_counted(counters, provider)
+    return f"without ncu {row['ms']:.2f} ms at {row['mhz']:.0f} MHz"
+
+
 def bytes_asked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable:
     """A cost for `triton.autotune`: the bytes of q, k and v that a call loads, where kernels are interpreted."""
 
@@ -216,6 +228,16 @@ def units(record: dict) -> str:
 def programs(c: Compiled, config: Config) -> int:
     """How many programs fit on a multiprocessor."""
     return min(sass.programs_per_sm(c.registers, c.shared, config.num_warps))
+
+
+def fits(of: Callable[[int, int, int], int], head_dim: int, *configs: Config) -> None:
+    """Print registers and shared memory of the tuned forward kernel, full mask, and what `of` makes of them.
+
+    of: registers of a thread, bytes of shared memory, warps -> programs on a multiprocessor.
+    """
+    for (*_, config), c in last_rung((head_dim, False, config) for config in configs).items():
+        count = of(c.registers, c.shared, config.num_warps)
+        print(f"{config}: {c.registers} registers, {c.shared} B shared, programs: {count}")
 
 
 def slower(record: dict, provider: str, head_dim: int, is_causal: bool, seq: int = 16384) -> float:
