@@ -114,7 +114,7 @@ def printed_updates(s1, v1, s2, v2) -> dict[str, float]:
     old_terms = {
         "right": l1 / l2 * factor * o1,
         "FlashAttention-2, p. 4": o1 / (l1 / l2),
-        "p. 6, and FlashAttention-3": p1 @ v1 / factor / l2,
+        "p. 6 and FlashAttention-3 (A)": p1 @ v1 / factor / l2,
     }
     truth = torch.softmax(torch.cat([s1, s2], dim=1), dim=1) @ torch.cat([v1, v2])
     errors = {name: (old + p2 @ v2 / l2 - truth).abs().max() for name, old in old_terms.items()}

@@ -243,13 +243,13 @@ def roofline(points: Mapping, flops: float, bandwidth: float, hbm: float) -> Non
     for version, marker in dict(unfused="o", tiled="s").items():
         at, color, y = points[version], COLORS[version], points[version].flops_per_s / 1e12
         ax.plot((at.asked, at.once), (y, y), marker, color="white", mec=color, mew=2, ms=9, zorder=3)
-        ax.plot((at.asked, at.once), (y, y), color=color, lw=1, ls="--", zorder=2)
+        ax.plot((at.asked, at.once), (y, y), color=color, lw=1, zorder=2)
         ax.plot(at.asked, y, marker, color=color, mec=color, mew=2, ms=9, zorder=4)
         ax.annotate(
             f"{version}: {y:.0f} TFLOP/s,\nasked for: {at.asked:.0f}", (at.asked, y), (-10, 8), ha="right", **look
         )
         where, side = ((12, -4), "left") if at.once < ridge else ((0, -18), "center")
-        ax.annotate(f"each matrix once: {at.once:,.0f}", (at.once, y), where, ha=side, **look)
+        ax.annotate(f"fewest bytes: {at.once:,.0f}", (at.once, y), where, ha=side, **look)
     ax.set(xlabel="FLOP per byte", ylabel="TFLOP/s", xlim=(0.8, 60000), ylim=(22, 1300))
     ax.set_title(f"What memory allows (H200: {flops / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s, measured)")
     style.show(
@@ -257,7 +257,7 @@ def roofline(points: Mapping, flops: float, bandwidth: float, hbm: float) -> Non
         f"A roofline: TFLOP/s against FLOP per byte, with the ridge at {ridge:.0f}. "
         + ". ".join(
             f"{version}: {at.flops_per_s / 1e12:.0f} TFLOP/s measured, with {at.asked:.0f} FLOP per byte asked for, "
-            f"where {hbm / 1e12:.1f} TB/s allow {at.asked * hbm / 1e12:.0f}, and {at.once:.0f} with each matrix once"
+            f"where {hbm / 1e12:.1f} TB/s allow {at.asked * hbm / 1e12:.0f}, and {at.once:.0f} with the fewest bytes"
             for version, at in points.items()
         ),
     )

@@ -224,7 +224,7 @@ def alignments(sizes: Sequence[tuple[int, int]]) -> None:
 
 def weights(matrices: Mapping[str, np.ndarray], visible: np.ndarray) -> None:
     """Attention weights P as written numbers: hidden cells are hatched, or orange if they do not hold 0."""
-    fig, axes = style.new(2.9 * len(matrices), 2.7, len(matrices))
+    fig, axes = style.new(2.2 * len(matrices), 2.7, len(matrices))
     for ax, (title, p) in zip(axes, matrices.items(), strict=True):
         rows, cols = p.shape
         _matrix(ax, rows, cols, title)

@@ -1,7 +1,7 @@
-"""What this phase's exercises give: the launch of a kernel, and pieces of one. What is the task of one exercise is not
-shown in the others.
+"""What this phase's exercises give: the launch of a kernel, and pieces of one.
 
 Each piece does what `forward._attn_fwd_kernel` does at that place. The head's number has 64 bits here from the start.
+`heads_of` and `work_of` answer exercise 3.1, `finish` and `launch` a part of 3.3: read them afterwards.
 """
 
 from common import runtime

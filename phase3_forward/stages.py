@@ -147,15 +147,6 @@ def verdict_far_apart(name: str) -> str:
         return verify_results(forward.attention_forward, q, far, v).verdict
 
 
-def bytes_of(q, k, v, *, only: str = "", **options) -> int | str:
-    """What a call of the kernel moves, counted; only: what it loads of "q", "k" or "v"."""
-    if not runtime.INTERPRETED:
-        return "not counted: compiled"
-    with traffic.measure(q=q, k=k, v=v) as moved:
-        forward.attention_forward(q, k, v, **options)
-    return moved.loaded_from[only] if only else moved.total
-
-
 _PLACES = (
     "offs_d = tl.arange(0, HEAD_DIM)",
     "q = load_tile(q_head, stride_q, offs_m, offs_d, seq_q, HEAD_DIM)",

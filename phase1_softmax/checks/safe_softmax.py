@@ -28,7 +28,7 @@ def check(answer):
             if what == MASKED_ROW and got.isfinite().all() and (got[2] != 0).any():
                 reject(f"{what} must give zeros: does a finite number such as -1e4 stand for -inf?")
             if not report.passed:
-                reject(f"{what}: {question}\n{report}")
+                reject(f"{what}: {question}\n{_worst(report['p'])}")
     spoiled = randn(3, 20)
     spoiled[1, 7] = math.nan
     clean = torch.tensor([False, True, False], device=runtime.DEVICE)[:, None].expand(3, 20)
@@ -70,6 +70,10 @@ def _cases():
         ("logits from -12 to 0", -12 * randn(40, 200).sigmoid(), runtime.DTYPES, half),
         ("70000 equal logits", randn(1, 1).expand(1, 70000).clone(), (torch.float16,), half),
     ]
+
+
+def _worst(p):
+    return f"element [{', '.join(map(str, p.index))}] is {p.actual:.6g} where {p.truth:.6g} is right"
 
 
 def _kind(x):

@@ -187,7 +187,7 @@ def _require_one_launch(fn):
     signs = {
         f"{len(launches[0])} kernels are launched: it is to be one": len(launches[0]) != 1,
         "the kernel is compiled anew for another length: seq_q or seq_k is a tl.constexpr, or a tile's size "
-        "depends on one of them and meets the wall of section 3": launches[0] != launches[1],
+        "depends on one of them and meets a wall (section 4.1)": launches[0] != launches[1],
     }
     require_none(signs)
     return launches[0][0]

@@ -130,6 +130,7 @@ _WRONG_UPDATES = {
     "the old o is rescaled by alpha alone: it was divided by the old l": lambda o, l, new, a, pv: (a * o + pv) / new,
     "the old o is multiplied by the new l: it was divided by the old one": lambda o, l, new, a, pv: a * o + pv / new,
     "the old o is multiplied by its l but not by alpha": lambda o, l, new, a, pv: (l * o + pv) / new,
+    "the old o is left as it was: make it acc again before p v is added": lambda o, l, new, a, pv: o + pv / new,
     "the old o is divided by alpha: multiply": lambda o, l, new, a, pv: (l / a * o + pv) / new,
     "p v is multiplied by alpha, too: only the old part is": lambda o, l, new, a, pv: a * (l * o + pv) / new,
     "it is not divided by l' at every visit": lambda o, l, new, a, pv: a * l * o + pv,

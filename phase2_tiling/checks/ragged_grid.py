@@ -27,6 +27,9 @@ def check(answer):
         full = torch.arange(seq_q, device=q.device) < seq_q // block * block
         mistakes = {
             "the queries of the last, partial tile have no program: is the grid rounded up?": right.where(full, NAN),
+            "the last, partial tile of keys is dropped: the loop ends at seq_k": (
+                logits[:, : 1 + seq_k // answer.BLOCK_N * answer.BLOCK_N].amax(dim=1)
+            ),
             "NaN comes in from memory past the last key: does the load of k have a mask?": right * NAN,
             "a logit of 0 is taken for one of a key that does not exist. One that exists may have it: ask for its "
             "number, offs_n < seq_k": right.masked_fill(right == 0, -INF),

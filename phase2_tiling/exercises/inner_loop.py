@@ -12,7 +12,7 @@ chapter has the step of the loop as a formula; `online_softmax_step` is phase 1'
 
     q, k, v   fp16, bf16 or fp32, (seq_q, head_dim) and (seq_k, head_dim), any strides; any seq_q and seq_k
 
-Notebook: phase2_tiling/tiling.ipynb, section 4.1, "What a loop may keep".
+Notebook: phase2_tiling/tiling.ipynb, section 3.1, "What a loop may keep".
 """
 
 from common import runtime

@@ -17,7 +17,7 @@ runtime.on_device_of(q):`.
 
 The finished kernel is also compiled for an A100 (sm_80) and an H100 (sm_90).
 
-Notebook: phase2_tiling/tiling.ipynb, section 4.4, "Is the wall gone?".
+Notebook: phase2_tiling/tiling.ipynb, section 4.2, "Is the wall gone?".
 """
 
 from common import runtime

@@ -39,7 +39,14 @@ def _check_kind(answer):
             if kind != expected:
                 call = f"kind{(tile_m, n, *rest)} is {kind!r}, counting its pairs says {expected!r}"
                 _name_mistake(got, _all_kinds, call)
-                reject(call)
+                reject(f"{call}: {_seen(kind, expected)}")
+
+
+def _seen(kind, expected):
+    """What two corners of a tile say against `kind`."""
+    if "full" in (kind, expected):
+        return f"its first query {'sees' if expected == 'full' else 'does not see'} its last key"
+    return f"its last query {'does not see' if expected == 'skipped' else 'sees'} its first key"
 
 
 def _check_loop_bounds(answer):

@@ -150,6 +150,7 @@ def _require_bottom_right(answer, seq_q, seq_k, head_dim, dtype, memory):
         sentence: s.masked_fill(~mask, -INF).logsumexp(dim=-1) for sentence, mask in seen.items() if mask.any(-1).all()
     }
     signs = {sentence: close(lse, wrong, 0.01) for sentence, wrong in logsumexp.items()} | {
+        "no row sees a key, where all do: has the shift the wrong sign?": seq_q < seq_k and (lse == -INF).all(),
         "rows that see no key: o is NaN, which is what 0 / 0 gives": o[:, :, first].isnan().any(),
         "rows that see no key: o is to be 0": (o[:, :, first] != 0).any(),
         "rows that see no key: lse is to be -inf": (lse[:, :, first] != -INF).any(),

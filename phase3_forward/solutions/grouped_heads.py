@@ -7,8 +7,7 @@ then the query head, then the batch. Everything after the first lines of the ker
 Write these lines: pid_m, the tile of queries that this program computes, and the pointers q_ptr, k_ptr, v_ptr and o_ptr
 moved to the beginning of its head. stride_q, stride_k, stride_v and stride_o hold four strides each, in elements, for
 the axes batch, head, seq, head_dim, and may be anything: nothing need be contiguous. Batches, and heads, of keys and
-values may lie more than 2^31 elements apart. Phase 2's `head_base` does this for one tensor. It is what you are about
-to write, so leave it aside.
+values may lie more than 2^31 elements apart.
 
 Notebook: phase3_forward/forward.ipynb, sections 2.1 to 2.4.
 """

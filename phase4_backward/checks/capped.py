@@ -84,6 +84,9 @@ def _right_and_mistakes(q, k, v, do, is_causal):
         "the slope takes C / cap, which is tanh(S / cap); here it takes C": passes(
             slope=lambda s, p: 1 - (CAP * torch.tanh(s / CAP)) ** 2
         ),
+        "the slope takes tanh(S / cap), which is C / cap; here it takes S / cap": passes(
+            slope=lambda s, p: 1 - (s / CAP) ** 2
+        ),
         "the slope takes tanh(S / cap), which is C / cap; here it takes tanh(C)": passes(
             slope=lambda s, p: 1 - torch.tanh(CAP * torch.tanh(s / CAP)) ** 2
         ),

@@ -1,8 +1,8 @@
-"""What the limit of power costs a kernel that runs for longer: `python -m phase5_tuning.bench.power --name h200_power`.
+"""What the limit of power costs a kernel that runs for longer: `python -m phase5_tuning.bench.power --name h100_power`.
 
 Every provider starts on a GPU that has rested and works for SECONDS, one call behind the other. Its row holds how long
 calls took, window by window, beside the clock and the power that nvidia-smi saw meanwhile; "ms" is the median once the
-clock has settled, "rested_ms" that of the beginning.
+clock has settled, "rested_ms" that of the beginning. "ours on zeros" does the same work on inputs of zeros.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ import torch
 # head_dim and mode; fp16, causal, one sequence of SEQ, WIDTH columns.
 CASES = [(64, "bwd"), (128, "fwd")]
 SEQ, WIDTH = 16384, 2048
-PROVIDERS = ("sdpa-flash", "sdpa-cudnn", "ours")
+ZEROS = " on zeros"
+PROVIDERS = ("sdpa-flash", "sdpa-cudnn", "ours", f"ours{ZEROS}")
 REST, SECONDS = 1.0, 1.5
 WINDOW_MS = 25
 SETTLED_MS, RESTED_MS = 500, 40
@@ -99,10 +100,13 @@ def run() -> list[dict]:
     rows = []
     for head_dim, mode in CASES:
         heads = WIDTH // head_dim
-        q, k, v, do = peers.inputs(1, heads, SEQ, head_dim, "fp16")
+        normal = peers.inputs(1, heads, SEQ, head_dim, "fp16")
+        zeros = [torch.zeros_like(t, requires_grad=t.requires_grad) for t in normal]
         case = dict(dtype="fp16", batch=1, heads=heads, seq=SEQ, head_dim=head_dim, is_causal=True, mode=mode)
         for provider in PROVIDERS:
-            row = case | dict(provider=provider) | endurance(timed(provider, mode, q, k, v, do, True))
+            tensors = zeros if provider.endswith(ZEROS) else normal
+            fn = timed(provider.removesuffix(ZEROS), mode, *tensors, True)
+            row = case | dict(provider=provider) | endurance(fn)
             print(head_dim, mode, provider, f"rested {row['rested_ms']:.3f} ms, settled {row['ms']:.3f} ms", flush=True)
             rows.append(row)
         flops = timing.attention_flops(1, heads, SEQ, SEQ, head_dim, is_causal=True)

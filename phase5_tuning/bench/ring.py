@@ -1,5 +1,5 @@
 """How attention over several GPUs scales, beside PyTorch's own: `torchrun --standalone --nproc-per-node 2
--m phase5_tuning.bench.ring --name h200_context_2`.
+-m phase5_tuning.bench.ring --name h100_context_2`.
 
 A row holds the time of a forward and a backward pass of one sequence (bf16, causal), that of our operator on one GPU,
 and their ratio by GPU (efficiency 1: W GPUs are W times as fast). Beside it stand the bytes that a rank sends and its

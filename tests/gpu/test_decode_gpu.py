@@ -214,9 +214,10 @@ def test_two_streams_do_not_meet():
 
 @hopper_only
 def test_what_takes_a_call_here():
-    chosen = {}
-    for seq_q, seq_k in ((1, 4000), (64, 4000), (64, 32768), (512, 32768)):
-        q, k, v = make_qkv(1, 32, seq_q, 128, heads_kv=8, seq_k=seq_k, dtype=BF16)
-        chosen[seq_q, seq_k] = forward.choose((q, k, v), (q, k, v), 1.0)
+    cases = (1, 8, 4000), (64, 8, 4000), (64, 8, 32768), (512, 8, 32768), (512, 32, 32768)
+    chosen = []
+    for seq_q, heads_kv, seq_k in cases:
+        q, k, v = make_qkv(1, 32, seq_q, 128, heads_kv=heads_kv, seq_k=seq_k, dtype=BF16)
+        chosen.append(forward.choose((q, k, v), (q, k, v), 1.0))
         assert hopper_forward.takes(q, k, v)
-    assert list(chosen.values()) == [SPLIT, SPLIT, FOLDED, forward.HOPPER]
+    assert chosen == [SPLIT, SPLIT, FOLDED, FOLDED, forward.HOPPER]

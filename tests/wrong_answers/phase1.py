@@ -291,6 +291,7 @@ WRONG = {
     ],
     "attend_rows": [
         Wrong("log2 in the lse", {"m + tl.log(norm)": "m + tl.log2(norm)"}, "log(l) is to base 2 here"),
+        Wrong("a name of the loop after it", {"m + tl.log(norm)": "m_new + tl.log(norm)"}, "loop never runs", "error"),
         Wrong("rows side by side", {"s_ptr + row * stride_s[0]": "s_ptr + row * n"}, "a row of s is sought at row * n"),
         Wrong(
             "columns side by side", {"offs_n * stride_s[1]": "offs_n"}, "the numbers of a row of s are a stride apart"

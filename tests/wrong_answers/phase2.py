@@ -29,6 +29,11 @@ WRONG = {
         ),
         Wrong("one program more", {"(triton.cdiv(seq_q, BLOCK_M),)": "(seq_q // BLOCK_M + 1,)"}, "own a query?"),
         Wrong(
+            "the loop is rounded down",
+            {"range(0, seq_k, BLOCK_N)": "range(0, seq_k // BLOCK_N * BLOCK_N, BLOCK_N)"},
+            "tile of keys is dropped",
+        ),
+        Wrong(
             "missing keys have the logit 0",
             {'        s = tl.where((offs_n < seq_k)[None, :], s, float("-inf"))\n': ""},
             "what is its logit?",
@@ -351,6 +356,7 @@ WRONG = {
             "the new l is multiplied", {"(alpha * l_i)[:, None]": "(alpha * l_new)[:, None]"}, "multiplied by the new l"
         ),
         Wrong("alpha is forgotten", {"(alpha * l_i)[:, None]": "l_i[:, None]"}, "but not by alpha"),
+        Wrong("the old o stays", {"o * (alpha * l_i)[:, None]": "o * l_new[:, None]"}, "is left as it was"),
         Wrong("o is left unnormalized", {" / l_new[:, None]": ""}, "not divided by l'"),
         Wrong(
             "acc is kept and divided at the end",

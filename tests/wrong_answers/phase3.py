@@ -140,7 +140,16 @@ WRONG = {
             {"min(seq_k, seen_by_first + block_m - 1)": "seen_by_first + block_m - 1"},
             "there are",
         ),
-        Wrong("a full tile too few", {"if last_key <= first else": "if last_key < first else"}, "counting its pairs"),
+        Wrong(
+            "a full tile too few",
+            {"if last_key <= first else": "if last_key < first else"},
+            "says 'full': its first query sees its last key",
+        ),
+        Wrong(
+            "full by the tile's last query",
+            {"if last_key <= first else": "if last_key <= first + block_m - 1 else"},
+            "says 'partial': its first query does not see its last key",
+        ),
         Wrong(
             "the shift the wrong way round",
             {"    first = tile_m * block_m + seq_k - seq_q": "    first = tile_m * block_m + seq_q - seq_k"},
@@ -232,7 +241,7 @@ WRONG = {
         Wrong(
             "the shift the wrong way round",
             {"k.shape[2] - seq_q if": "seq_q - k.shape[2] if"},
-            "bottom-right, 20 queries and 50 keys: ",
+            "20 queries and 50 keys: no row sees a key, where all do: has the shift the wrong sign?",
         ),
         Wrong(
             "the walk ends as top-left",

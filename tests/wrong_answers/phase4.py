@@ -136,6 +136,7 @@ WRONG = {
         ),
         Wrong("the slope is not squared", {"1 - t * t": "1 - t"}, "the slope of tanh(x) is 1 - tanh(x)^2"),
         Wrong("the slope of C", {"cap * t, 1 - t * t": "cap * t, 1 - (cap * t) ** 2"}, "here it takes C"),
+        Wrong("the slope of S / cap", {"cap * t, 1 - t * t": "cap * t, 1 - (c / cap) ** 2"}, "here it takes S / cap"),
         Wrong(
             "the slope of tanh(C)",
             {"cap * t, 1 - t * t": "cap * t, 1 - torch.tanh(cap * t) ** 2"},

@@ -425,6 +425,12 @@ WRONG = {
             "the scale of v is missing",
         ),
         Wrong(
+            "s before the state",
+            {"online_softmax_step(m_i, l_i, s)": "online_softmax_step(s, m_i, l_i)"},
+            "takes m_i, l_i and s, in this order",
+            kind="error",
+        ),
+        Wrong(
             "acc as a whole",
             {
                 "(tl.load(v_scales_ptr + pid_n) / 256.0)": "(1 / 256.0)",

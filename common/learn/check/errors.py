@@ -143,11 +143,15 @@ _ADVICE = (
     ("Shape element", "",
      "The sides of a tile are powers of two: with a head_dim that is none, a tile is padded to the next one, and its "
      "loads and stores end at head_dim"),
+    ("out of bounds for shape", r"online_softmax_step\(",
+     "online_softmax_step takes m_i, l_i and s, in this order, and returns m_i, l_i, alpha and p"),
     (r"out of bounds for shape|maximum\(\) got an unexpected", "",
      "tl.max(s, axis=1) reduces one block along an axis; tl.maximum(a, b) takes the larger of two, element by element"),
     ("must be Tensor, not tensor|'tensor' object has no attribute|argument 'dim'|'builtin_function_or_method'", "",
      "Inside a kernel there are blocks of Triton, not PyTorch's tensors: tl.exp, tl.where, tl.maximum(a, b), and "
      "tl.max(s, axis=1) or tl.sum(s, axis=1), with axis for PyTorch's dim"),
+    ("UnboundLocalError", "",
+     "Where a loop never runs, as over a length of 0, a name that it alone sets does not exist: set it before"),
 )
 # fmt: on
 
