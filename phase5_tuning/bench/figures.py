@@ -121,12 +121,12 @@ def peers(record: dict, mode: str, signed: bool = True) -> None:
 def power(record: dict, case: tuple, names: Mapping[str, str]) -> None:
     """What the limit of power does to a kernel that runs for longer: power, clock, time of a call.
 
-    case: (head_dim, is_causal, seq, mode). names: provider in the record -> in the picture.
+    case: (head_dim, is_causal, seq, mode). names: those drawn, provider in the record -> in the picture.
     """
     fig, axes = style.new(8, 5.4, rows=3, sharex=True)
     watts, mhz, ms = axes
     said = []
-    for row in (r for r in record["rows"] if _case(r) == case):
+    for row in (r for r in record["rows"] if _case(r) == case and r["provider"] in names):
         dotted = dict(linestyle=":") if row["provider"] == "sdpa-cudnn" else {}
         look = LINES[row["provider"]] | dict(marker="", linewidth=2 if row["provider"] == "ours" else 1.5) | dotted
         name = names[row["provider"]]

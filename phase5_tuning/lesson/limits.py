@@ -22,6 +22,7 @@ SLOWER = {
     "64x64 in 1 stage": Config(64, 64, 4, 1),
 }
 NAMES = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "ours": "tuned"}  # of providers in records
+ZEROS = {"ours": "tuned", "ours on zeros": "tuned, on zeros"}
 OF_64 = {
     "four": Config(64, 128, 4, 1, maxnreg=128),
     "1 stage": Config(64, 128, 4, 1),
@@ -55,28 +56,38 @@ def folded(title: str, text: str) -> Highlighted:
 
 
 def small_call(record: dict) -> dict:
-    """The row of the last rung's backward pass of one head of 128 tokens, head_dim 64, causal, bf16."""
-    key = "provider", "mode", "dtype", "head_dim", "seq"
-    (row,) = (r for r in record["rows"] if tuple(r[name] for name in key) == ("ours", "bwd", "bf16", 64, 128))
+    """The row of the tuned forward pass of 512 tokens, 32 heads on 8 key heads, head_dim 128, causal."""
+    key = "provider", "mode", "shape"
+    (row,) = (r for r in record["rows"] if tuple(r[name] for name in key) == ("ours", "fwd", "llama-short"))
     return row
 
 
 def clocks(rows: Mapping[str, dict]) -> None:
     """Print what the GPU's, the host's and the caller's clock say of recorded calls. rows: name: row of a record."""
-    print(f"{'microseconds':<45}{'GPU':>7}{'host, at best':>15}{'caller waits':>14}")
+    print(f"{'microseconds':<45}{'GPU':>7}{'host queues':>15}{'caller waits':>14}")
     for name, row in rows.items():
         times = (1e3 * row[key] for key in ("ms", "host_ms", "caller_ms"))
         print("{:<45}{:>7.0f}{:>15.0f}{:>14.0f}".format(name, *times))
 
 
-def power(record: dict) -> None:
-    """Print the time of a call after a rest and later; then the GPU's clock and power."""
-    print(f"{'causal, seq 16384':<31}{'first 40 ms':>12}{'after 500 ms':>14}    clock then     power")
-    for r in record["rows"]:
+def power(record: dict, names: Mapping[str, str]) -> str:
+    """A table of the time of a call after a rest and later; then of the GPU's clock and power.
+
+    names: provider in the record -> in the table.
+    """
+    lines = [f"{'causal, seq 16384':<28}{'first 40 ms':>14}{'after 500 ms':>14}    clock then     power"]
+    for r in (r for r in record["rows"] if r["provider"] in names):
         settled = [n for n, at in enumerate(r["at_ms"]) if at >= 500]
         mhz, watts = (statistics.median(r[name][n] for n in settled) for name in ("mhz", "watts"))
-        name = f"{r['mode']}  D {r['head_dim']:<5}{NAMES[r['provider']]:<19}"
-        print(f"{name}{r['rested_ms']:>9.2f} ms{r['ms']:>11.2f} ms{mhz:>10.0f} MHz{watts:>8.0f} W")
+        name = f"{r['mode']}  D {r['head_dim']:<5}{names[r['provider']]:<16}"
+        lines.append(f"{name}{r['rested_ms']:>11.2f} ms{r['ms']:>11.2f} ms{mhz:>10.0f} MHz{watts:>8.0f} W")
+    return "\n".join(lines)
+
+
+def on_zeros(record: dict) -> float:
+    """Milliseconds of the tuned backward pass, D 64, on zeros, once the GPU's clock has settled."""
+    (row,) = (r for r in record["rows"] if r["provider"] == "ours on zeros" and r["mode"] == "bwd")
+    return round(row["ms"], 2)
 
 
 def done_for_counted(is_causal: bool, seq: int) -> tuple[float, float]:
