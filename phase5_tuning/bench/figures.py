@@ -118,24 +118,25 @@ def peers(record: dict, mode: str, signed: bool = True) -> None:
     style.show(fig, alt, *[describe(record)] * signed)
 
 
-def power(record: dict, case: tuple) -> None:
+def power(record: dict, case: tuple, names: Mapping[str, str]) -> None:
     """What the limit of power does to a kernel that runs for longer: power, clock, time of a call.
 
-    case: (head_dim, is_causal, seq, mode).
+    case: (head_dim, is_causal, seq, mode). names: those drawn, provider in the record -> in the picture.
     """
     fig, axes = style.new(8, 5.4, rows=3, sharex=True)
     watts, mhz, ms = axes
     said = []
-    for row in (r for r in record["rows"] if _case(r) == case):
+    for row in (r for r in record["rows"] if _case(r) == case and r["provider"] in names):
         dotted = dict(linestyle=":") if row["provider"] == "sdpa-cudnn" else {}
         look = LINES[row["provider"]] | dict(marker="", linewidth=2 if row["provider"] == "ours" else 1.5) | dotted
-        watts.plot(row["at_ms"], row["watts"], label=row["provider"], **look)
+        name = names[row["provider"]]
+        watts.plot(row["at_ms"], row["watts"], label=name, **look)
         mhz.plot(row["at_ms"], row["mhz"], **look)
         at = [(n + 0.5) * row["window_ms"] for n in range(len(row["call_ms"]))]
         ms.plot(at, [call or math.nan for call in row["call_ms"]], **look)
         if row["watts_allowed"]:
             watts.axhline(row["watts_allowed"], color=COLORS["limit"], linewidth=0.8)
-        said.append(f"{row['provider']}: {row['rested_ms']:.1f} ms a call at first, {row['ms']:.1f} ms settled")
+        said.append(f"{name}: {row['rested_ms']:.1f} ms a call at first, {row['ms']:.1f} ms settled")
     title = "A kernel at the limit of power is slowed down (thin line: the limit)"
     watts.set(ylabel="power, W", ylim=0, title=title)
     mhz.set(ylabel="clock, MHz")

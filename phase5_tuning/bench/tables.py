@@ -176,7 +176,7 @@ def fingerprint() -> str:
 PAGE = ROOT / "phase5_tuning" / "results" / "README.md"
 BEGIN, END = "<!-- written by python -m phase5_tuning.bench.tables -->", "<!-- end -->"
 HOLDS = {  # by a record's name without its card: what it holds, and the chapters that show it
-    "": ("ours, which was the last rung then, and its peers: fp16, 512 to 16384 tokens", "rungs"),
+    "": ("ours, which was the last rung then, and its peers: fp16, up to 16384 tokens", "measure, rungs"),
     "bf16": ("the same in bf16, from 1024 tokens", ""),
     "context_2": ("attention over two GPUs", "context_parallel"),
     "counters": (
@@ -198,7 +198,7 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
     "host_triton_3_6": ("the same with Triton 3.6", ""),
     "ladder": ("every rung of the ladder, 4096 and 16384 tokens", "measure, rungs"),
     "long": ("one head of 128 to 65536 tokens, beside attention with S in memory", ""),
-    "models": ("the shapes of real models, below", ""),
+    "models": ("the shapes of real models, below", "measure"),
     "parts": ("one query, with any number of parts of the keys", "decode"),
     "power": ("how a GPU's clock and power settle", "measure"),
     "registers": ("one tile with and without a limit of registers", "measure"),

@@ -81,12 +81,13 @@ def _executed_mistakes(batch, heads, seq_q, seq_k, head_dim, is_causal, *tiles):
     whole_keys = executed(*case, counts=lambda m0, m1, n0, n1: n1 < seq_k and seen(m1, n1))
     whole_queries = executed(*case, counts=lambda m0, m1, n0, n1: m1 < seq_q and seen(m1, n0))
     unpadded, power = (executed(*case, width=n) for n in (head_dim, 1 << (head_dim - 1).bit_length()))
-    once, exchanged, five, three = (executed(*case, products=n) for n in ((4, 1), (3, 4), (3, 2), (2, 1)))
+    once, exchanged, five, three, ten = (executed(*case, products=n) for n in ((4, 1), (3, 4), (3, 2), (2, 1), (5, 5)))
     return (_causal_mistakes(case, right) if is_causal else {}) | {
         "both kernels compute S and dP for themselves: 4 + 3 products": once,
         "dK/dV makes S, dP, dV, dK: 4 products; dQ makes S, dP, dQ: 3": exchanged,
         "S and dP are products, too, and each kernel makes both": three,
         "this makes five products, as the convention counts; the kernels make seven": five,
+        "no kernel makes all five products: dK/dV makes four, dQ three": ten,
         "a tile is (block_m queries, block_n keys), in this order": executed(*case[:6], *swapped),
         "the dQ kernel cuts S into tiles of its own, dq_tile": executed(*case[:7], tiles[0]),
         "there are batch * heads such heads": executed(1, 1, *case[2:]),

@@ -35,7 +35,7 @@ def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, of
     (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
     columns, group = hopper_forward.columns_of(head_dim), heads_q // heads_kv
     keys, rows = offset + 1 if is_causal else k.shape[2], group * seq_q
-    if rows <= 64:  # one tile of split_kv's
+    if rows <= 64 or head_dim <= hopper_forward.NARROW:  # one tile of split_kv's; narrow heads
         return 0
     consumers = hopper_forward.shape_of(columns, rows, keys, False)["CONSUMERS"]
     block, most = consumers * hopper_forward.ROWS.value, split_kv.at_once(q)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from phase5_tuning.hopper.order import Deadlock
 
 MULTIPROCESSORS = 132  # of an H100 SXM or H200
-# Clocks in a microsecond: what the clock of an H200 settled at under a forward kernel. Its maximum is 1980.
+# Clocks in a microsecond: what the clock of an H100 settles at under our forward kernel, nearly
+# (results/h100_power.json: 1530). Its maximum is 1980.
 CLOCK = 1500.0
 # FLOP in a microsecond on one multiprocessor, fp16: of a large product, which reaches 690 TFLOP/s on the H200. The data
 # sheet has 989.5 at 1830 MHz, or 4096 a clock.

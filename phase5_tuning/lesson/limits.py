@@ -21,6 +21,8 @@ SLOWER = {
     "64x64 in 3 stages": Config(64, 64, 4, 3),
     "64x64 in 1 stage": Config(64, 64, 4, 1),
 }
+NAMES = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "ours": "tuned"}  # of providers in records
+ZEROS = {"ours": "tuned", "ours on zeros": "tuned, on zeros"}
 OF_64 = {
     "four": Config(64, 128, 4, 1, maxnreg=128),
     "1 stage": Config(64, 128, 4, 1),
@@ -54,28 +56,38 @@ def folded(title: str, text: str) -> Highlighted:
 
 
 def small_call(record: dict) -> dict:
-    """The row of the last rung's backward pass of one head of 128 tokens, head_dim 64, causal, bf16."""
-    key = "provider", "mode", "dtype", "head_dim", "seq"
-    (row,) = (r for r in record["rows"] if tuple(r[name] for name in key) == ("ours", "bwd", "bf16", 64, 128))
+    """The row of the tuned forward pass of 512 tokens, 32 heads on 8 key heads, head_dim 128, causal."""
+    key = "provider", "mode", "shape"
+    (row,) = (r for r in record["rows"] if tuple(r[name] for name in key) == ("ours", "fwd", "llama-short"))
     return row
 
 
 def clocks(rows: Mapping[str, dict]) -> None:
     """Print what the GPU's, the host's and the caller's clock say of recorded calls. rows: name: row of a record."""
-    print(f"{'microseconds':<45}{'GPU':>7}{'host queues':>13}{'caller waits':>14}")
+    print(f"{'microseconds':<45}{'GPU':>7}{'host queues':>15}{'caller waits':>14}")
     for name, row in rows.items():
         times = (1e3 * row[key] for key in ("ms", "host_ms", "caller_ms"))
-        print("{:<45}{:>7.0f}{:>13.0f}{:>14.0f}".format(name, *times))
+        print("{:<45}{:>7.0f}{:>15.0f}{:>14.0f}".format(name, *times))
 
 
-def power(record: dict) -> None:
-    """Print the time of a call after a rest and later; then the GPU's clock and power."""
-    print(f"{'causal, seq 16384':<31}{'first 40 ms':>12}{'after 500 ms':>14}    clock then     power")
-    for r in record["rows"]:
+def power(record: dict, names: Mapping[str, str]) -> str:
+    """A table of the time of a call after a rest and later; then of the GPU's clock and power.
+
+    names: provider in the record -> in the table.
+    """
+    lines = [f"{'causal, seq 16384':<28}{'first 40 ms':>14}{'after 500 ms':>14}    clock then     power"]
+    for r in (r for r in record["rows"] if r["provider"] in names):
         settled = [n for n, at in enumerate(r["at_ms"]) if at >= 500]
         mhz, watts = (statistics.median(r[name][n] for n in settled) for name in ("mhz", "watts"))
-        name = f"{r['mode']}  D {r['head_dim']:<12}{r['provider']:<12}"
-        print(f"{name}{r['rested_ms']:>9.2f} ms{r['ms']:>11.2f} ms{mhz:>10.0f} MHz{watts:>8.0f} W")
+        name = f"{r['mode']}  D {r['head_dim']:<5}{names[r['provider']]:<16}"
+        lines.append(f"{name}{r['rested_ms']:>11.2f} ms{r['ms']:>11.2f} ms{mhz:>10.0f} MHz{watts:>8.0f} W")
+    return "\n".join(lines)
+
+
+def on_zeros(record: dict) -> float:
+    """Milliseconds of the tuned backward pass, D 64, on zeros, once the GPU's clock has settled."""
+    (row,) = (r for r in record["rows"] if r["provider"] == "ours on zeros" and r["mode"] == "bwd")
+    return round(row["ms"], 2)
 
 
 def done_for_counted(is_causal: bool, seq: int) -> tuple[float, float]:
@@ -109,7 +121,7 @@ def roofline(ladder: dict, seq: int = 4096, size: int = 2) -> dict[str, tuple[fl
         asked = traffic.tiled_attention_bytes(seq, seq, head_dim, tile.BLOCK_M, tile.BLOCK_N, size, lse=True)
         reached = rows["ours", head_dim, False, seq, "fwd"]["tflops"] * 1e12
         moved = 4 * seq * (head_dim * size + 1)
-        points[f"forward, D {head_dim}"] = flops / asked, flops / moved, reached
+        points[f"tuned forward, D {head_dim}"] = flops / asked, flops / moved, reached
         asked = traffic.tiled_attention_bytes(seq, seq, head_dim, 64, 64, size, lse=True)
         reached = rows["phase 4", head_dim, False, seq, "fwd"]["tflops"] * 1e12  # its forward kernel is phase 3's
         points[f"phase 3, D {head_dim}"] = flops / asked, flops / moved, reached
@@ -119,7 +131,7 @@ def roofline(ladder: dict, seq: int = 4096, size: int = 2) -> dict[str, tuple[fl
             sizes = seq, seq, head_dim, tile.BLOCK_M, tile.BLOCK_N, size
             asked += traffic.attention_backward_bytes(*sizes)[part]
         reached = rows["ours", head_dim, False, seq, "bwd"]["tflops"] * 1e12
-        points[f"backward, D {head_dim}"] = (
+        points[f"tuned backward, D {head_dim}"] = (
             2.5 * flops / asked,
             2.5 * flops / (4 * seq * (2 * head_dim * size + 1)),
             reached,
@@ -128,19 +140,24 @@ def roofline(ladder: dict, seq: int = 4096, size: int = 2) -> dict[str, tuple[fl
 
 
 def asked_and_reached(points: Mapping[str, tuple[float, float, float]], bandwidth: float) -> None:
-    print(f"{'':<17}FLOP for a byte   TFLOP/s if memory   TFLOP/s   TB/s")
-    print(f"{'':<17}  asked for         answered all      reached   asked for")
+    print(f"{'':<21}FLOP for a byte   TFLOP/s if memory   TFLOP/s   TB/s")
+    print(f"{'':<21}  asked for         answered all      reached   asked for")
     for name, (asked, _, reached) in points.items():
-        print(f"{name:<17}{asked:>9.0f}{asked * bandwidth / 1e12:>18.0f}{reached / 1e12:>16.0f}", end="")
+        print(f"{name:<21}{asked:>9.0f}{asked * bandwidth / 1e12:>18.0f}{reached / 1e12:>16.0f}", end="")
         print(f"{reached / asked / 1e12:>8.1f}")
 
 
-def of_counted(counters: dict, provider: str) -> dict:
-    """What ncu counted: forward, D 128, causal, seq 16384, 16 heads, fp16."""
+def call_counted(counters: dict, provider: str) -> dict:
+    """The row of a provider: forward, D 128, causal, seq 16384, 16 heads, fp16."""
     wanted = provider, "fwd", 128, True, "fp16"
     key = "provider", "mode", "head_dim", "is_causal", "dtype"
-    (row,) = (r["counted"] for r in counters["rows"] if tuple(r[name] for name in key) == wanted)
+    (row,) = (r for r in counters["rows"] if tuple(r[name] for name in key) == wanted)
     return row
+
+
+def of_counted(counters: dict, provider: str) -> dict:
+    """What ncu counted in the call of `call_counted`."""
+    return call_counted(counters, provider)["counted"]
 
 
 def asked_bytes() -> int:
@@ -186,6 +203,12 @@ def outside(counters: dict, provider: str) -> str:
     return f"L2 {row['l2']:.0f}%, memory {1e9 * row['dram_bytes'] / row['ns'] / rate:.0%}"
 
 
+def timed(counters: dict, provider: str) -> str:
+    """The call of `of_counted` without ncu: its time, and the GPU's clock meanwhile."""
+    row = call_counted(counters, provider)
+    return f"without ncu {row['ms']:.2f} ms at {row['mhz']:.0f} MHz"
+
+
 def bytes_asked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable:
     """A cost for `triton.autotune`: the bytes of q, k and v that a call loads, where kernels are interpreted."""
 
@@ -216,6 +239,16 @@ def units(record: dict) -> str:
 def programs(c: Compiled, config: Config) -> int:
     """How many programs fit on a multiprocessor."""
     return min(sass.programs_per_sm(c.registers, c.shared, config.num_warps))
+
+
+def fits(of: Callable[[int, int, int], int], head_dim: int, *configs: Config) -> None:
+    """Print registers and shared memory of the tuned forward kernel, full mask, and what `of` makes of them.
+
+    of: registers of a thread, bytes of shared memory, warps -> programs on a multiprocessor.
+    """
+    for (*_, config), c in last_rung((head_dim, False, config) for config in configs).items():
+        count = of(c.registers, c.shared, config.num_warps)
+        print(f"{config}: {c.registers} registers, {c.shared} B shared, programs: {count}")
 
 
 def slower(record: dict, provider: str, head_dim: int, is_causal: bool, seq: int = 16384) -> float:

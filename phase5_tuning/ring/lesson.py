@@ -137,10 +137,9 @@ def ran(module: str, ranks: int) -> str:
     return done.stdout if done.returncode == 0 else "the processes ended with an error:\n" + done.stderr[-2000:]
 
 
-def measured(name: str = "context_2") -> tuple[dict, dict]:
-    """(a record, its rows by number of tokens and provider); name: without the card, of which the first is taken."""
-    first = min((ROOT / "phase5_tuning/results").glob(f"h*_{name}.json"))
-    record = records.load("phase5_tuning", first.stem)
+def measured(name: str = "h100_context_2") -> tuple[dict, dict]:
+    """(a record, its rows by number of tokens and provider)."""
+    record = records.load("phase5_tuning", name)
     return record, {(row["seq"], row["provider"]): row for row in record["rows"]}
 
 

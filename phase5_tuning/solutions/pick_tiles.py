@@ -1,6 +1,6 @@
 """Pick a tile that fits: shared memory and registers as budgets.
 
-What does a program of the tuned forward kernel keep on the chip, compiled for Hopper (sm_90) with all rungs? In
+What does a program of the tuned forward kernel keep on the chip, compiled for Hopper (sm_90)? In
 shared memory:
 
     the tile of q, for the whole walk;

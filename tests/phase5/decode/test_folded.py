@@ -95,6 +95,7 @@ def sized(batch, heads_q, heads_kv, seq_q, seq_k, head_dim=128):
         ((1, 32, 8, 64, 32767, 64), 0),
         ((1, 32, 8, 512, 32768, 64), 3),  # 88 tiles of 192 rows
         ((1, 32, 8, 64, 32768, 72), 8),
+        ((1, 32, 8, 64, 32768, 32), 0),
     ],
 )
 def test_in_how_many_parts(sizes, expected):

@@ -161,3 +161,12 @@ def test_a_clock_that_leaves_out_one_thing_is_wrong_about_one_call():
 def test_a_clock_is_judged_by_every_call(capsys):
     clock.judge(honest)
     assert capsys.readouterr().out.endswith("right: 4 of 4\n")
+
+
+def test_the_judge_of_clocks_says_what_each_has_met():
+    lay, waited, neighbor = "its inputs lay in L2", "the GPU waited for the host", "the neighbor was timed, too"
+    assert clock.verdicts(host_clock) == ["right", lay, waited, neighbor]
+    assert clock.verdicts(lambda gpu, call: honest(gpu, call, overwrites=0))[3] == "queuing was timed, too"
+    assert clock.verdicts(lambda gpu, call: call() or gpu.now()) == ["a kernel was compiled"] * 4
+    assert clock.verdicts(lambda gpu, call: 20.0)[0] == "it stopped before the GPU did"
+    assert "right: 1 of 4" in clock.table(host_clock)
