@@ -190,7 +190,6 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
     "hopper_backward": ("the Hopper kernels' backward pass beside its peers, fp16", "hopper_backward"),
     "hopper_backward_bf16": ("the Hopper kernels' backward pass beside its peers, bf16", "hopper_backward"),
     "hopper_beside": ("arithmetic while a product is under way", ""),
-    "hopper_counters": ("counters before 96 instructions were removed from the backward pass", ""),
     "hopper_forward": ("the Hopper kernel's forward pass beside its peers, fp16 and bf16", "hopper_forward"),
     "hopper_ideas": ("the Hopper kernel's forward pass without one of its ideas", "hopper_forward"),
     "hopper_leaderboard": ("one case, each pass and both in one call", "hopper_backward"),
