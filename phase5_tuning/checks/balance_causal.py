@@ -6,7 +6,7 @@ from common.learn.check.require import reject
 def check(answer):
     for ranks in range(1, 10):
         held = [_pair(answer, rank, ranks) for rank in range(ranks)]
-        given = f"{ranks} ranks hold {held}"
+        given = f"W = {ranks}: the ranks hold {held}"
         every = sorted(chunk for pair in held for chunk in pair)
         if every != list(range(2 * ranks)):
             reject(f"{given}: each of the chunks 0 to {2 * ranks - 1} must be there exactly once")

@@ -50,7 +50,8 @@ def _bar(ax, at, length, lane, text="", ink="black", size=9, **look):
 def homeward(ranks: int, kv: float, sums: float) -> None:
     """Two orders of a backward pass: products of the steps, and the transfers of keys and of sums.
 
-    kv, sums: how long a transfer takes; the products of a step take 1. A number is that of a step.
+    kv, sums: how long a transfer takes; the products of a step take 1. A number is a step, at a transfer
+    the one that needs it.
     """
     others = [(f"{step}", 1.0) for step in range(1, ranks)]
     orders = {
@@ -68,9 +69,9 @@ def homeward(ranks: int, kv: float, sums: float) -> None:
             at += length
             if number < ranks and (name != "own" or len(steps) == ranks):
                 begin = at + kv * (number + 1 < ranks - 1)  # the same link first brings the keys
-                _bar(ax, begin, sums, 0, color="white", edgecolor=COLORS["ink"])
+                needed = f"{number + 1}" if number + 1 < ranks else "home"
+                _bar(ax, begin, sums, 0, needed, color="white", edgecolor=COLORS["ink"])
                 end, transfers = begin + sums, transfers + 1
-        ax.text(end - sums / 2, 0.5, "home", **CENTER, fontsize=9)
         end = max(at, end)
         ax.axvline(end, color=COLORS["ink"], lw=1, ls=":")
         ax.set(title=title, xlabel="time (products of a step = 1)", ylim=(0, 3))

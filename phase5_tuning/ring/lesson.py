@@ -144,17 +144,13 @@ def measured(name: str = "h100_context_2") -> tuple[dict, dict]:
 
 
 def measured_lines(name: str) -> list[str]:
-    """The lines of a table of times and efficiencies, and of the peaks of memory at the longest sequence, counted in
-    the K and V of one shard in 16 bits.
-    """
+    """The lines of a table of times and efficiencies."""
     _, of = measured(name)
     lines = ["milliseconds (efficiency)", " tokens  one GPU" + "".join(f"{name:>15}" for name in WAYS.values())]
     for seq in LENGTHS:
         rows = [of[seq, way] for way in WAYS]
         fields = "".join(f"{row['ms']:8.2f} ({row['efficiency']:.2f})" for row in rows)
         lines.append(f"{seq:>7}  {rows[0]['one_gpu_ms']:7.2f}{fields}")
-    peaks = [of[seq, way]["peak_bytes"] / (4 * seq // 2 * 16 * 128) for way in WAYS]
-    lines.append("peak memory, in KV    " + "".join(f"{peak:9.1f}" + 6 * " " for peak in peaks).rstrip())
     return lines
 
 
