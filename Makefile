@@ -78,14 +78,17 @@ style: $(READY)
 	$(PY) -m ruff format --check .
 
 # Of copies, so that what a reader runs and fills in stands in the way of no git pull.
+# Its terminals and cells find `course`; in a container one is root.
+lab: export PATH := $(CURDIR)/.venv/bin:$(PATH)
 lab: $(READY)
 	$(PY) -m common.learn.cli chapters
-	$(PY) -m jupyter lab --LabApp.app_settings_dir=common/lab --LabApp.default_url=/lab/tree/work/README.md
+	$(PY) -m jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.app_settings_dir=common/lab --LabApp.default_url=/lab/tree/work/README.md
 
 $(READY): requirements.txt pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not here: install Python 3.11 to 3.14, or make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c "$$CHECK"
 	$(PYTHON) -m venv .venv
+	@echo "Installing PyTorch, Triton, Jupyter and others into .venv: gigabytes, and minutes."
 	$(PY) -m pip install --disable-pip-version-check -q -r requirements.txt
 	$(PY) -m pip install --disable-pip-version-check -q --no-deps --config-settings editable_mode=compat -e .
 	@touch $(READY)

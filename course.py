@@ -17,7 +17,7 @@ def main() -> None:
     except KeyboardInterrupt:  # Ctrl-C comes before there is a command to stop
         sys.exit(130)
     except ModuleNotFoundError as error:
-        sys.exit(f"{error}: make course installs what the course needs, into .venv")
+        sys.exit(f"{error}: .venv/bin/course has what the course needs; make course installs it")
     except ImportError as error:  # it names a file that hides a package
         sys.exit(str(error))
     main()

@@ -56,6 +56,7 @@ INTERPRETED = _choose(os.environ, "triton" in sys.modules, CAPABILITY)
 if _loaded_interpreted(sys.modules) not in (None, INTERPRETED):
     raise RuntimeError("TRITON_INTERPRET was changed after triton had been imported: set it before Python starts")
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+HOW = "interpreted on the CPU" if INTERPRETED else f"compiled for {DEVICE}"  # how kernels run here
 
 # Why no kernel can run in this process; "" where kernels can.
 CANNOT_RUN = ""

@@ -174,7 +174,10 @@ class _Step:
 
 
 def _print_summary(steps: list[_Step]) -> None:
-    table = Table(title="Summary (z: the worst of all cases, limit 6)", title_justify="left")
+    from common import runtime
+
+    title = f"Summary, {runtime.HOW} (z: error in units of rounding, the worst of all cases; limit 6)"
+    table = Table(title=title, title_justify="left")
     for column in ("phase", "checked", "passed", "z", "time", "verdict"):
         table.add_column(column, justify="right" if column in ("passed", "z", "time") else "left")
     for step in steps:

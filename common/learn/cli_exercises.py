@@ -1,5 +1,6 @@
 """The commands of `course` for learning: where one stands, the next task, check, hint, solution, diff, reset, watch."""
 
+import shutil
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 console = Console(highlight=False, emoji=False)
+COURSE = "course" if shutil.which("course") else ".venv/bin/course"  # what one can type in this shell
 MARKS = {
     "passed": "[green]PASS[/]",
     "wrong": "[bold red]not yet right[/]",
@@ -44,7 +46,7 @@ def overview() -> None:
     for phase in phases.PHASES:
         of_phase = [e for e in exercises.load() if e.phase == phase]
         solved = sum(map(so_far.solved, of_phase))
-        bar = ProgressBar(total=max(1, len(of_phase)), completed=solved, width=20)
+        bar = ProgressBar(total=max(1, len(of_phase)), completed=solved, width=12)
         title = f"[bold]{phase.number}  {phase.title}[/]"
         for name, hours in zip(phase.chapters, phase.hours, strict=True):
             title += f"\n   [dim]{phases.as_read(f'{phase.folder}/{name}')}, {hours:g} h[/]"
@@ -54,7 +56,7 @@ def overview() -> None:
     for e in exercises.load():
         if so_far.version_passed(e) not in ("", str(e.version)):
             changed = f"{e.number} {e.name} is open again: its task has changed since you passed it"
-            console.print(f"{changed} ([bold]course next {e.number}[/])", soft_wrap=True)
+            console.print(f"{changed} ([bold]{COURSE} next {e.number}[/])", soft_wrap=True)
     _say_next(so_far)
 
 
@@ -63,9 +65,10 @@ def next_task(name: Name = "") -> None:
     exercise = _chosen(name)
     console.print(f"[bold]{exercise.number}  {exercise.title}[/]")
     console.print(f"[dim]about {exercise.minutes} minutes, by estimate[/]\n")
-    _print_task(exercise.task.split("\n", 1)[-1].strip())
+    chapter = f"{exercise.phase.folder}/{exercise.notebook}"
+    _print_task(exercise.task.split("\n", 1)[-1].strip().replace(chapter, phases.as_read(chapter)))
     console.print(f"Your file:  [bold]{exercise.file}[/]")
-    console.print(f"Then:       [bold]course check {exercise.number}[/]  (stuck? course hint {exercise.number})")
+    console.print(f"Then:       [bold]{COURSE} check {exercise.number}[/]  (stuck? {COURSE} hint {exercise.number})")
 
 
 def check(names: Names = None, limit: Limit = TIME_LIMIT) -> None:
@@ -77,14 +80,15 @@ def check(names: Names = None, limit: Limit = TIME_LIMIT) -> None:
     for exercise in chosen:
         with console.status(f"checking {exercise.name}") if console.is_terminal else nullcontext():
             verdict = runner.check(exercise, limit=limit)
-        _print_verdict(exercise, verdict, short=not one)
+        if names or verdict.kind != "unfinished":
+            _print_verdict(exercise, verdict, short=not one)
         if one:
             _print_objections(exercise, verdict)
         failed += not verdict.passed
     if not one:
         console.print(f"\n{len(chosen) - failed} of {len(chosen)} exercises passed")
     elif failed:
-        console.print(f"Your file: {exercise.file}\nHelp:      [bold]course hint {exercise.number}[/]")
+        console.print(f"Your file: {exercise.file}\nHelp:      [bold]{COURSE} hint {exercise.number}[/]")
     if not failed:
         progress.turn_to(chosen[-1])
     if not failed or not one:
@@ -100,7 +104,7 @@ def hint(name: Name = "") -> None:
     for number, text in enumerate(exercise.hints[:shown], start=1):
         console.print(f"[bold]Hint {number} of {len(exercise.hints)}[/]  {escape(text)}")
     if shown == len(exercise.hints):
-        console.print(f"[dim]These are all hints. The solution: course solution {exercise.number} --give-up[/]")
+        console.print(f"[dim]These are all hints. The solution: {COURSE} solution {exercise.number} --give-up[/]")
     with Progress.changed() as so_far:
         so_far.hints[exercise.name] = shown
 
@@ -120,7 +124,7 @@ def solution(
     else:
         exercise = _chosen(name)
     if exercise not in solved and not give_up:
-        console.print(f"{exercise.number} is not solved yet: [bold]course hint {exercise.number}[/] helps.")
+        console.print(f"{exercise.number} is not solved yet: [bold]{COURSE} hint {exercise.number}[/] helps.")
         console.print("To see the solution all the same, add [bold]--give-up[/].")
         raise typer.Exit(1)
     file, text = exercise.solution.relative_to(phases.ROOT), exercise.solution_text
@@ -283,9 +287,9 @@ def _say_next(so_far: Progress) -> None:
     except (OSError, exercises.Damaged) as error:  # the verdict said before stays as it is
         console.print(f"      {error}", markup=False, style="yellow", soft_wrap=True)
     if not so_far.passed:
-        console.print("      [bold]make lab[/] opens the notebooks, [bold]course next[/] shows the task")
+        console.print(f"      [bold]make lab[/] opens the notebooks, [bold]{COURSE} next[/] shows the task")
     else:
-        console.print("      [bold]course next[/] shows the task")
+        console.print(f"      [bold]{COURSE} next[/] shows the task")
 
 
 COMMANDS = dict(next=next_task, check=check, hint=hint, solution=solution, diff=diff, reset=reset, watch=watch)

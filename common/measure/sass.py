@@ -111,12 +111,15 @@ def masks(body: list[Instruction]) -> list[tuple[int, int]]:
     return found
 
 
+def executed(body: list[Instruction]) -> list[Instruction]:
+    """What a warp runs of a turn that skips its masks."""
+    skipped = {n for first, last in masks(body) for n in range(first, last + 1)}
+    return [x for n, x in enumerate(body) if n not in skipped]
+
+
 def counted(body: list[Instruction]) -> Counter:
     """How often a warp runs each instruction in a turn that skips its masks."""
-    count = Counter(x.name for x in body)
-    for first, last in masks(body):
-        count -= Counter(x.name for x in body[first : last + 1])
-    return count
+    return Counter(x.name for x in executed(body))
 
 
 def starts(body: list[Instruction]) -> list[int]:

@@ -70,8 +70,7 @@ def as_table(title: str, cases: Sequence[Case], columns: Sequence[str] = COLUMNS
     from rich.live import Live
     from rich.table import Table
 
-    how = "interpreted on the CPU" if runtime.INTERPRETED else f"compiled for {runtime.DEVICE}"
-    table = Table(title=f"{title}, {how}", title_justify="left", caption=caption, caption_justify="left")
+    table = Table(title=f"{title}, {runtime.HOW}", title_justify="left", caption=caption, caption_justify="left")
     console = Console()
     if console.width < 110:  # a case should stay a line
         columns = ("case", "z per tensor (limit 6)", "verdict")

@@ -1,4 +1,4 @@
-"""How long arithmetic takes beside a product: `python -m phase5_tuning.bench.beside --name h200_hopper_beside`, on an
+"""How long arithmetic takes beside a product: `python -m phase5_tuning.bench.beside --name h100_hopper_beside`, on an
 H100 or H200.
 
 A multiprocessor runs a program of two warpgroups. The first multiplies 64 x 128 by 128 x 128, with its left factor in

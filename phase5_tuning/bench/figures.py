@@ -87,37 +87,6 @@ def _steps(ax, values, gains):
         ax.annotate(f"{value:.0f}", (x, 0), (0, 5), textcoords="offset points", ha="center", fontsize=9, color=ink)
 
 
-def peers(record: dict, mode: str, signed: bool = True) -> None:
-    """TFLOP/s against sequence length beside all peers, a panel for each head_dim and mask."""
-    fig, axes = style.new(9, 6.2, columns=2, rows=2, sharex=True, sharey=True)
-    of, said, drawn = {}, [], {}
-    for r in record["rows"]:
-        if r["mode"] == mode and "tflops" in r:
-            of.setdefault((r["provider"], r["head_dim"], r["is_causal"]), []).append((r["seq"], r["tflops"]))
-    ceiling = record["ceilings"]["gemm_flops_per_s"] / 1e12
-    for ax, case in zip(axes.flat, CASES, strict=True):
-        there = {p: list(zip(*of[p, *case], strict=True)) for p in LINES if (p, *case) in of}
-        for p, line in there.items():
-            look = LINES[p] | dict(markersize=5, linewidth=2.5 if p == "ours" else 1.3)
-            (drawn[p],) = ax.plot(*line, **look)
-        title = f"{PASSES[mode]}, head_dim {case[0]}, {mask(case[1])}"
-        ax.set_title(title, fontsize=10)
-        ax.set_xscale("log", base=2)
-        ax.axhline(ceiling, color=COLORS["limit"], linewidth=0.8, linestyle=":")
-        said.append(f"{title}: " + ", ".join(f"{p} {tflops[-1]:.0f}" for p, (_, tflops) in there.items()))
-    axes[0, 0].text(512, ceiling, "a large product", fontsize=8, va="bottom")
-    axes[0, 0].set_ylim(0)  # shared, so only once everything is drawn
-    for ax in axes[:, 0]:
-        ax.set_ylabel("TFLOP/s")
-    for ax in axes[1]:
-        ax.set_xlabel("sequence length")
-    names = [provider for provider in LINES if provider in drawn]
-    columns = len(names) if len(names) <= 8 else -(-len(names) // 2)
-    fig.legend([drawn[p] for p in names], names, loc="outside upper center", ncols=columns or 1, fontsize=9)
-    alt = f"TFLOP/s against the sequence length. At the longest, {'; '.join(said)}; a large product {ceiling:.0f}."
-    style.show(fig, alt, *[describe(record)] * signed)
-
-
 def power(record: dict, case: tuple, names: Mapping[str, str]) -> None:
     """What the limit of power does to a kernel that runs for longer: power, clock, time of a call.
 

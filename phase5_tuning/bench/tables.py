@@ -107,19 +107,19 @@ def _spread(row):
     return f"{row['tflops']:.0f} ({slowest:.0f}-{fastest:.0f})"
 
 
-def without_an_idea(record: dict) -> str:
+def without_an_idea(record: dict, head_dim: int) -> str:
     """The forward pass: time with one idea taken away by the time of the kernel."""
-    ms = {(r["provider"], r["head_dim"], r["is_causal"], r["seq"]): r["ms"] for r in record["rows"] if "ms" in r}
+    rows = [r for r in record["rows"] if r["head_dim"] == head_dim and "ms" in r]
+    ms = {(r["provider"], r["is_causal"], r["seq"]): r["ms"] for r in rows}
     cases = sorted({key[1:] for key in ms})
     lines = [
-        "forward: time without an idea / time of the kernel; by head_dim, mask and seq",
-        " " * 18 + "".join(f"{d:>4} {mask(c):>6}" for d, c, _ in cases),
-        " " * 18 + "".join(f"{seq:>11}" for *_, seq in cases),
+        "forward: time without an idea / time of the kernel; by mask and seq",
+        " " * 18 + "".join(f"{mask(c):>9}" for c, _ in cases),
+        " " * 18 + "".join(f"{seq:>9}" for _, seq in cases),
     ]
-    for provider in dict.fromkeys(r["provider"] for r in record["rows"]):
-        if provider != "hopper":
-            found = [ms.get((provider, *case), math.nan) / ms["hopper", *case] for case in cases]
-            lines.append(f"{provider.removeprefix('hopper: '):<18}" + "".join(_cell(x, 11) for x in found))
+    for provider in dict.fromkeys(r["provider"] for r in rows if r["provider"].startswith("hopper: ")):
+        found = [ms[provider, *case] / ms["hopper", *case] for case in cases]
+        lines.append(f"{provider.removeprefix('hopper: '):<18}" + "".join(_cell(x, 9) for x in found))
     return "\n".join(lines)
 
 
@@ -189,8 +189,7 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
     "grouped": ("60 backward passes with grouped heads", ""),
     "hopper_backward": ("the Hopper kernels' backward pass beside its peers, fp16", "hopper_backward"),
     "hopper_backward_bf16": ("the Hopper kernels' backward pass beside its peers, bf16", ""),
-    "hopper_beside": ("arithmetic while a product is under way", "hopper_forward"),
-    "hopper_counters": ("counters before 96 instructions were removed from the backward pass", ""),
+    "hopper_beside": ("arithmetic while a product is under way", ""),
     "hopper_forward": ("the Hopper kernel's forward pass beside its peers, fp16 and bf16", "hopper_forward"),
     "hopper_ideas": ("the Hopper kernel's forward pass without one of its ideas", "hopper_forward"),
     "hopper_leaderboard": ("one case, each pass and both in one call", "hopper_backward"),

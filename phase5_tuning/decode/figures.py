@@ -12,14 +12,15 @@ from phase5_tuning.launch.plans import cdiv
 CASE = "batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim"
 
 
-def by_case(record: dict, key: str, mask: str = "full") -> dict[tuple, dict]:
+def by_case(record: dict, key: str, mask: str = "full", provider: str = "ours") -> dict[tuple, dict]:
     """The timed rows of a record: {(batch, heads_q, heads_kv, seq_q, seq_k, head_dim): {row[key]: row}}.
 
-    key: "provider", or "parts" of rows that have them. mask: "full" or "lower right".
+    key: "provider", or "parts" of this provider's rows. mask: "full" or "lower right".
     """
     cases = {}
     for row in record["rows"]:
-        if "ms" in row and key in row and case_of(row) and row.get("mask", "full") == mask:
+        wanted = key == "provider" or row["provider"] == provider
+        if "ms" in row and key in row and wanted and case_of(row) and row.get("mask", "full") == mask:
             cases.setdefault(case_of(row), {})[row[key]] = row
     return cases
 
@@ -95,20 +96,24 @@ def _parts(n: int) -> str:
     return f"{n} {'part' if n == 1 else 'parts'}"
 
 
-def over_parts(record: dict, lines: Mapping[str, Mapping[int, float]]) -> None:
-    """Microseconds by the number of parts; lines: name -> {parts: microseconds}."""
+def over_parts(record: dict, lines: Mapping[str, Mapping[int, float]], levels: Mapping[str, float]) -> None:
+    """Microseconds by the number of parts; lines: name -> {parts: microseconds}; levels: name -> microseconds."""
     fig, ax = style.new(7.5, 3.8)
     said = []
-    for (name, times), look in zip(lines.items(), ("o-", "s--", "^-.", "D:"), strict=True):
-        ax.loglog([*times], [*times.values()], look, color=COLORS["tiled"], markersize=6, label=name)
+    for (name, times), look, color in zip(lines.items(), ("o-", "s--", "^-."), ("tiled", "tiled", "ink"), strict=True):
+        ax.loglog([*times], [*times.values()], look, color=COLORS[color], markersize=6, label=name)
         best = min(times, key=times.get)
         ax.plot(best, times[best], "o", color="none", markeredgecolor=COLORS["state"], markersize=13, mew=2)
         said.append(f"{name}: {times[1]:.0f} µs in 1 part, at best {times[best]:.0f} in {best}")
     ax.set_xscale("log", base=2)
     most = max(max(times) for times in lines.values())
-    ticks = [2**i for i in range(math.ceil(math.log2(most)) + 1)]
-    ax.set(xticks=ticks, xticklabels=ticks, xlabel="parts", ylabel="µs of a call")
-    ax.yaxis.set_major_formatter("{x:g}")
+    for name, us in levels.items():
+        ax.axhline(us, color=COLORS["limit"], lw=1, ls=":")
+        ax.annotate(name, (most, us), (0, -3), textcoords="offset points", fontsize=8, ha="right", va="top")
+        said.append(f"{name}: {us:.0f} µs")
+    ticks, us = [2**i for i in range(math.ceil(math.log2(most)) + 1)], [20, 50, 100, 200]
+    ax.set(xticks=ticks, xticklabels=ticks, xlabel="parts", ylabel="µs of a call", yticks=us, yticklabels=us)
+    ax.minorticks_off()
     ax.legend(fontsize=8)
     style.show(fig, f"Time over parts; a ring marks the fastest. {'; '.join(said)}.", describe(record))
 

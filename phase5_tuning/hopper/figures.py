@@ -373,6 +373,30 @@ def traffic(record: Mapping) -> None:
     )
 
 
+def reached(speeds: Mapping[tuple[str, bool], float], names: Mapping[str, str], large: float) -> None:
+    """Bars of TFLOP/s, a kernel below the other, under a full and under a causal mask.
+
+    speeds: by provider and whether the mask is causal. names: provider -> label; the last one is the whole kernel.
+    large: TFLOP/s of a large product.
+    """
+    fig, axes = style.new(9, 0.34 * len(names) + 1.0, columns=2, sharex=True, sharey=True)
+    said = []
+    for ax, is_causal in zip(axes, (False, True), strict=True):
+        there = [(y, speeds[p, is_causal]) for y, p in enumerate(names) if (p, is_causal) in speeds]
+        colors = [COLORS["tiled" if y == len(names) - 1 else "peer"] for y, _ in there]
+        ax.barh(*zip(*there, strict=True), 0.7, color=colors)
+        for y, speed in there:
+            ax.text(speed - 8, y, f"{speed:.0f}", ha="right", va="center", color=INKS[0 if y == len(names) - 1 else 1])
+        ax.axvline(large, color=COLORS["limit"], linewidth=0.8, linestyle=":")
+        ax.set_title("causal mask" if is_causal else "full mask", fontsize=10)
+        ax.set_xlabel("TFLOP/s (dotted: a large product)")
+        of = (f"{list(names.values())[y]} {speed:.0f}" for y, speed in there)
+        said.append(f"{'Causal' if is_causal else 'Full'} mask: {', '.join(of)}")
+    axes[0].set_yticks(range(len(names)), names.values())
+    axes[0].invert_yaxis()
+    style.show(fig, alt=f"TFLOP/s. {'. '.join(said)}. A large product: {large:.0f}.")
+
+
 if __name__ == "__main__":
     arguments()
     data = as_json(page_data())

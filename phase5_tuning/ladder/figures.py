@@ -141,6 +141,26 @@ def clocks(turns: Mapping[str, Mapping[str, float]], title: str) -> None:
     style.show(fig, alt=f"{title}. Clocks for 64 x 128 logits: {said}.")
 
 
+def barcode(turns: Mapping[str, Sequence[sass.Instruction]]) -> None:
+    """Turns of a loop, a line for each instruction in the order of the listing. turns: title -> instructions."""
+    kinds = {op: kind for kind, ops in sass.KINDS.items() for op in ops} | dict(HGMMA="products", MUFU="exponentials")
+    fig, axes = style.new(9.6, 1.1 * len(turns) + 0.9, rows=len(turns), sharex=True, squeeze=False)
+    for ax, (title, body) in zip(axes[:, 0], turns.items(), strict=True):
+        for kind, look in KIND_LOOKS.items():
+            at = [n for n, x in enumerate(body) if kinds.get(x.name, "other") == kind]
+            tall, width = (1.5, 2.5) if kind == "products" else (1, 0.9)
+            ax.vlines(at, 0, tall, color=look["color"], linewidth=width, zorder=1 + tall, label=kind if at else None)
+        ax.set(ylim=(0, 1.6), yticks=[], xlim=(-2, max(map(len, turns.values())) + 2))
+        ax.set_title(f"{title}: {len(body)} instructions", fontsize=10, loc="left")
+    axes[-1, 0].set_xlabel("instruction, in the order of the listing")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside upper center", ncols=6, fontsize=8)
+    said = (
+        f"{title}: {len(body)}, {sum(x.name == 'HGMMA' for x in body)} of them HGMMA" for title, body in turns.items()
+    )
+    style.show(fig, alt=f"A line for each instruction, colored by kind. {'; '.join(said)}.")
+
+
 def schedules(
     runs: Mapping[str, Sequence[tuple[int, float, float, int]]], tiles: int, what: str = "program", row: str = "slot"
 ) -> None:

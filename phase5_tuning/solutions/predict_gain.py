@@ -19,7 +19,7 @@ Write, for one turn of one program,
 3. `gain`: by what number are the clocks divided when a rung turns `before` into `after`, if nothing overlaps? The two
    may have different tiles: compare the clocks of a logit.
 
-Then the check puts your numbers beside the record of an H200, which is a gain in time.
+Then the check puts your numbers beside the record of an H100, which is a gain in time.
 
 Notebook: phase5_tuning/rungs.ipynb, section 2.3, "Exercise 5.4: Predict, then measure".
 """

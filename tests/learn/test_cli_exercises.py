@@ -744,7 +744,7 @@ def test_a_python_that_lacks_what_the_course_needs_says_so_in_a_line(copy):
         done = subprocess.run(command, cwd=copy, env=bare | environment, capture_output=True, text=True)
         return done.stdout, done.stderr, done.returncode
 
-    missing = "No module named 'typer': make course installs what the course needs, into .venv\n"
+    missing = "No module named 'typer': .venv/bin/course has what the course needs; make course installs it\n"
     assert run("-S") == ("", missing, 1)  # without site-packages
     unseen = "Python does not look into the course's folder: unset PYTHONSAFEPATH\n"
     assert run("-S", PYTHONSAFEPATH="1") == ("", unseen, 1)

@@ -21,7 +21,6 @@ import pytest
 import triton
 from PIL import Image
 
-HISTORY = ("h200_hopper_counters",)  # of kernels that are no more: its commit says which
 RECORDED = sorted((path.parent.parent.name, path.stem) for path in ROOT.glob("phase*/results/*.json"))
 every_record = pytest.mark.parametrize(("folder", "name"), RECORDED)
 
@@ -39,7 +38,7 @@ def test_the_phases_that_show_a_record_have_one():
 def test_a_record_says_where_it_comes_from(folder, name):
     record = records.load(folder, name)
     assert all(record["provenance"].values())
-    assert name[1:4] in record["provenance"]["gpu"]  # h200_ladder is of an H200
+    assert name[1:4] in record["provenance"]["gpu"]  # h200_long is of an H200
     assert len(record["provenance"]["commit"]) == 40
     assert record["ceilings"]["copy_bytes_per_s"] > 1e12
     assert measuring_module(record).startswith(f"{folder}.")
@@ -60,7 +59,7 @@ def test_a_record_is_of_the_kernels_as_they_are(folder, name):
     same = record["provenance"]["kernels"] == now
     if settings:  # with other tiles or another clock it would be another record
         same &= record["provenance"].get("settings") == records.settings_fingerprint(settings)
-    assert same == (name not in [*HISTORY, *records.stale(folder)])
+    assert same == (name not in records.stale(folder))
 
 
 def test_a_record_knows_its_tiles_and_its_clock(monkeypatch):

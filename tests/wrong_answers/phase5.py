@@ -2189,7 +2189,7 @@ WRONG = {
     "choose_parts": [
         Wrong("one part", {CHOSEN: "    return 1"}, "8 programs leave 124 multiprocessors idle"),
         Wrong("a part for each tile", {CHOSEN: "    return tiles"}, "512 programs run in 4 rounds"),
-        Wrong("always sixteen", {CHOSEN: "    return min(tiles, 16)"}, "16 programs leave 116"),
+        Wrong("always eight", {CHOSEN: "    return min(tiles, 8)"}, "walks over 32 of 256 tiles"),
         Wrong(
             "programs are not counted",
             {CHOSEN: "    return min(tiles, multiprocessors)"},

@@ -85,24 +85,6 @@ def threads(layout, shape: tuple[int, int]) -> np.ndarray:
     return held
 
 
-def beside_products(record: dict) -> str:
-    """The record of `bench.beside` as a table: clocks of arithmetic and of a product whose left factor is in registers,
-    alone and beside each other.
-    """
-    clocks = {(r["where"], r["left"], r["arithmetic"]): r["clocks"] for r in record["rows"]}
-    lines = [
-        f"{'':<18}{'clocks of the arithmetic':>26}{'clocks of the product':>28}",
-        f"{'':<18}{'alone':>10}{'own':>8}{'other':>8}{'alone':>12}{'own':>8}{'other':>8}",
-    ]
-    product = clocks["alone", "registers", "none"]["product"]
-    for kind in ("128 FMUL", "128 FFMA", "32 FFMA, 32 MUFU"):
-        own, other = (clocks[f"{who} warpgroup", "registers", kind] for who in ("same", "other"))
-        of = clocks["alone", "none", kind]["arithmetic"], own["arithmetic"], other["arithmetic"]
-        line = f"{kind:<20}" + "".join(f"{n:>8.0f}" for n in of)
-        lines.append(line + f"{product:>12.0f}{own['product']:>8.0f}{other['product']:>8.0f}")
-    return "\n".join(lines)
-
-
 PROVIDERS = {"hopper": "course", "flash-attn-3": "FA3", "flash-attn-4": "FA4", "sdpa-cudnn": "cuDNN"}
 
 

@@ -294,16 +294,6 @@ def test_at_first_and_settled_are_parts_of_the_run():
     assert row["watts_allowed"] == 700
 
 
-def test_a_legend_names_who_is_missing_in_the_first_panel():
-    case = dict(is_causal=False, seq=64, mode="fwd", tflops=1.0)
-    rows = [case | dict(head_dim=d, provider=p) for d, p in ((64, "ours"), (128, "ours"), (128, "flex"))]
-    head = {part: of_phase_5("power")[part] for part in ("provenance", "ceilings")}
-    with mock.patch.object(plt, "show"):
-        figures.peers(head | dict(rows=rows), "fwd")
-    assert [text.get_text() for text in plt.gcf().legends[0].get_texts()] == ["flex", "ours"]
-    plt.close("all")
-
-
 def test_a_note_is_shown_as_it_is():
     row = dict(dtype="fp16", head_dim=64, is_causal=True, batch=1, heads=1, seq=64, mode="fwd", provider="flex")
     console = Console(width=200, file=io.StringIO())

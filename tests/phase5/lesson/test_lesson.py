@@ -69,7 +69,7 @@ def test_seven_products_are_made_for_five_that_are_counted():
 
 
 def test_gains_are_those_of_the_record():
-    record = limits.load("h200_ladder")
+    record = limits.load("h100_ladder")
     ms = {key: row["ms"] for key, row in limits.by_case(record).items()}
     case = 128, True, 16384, "fwd"
     expected = ms["rung: tiles", *case] / ms["rung: base 2", *case]
