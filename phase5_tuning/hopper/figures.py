@@ -311,28 +311,6 @@ def two_sums(tiles_n: int, tiles_m: int) -> None:
     )
 
 
-def shared_memory(parts: Mapping[str, Mapping[str, float]], limit: float) -> None:
-    """KiB of shared memory of a program, by tile. parts: title -> tile -> KiB."""
-    fig, ax = style.new(8.6, 0.6 * len(parts) + 1.3)
-    colors = {"K, V": "k", "Q": "q", "dO": "o", "dS": "s", "dQ": "v", "LSE, delta": "state"}
-    for y, tiles in enumerate(parts.values()):
-        left = 0.0
-        for name, kib in tiles.items():
-            text = f"{name}\n{kib:.0f}" if kib > 12 else ""
-            look = dict(color=TINT[colors[name]], size=8, edge=COLORS["ink"])
-            style.box(ax, left, y - 0.36, text, width=kib, height=0.72, **look)
-            left += kib
-    ax.axvline(limit, color=COLORS["limit"], linestyle="--", linewidth=1.2)
-    above = ax.get_xaxis_transform()  # y in shares of the axes
-    ax.text(limit, 1.02, f"limit {limit:.0f}", ha="center", va="bottom", fontsize=9, transform=above)
-    ax.set(yticks=range(len(parts)), yticklabels=parts, ylim=(len(parts) - 0.5, -0.6), xlim=(0, 1.04 * limit))
-    ax.set(xlabel="KiB of shared memory (the thin piece at the end: LSE and delta)")
-    said = "; ".join(
-        f"{title}: " + ", ".join(f"{name} {kib:.3g}" for name, kib in tiles.items()) for title, tiles in parts.items()
-    )
-    style.show(fig, alt=f"KiB of shared memory, up to {limit:.0f}. {said}.")
-
-
 STEP = {  # what lies under what in a step of a consumer: lane: (text, from, to, color)
     "products": [
         ("S", 0, 1, "s"), ("dP", 1, 2.4, "o"), ("dV", 4.6, 5.6, "v"), ("dQ", 5.6, 6.7, "q"), ("dK", 6.7, 7.8, "k"),

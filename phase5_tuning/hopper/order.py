@@ -7,7 +7,6 @@ the cache.
 """
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -154,19 +153,6 @@ def _rules(own_take, own_walk, own_order, tiles_m, tiles_n, blocks, heads, group
         "walk": own_walk or (lambda n, toward: walk(n, tiles_m, *blocks, toward, group)),
         "order": own_order or (lambda m, n, toward: order(m, n, tiles_n, *blocks, toward)),
     }
-
-
-def misses(schedule: DqSchedule, places: int) -> int:
-    """How often a part is computed when its tile of queries is not in a cache, which holds the `places` last used."""
-    cached, missed = OrderedDict(), 0
-    parts = (part for program in schedule.programs for part in program.parts)
-    for part in sorted(parts, key=lambda part: part.computed):
-        missed += part.tile not in cached
-        cached[part.tile] = True
-        cached.move_to_end(part.tile)
-        if len(cached) > places:
-            cached.popitem(last=False)
-    return missed
 
 
 class _Run:

@@ -249,12 +249,6 @@ def test_waiting_and_total_of_two_programs():
     assert schedule.added[0, 0, 0] == [0, 1]
 
 
-def test_a_cache_misses_what_it_has_not_used_of_late():
-    together, in_turns = dq_schedule(3, 2, slots=2), dq_schedule(3, 2, slots=1)
-    assert hopper_order.misses(together, 1) == 3  # each tile once: both programs come to it at about the same time
-    assert [hopper_order.misses(in_turns, places) for places in (2, 3)] == [6, 3]
-
-
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_a_program_of_a_lower_ticket_may_not_wait_for_a_higher_one(is_causal):
     def turned_round(m, n, toward):
