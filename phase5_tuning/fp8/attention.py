@@ -162,10 +162,10 @@ def flash_attention_fp8(
     F.scaled_dot_product_attention.
 
     rotate: multiply query and key with a random-sign Hadamard matrix, always the same, which spreads outliers. line:
-    make P by a piecewise linear function, faster and with a larger error; weights below 2^-13 of a row's largest may
-    count as 0. Each 64 queries, 128 keys and 128 values have a scale of their own. An element of value above 5e16, or
-    infinite, makes NaN of all that its tile takes part in; so does an infinite element of query or key without
-    rotation. NaN stays NaN. Elements of value below 4e-18 may count as 0.
+    make P by a piecewise linear function, faster and with a larger error; weights below 2^-13 of one that the kernel
+    has met before may count as 0. Each 64 queries, 128 keys and 128 values have a scale of their own. An element of
+    value above 5e16, or infinite, makes NaN of all that its tile takes part in; so does an infinite element of query or
+    key without rotation. NaN stays NaN. Elements of value below 4e-18 may count as 0.
 
     Raises TypeError or ValueError that names the argument, and RuntimeError for inputs that want gradients while these
     are recorded. Under autocast the inputs are cast as SDPA's are.

@@ -13,7 +13,8 @@ Producer, consumers, ring and queue are those of hopper/forward.py. What is diff
 P is made in one of two ways. Exact: by the exponential unit, rounded to the nearest code. Line: the codes of e4m3 are a
 line between powers of two, 8 (x + 7) is that of 2^x where x is whole. One multiply-add and half a conversion make such
 a code, without exponential. From code 8 on it is off by up to 8 % where rounding alone would be by 6 %. Below, it falls
-to 0 sooner: a weight of 2^-14 of a row's largest is lost, which rounding keeps.
+to 0 sooner: a weight of 2^-14 of the largest so far is lost, which rounding keeps. The walk is from right to left, so a
+large weight hides only keys to its left.
 
 Builds on: `hopper.forward`'s Work, Memory and producer.
 """
