@@ -79,7 +79,7 @@ class Call:
 CALLS = (
     Call("a long kernel", (2000.0,)),
     Call("a kernel whose inputs fit into L2", (60.0,), warm=0.5, less="its inputs lay in L2"),
-    Call("twelve short kernels", (5.0,) * 12, more="the GPU waited for the host"),
+    Call("twelve short kernels", (5.0,) * 12, more="the GPU waited for the host, or worked on something else"),
     Call("a kernel, and a neighbor now and then", (300.0,), late=3.0, more="the neighbor was timed, too"),
 )
 
