@@ -157,7 +157,7 @@ def _first_page() -> str:
 {chr(10).join(rows)}
 
 A chapter runs cell by cell with Shift+Enter. An exercise is a file: complete it, save it, and run the cell that checks
-it in the chapter, or `.venv/bin/course check` in a terminal. Pictures move in notebooks that you trust: the command
+it in the chapter, or `course check` in a terminal. Pictures move in notebooks that you trust: the command
 *Trust Notebook* is in the menu View, Activate Command Palette.
 """
 

@@ -1,5 +1,6 @@
 """The commands of `course` for learning: where one stands, the next task, check, hint, solution, diff, reset, watch."""
 
+import os
 import shutil
 import time
 from contextlib import nullcontext, suppress
@@ -22,7 +23,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 console = Console(highlight=False, emoji=False)
-COURSE = "course" if shutil.which("course") else ".venv/bin/course"  # what one can type in this shell
+COURSE = "course" if shutil.which("course") else os.path.relpath(phases.ROOT / ".venv/bin/course")  # as one can type it
 MARKS = {
     "passed": "[green]PASS[/]",
     "wrong": "[bold red]not yet right[/]",
@@ -282,6 +283,7 @@ def _say_next(so_far: Progress) -> None:
         console.print("All exercises are solved.")
         return
     console.print(f"Next: [bold]{exercise.number}  {exercise.title}[/]\n      {exercise.file}")
+    console.print(f"      [dim]after {exercise.explained}[/]", soft_wrap=True)
     try:
         progress.begin(exercise)
     except (OSError, exercises.Damaged) as error:  # the verdict said before stays as it is
