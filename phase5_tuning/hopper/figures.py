@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import product, zip_longest
 
 from common import style
 from common.arguments import arguments
@@ -46,9 +46,9 @@ def timeline(runs: Mapping[str, Timeline], start: float = 0.0, end: float | None
         _draw(ax, run, start, end)
         ax.set_title(title, fontsize=10)
     axes[-1, 0].set_xlabel("microseconds (the model's)")
-    consumers = max((_consumers(run) for run in runs.values()), key=len)
-    products = zip(consumers, ACTORS, strict=False)
-    handles = [Patch(facecolor=color, label=f"product of {name}") for name, color in products]
+    lanes = zip_longest(*map(_consumers, runs.values()))
+    names = [" or ".join(dict.fromkeys(filter(None, lane))) for lane in lanes]
+    handles = [Patch(facecolor=c, label=f"product of {name}") for name, c in zip(names, ACTORS, strict=False)]
     handles += [Patch(**look) for look in LOOKS.values()]
     fig.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8)
     said = "; ".join(_busy(*item, start, end) for item in runs.items())
