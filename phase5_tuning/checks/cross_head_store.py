@@ -66,9 +66,11 @@ def _check_ends_of_heads(attend):
         )
         stored = "the first rows of every head but the first hold what the last program of the head before it stored"
         with_zeros, with_next = (_overwritten(q, k, v, right, 32, is_causal, q_past=n) for n in (0, 1))
+        zeroed = _overwritten(q, k, v, right, 32, is_causal, q_past=1, o_past=0)
         mistakes = {
             f"{stored}; it loaded zeros for them": with_zeros,
             stored: with_next,
+            "the zeros past the last row of a head were stored over the first rows of the next one": zeroed,
             "v is read with the strides of k, but has a layout of its own": wrong,
             "batch and head are exchanged: a box has the axes of t, batch first": right.transpose(0, 1),
         }
@@ -144,9 +146,9 @@ def _of_descriptor(answer):
     return ""
 
 
-def _overwritten(q, k, v, right, block, is_causal, *, q_past):
+def _overwritten(q, k, v, right, block, is_causal, *, q_past, o_past=1):
     """o when the last tile of every head is stored last, and whole, into the flat matrix; its rows past the end come
-    from q times q_past."""
+    from q times q_past, and are stored times o_past."""
     (seq, head_dim), seq_k = q.shape[2:], k.shape[2]
     flat_q, o = (t.double().reshape(-1, head_dim) for t in (q, right.clone()))
     start = (seq - 1) // block * block
@@ -158,4 +160,5 @@ def _overwritten(q, k, v, right, block, is_causal, *, q_past):
         if is_causal:
             s = s.masked_fill((j > i)[: len(s)], -INF)
         o[rows] = torch.softmax(s, dim=-1) @ v1
+        o[head * seq + seq : rows.stop] *= o_past
     return o.view(right.shape)

@@ -392,4 +392,4 @@ def beside_learners(attention: Callable) -> str:
         two = (parts[kind] for kind in ("compare, select", "multiply, add, max"))
         lines.append("{:<24}{:>15.0f}{:>21.0f}{:>13.0f}".format(name, *two, sum(parts.values())))
     gain = sum(found["phase 3's"].values()) / sum(found["yours"].values())
-    return "\n".join([*lines, f"predicted gain of yours over phase 3's: {gain:.2f}"])
+    return "\n".join([*lines, f"gain of yours over phase 3's by the model: {gain:.2f}"])

@@ -376,6 +376,17 @@ WRONG = {
             "hold what the last program of the head before it stored",
         ),
         Wrong(
+            "only the loads, and zeros are stored past the end",
+            {
+                "desc.store([batch, head, start, 0], tile.reshape(1, 1, BLOCK, HEAD_DIM))": (
+                    "past = start + tl.arange(0, BLOCK) >= seq\n"
+                    "    desc.store([(batch * heads + head) * seq + start, 0], tl.where(past[:, None], 0.0, tile))"
+                ),
+                "describe(o, block_m),": "TensorDescriptor.from_tensor(o.view(-1, head_dim), [block_m, head_dim]),",
+            },
+            "the zeros past the last row of a head",
+        ),
+        Wrong(
             "another order of programs, the tail is overwritten in time",
             {
                 "from_tensor(t, [1, 1, block, head_dim])": "from_tensor(t.reshape(-1, head_dim), [block, head_dim])",
