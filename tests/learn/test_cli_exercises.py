@@ -171,6 +171,8 @@ def test_check_of_a_phase_and_what_is_piped_is_not_wrapped(copy, terminal):
     shown, code = terminal.run("course check 2")
     assert code == 1
     assert f"0 of {len(PHASE_2)} exercises passed" in shown
+    assert shown.count("not finished") == len(PHASE_2)
+    assert "not finished" not in terminal.run("course check")[0], "without a name, what was not begun is only counted"
     terminal.run("course solution 2.1 --give-up --whole > out.py")
     assert PHASE_2[0].solution.read_text() in (copy / "out.py").read_text()
     assert "They are the same" in terminal.run("course diff 2 2")[0]

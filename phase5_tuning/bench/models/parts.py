@@ -122,18 +122,9 @@ def run() -> list[dict]:
 
 KERNELS = *decode.DECODE_KERNELS, LADDER[-1].forward, _double_kernel
 SETTINGS = (
-    CASES,
-    COUNTS,
-    decode.ROUNDS,
-    decode.REPLAYS,
-    decode.inputs,
-    Graph,
-    by_head,
-    launched,
-    measured,
-    split_kv.tiles,
-    split_kv.plan,
-)
+    CASES, COUNTS, decode.ROUNDS, decode.REPLAYS, decode.inputs, Graph, by_head, launched, measured,
+    split_kv.tiles, split_kv.plan,
+)  # fmt: skip
 
 
 def main(argv=None) -> int:

@@ -374,3 +374,11 @@ def test_no_part_that_is_timed_is_empty():
         timed = parts.counts(tiles)
         assert timed[0] == 1
         assert all((n - 1) * -(-tiles // n) < tiles for n in timed)
+
+
+def test_a_call_that_is_not_packed_is_the_same_call():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 6, 1, 8), *torch.randn(2, 1, 2, 20, 8).unbind()
+    o = torch.nn.functional.scaled_dot_product_attention(*parts.by_head(q, k, v))
+    whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(o.transpose(0, 1).flatten(0, 1), whole[0])
