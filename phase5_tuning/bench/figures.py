@@ -68,7 +68,7 @@ def waterfall(
         ax.set_title(title, fontsize=10)
         steps = (f"{names[p]} {tflops[p]:.0f}" for p in shown)
         said.append(f"{title}: {', '.join(steps)}; SDPA flash {peer or 0:.0f}")
-    axes[0, 0].set_ylabel("TFLOP/s (diamond: predicted)" if predicted else "TFLOP/s")
+    axes[0, 0].set_ylabel("TFLOP/s (diamond: by the model)" if predicted else "TFLOP/s")
     style.show(fig, f"TFLOP/s after each rung. {'. '.join(said)}.", *[describe(record)] * signed)
 
 
