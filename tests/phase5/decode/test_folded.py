@@ -124,7 +124,7 @@ def test_under_a_causal_mask_only_keys_that_all_queries_see_count():
 def test_what_takes_a_call_on_hopper():
     def chosen(*sizes, **options):
         tensors = sized(*sizes)
-        return choose(tensors, tensors, 1.0, **options)
+        return choose(tensors, tensors, **options)
 
     with (
         mock.patch.object(split_kv, "at_once", return_value=132),
