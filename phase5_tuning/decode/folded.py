@@ -49,10 +49,11 @@ def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, of
         walks = cdiv(tiles * n, most) * keys / n * KEY_NS[columns, consumers] / 1e3
         return walks + (n > 1) * (MERGE_US + n * q.numel() * 2 * 4 / MERGED)
 
+    def pays(n):  # most programs work in the last round, too, and walk long enough
+        return tiles * n > 0.75 * cdiv(tiles * n, most) * most and keys >= n * LEAST_KEYS[columns]
+
     counts = range(1, MOST + 1) if all(_joined(t) for t in (k, v)) else (1,)
-    n = min(counts, key=us)
-    busy = tiles * n / (cdiv(tiles * n, most) * most)
-    return n if busy > 0.75 and keys >= n * LEAST_KEYS[columns] else 0
+    return min(filter(pays, counts), key=us, default=0)
 
 
 def _joined(t: torch.Tensor) -> bool:
