@@ -21,9 +21,9 @@ import torch
 MOST = 16  # parts
 LEAST_KEYS = {64: 4096, 128: 1024}  # of a part; with fewer, at this width of tiles, split_kv's are faster
 # Measured on an H100: nanoseconds of a program for a key, by the width of its tiles and its consumers;
-# bytes that the merge writes and reads in a microsecond, and the microseconds of its launch.
+# elements of o that are merged in a microsecond (fitted to parts of 16 bits), and the microseconds of a launch.
 KEY_NS = {(64, 2): 8.3, (64, 3): 10.8, (128, 2): 12.1}
-MERGED, MERGE_US = 1.5e6, 3.0
+MERGED, MERGE_US = 0.375e6, 3.0
 
 
 def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, offset: int) -> int:
@@ -47,13 +47,12 @@ def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, of
 
     def us(n):
         walks = cdiv(tiles * n, most) * keys / n * KEY_NS[columns, consumers] / 1e3
-        return walks + (n > 1) * (MERGE_US + n * q.numel() * 2 * 4 / MERGED)
-
-    def pays(n):  # most programs work in the last round, too, and walk long enough
-        return tiles * n > 0.75 * cdiv(tiles * n, most) * most and keys >= n * LEAST_KEYS[columns]
+        return walks + (n > 1) * (MERGE_US + n * q.numel() / MERGED)
 
     counts = range(1, MOST + 1) if all(_joined(t) for t in (k, v)) else (1,)
-    return min(filter(pays, counts), key=us, default=0)
+    n = min(counts, key=us)
+    busy = tiles * n / (cdiv(tiles * n, most) * most)
+    return n if busy > 0.75 and keys >= n * LEAST_KEYS[columns] else 0
 
 
 def _joined(t: torch.Tensor) -> bool:

@@ -397,10 +397,7 @@ def _attn_fwd_hopper_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_DIM: gl.constexpr,
 ):  # fmt: skip
     """O and LSE as `_attn_fwd_descriptors_kernel`. Grid: as many programs as multiprocessors, at most one for each tile
-    of CONSUMERS x 64 queries.
-
-    o: a descriptor, and O_DIM is 0; or a pointer to contiguous fp32 (batch, heads_q, seq_q, O_DIM), for parts of the
-    keys that are merged.
+    of CONSUMERS x 64 queries. o is a descriptor; with O_DIM a pointer to fp32 (batch, heads_q, seq_q, O_DIM), contiguous.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -564,7 +561,8 @@ def plan(q, k, v, is_causal: bool, scale: float, sign: int, parts: bool = False,
     shape = shape_of(columns, seq_q, seq_k, is_causal)
     sizes = dict(
         heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
-        BLOCK_D=columns, O_DIM=head_dim if parts else 0, IS_CAUSAL=is_causal, programs=configs.multiprocessors(q.device.index), **shape,
+        BLOCK_D=columns, O_DIM=head_dim if parts else 0, IS_CAUSAL=is_causal,
+        programs=configs.multiprocessors(q.device.index), **shape,
     ) | changes  # fmt: skip
     block_n = sizes["BLOCK_N"]
     sizes["MASKED"] = is_causal or seq_k % block_n != 0
