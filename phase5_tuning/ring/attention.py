@@ -281,9 +281,9 @@ def context_parallel_attention(
     equal. Returns this rank's shard of o, as q. All ranks must call it in the same order, and its backward pass too. In
     a CUDA graph they agree while it is captured, and must replay it together.
 
-    Raises on a rank what `flash_attention` raises there, and ValueError on all others; ValueError on
-    all ranks if they disagree or if the shards are not those that `shard` gives. A rank that never
-    calls makes the others fail with the process group's own error or timeout; heartbeat.py names it.
+    Raises on a rank what `flash_attention` raises there, and ValueError on all others; ValueError on all ranks if they
+    disagree or if the shards are not those that `shard` gives. If a rank never calls, the others fail with the process
+    group's own error or timeout.
     """
     way = _around, _Travelling
     return _attend("context_parallel_attention", way, q, k, v, is_causal, scale, enable_gqa, group)
