@@ -332,10 +332,10 @@ def test_the_default_device_does_not_matter():
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_trap44_opcheck(layout):
     q, k, v = make_qkv(1, 4, 20, 16, heads_kv=2, layout=layout)
-    torch.library.opcheck(attention._forward_op, (q, k, v, True, 0.25))
-    o, lse = attention._forward_op(q, k, v, True, 0.25)
+    torch.library.opcheck(attention._forward_op, (q, k, v, True, 0.25, False))
+    o, lse = attention._forward_op(q, k, v, True, 0.25, False)
     for dlse, needs in ((None, (True, True)), (torch.randn_like(lse), (False, True))):
-        given = q, k, v, o, lse, o, dlse, True, 0.25, *needs
+        given = q, k, v, o, lse, o, dlse, True, 0.25, *needs, False
         torch.library.opcheck(attention._backward_op, given)
 
 
