@@ -70,6 +70,12 @@ def check_count(name: str, value, least: int, most: int) -> int:
     return value
 
 
+def check_flag(name: str, value) -> None:
+    """`value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+
+
 def check_scale(scale, head_dim: int) -> float:
     """`scale` as a float; None becomes 1/sqrt(head_dim), with the true head_dim and not the padded one."""
     if scale is None:
@@ -99,9 +105,8 @@ def check_qkv(q, k, v, scale=None, is_causal=False, enable_gqa=False, *, rank=4,
             raise TypeError(f"{name}: expected {q.dtype} like {names[0]}, got {_describe(t)}")
         if t.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} like {names[0]}, got {_describe(t)}")
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(flag)}")
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
     _check_shapes(q, k, v, names)
     if rank == 4:
         check_heads(q, k, enable_gqa, names)
