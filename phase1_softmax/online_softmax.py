@@ -133,7 +133,8 @@ def softmax(x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.T
     values rounded once to out_dtype.
 
     Computed in fp32. A row of -inf alone gives zeros, as a row that attends to nothing does in SDPA (torch.softmax:
-    NaN); a row with NaN or +inf gives NaN. Raises TypeError or ValueError, naming the argument, for anything else.
+    NaN); a row with NaN or +inf gives NaN. No gradient flows through it. Raises TypeError or ValueError, naming the
+    argument, for anything else.
 
     Source: Milakov & Gimelshein, arXiv 1805.02867, Algorithm 3, a tile of columns at a time.
     """
@@ -162,7 +163,8 @@ def softmax_online(x: torch.Tensor, block_n: int = 1024, *, out_dtype: torch.dty
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
     """log(sum(exp(x))) over the last axis, natural logarithm. x: (..., n), fp16, bf16 or fp32; returns (...) in fp32.
 
-    -inf for a row of -inf alone or of no values at all; NaN for a row with NaN or +inf. Raises like `softmax`.
+    -inf for a row of -inf alone or of no values at all; NaN for a row with NaN or +inf. No gradient flows through it.
+    Raises like `softmax`.
     """
     _check(x)
     lse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)

@@ -73,6 +73,15 @@ def test_what_is_not_supported_says_so():
         flash_attention(q, k[..., :8], v)
     with pytest.raises(ValueError, match="do: expected shape"):
         attention_backward(q, k, v, q, torch.zeros(1, 1, 20), q[:, :, :5])
+    with pytest.raises(TypeError, match=r"^kernel: expected a jitted function, got 'split'"):
+        attention_forward(q, k, v, kernel="split")
+    with pytest.raises(TypeError, match=r"^config: expected a Config or None, got 5"):
+        attention_forward(q, k, v, config=5)
+    saved = q, k, v, q, torch.zeros(1, 1, 20), q
+    with pytest.raises(TypeError, match=r"^kernel: expected a jitted function, got 'hopper'"):
+        attention_backward(*saved, dq_kernel="hopper")
+    with pytest.raises(TypeError, match=r"^dkdv_config: expected a Config or None, got 5"):
+        attention_backward(*saved, dkdv_config=5)
 
 
 # Which of q, k, v are frozen, and whether dq, and dk with dv, must be computed.
