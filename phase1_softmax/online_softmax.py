@@ -6,8 +6,7 @@ be kept up to date while the row streams by:
     m' = max(m, s)        l' = l exp(m - m') + exp(s - m')                    (Milakov & Gimelshein, arXiv 1805.02867)
 
 Builds on: nothing.
-Exports to later phases: `online_softmax_step` (one tile of columns) and
-`merge_states` (two finished states).
+Exports to later phases: `online_softmax_step` (one tile of columns).
 """
 
 from common import runtime, validate

@@ -93,11 +93,6 @@ def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
         yield traffic
 
 
-def softmax_bytes(rows: int, cols: int, sweeps: int, size: int) -> int:
-    """A softmax that reads every row `sweeps` times and writes it once."""
-    return (sweeps + 1) * rows * cols * size
-
-
 def matmul_bytes(m: int, n: int, k: int, block_m: int, block_n: int, size: int, out_size: int) -> int:
     """(m, k) x (k, n) in tiles: a is read once for every column of tiles, b once for every row of tiles."""
     reads = m * k * triton.cdiv(n, block_n) + k * n * triton.cdiv(m, block_m)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 
 from common.measure import records, sass, timing, traffic
 from common.measure.offline import Compiled
-from common.source import Highlighted
 from phase5_tuning.launch.configs import Config
 from phase5_tuning.lesson.compiled import chosen, last_rung
 
@@ -48,11 +47,6 @@ def by_case(record: dict) -> dict[tuple, dict]:
     """The rows of a record by (provider, head_dim, is_causal, seq, mode)."""
     rows = (r for r in record["rows"] if "ms" in r)
     return {(r["provider"], r["head_dim"], r["is_causal"], r["seq"], r.get("mode", "fwd")): r for r in rows}
-
-
-def folded(title: str, text: str) -> Highlighted:
-    """A table behind a line that a click opens; where no HTML is shown it stands open."""
-    return Highlighted(text, "text", title)
 
 
 def small_call(record: dict) -> dict:

@@ -31,7 +31,6 @@ def test_softmax(fn, sweeps, rows, cols, dtype):
     assert not y.isnan().any()
     assert moved.stored == y.nbytes
     assert moved.loaded_from["x"] == moved.loaded == sweeps * x.nbytes
-    assert moved.total == traffic.softmax_bytes(rows, cols, sweeps, dtype.itemsize)
 
 
 @each_dtype
@@ -226,4 +225,4 @@ def test_a_block_inside_a_block_is_counted_in_both():
         with traffic.measure() as inner:
             softmax_fused(x)
         softmax_fused(x)
-    assert outer.total == 3 * inner.total == 3 * traffic.softmax_bytes(3, 100, 1, 2)
+    assert outer.total == 3 * inner.total == 3 * 2 * x.nbytes
