@@ -150,10 +150,9 @@ def check_saved(q, k, v, o, lse, do, dlse, scale, is_causal) -> float:
     heads_q, seq_q), fp32. Raises TypeError or ValueError naming the argument.
     """
     scale = check_qkv(q, k, v, scale, is_causal, enable_gqa=True)
-    row_dtype = torch.promote_types(q.dtype, torch.float32)
-    wanted = [("o", o, q.shape, q.dtype), ("do", do, q.shape, q.dtype), ("lse", lse, q.shape[:3], row_dtype)]
+    wanted = [("o", o, q.shape, q.dtype), ("do", do, q.shape, q.dtype), ("lse", lse, q.shape[:3], torch.float32)]
     if dlse is not None:
-        wanted.append(("dlse", dlse, q.shape[:3], row_dtype))
+        wanted.append(("dlse", dlse, q.shape[:3], torch.float32))
     for name, t, shape, dtype in wanted:
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
