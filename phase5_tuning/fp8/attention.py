@@ -13,6 +13,7 @@ from phase5_tuning.fp8 import forward, plain, quantize, reference
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Launch, cdiv, facts, positive_scale, remember, remembered
+from phase5_tuning.passes.forward import _nothing_to_see
 
 import torch
 
@@ -126,12 +127,6 @@ def _has_e4m3() -> bool:
 def _has_wgmma() -> bool:
     known = hopper_forward.enabled() and not runtime.INTERPRETED and torch.version.hip is None
     return known and configs.capability() == (9, 0)
-
-
-def _nothing_to_see(q, k, v):
-    """The results where there is no query or no key."""
-    o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    return o, torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
 
 
 @torch.library.custom_op("flash_attention_course::fp8_forward", mutates_args=())
