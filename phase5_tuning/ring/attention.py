@@ -278,8 +278,9 @@ def context_parallel_attention(
 
     q (batch, heads_q, seq_q of this rank, head_dim), k and v (batch, heads_kv, seq_k of this rank, head_dim), as
     `shard` gives them; dtypes, scale and enable_gqa as in `flash_attention`. With is_causal, seq_q and seq_k must be
-    equal. Returns this rank's shard of o, as q. All ranks must call it in the same order, and its backward pass too. In
-    a CUDA graph they agree while it is captured, and must replay it together.
+    equal. Returns this rank's shard of o, as q: the parts over each shard of keys are rounded to q's dtype and then
+    merged in fp32, so where they cancel the error exceeds `flash_attention`'s. All ranks must call it in the same
+    order, and its backward pass too. In a CUDA graph they agree while it is captured, and must replay it together.
 
     Raises on a rank what `flash_attention` raises there, and ValueError on all others; ValueError on all ranks if they
     disagree or if the shards are not those that `shard` gives. If a rank never calls, the others fail with the process
