@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from common.measure import records, sass, timing, traffic
 from common.measure.offline import Compiled
+from phase4_backward.bill import attention_backward_bytes
 from phase5_tuning.launch.configs import Config
 from phase5_tuning.lesson.compiled import chosen, last_rung
 
@@ -123,7 +124,7 @@ def roofline(ladder: dict, seq: int = 4096, size: int = 2) -> dict[str, tuple[fl
         for kind, part in (("dkdv", "delta"), ("dkdv", "dkdv"), ("dq", "dq")):
             tile = chosen(kind, head_dim, False)
             sizes = seq, seq, head_dim, tile.BLOCK_M, tile.BLOCK_N, size
-            asked += traffic.attention_backward_bytes(*sizes)[part]
+            asked += attention_backward_bytes(*sizes)[part]
         reached = rows["ours", head_dim, False, seq, "bwd"]["tflops"] * 1e12
         points[f"tuned backward, D {head_dim}"] = (
             2.5 * flops / asked,
