@@ -5,6 +5,7 @@ Builds on: this phase's `ladder.forward`, `decode` and `hopper`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 from common import runtime, validate
@@ -28,8 +29,8 @@ from phase5_tuning.launch.plans import (
 
 import torch
 
-# What takes a call, beside the kernels of rungs.
-NOTHING, SPLIT, FOLDED, HOPPER, WIDE = "nothing", "split", "folded", "hopper", "wide"
+# What takes a call, beside the kernels of rungs: members that no argument `kernel` can equal.
+NOTHING, SPLIT, FOLDED, HOPPER, WIDE = Enum("Route", "NOTHING SPLIT FOLDED HOPPER WIDE")
 
 
 def attention_forward(

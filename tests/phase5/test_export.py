@@ -101,7 +101,7 @@ def test_the_file_and_the_course_live_in_one_process(beside):
     given = inputs(*CASES[0])
     o = beside.flash_attention(*given["qkv"], is_causal=True, enable_gqa=True)
     assert torch.equal(o, flash_attention(*given["qkv"], is_causal=True, enable_gqa=True))
-    operator = torch.ops.flash_attention_export.forward(*given["qkv"], True, None)[0]
+    operator = torch.ops.flash_attention_export.forward(*given["qkv"], True, None, False)[0]
     assert torch.equal(o, operator)
     options = dict(is_causal=True, enable_gqa=True)
     assert torch.equal(

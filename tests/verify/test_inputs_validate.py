@@ -265,12 +265,6 @@ def test_an_out_dtype_that_kernels_cannot_write(dtype):
         refused(lambda fn=fn: fn(x, out_dtype=dtype), TypeError, "out_dtype", "torch.bfloat16", str(dtype))
 
 
-@pytest.mark.parametrize("block_n", [0, -16, 1000, 64.0, "64", 2**21])
-def test_a_block_that_is_no_power_of_two(block_n):
-    x = tensor(3, 17)
-    refused(lambda: softmax_online(x, block_n), ValueError, "block_n", "power of two", repr(block_n))
-
-
 @pytest.mark.parametrize(
     ("name", "make", "error", "words"),
     [
