@@ -68,13 +68,19 @@ def attention_forward(
         )
         plan = remembered(key)
     except (AttributeError, RuntimeError, TypeError):  # not tensors, or without strides
-        validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+        _checked(q, k, v, *flags)
         raise
     if plan is None:
-        scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+        scale = _checked(q, k, v, *flags)
         plan = _plan(q, k, v, is_causal, scale, kernel, config, lower_right)
         remember(key, plan)
     return plan(q, k, v)
+
+
+def _checked(q, k, v, is_causal, scale, enable_gqa, lower_right) -> float:
+    """The scale as a number, once all arguments are what they must be."""
+    validate.check_flag("lower_right", lower_right)
+    return validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
 
 
 @dataclass(frozen=True)

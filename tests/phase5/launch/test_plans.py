@@ -228,6 +228,8 @@ def test_a_lazily_negated_gradient_has_its_own_plan():
         (dict(is_causal=True), dict(is_causal=1), "is_causal: expected a bool"),
         (dict(is_causal=False), dict(is_causal=0), "is_causal: expected a bool"),
         (dict(enable_gqa=True), dict(enable_gqa=1), "enable_gqa: expected a bool"),
+        (dict(lower_right=True), dict(lower_right=1), "lower_right: expected a bool"),
+        (dict(lower_right=True), dict(lower_right=[1]), "lower_right: expected a bool"),
     ],
     ids=str,
 )
