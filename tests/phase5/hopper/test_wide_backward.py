@@ -237,7 +237,7 @@ def test_which_calls_take_the_kernels():
         q, k = (torch.empty(1, heads, n, head_dim, dtype=dtype) for heads, n in ((4, 100), (2, keys)))
         given = q, k, k, q, torch.empty(1, 4, 100), q, None
         with on_a_gpu(multiprocessors=100):
-            return passes.choose(given, given, 0.1, needs, (None, None), (tile, None))
+            return passes.choose(given, given, False, needs, (None, None), (tile, None))
 
     assert {taker(head_dim) for head_dim in (136, 192, 256)} == {passes.WIDE}
     assert taker(128) == passes.HOPPER
@@ -295,15 +295,13 @@ def test_a_call_allocates_what_its_kernels_write():
     launches = []
     note = lambda *tensors: launches.append(tensors)  # noqa: E731
     q, k, v = make_qkv(1, 2, 40, 192, seq_k=300, layout="bshd")
-    negated = torch._neg_view(torch.ones(1, 2, 40))
     call = wide_backward.WideBackwardPlan(**vars(made) | dict(rows=note, dkdv=note, dq=note))
-    gradients = call(q, k, v, q, negated, q, negated.expand(1, 2, 40))
+    gradients = call(q, k, v, q, torch.ones(1, 2, 40), q, torch.ones(1).expand(1, 2, 40))
     assert all(g.is_contiguous() and g.shape == t.shape for g, t in zip(gradients, (q, k, v), strict=True))
     assert not any(g[:, :, 40:].any() for g in gradients[1:])
-    (_, _, lse, dlse, row_lse, delta, *none), of_keys, of_queries = launches
+    (_, _, _, dlse, row_lse, delta, *none), of_keys, of_queries = launches
     assert none == [None, None]
-    assert not lse.is_neg()
-    assert not dlse.is_neg()
+    assert dlse.is_contiguous()
     assert row_lse.shape == delta.shape == (made.padded_rows,)
     for given in (of_keys, of_queries):
         assert torch.equal(given[0], -q)
