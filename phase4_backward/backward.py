@@ -178,7 +178,7 @@ def attention_backward(
     heads_kv, seq_k = k.shape[1:3]
     if lse.numel() == 0 or seq_k == 0:  # no query or no key: nothing depends on the inputs
         wanted = (q, needs_q), (k, needs_kv), (v, needs_kv)
-        return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) if w else None for t, w in wanted)
+        return tuple(_empty_like(t).zero_() if needed else None for t, needed in wanted)
 
     dtype, delta = q.dtype, torch.empty_like(lse)
     q, k, v, o, lse, do = runtime.to_kernel_dtype(q, k, v, o, lse, do)
@@ -194,20 +194,25 @@ def attention_backward(
         if dlse is not None:  # LSE_i depends on S_ij with weight P_ij, so its gradient joins delta
             delta -= dlse
         if needs_kv:
-            dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
+            dk, dv = _empty_like(k), _empty_like(v)
             _attn_bwd_dkdv_kernel[grid_n](
                 q, k, v, do, lse, delta, dk, dv,
                 q.stride(), k.stride(), v.stride(), do.stride(), dk.stride(), dv.stride(),
                 heads_kv, *sizes, **options,
             )  # fmt: skip
         if needs_q:
-            dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            dq = _empty_like(q)
             _attn_bwd_dq_kernel[grid_m](
                 q, k, v, do, lse, delta, dq,
                 q.stride(), k.stride(), v.stride(), do.stride(), dq.stride(),
                 heads_q, *sizes, **options,
             )  # fmt: skip
     return tuple(t if t is None else t.to(dtype) for t in (dq, dk, dv))
+
+
+def _empty_like(t: torch.Tensor) -> torch.Tensor:
+    """Memory for the gradient of t, contiguous."""
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 
 # --- autograd ------------------------------------------------------------------------------------------------------
