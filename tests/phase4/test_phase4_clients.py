@@ -86,9 +86,9 @@ def test_trap44_compiles_into_one_graph():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_trap44_opcheck(layout):
-    q, k, v = make_qkv(1, 4, 20, 16, heads_kv=2, layout=layout)
+@pytest.mark.parametrize(("layout", "dtype"), [("bhsd", torch.float16), ("bshd", torch.bfloat16)])
+def test_trap44_opcheck(layout, dtype):
+    q, k, v = make_qkv(1, 4, 20, 16, heads_kv=2, layout=layout, dtype=dtype)
     torch.library.opcheck(backward._forward_op, (q, k, v, True, 0.25))
     o, lse = backward._forward_op(q, k, v, True, 0.25)
     for dlse in (None, torch.randn_like(lse)):
