@@ -160,7 +160,7 @@ def test_the_file_holds_what_ships_and_nothing_else(exported, beside):
     rungs = {kernel.fn.__name__ for rung in LADDER for kernel in (rung.forward, rung.dkdv, rung.dq)}
     assert all(hasattr(beside, name) for name in shipped)
     assert {name for name in rungs - shipped if hasattr(beside, name)} == {
-        "_attn_fwd_kernel", "_attn_bwd_dkdv_kernel", "_attn_bwd_dq_kernel", "_attn_bwd_dq_edges_kernel",
+        "_attn_fwd_kernel", "_attn_bwd_dkdv_kernel", "_attn_bwd_dq_edges_kernel",
     }  # fmt: skip
     assert beside.__all__ == sorted(name for _, name in export.ROOTS)
     assert repr(beside.TABLE) == repr(configs.TABLE)
