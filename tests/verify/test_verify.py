@@ -161,6 +161,7 @@ def test_rms_z_shows_a_lost_bit_that_the_largest_z_lets_through(dtype, bits, see
 # --- the customary rules ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_customary_rules_let_mutants_through_or_reject_correct_kernels():
     rows, counts = rule_table(WRONG)
     assert [row["mistake"] for row in rows] == list(WRONG)
@@ -419,6 +420,7 @@ def test_the_rows_of_a_sample_see_the_keys_before_them_and_no_other():
     assert verify_results(causal, *inputs, is_causal=True, compare_sdpa=False).passed
 
 
+@pytest.mark.slow
 def test_gradients_of_long_rows_are_checked_in_full():
     q, k, v, do = Case(1, 1, 300, 16, seq_k=model.SAMPLE_ABOVE_KEYS + 1, dtype=FP32, grad=True).inputs()
     left_out = next(row for row in range(300) if row not in model._sample_rows(300, "cpu"))

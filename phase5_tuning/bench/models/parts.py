@@ -75,7 +75,7 @@ def measured(case) -> list[dict]:
     for n in counts(cdiv(seq_k, tile.BLOCK_N)):
         launch = launched(n, tensors[0], o, lse)
         both[n] = Graph([partial(launch, *each, o, lse) for each in turns])
-        of_parts = split_kv.room(launch.parts, q, torch.float32) if n > 1 else (None, None)
+        of_parts = split_kv.room(launch.parts, q) if n > 1 else (None, None)
         alone[n] = Graph([partial(launch.attend, k, v, q, o, lse, *of_parts) for q, k, v in turns])
         if batch == 1 and heads_q > heads_kv:
             heads = [by_head(*each) for each in turns]

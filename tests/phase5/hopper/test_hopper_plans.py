@@ -75,7 +75,7 @@ def test_what_takes_many_tiles_and_what_takes_few(head_dim, taker):
     q, k = (torch.empty(1, heads, 64, head_dim, dtype=torch.float16) for heads in (20, 10))
     for multiprocessors, expected in ((10, taker), (11, forward._attn_fwd_descriptors_kernel)):
         with on_a_gpu(multiprocessors=multiprocessors):
-            assert forward.choose((q, k, k), (q, k, k), 0.1) == expected
+            assert forward.choose((q, k, k), (q, k, k)) == expected
 
 
 def test_descriptors_are_for_16_bits_on_hopper_and_later():
