@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 MAX_HEAD_DIM = 256
 HOURS = 500_000  # steps on tiles; the interpreter takes 5 to 15 ms for one
-MAX_SCALE = torch.finfo(torch.float32).max  # kernels take it in fp32
+MAX_SCALE = torch.finfo(torch.float32).max / 2  # kernels multiply it by log2 e, in fp32
 
 
 def _describe(t: torch.Tensor) -> str:
@@ -83,7 +83,7 @@ def check_scale(scale, head_dim: int) -> float:
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale: expected a real number or None, got {type(scale).__name__}")
     if not abs(scale) <= MAX_SCALE:  # NaN too
-        raise ValueError(f"scale: expected a finite number (in fp32), got {scale}")
+        raise ValueError(f"scale: expected a finite number of at most {MAX_SCALE:.1e}, got {scale}")
     return float(scale)
 
 
@@ -163,16 +163,6 @@ def check_saved(q, k, v, o, lse, do, dlse, scale, is_causal) -> float:
     if not lse.is_contiguous():
         raise ValueError(f"lse: expected a contiguous tensor, got strides {lse.stride()}")
     return scale
-
-
-def check_needs(needs) -> tuple:
-    """(whether dq is wanted, whether dk and dv are). Raises TypeError or ValueError naming the argument."""
-    try:
-        needs_q, needs_kv = needs
-    except (TypeError, ValueError) as error:
-        words = f"needs: expected two flags, for dq and for dk with dv, got {needs!r}"
-        raise type(error)(words) from None
-    return needs_q, needs_kv
 
 
 NO_FORWARD_MODE = "flash_attention: forward-mode derivatives are not implemented; use SDPA's math backend for them"

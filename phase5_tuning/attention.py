@@ -50,8 +50,8 @@ def _backward_op(
     dlse: torch.Tensor | None, is_causal: bool, scale: float | None, needs_q: bool, needs_kv: bool,
     lower_right: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    needs = needs_q, needs_kv
-    grads = attention_backward(q, k, v, o, lse, do, dlse, is_causal, scale, needs, lower_right=lower_right)
+    options = dict(needs_q=needs_q, needs_kv=needs_kv, lower_right=lower_right)
+    grads = attention_backward(q, k, v, o, lse, do, dlse, is_causal, scale, **options)
     return tuple(t.new_empty(0) if g is None else g for t, g in zip((q, k, v), grads, strict=True))
 
 
@@ -93,14 +93,13 @@ class FlashAttention(torch.autograd.Function):
         if (do is None and dlse is None) or not any(needs):
             return (None,) * 7
         q, k, v, o, lse = ctx.saved_tensors
-        *options, lower_right = ctx.options
+        is_causal, scale, lower_right = ctx.options
         do = torch.zeros_like(o) if do is None else do
-        wanted = needs[0], needs[1] or needs[2]
-        if torch.is_grad_enabled() or _traced(do, dlse):
-            # With create_graph too: the operator refuses a second derivative.
-            grads = _backward_op(q, k, v, o, lse, do, dlse, *options, *wanted, lower_right)
-        else:
-            grads = attention_backward(q, k, v, o, lse, do, dlse, *options, wanted, lower_right=lower_right)
+        options = dict(needs_q=needs[0], needs_kv=needs[1] or needs[2], lower_right=lower_right)
+        # With create_graph too: the operator refuses a second derivative.
+        traced = torch.is_grad_enabled() or _traced(do, dlse)
+        backward = _backward_op if traced else attention_backward
+        grads = backward(q, k, v, o, lse, do, dlse, is_causal, scale, **options)
         return (*(g if needed else None for g, needed in zip(grads, needs, strict=True)), None, None, None, None)
 
 

@@ -92,9 +92,9 @@ def _launch(kernel: str, head_dim: int, is_causal: bool, name: str, config: Conf
     def call():
         if kernel == "forward":
             return attention_forward(q, q, q, is_causal, kernel=rung.forward, config=config)
-        needs = kernel == "dq", kernel == "dkdv"
+        needs = dict(needs_q=kernel == "dq", needs_kv=kernel == "dkdv")
         of_rung = dict(dkdv_kernel=rung.dkdv, dq_kernel=rung.dq) | {f"{kernel}_config": config}
-        return attention_backward(q, q, q, q, lse, q, is_causal=is_causal, needs=needs, **of_rung)
+        return attention_backward(q, q, q, q, lse, q, is_causal=is_causal, **needs, **of_rung)
 
     with mock.patch.object(configs, "capability", return_value=(9, 0)):
         return offline.record_launches(call)[-1]
