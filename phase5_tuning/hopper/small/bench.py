@@ -1,5 +1,6 @@
-"""How long the five small kernels take: `python -m phase5_tuning.hopper.small.bench --name h100_small`, on an H100 or
-H200.
+"""How long the first five small kernels take, on an H100 or H200:
+
+    python -m phase5_tuning.hopper.small.bench --name h100_small
 
 The first three move bytes, so a row has their TB/s too; the last two multiply, and have TFLOP/s. PyTorch's call for the
 same is beside each.
@@ -58,7 +59,7 @@ def measured(module) -> list[dict]:
 
 def run() -> list[dict]:
     with torch.no_grad():
-        return [row for module in KERNELS for row in measured(module)]
+        return [row for module in CASES for row in measured(module)]
 
 
 SETTINGS = list(CASES.values()), HEAD_DIM, ROUNDS, inputs, truth, in_pytorch, measured
@@ -66,7 +67,7 @@ SETTINGS = list(CASES.values()), HEAD_DIM, ROUNDS, inputs, truth, in_pytorch, me
 
 def recorded(providers: Iterable[str] = ()) -> tuple[list, tuple]:
     """(kernels, settings) of a record, whichever providers it has."""
-    return [getattr(module, name) for module, name in KERNELS.items()], SETTINGS
+    return [getattr(module, KERNELS[module]) for module in CASES], SETTINGS
 
 
 if __name__ == "__main__":
