@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from common import runtime
 from common.measure import records, timing
-from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay
-from phase5_tuning.hopper.small.lesson import KERNELS, inputs, truth
+from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay, lesson
+from phase5_tuning.hopper.small.lesson import inputs, truth
 from phase5_tuning.launch import configs
 
 import torch
@@ -24,6 +24,7 @@ CASES = {  # heads, seq: many programs for the first three, 16384 tokens of 2048
     k4_consumers: (64, 4096),
     k5_stay: (64, 4096),
 }
+KERNELS = {module: lesson.KERNELS[module] for module in CASES}
 HEAD_DIM, ROUNDS = 128, 3
 
 
@@ -59,7 +60,7 @@ def measured(module) -> list[dict]:
 
 def run() -> list[dict]:
     with torch.no_grad():
-        return [row for module in CASES for row in measured(module)]
+        return [row for module in KERNELS for row in measured(module)]
 
 
 SETTINGS = list(CASES.values()), HEAD_DIM, ROUNDS, inputs, truth, in_pytorch, measured
@@ -67,7 +68,7 @@ SETTINGS = list(CASES.values()), HEAD_DIM, ROUNDS, inputs, truth, in_pytorch, me
 
 def recorded(providers: Iterable[str] = ()) -> tuple[list, tuple]:
     """(kernels, settings) of a record, whichever providers it has."""
-    return [getattr(module, KERNELS[module]) for module in CASES], SETTINGS
+    return [getattr(module, name) for module, name in KERNELS.items()], SETTINGS
 
 
 if __name__ == "__main__":
