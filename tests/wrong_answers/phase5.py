@@ -642,7 +642,7 @@ WRONG = {
                     "                mbarrier.expect(full, work.v.block_type.nbytes)\n"
                 )
             },
-            "each `expect` is one, with all of a place's bytes",
+            "each `expect` is one, with all bytes of its tiles",
         ),
         Wrong(
             "bytes that never come",
@@ -703,7 +703,7 @@ WRONG = {
                     "turn & 1 ^ 1)\n        announce(memory, side, tile)\n        q_full"
                 )
             },
-            "a place of queries is used every second turn",
+            "a side is used every second turn",
         ),
         Wrong(
             "the tile's number comes after the arrival",
@@ -747,7 +747,7 @@ WRONG = {
                 "    mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)\n    announce(memory, side, tile)\n"
                 "    mbarrier.arrive": "    announce(memory, side, tile)\n    mbarrier.arrive"
             },
-            "and uses its place",
+            "are right, once for each filling",
         ),
         Wrong(
             "keys and values in every pair",
@@ -796,8 +796,8 @@ WRONG = {
         Wrong("anew with each walk", {"number = sum(lengths[:walk]) + tile": "number = tile"}, "does not begin anew"),
         Wrong("laps of the walk", {", number // stages": ", tile // stages"}, "does not begin anew"),
         Wrong("the walk as lap", {", number // stages": ", walk"}, "not one walk"),
-        Wrong("two places", {"return number % stages": "return number % 2"}, "whatever the parity"),
-        Wrong("the lap as place", {"return number % stages": "return number // stages"}, "modulo the number of places"),
+        Wrong("two slots", {"return number % stages": "return number % 2"}, "whatever the parity"),
+        Wrong("the lap as slot", {"return number % stages": "return number // stages"}, "modulo the number of slots"),
         Wrong("a list", {"return number % stages, number // stages": "return [number, 0]"}, "expected a pair of ints"),
         Wrong("phases", {"return lap & 1, lap & 1\n": "return lap, lap\n"}, "each 0 or 1, got (2, 2)"),
         Wrong(
@@ -841,7 +841,7 @@ WRONG = {
         Wrong("keys alone", {"stages * 2 * 128": "stages * 128"}, "a tile of keys and one of values"),
         Wrong("more than there are", {"PRODUCER_REGISTERS=24": "PRODUCER_REGISTERS=40"}, "were shared out at launch"),
         Wrong("three stages", {"STAGES=2": "STAGES=3"}, "65536 for each stage"),
-        Wrong("one stage", {"STAGES=2": "STAGES=1"}, "the ring is too short"),
+        Wrong("one stage", {"STAGES=2": "STAGES=1"}, "no tile is under way while the one before is in use"),
         Wrong(
             "two consumers without overlap",
             {
@@ -849,17 +849,18 @@ WRONG = {
                     "CONSUMERS=2, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24"
                 )
             },
-            "own exponentials stand between",
+            "a kernel with three consumers fits, too",
         ),
         Wrong(
-            "two consumers whose overlap the assembler undoes",
+            "two consumers with overlap",
             {
                 "CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32": (
                     "CONSUMERS=2, STAGES=4, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24"
                 )
             },
-            "of 66 exponentials stand under a product",
+            "a kernel with three consumers fits, too",
         ),
+        Wrong("no overlap", {"OVERLAP=True": "OVERLAP=False"}, "a kernel with OVERLAP fits, too"),
         Wrong("three consumers overlap", {"OVERLAP=False": "OVERLAP=True"}, "+ 32 (P in 16 bits) = 128 of the 160"),
         Wrong(
             "three consumers at head_dim 128",
