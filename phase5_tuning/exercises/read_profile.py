@@ -31,7 +31,8 @@ Notebook: phase5_tuning/measure.ipynb, section 3.4, "Exercise 5.3: Read a profil
 from dataclasses import dataclass, field
 
 UNITS = "schedulers", "tensor cores", "exponentials", "shared memory", "L2", "memory"
-# Clocks of a warp's comparison: a multiprocessor compares 64 numbers in a clock, 16 for each of its four schedulers.
+# Clocks of a warp's comparison: a multiprocessor compares 64 numbers in one (CUDA C++ Programming Guide), and each of
+# its four schedulers issues for 32 threads.
 COMPARE = 2
 
 

@@ -195,7 +195,8 @@ def from_cache(counters: dict) -> str:
     return (
         f"memory: {row['dram_bytes'] / 1e9:.2f} GB by NVIDIA's profiler ncu, Q, O and LSE among them\n"
         f"L2: {row['l2_bytes'] / 1e9:.1f} GB by ncu, {row['l2']:.0f} % of what it can move in that time\n"
-        f"asked for: {asked / 1e9:.1f} GB in {row['ns'] / 1e6:.2f} ms are {asked / row['ns'] / 1e3:.1f} TB/s"
+        f"asked for: {asked / 1e9:.1f} GB in {row['ns'] / 1e6:.2f} ms under ncu, {asked / row['ns'] / 1e3:.1f} TB/s\n"
+        "Why L2 counts less than is asked for is not known."
     )
 
 
@@ -248,14 +249,14 @@ def beside_the_record(counters: dict, reading) -> None:
 def peaks(ladder: dict, counters: dict) -> None:
     """Print the tensor cores' peak at three frequencies, and what a large product and the Hopper kernel reached."""
     hopper, product = call_counted(counters, "hopper"), ladder["ceilings"]["gemm_flops_per_s"] / 1e12
-    print(f"{'TFLOP/s':<44}{'peak':>7}{'reached':>10}")
+    print(f"{'TFLOP/s of the tensor cores':<42}{'peak':>6}{'reached':>10}")
     for what, mhz, reached in (
-        ("the highest", highest_mhz(ladder), ""),
-        ("of the data sheet", 1830, ""),
-        ("of the Hopper kernel", hopper["mhz"], f"{hopper['tflops']:.0f}"),
+        ("the highest frequency", highest_mhz(ladder), ""),
+        ("the data sheet's", 1830, ""),
+        ("the Hopper kernel's", hopper["mhz"], f"{hopper['tflops']:.0f}"),
     ):
-        print(f"{f'at {mhz:.0f} MHz, the frequency {what}':<44}{TERA * mhz:>7.0f}{reached:>10}")
-    print(f"{'a large product, frequency not recorded':<44}{'':>7}{product:>10.0f}")
+        print(f"{f'at {mhz:.0f} MHz, {what}':<42}{TERA * mhz:>6.0f}{reached:>10}")
+    print(f"{'a large product, frequency not recorded':<48}{product:>10.0f}")
 
 
 class RecordedTrial:
