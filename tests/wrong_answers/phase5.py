@@ -384,7 +384,7 @@ WRONG = {
                 ),
                 "describe(o, block_m),": "TensorDescriptor.from_tensor(o.view(-1, head_dim), [block_m, head_dim]),",
             },
-            "the zeros past the last row of a head",
+            "rows past seq were zeroed before the store: your zeros lie over",
         ),
         Wrong(
             "another order of programs, the tail is overwritten in time",

@@ -10,7 +10,7 @@ from common.learn.check import answer
 from common.measure import sass, timing
 from phase5_tuning.launch.configs import Config, candidates
 from phase5_tuning.lesson import compiled, gains, limits, timer, trial
-from phase5_tuning.solutions import read_profile, split_causal_loop
+from phase5_tuning.solutions import predict_gain, read_profile, split_causal_loop
 
 import pytest
 import torch
@@ -95,11 +95,19 @@ def test_a_logit_is_followed_from_register_to_register():
 def test_a_price_counts_once_for_each_instruction():
     count = Counter(HGMMA=12, MUFU=34, FSEL=100)
     with mock.patch.object(gains, "turn", return_value=count), mock.patch.object(gains, "slots", return_value=264):
-        queue = gains.predicted("heavy first", 128, True)
+        queue = gains.by_model("heavy first", 128, True)
         for name, factor in (("tiles", queue), ("heavy first", 1)):
             one, two = (gains.with_queue(name, price) for price in ({}, {"FSEL": 2}))
             assert one == pytest.approx(factor * (1024 + 2 * (12 + 8 * 34 + 100)))  # two turns of 64 x 64
             assert two - one == pytest.approx(factor * 2 * 100)
+
+
+def test_counted_clocks_stand_between_those_of_the_exercise(capsys):
+    count = Counter(HGMMA=12, MUFU=34, FADD=682)
+    with mock.patch.object(gains, "turn", return_value=count):
+        gains.bounds(predict_gain, limits.load("h100_counters"))
+    first, *_ = (line.split() for line in capsys.readouterr().out.splitlines()[1:])
+    assert first[-3:] == ["1456", "3024", "2956"]  # two turns of 64 x 64
 
 
 @interpreted_only
