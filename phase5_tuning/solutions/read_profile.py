@@ -8,8 +8,8 @@ or lets steps overlap that came one after the other.
    is issued, too: it keeps its unit busy for 8 clocks, and its scheduler for the first of them. Count that clock once.
    L2, memory and shared memory are no steps: they work while a step does.
 2. `limit`: the busiest unit, if it works for at least 80 % of the clocks. Else "one after the other", if the chain
-   takes at least 90 %: then the steps would fill the time. Else "waiting": in more than a tenth of the clocks no step is
-   at work.
+   takes at least 90 %: then the steps would fill the time. Else "waiting": in more than a tenth of the clocks no step
+   is at work.
 3. `at_most`: by what number can the clocks be divided at most? What share of them must be left? Two bounds:
    - Each unit still has the work that does not go, and no unit works for longer than the kernel takes.
    - If the change lets nothing overlap, only what goes can save clocks: work of the chain's steps, and of the unit that
