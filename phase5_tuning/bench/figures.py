@@ -88,7 +88,7 @@ def _steps(ax, values, gains):
 
 
 def power(record: dict, case: tuple, names: Mapping[str, str]) -> None:
-    """What the limit of power does to a kernel that runs for longer: power, clock, time of a call.
+    """What the limit of power does to a kernel that runs for longer: power, frequency, time of a call.
 
     case: (head_dim, is_causal, seq, mode). names: those drawn, provider in the record -> in the picture.
     """
@@ -108,10 +108,10 @@ def power(record: dict, case: tuple, names: Mapping[str, str]) -> None:
         said.append(f"{name}: {row['rested_ms']:.1f} ms a call at first, {row['ms']:.1f} ms settled")
     title = "A kernel at the limit of power is slowed down (thin line: the limit)"
     watts.set(ylabel="power, W", ylim=0, title=title)
-    mhz.set(ylabel="clock, MHz")
+    mhz.set(ylabel="frequency, MHz")
     ms.set(ylabel="a call, ms", ylim=0, xlabel="milliseconds since the first call, on a GPU that had rested")
     watts.legend(ncols=3, loc="lower right")
-    style.show(fig, f"Power, clock and milliseconds of a call over 1.5 s. {'; '.join(said)}.", describe(record))
+    style.show(fig, f"Power, frequency and milliseconds of a call over 1.5 s. {'; '.join(said)}.", describe(record))
 
 
 def _case(row: dict) -> tuple:

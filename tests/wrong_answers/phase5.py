@@ -1187,43 +1187,67 @@ WRONG = {
         Wrong("floats", {"return n - lowest": "return (n - lowest) / 1"}, "expected an int"),
     ],
     "read_profile": [
-        Wrong("clocks upside down", {"count / rate for": "rate / count for"}, "divide what"),
-        Wrong("whole clocks", {"count / rate for": "count // rate for"}, "divide what"),
+        Wrong("exponentials issued twice", {' - busy["exponentials"] / 8': ""}, "is counted twice"),
         Wrong(
-            "counts in another order",
-            {"profile.instructions, profile.flop": "profile.flop, profile.instructions"},
-            "instructions=",
+            "an exponential's eight clocks", {'busy["exponentials"] / 8': 'busy["exponentials"]'}, "the issue is one"
         ),
-        Wrong("more than 80 %", {"clocks >= 0.8": "clocks > 0.8"}, "at 80 % it is the limit"),
-        Wrong("the busiest unit always", {'if clocks >= 0.8 * profile.clocks else "waiting"': ""}, "less than 80 %"),
         Wrong(
-            "the first busy unit",
+            "every unit a step",
+            {'busy["tensor cores"] + busy["exponentials"] + busy["schedulers"]': "sum(busy.values())"},
+            "are no steps",
+        ),
+        Wrong(
+            "the longest step",
             {
-                "clocks, unit = max((clocks, unit) for unit, clocks in needed(profile).items())": (
-                    "busy = [(n, u) for u, n in needed(profile).items() if n >= 0.8 * profile.clocks]\n"
-                    '    clocks, unit = busy[0] if busy else (0, "waiting")'
+                'busy["tensor cores"] + busy["exponentials"] + busy["schedulers"] - busy["exponentials"] / 8': (
+                    'max(busy["tensor cores"], busy["exponentials"], busy["schedulers"])'
                 )
             },
-            "the busiest, needs",
+            "one after the other: add them",
+        ),
+        Wrong("more than 80 %", {"share >= 0.8": "share > 0.8"}, "at 80 % a unit is the limit"),
+        Wrong("the busiest unit always", {"share >= 0.8": "share >= 0.0"}, "no unit has 80 %"),
+        Wrong(
+            "waiting if no unit is busy",
+            {'"one after the other" if chain(profile) >= 0.9 else "waiting"': '"waiting"'},
+            "from 90 % on it explains the time",
         ),
         Wrong(
-            "a gain upside down",
-            {"profile.clocks / max(needed(profile).values())": "max(needed(profile).values()) / profile.clocks"},
-            "upside down",
+            "never waiting",
+            {'"one after the other" if chain(profile) >= 0.9 else "waiting"': '"one after the other"'},
+            "too little to explain the time",
         ),
-        Wrong("one unit after the other", {"/ max(needed(profile)": "/ sum(needed(profile)"}, "add nothing"),
-        Wrong("the idlest unit", {"/ max(needed(profile)": "/ min(needed(profile)"}, "needs more clocks than that"),
         Wrong(
-            "nothing to gain at the limit",
+            "the chain before the units",
             {
-                "return profile.clocks / max(needed(profile).values())": (
-                    "most = max(needed(profile).values())\n"
-                    "    return profile.clocks / most if most < 0.8 * profile.clocks else 1.0"
+                "    if share >= 0.8:\n        return unit\n": "",
+                'else "waiting"': 'else unit if share >= 0.8 else "waiting"',
+            },
+            "a unit is the limit from 80 % on",
+        ),
+        Wrong(
+            "steps alone can be the limit",
+            {
+                "max((share, unit) for unit, share in profile.busy.items())": (
+                    'max((profile.busy[unit], unit) for unit in ("tensor cores", "exponentials", "schedulers"))'
                 )
             },
-            "these could be gained",
+            "a unit is the limit from 80 % on",
         ),
-        Wrong("80 % at most", {"return profile.clocks / max": "return 0.8 * profile.clocks / max"}, "no limit here"),
+        Wrong("a gain upside down", {"return 1 / left": "return left"}, "upside down"),
+        Wrong("only the units", {"if not change.overlaps:": "if False:"}, "so only the work that goes can save clocks"),
+        Wrong("overlap ignored", {"if not change.overlaps:": "if True:"}, "do not bound it"),
+        Wrong("only the chain", {"left = max(left, 1 - saved": "left = (1 - saved"}, "no unit can work for longer"),
+        Wrong("one clock an instruction", {"(COMPARE - 1)": "0"}, "saves two clocks of its scheduler"),
+        Wrong("every unit saves clocks", {" if unit in takes_time": ""}, "save no clocks"),
+        Wrong("the chain alone saves", {", limit(profile)}": "}"}, "what the limit no longer does"),
+        Wrong("units as they were", {"max(share - goes[unit] for": "max(share for"}, "only the work that does not go"),
+        Wrong("those that can", {"< wanted": ">= wanted"}, "these can gain as much"),
+        Wrong(
+            "sorted",
+            {"return [change.name": "return sorted([change.name", "< wanted]": "< wanted], reverse=True)"},
+            "order of changes",
+        ),
     ],
     "merge_ranks": [
         Wrong("lse in 16 bits", {"    lse.copy_(both)": "    lse.copy_(both.half())"}, "both lse are fp32"),
