@@ -105,8 +105,8 @@ def print_costs(lengths: tuple[int, ...] = (256, 512, 1024), head_dim: int = 128
     recorded = {name: [launch for n in lengths for launch in launches(fn, n, head_dim)] for name, fn in WAYS.items()}
     made = iter(offline.compile_launches([launch for of_one in recorded.values() for launch in of_one]))
     columns = " ".join(f"{n:5}" for n in lengths)
-    print(f"{'':31}KiB of shared memory   spilled, B a thread      reads   products")
-    print(f"{'':24}warps  {columns} keys {columns} keys   of K   of tiles")
+    print(f"{'':31}KiB of shared memory   bytes a thread spills   reads   products")
+    print(f"{'keys':24}warps  {columns}      {columns}        of K   of tiles")
     for name, fn in WAYS.items():
         by_length = [next(made) for _ in lengths]
         shared, spilled = " ".join(f"{c.shared // 1024:5}" for c in by_length), [f"{c.spills:5}" for c in by_length]

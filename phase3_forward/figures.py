@@ -282,8 +282,14 @@ def split_keys(heads: int, parts: int, multiprocessors: int) -> None:
     )
 
 
-def forward_tflops(record: dict, seq: int, alt: str) -> None:
+def forward_tflops(record: dict, seq: int) -> None:
     """TFLOP/s of the forward pass beside SDPA's backends, one group of bars a case."""
+    cases = {}
+    for row in record["rows"]:
+        if row["seq"] == seq and "math" not in row["provider"]:
+            case = f"head_dim {row['head_dim']}, {'causal' if row['is_causal'] else 'full'}"
+            cases.setdefault(case, []).append(f"{row['provider']} {row['tflops']:.0f}")
+    alt = f"TFLOP/s at seq {seq}. " + "; ".join(f"{case}: {', '.join(said)}" for case, said in cases.items()) + "."
     tflops(record, seq, "phase 3", f"The forward pass at seq {seq}, fp16, before any tuning", alt)
 
 

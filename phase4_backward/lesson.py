@@ -145,13 +145,24 @@ def kept(fn: Callable) -> int:
 # --- 5. Tests ------------------------------------------------------------------------------------------------------
 
 
-def gradcheck(fn: Callable, dtype: torch.dtype) -> bool:
-    """What torch.autograd.gradcheck says of fn(q, k, v) on eight queries and 34 keys of this dtype."""
+def quotient_error(h: float, *edits: str) -> float:
+    """How far the length of the kernels' dQ, with these EDITS, is from the difference quotient of a step h along dQ, as
+    a share of the quotient: 64 tokens, head_dim 32, fp32.
+    """
+    q, k, v = make_qkv(1, 1, 64, 32, dtype=torch.float32)
+    do = make_tensor(q.shape, dtype=torch.float32, generator=torch.Generator().manual_seed(1))
+    with Stage(backward, *(edit for name in edits for edit in EDITS[name])):
+        (dq,) = torch.autograd.grad(flash_attention(q.requires_grad_(), k, v), q, do)
+    step = h * dq / dq.norm()
+    losses = [(flash_attention(q.detach() + s, k, v).double() * do).sum() for s in (step, -step)]
+    return abs(dq.norm() * 2 * h / (losses[0] - losses[1]) - 1).item()
+
+
+def gradcheck(fn: Callable) -> bool:
+    """What torch.autograd.gradcheck says of fn(q, k, v) on eight queries and 34 keys in fp64."""
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, 1, s, 2, generator=generator, dtype=torch.float64).to(dtype) for s in (8, 34, 34)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # gradcheck's own, of anything below fp64
-        return torch.autograd.gradcheck(fn, [t.requires_grad_() for t in inputs], raise_exception=False)
+    inputs = [torch.randn(1, 1, s, 2, generator=generator, dtype=torch.float64) for s in (8, 34, 34)]
+    return torch.autograd.gradcheck(fn, [t.requires_grad_() for t in inputs], raise_exception=False)
 
 
 def mistakes() -> dict[str, tuple[dict[str, float], bool]]:
@@ -213,6 +224,18 @@ def time_yours(fn: Callable) -> None:
 
 
 # --- 4.7 and 7. Training -------------------------------------------------------------------------------------------
+
+
+def trained_wrongly(record: dict) -> tuple[int, str]:
+    """With how many mistakes of logic training fails, every run above a loss of 1 or not finite, and their names."""
+    runs = [row for row in record["rows"] if row["attention"] in train.LOGIC and not row["clip"]]
+    survived = {row["attention"] for row in runs if len(row["losses"]) == row["steps"] and _end(row) < 1}
+    failed = [name for name in train.LOGIC if name not in survived]
+    return len(failed), "\n".join(MISTAKES[name].what for name in failed)
+
+
+def _end(row):
+    return sum(row["losses"][-20:]) / 20
 
 
 def last_losses(record: dict) -> None:

@@ -157,12 +157,14 @@ def _nan(t):
 def _require_right(what, s, v, got, right, question):
     wide, (o_got, lse_got), (o, lse) = s.double(), got, right
     top = wide.amax(1) if s.shape[1] else lse
+    shift = torch.where(lse == -INF, 0.0, lse)
     of_lse = {
         "this is the maximum alone: log(l) is missing": top,
         "this is log(l): add m to it": lse - top,
         "this is l: lse is m + log(l)": torch.exp(lse - top),
         "this is a logarithm to base 2": lse / math.log(2),
         "log(l) is to base 2 here": top + (lse - top) / math.log(2),
+        "a row that sees nothing has lse = -inf: lse is log(l) plus m itself, not plus what is subtracted": shift,
         "this is 0: does m start from -inf? Above all logits l becomes 0": torch.zeros_like(lse),
         "the numbers of a row of s are a stride apart, too": torch.logsumexp(_as(s, (s.stride(0), 1)), 1),
         "a row of s is sought at row * n: rows are a stride apart": torch.logsumexp(_as(s, (s.shape[1], 1)), 1),
@@ -181,7 +183,7 @@ def _require_right(what, s, v, got, right, question):
     tolerance = dict(rtol=1e-5, atol=1e-4)
     _require(f"{what}: lse", lse_got, lse, question, mistakes=of_lse, signs=signs, **tolerance)
 
-    p = torch.exp(wide - torch.where(lse == -INF, 0.0, lse)[:, None])
+    p = torch.exp(wide - shift[:, None])
     of_o = {
         "the sum is not divided by l": torch.exp(lse - top)[:, None] * o,
         **_wrong_loops(wide, v.double()),

@@ -69,6 +69,9 @@ def _require_merged(what, got, expected, a, b, tolerance):
         "this is the larger one; logits of the smaller one count too": larger,
         "this is the sum; the sums of exponentials are what adds up": lse_a + lse_b,
         "exp(lse) has left the range of numbers: what may be subtracted first?": torch.log(lse_a.exp() + lse_b.exp()),
+        "where neither part saw a key lse is -inf: is the 0 that is subtracted there added back?": torch.where(
+            lse == -INF, 0.0, lse
+        ),
     }
     _require_numbers(f"{what}: lse", lse_got, lse, lse_a, lse_b)
     require_sane(f"{what}: lse", lse_got, lse)

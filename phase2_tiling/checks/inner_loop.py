@@ -15,6 +15,7 @@ import triton
 
 # Tiles of 32 queries and 64 keys, head_dim 16: no two sizes are the same.
 SEQ_Q, SEQ_K, HEAD_DIM, BLOCK_M, BLOCK_N, SCALE = 50, 150, 16, 32, 64, 0.3
+BY_NUMBER = "the tiles begin at keys 0, 1, 2 and so on: the number of a tile times BLOCK_N is its first key"
 ACC_BY_L, P_BY_L = (f"{x} is divided by l in every turn: the division comes once, after the loop" for x in ("acc", "p"))
 
 
@@ -115,6 +116,7 @@ def _wrong_loops(q, k, v):
     return wrong | {
         "k is reshaped, which keeps the order of its numbers: transpose it, tl.trans(k)": loop(q, reshaped, v),
         "every tile of keys is the first one: do the offsets contain start_n?": loop(q, k, v, first=lambda start: 0),
+        BY_NUMBER: loop(q, k, v, first=lambda start: start // BLOCK_N),
         "keys are skipped or counted twice: the loop goes by BLOCK_N, and a tile has BLOCK_N keys": by_queries,
         "a tile has BLOCK_M keys: keys are counted by BLOCK_N": loop(q, k, v, width=BLOCK_M),
         "keys past the end count as logit 0: replace s by -inf there": loop(q, k, v, past_end=0.0),

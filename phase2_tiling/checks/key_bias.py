@@ -10,7 +10,7 @@ from common.learn.check.require import counted, guarded, reject, reject_refused,
 from common.measure import offline
 from phase2_tiling import checks
 from phase2_tiling.checks import FP16, FP32, NAN, one_head, with_other_strides, with_own_strides
-from phase2_tiling.checks.inner_loop import loop
+from phase2_tiling.checks.inner_loop import BY_NUMBER, loop
 
 import torch
 import triton
@@ -112,6 +112,7 @@ def _wrong_biases(q, k, v, bias):
         tile = dict(scale=SCALE, bias=bias, step=block, width=block)
         for sentence, update in _WRONG_UPDATES.items():
             wrong[f"{sentence} (tiles of {block} keys)"] = loop(q, k, v, update=update, **tile)
+        wrong[f"{BY_NUMBER} ({block} keys)"] = loop(q, k, v, first=lambda start, block=block: start // block, **tile)
     return wrong
 
 

@@ -113,8 +113,10 @@ def _wrong_backward(s, hidden, q, k, v, do):
     lse, m = c.logsumexp(dim=-1, keepdim=True), c.amax(dim=-1, keepdim=True)
     p = torch.exp(c - lse)
     delta = (do * (p @ v)).sum(dim=-1, keepdim=True)
+    tiles = (p * (do @ v.mT)).split(TILE, dim=-1)
+    of_tiles = torch.cat([tile.sum(dim=-1, keepdim=True).expand_as(tile) for tile in tiles], dim=-1)
 
-    def gradients(p, keys=slice(None)):
+    def gradients(p, keys=slice(None), delta=delta):
         ds = (1 - t * t) * p * (do @ v.mT - delta)
         return dict(dq=scale * ds[..., keys] @ k[..., keys, :], dk=scale * ds.mT @ q, dv=p.mT @ do)
 
@@ -125,6 +127,7 @@ def _wrong_backward(s, hidden, q, k, v, do):
         "the LSE lacks its logarithm: it is m + log(l)": gradients(torch.exp(c - m - torch.exp(lse - m))),
         "the LSE is m alone: it is m + log(l)": gradients(torch.exp(c - m)),
         "P is made again without the LSE: it is exp(C - LSE)": gradients(torch.exp(c)),
+        "delta is the sum over one tile of keys: it is rowsum(dO * O)": gradients(p, delta=of_tiles),
         "only the last tile of keys is in it: add each tile's product": dict(
             dq=gradients(p, slice((s.shape[-1] - 1) // TILE * TILE, None))["dq"]
         ),

@@ -43,12 +43,12 @@ def mask(is_causal: bool) -> str:
 
 
 def waterfall(
-    record: dict, names: dict[str, str], cases: list[tuple], predicted: dict[tuple, dict], signed: bool
+    record: dict, names: dict[str, str], cases: list[tuple], by_model: dict[tuple, dict], signed: bool
 ) -> None:
-    """The ladder. Each rung's TFLOP/s, the step from the rung before, and what was predicted. A step of less than 2
+    """The ladder. Each rung's TFLOP/s, the step from the rung before, and the model's. A step of less than 2
     percent is grey: it may be noise.
 
-    names: provider -> label; cases: (head_dim, is_causal, seq, mode); predicted: case -> provider -> gain (1.1: +10 %).
+    names: provider -> label; cases: (head_dim, is_causal, seq, mode); by_model: case -> provider -> gain (1.1: +10 %).
     signed=False leaves the provenance to the next picture of the same record.
     """
     fig, axes = style.new(9, 4.6, columns=len(cases), squeeze=False)
@@ -56,7 +56,7 @@ def waterfall(
     for ax, case in zip(axes[0], cases, strict=True):
         tflops = {r["provider"]: r["tflops"] for r in record["rows"] if _case(r) == case and "tflops" in r}
         shown = [provider for provider in names if provider in tflops]
-        _steps(ax, [tflops[p] for p in shown], [predicted.get(case, {}).get(p) for p in shown])
+        _steps(ax, [tflops[p] for p in shown], [by_model.get(case, {}).get(p) for p in shown])
         peer = tflops.get("sdpa-flash")
         if peer:
             ax.axhline(peer, color=COLORS["peer"], linestyle="--", linewidth=1.2)
@@ -68,12 +68,12 @@ def waterfall(
         ax.set_title(title, fontsize=10)
         steps = (f"{names[p]} {tflops[p]:.0f}" for p in shown)
         said.append(f"{title}: {', '.join(steps)}; SDPA flash {peer or 0:.0f}")
-    axes[0, 0].set_ylabel("TFLOP/s (diamond: by the model)" if predicted else "TFLOP/s")
+    axes[0, 0].set_ylabel("TFLOP/s (diamond: by the model)" if by_model else "TFLOP/s")
     style.show(fig, f"TFLOP/s after each rung. {'. '.join(said)}.", *[describe(record)] * signed)
 
 
 def _steps(ax, values, gains):
-    """The bars of `waterfall`: the first rung's speed, then what each later one adds, and the predicted gains."""
+    """The bars of `waterfall`: the first rung's speed, then what each later one adds, and the model's gains."""
     ax.bar(0, values[0], 0.7, color=COLORS["s"])
     for x, (before, value, gain) in enumerate(zip(values, values[1:], gains[1:], strict=False), start=1):
         good, noise = value >= before, abs(value / before - 1) < 0.02
@@ -88,7 +88,7 @@ def _steps(ax, values, gains):
 
 
 def power(record: dict, case: tuple, names: Mapping[str, str]) -> None:
-    """What the limit of power does to a kernel that runs for longer: power, clock, time of a call.
+    """What the limit of power does to a kernel that runs for longer: power, frequency, time of a call.
 
     case: (head_dim, is_causal, seq, mode). names: those drawn, provider in the record -> in the picture.
     """
@@ -108,10 +108,10 @@ def power(record: dict, case: tuple, names: Mapping[str, str]) -> None:
         said.append(f"{name}: {row['rested_ms']:.1f} ms a call at first, {row['ms']:.1f} ms settled")
     title = "A kernel at the limit of power is slowed down (thin line: the limit)"
     watts.set(ylabel="power, W", ylim=0, title=title)
-    mhz.set(ylabel="clock, MHz")
+    mhz.set(ylabel="frequency, MHz")
     ms.set(ylabel="a call, ms", ylim=0, xlabel="milliseconds since the first call, on a GPU that had rested")
     watts.legend(ncols=3, loc="lower right")
-    style.show(fig, f"Power, clock and milliseconds of a call over 1.5 s. {'; '.join(said)}.", describe(record))
+    style.show(fig, f"Power, frequency and milliseconds of a call over 1.5 s. {'; '.join(said)}.", describe(record))
 
 
 def _case(row: dict) -> tuple:

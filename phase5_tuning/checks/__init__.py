@@ -44,7 +44,7 @@ def require_numbers(calls, exact=True):
     if abs(got - right) < 2.0**-40 * right:
         sentence = "floats were used on the way, which are not exact past 2^53: divide ints with //"
     got, right = (got, right) if exact else (f"{got:.6g}", f"{right:.6g}")
-    reject(f"{what} is {got}, where {right} is right{sentence and ': '}{sentence}")
+    reject(f"{sentence}{sentence and ': '}{what} is {got}, where {right} is right")
 
 
 def require_function(answer, name, cases, right, mistakes, exact=True):

@@ -15,7 +15,7 @@ CASES += [(2, [6, 3], [0, 4])]
 
 
 def check(answer):
-    _check_places(answer)
+    _check_slots(answer)
     _check_parities(answer)
     drawn, cases = random.Random(), list(CASES)
     for _ in range(20):
@@ -27,25 +27,25 @@ def check(answer):
     return f"{len(cases)} rings got done, 20 of them drawn at random; no tile was read too early or overwritten"
 
 
-def _check_places(answer):
-    places, laps = [], []
+def _check_slots(answer):
+    slots, laps = [], []
     again = "the ring does not begin anew with a walk: count the tiles of the walks before"
     for stages, lengths in itertools.product((1, 2, 3, 5), ([7], [3, 5, 2])):
         walks = [(walk, tile) for walk, length in enumerate(lengths) for tile in range(length)]
         for number, (walk, tile) in enumerate(walks):
-            given = f"place_and_lap{walk, tile, lengths, stages}"
-            got = answer.place_and_lap(walk, tile, lengths, stages)
+            given = f"slot_and_lap{walk, tile, lengths, stages}"
+            got = answer.slot_and_lap(walk, tile, lengths, stages)
             if not isinstance(got, tuple) or len(got) != 2:
                 reject(f"{given}: expected a pair of ints, got {got!r}")
-            slots = {
+            others = {
                 again: tile % stages,
-                "a tile's place is its number modulo the number of places": number // stages,
-                "there are `stages` places, whatever the parity": number % 2,
+                "a tile's slot is its number modulo the number of slots": number // stages,
+                "there are `stages` slots, whatever the parity": number % 2,
             }
-            passed = {again: tile // stages, "a lap is one filling of all places, not one walk": walk}
-            places.append((f"the place in {given}", got[0], number % stages, slots))
+            passed = {again: tile // stages, "a lap is one filling of all slots, not one walk": walk}
+            slots.append((f"the slot in {given}", got[0], number % stages, others))
             laps.append((f"the lap in {given}", got[1], number // stages, passed))
-    require_numbers(places)
+    require_numbers(slots)
     require_numbers(laps)
 
 

@@ -70,7 +70,7 @@ def _check_ends_of_heads(attend):
         mistakes = {
             f"{stored}; it loaded zeros for them": with_zeros,
             stored: with_next,
-            "the zeros past the last row of a head were stored over the first rows of the next one": zeroed,
+            "rows past seq were zeroed before the store: your zeros lie over the next head's first rows": zeroed,
             "v is read with the strides of k, but has a layout of its own": wrong,
             "batch and head are exchanged: a box has the axes of t, batch first": right.transpose(0, 1),
         }
@@ -120,8 +120,8 @@ def _check_no_copies(answer):
             order = "(batch, heads, seq, head_dim)" if layout == "bhsd" else "(batch, seq, heads, head_dim)"
             reject(
                 f"`describe`: of a tensor whose elements lie as {order} it describes a copy, not the tensor itself. "
-                "`contiguous` copies, and `reshape` does where strides do not allow one axis for two. With all four "
-                "axes a descriptor takes the strides of t as they are"
+                "`contiguous` copies, and `reshape` does where strides do not allow one axis for two. Which box needs "
+                "no axis that stands for two?"
             )
 
 

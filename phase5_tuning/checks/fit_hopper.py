@@ -5,18 +5,17 @@ from unittest import mock
 
 from common import runtime
 from common.learn.check.require import reject
-from common.measure import offline, sass
+from common.measure import offline
 from phase5_tuning.checks import FP16, require_function
 from phase5_tuning.hopper import forward as hopper_forward
-from phase5_tuning.hopper.model import predicted_tflops
 from phase5_tuning.launch import configs
 
 import torch
 
 LIMIT = offline.SHARED_LIMIT["sm_90"]
 BARRIERS = 1024
-FAST = 550  # TFLOP/s in the model
 NAMES = ("CONSUMERS", "STAGES", "OVERLAP", "CONSUMER_REGISTERS", "PRODUCER_REGISTERS")
+THREE = dict(CONSUMERS=3, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32)
 
 
 def check(answer):
@@ -24,19 +23,38 @@ def check(answer):
     shapes = {head_dim: answer.shape(head_dim) for head_dim in (64, 128)}
     for head_dim, shape in shapes.items():
         _check_budgets(head_dim, shape)
-    made = _compiled(shapes)
-    for head_dim, c in made.items():
-        _check_compiled(head_dim, shapes[head_dim], c)
-    return "; ".join(_said(head_dim, shapes[head_dim], c) for head_dim, c in made.items())
+    asked = [(d, name, other) for d, shape in shapes.items() for name, other in _and_more(d, shape).items()]
+    made = _compiled([(head_dim, shape) for head_dim, _, shape in asked])
+    said = {}
+    for (head_dim, name, shape), c in zip(asked, made, strict=True):
+        if name:
+            _check_no_more(head_dim, name, c)
+            said[head_dim] += f"; {name} it does not fit" + f" ({c.spills} bytes of a thread are spilled)" * bool(
+                c.spills
+            )
+        else:
+            _check_compiled(head_dim, shape, c)
+            said[head_dim] = f"head_dim {head_dim}: {c.shared / 1024:.0f} KiB, nothing spilled"
+    return ". ".join(said.values())
 
 
-def _said(head_dim, shape, c):
-    as_compiled = _as_compiled(shape, c)
-    rate = _predicted(head_dim, as_compiled)
-    said = f"head_dim {head_dim}: {c.shared / 1024:.0f} KiB, nothing spilled, {rate:.0f} TFLOP/s in the model"
-    if as_compiled["OVERLAP"] == bool(shape["OVERLAP"]):
-        return said
-    return f"{said} as without OVERLAP, since the kernel has maxima under PV, where the model has all exponentials"
+def _and_more(head_dim, shape):
+    """The shape, and those that have more than it, by what they have."""
+    shapes = {"": shape}
+    if shape["CONSUMERS"] == 2 and _shared(head_dim, 3, shape["STAGES"]) + BARRIERS <= LIMIT:
+        shapes["with three consumers"] = shape | THREE
+    if not shape["OVERLAP"]:
+        shapes["with OVERLAP"] = shape | dict(OVERLAP=True)
+    return shapes
+
+
+def _check_no_more(head_dim, name, c):
+    if not (c.error or c.spills or c.serialized):
+        why = {
+            "with three consumers": "Two others can multiply while one exponentiates",
+            "with OVERLAP": "Then a product is under way during the maxima, and without it none is",
+        }
+        reject(f"shape({head_dim}): a kernel {name} fits, too: nothing is spilled. {why[name]}")
 
 
 def _check_counts(answer):
@@ -89,6 +107,8 @@ def _check_budgets(head_dim, shape):
     consumers, stages = shape["CONSUMERS"], shape["STAGES"]
     if consumers not in (2, 3):
         reject(f"{what}: the kernel has 2 or 3 consumers, not {consumers}")
+    if stages == 1:
+        reject(f"{what}: with one stage no tile is under way while the one before is in use")
     for name in ("CONSUMER_REGISTERS", "PRODUCER_REGISTERS"):
         if shape[name] % 8 or not 24 <= shape[name] <= 240:
             reject(f"{what}: {name} is {shape[name]}; expected a multiple of 8 from 24 to 240")
@@ -106,49 +126,21 @@ def _check_budgets(head_dim, shape):
             f"{what}: consumers and producer ask for {asked} registers for each of 128 threads, where only {there} "
             f"were shared out at launch, {_at_launch(consumers)} to each of {consumers + 1} warpgroups"
         )
-    predicted = _predicted(head_dim, shape)
-    if predicted < FAST:
-        reject(
-            f"{what}: {predicted:.0f} TFLOP/s in the model, where {FAST} are asked for. {_why_slow(head_dim, shape)}"
-        )
-
-
-def _why_slow(head_dim, shape, but=""):
-    """What the tensor cores wait for, as the one change that helps most in the model says. The change is for the
-    learner to find. but: a choice that no change may touch."""
-    consumers, stages = shape["CONSUMERS"], shape["STAGES"]
-    overlap = (
-        "with overlap a stage is held until the products of a step are done, and the copy into it comes late"
-        if shape["OVERLAP"]
-        else "a consumer's own exponentials stand between its products"
-    )
-    changes = {
-        "the ring is too short, and the consumers wait for copies": dict(STAGES=stages + 1),
-        "the tensor cores wait while all consumers exponentiate": dict(CONSUMERS=consumers + 1),
-        overlap: dict(OVERLAP=not shape["OVERLAP"]),
-    }
-    rates = {why: _predicted(head_dim, shape | of) for why, of in changes.items() if but not in of}
-    return f"What limits it most there: {max(rates, key=rates.get)}"
-
-
-def _predicted(head_dim, shape):
-    return predicted_tflops(head_dim, shape["CONSUMERS"], shape["STAGES"], bool(shape["OVERLAP"]))
 
 
 def _compiled(shapes):
-    """What the compiler makes of the causal kernel, for each head_dim."""
-    registers = {d: _at_launch(shape["CONSUMERS"]) for d, shape in shapes.items()}
+    """What the compiler makes of the causal kernel, for each pair of a head_dim and a shape."""
     launches = []
-    with (
-        mock.patch.object(configs, "multiprocessors", return_value=132),
-        mock.patch.dict(hopper_forward.SHAPES, shapes),
-        mock.patch.dict(hopper_forward.REGISTERS, registers),
-    ):
-        for head_dim in shapes:
-            q = torch.empty(1, 2, 2048, head_dim, dtype=FP16, device=runtime.DEVICE)
+    for head_dim, shape in shapes:
+        q = torch.empty(1, 2, 2048, head_dim, dtype=FP16, device=runtime.DEVICE)
+        with (
+            mock.patch.object(configs, "multiprocessors", return_value=132),
+            mock.patch.dict(hopper_forward.SHAPES, {head_dim: shape}),
+            mock.patch.dict(hopper_forward.REGISTERS, {head_dim: _at_launch(shape["CONSUMERS"])}),
+        ):
             call = lambda q=q: hopper_forward.plan(q, q, q, True, 0.1, 1)(q, q, q)  # noqa: E731
             launches += offline.record_launches(call)
-    return dict(zip(shapes, offline.compile_launches(launches, sass=True), strict=True))
+    return offline.compile_launches(launches, ["sm_90"])
 
 
 def _check_compiled(head_dim, shape, c):
@@ -167,24 +159,3 @@ def _check_compiled(head_dim, shape, c):
             f"{what}: {said}: the tiles take {counted} = {sum(tiles.values())} of the {shape['CONSUMER_REGISTERS']} "
             "registers of a consumer's thread, and too few are left for addresses and temporaries"
         )
-    as_compiled = _as_compiled(shape, c)
-    predicted = _predicted(head_dim, as_compiled)
-    if predicted < FAST:
-        under, of = _hidden(c)
-        reject(
-            f"{what}: {under} of {of} exponentials stand under a product of the same warps, although OVERLAP is "
-            "set: the wait for the products stands before the others (section 8.2). So the kernel runs as "
-            f"without overlap, and there the model gives {predicted:.0f} TFLOP/s, where {FAST} are asked for. "
-            f"{_why_slow(head_dim, as_compiled, 'OVERLAP')}"
-        )
-
-
-def _hidden(c):
-    """(exponentials of a turn under a product of the same warps, exponentials of a turn)"""
-    return sass.hidden(sass.turn(c.sass))
-
-
-def _as_compiled(shape, c):
-    """The shape without its overlap, if the compiled kernel has little of it."""
-    under, of = _hidden(c)
-    return shape | dict(OVERLAP=bool(shape["OVERLAP"]) and 2 * under > of)

@@ -27,7 +27,7 @@ TURNS = {
         "descriptors": (64, 128, 4, (12, 66, 34, 62, 68, 68, 0, 0, 7, 0, 114)),
     },
 }
-BOUND = 0.10  # between a predicted and a recorded gain
+BOUND = 0.10  # between the gain by the model and the recorded one
 
 
 def check(answer):
@@ -136,13 +136,10 @@ def _beside_the_record(answer):
             # "Heavy first", before the last one, changes no turn.
             names = ("rung: heavy first", "ours") if new == "descriptors" else (f"rung: {old}", f"rung: {new}")
             before, after = (times[name, d, causal] for name in names)
-            predicted = answer.gain(_turn(answer.Turn, *rungs[old]), _turn(answer.Turn, *rungs[new]), d)
-            apart, said = (
-                abs(predicted * after / before - 1),
-                f"predicted {predicted:.2f}, recorded {before / after:.2f}",
-            )
+            gain = answer.gain(_turn(answer.Turn, *rungs[old]), _turn(answer.Turn, *rungs[new]), d)
+            apart, said = abs(gain * after / before - 1), f"{gain:.2f} by the model, {before / after:.2f} recorded"
             if apart > BOUND:
-                reject(f"{new}, D {d}: {said}: further apart than {BOUND:.0%}")
+                reject(f"model and record are further apart than {BOUND:.0%}: {new}, D {d}: {said}")
             found.append((apart, f"{new}, D {d} {'causal' if causal else 'full'}: {said}"))
     apart, worst = max(found)
     return (

@@ -1,4 +1,4 @@
-"""Runs the forward kernel with the answer's producer in many orders of turns, counts its copies, and compiles it."""
+"""Runs the forward kernel with the answer's producer in many orders of threads, counts its copies, and compiles it."""
 
 import contextlib
 from collections import Counter, defaultdict
@@ -83,7 +83,7 @@ def _why(answer, *call):
     if not arrives and _waits_for_sides(got) < _waits_for_sides(right):
         return (
             "no announcement at the end: after the last turn consumers wait for a tile's number. Wait until the next "
-            "place is free, announce a number past the end, and arrive at its q_full"
+            "side is free, announce a number past the end, and arrive at its q_full"
         )
     pairs, needed = _pairs(got), _pairs(right)
     if pairs < needed:
@@ -124,11 +124,11 @@ def _of_empty(barrier, got, right):
         )
     if len(waits) != len(rights):
         return (
-            f"produce waits {len(waits)} times at {barrier}, and uses its place {len(rights)} times: a consumer may "
-            "still need what lies there"
+            f"produce waits {len(waits)} times at {barrier}, where {len(rights)} are right, once for each filling: a "
+            "consumer may still need what lies there"
         )
     if waits != rights:
-        every = ", and a place of queries is used every second turn" if barrier.startswith("q") else ""
+        every = ", and a side is used every second turn" if barrier.startswith("q") else ""
         return (
             f"the waits at {barrier} name the parities {waits[:4]}, where {rights[:4]} is right: the parity changes "
             f"from lap to lap{every}"
@@ -143,8 +143,8 @@ def _of_full(barrier, got, right):
     came, needed = arrivals(got), arrivals(right)
     if came > needed:
         return (
-            f"{barrier} gets {came} arrivals, where {needed} are right: each `expect` is one, with all of a place's "
-            "bytes"
+            f"{barrier} gets {came} arrivals, where {needed} are right: each `expect` is one, with all bytes of its "
+            "tiles"
         )
     if came < needed:
         return (

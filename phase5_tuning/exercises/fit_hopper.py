@@ -19,11 +19,15 @@ moves them: producers give some back, consumers take more. Write
        CONSUMER_REGISTERS    of a thread, after setmaxnreg: a multiple of 8, from 24 to 240
        PRODUCER_REGISTERS    the same. The warpgroups together cannot have more than they had at launch.
 
-The check compares the counts with numbers of its own, has the compiler make both kernels for sm_90 (without a GPU, in
-some ten seconds), and asks the model of phase5_tuning/hopper/model.py how fast the shape is. Where the machine code has
-most exponentials under no product of the same warps, the model is asked without overlap. Right is a shape that fits, in
-whose kernels nothing is spilled and no product waits for the one before (ptxas calls that serialized), and that reaches
-550 TFLOP/s in the model.
+A shape fits if nothing is spilled in its kernel, and no product waits for the one before (ptxas calls that
+serialized). Right is a shape that fits and has
+
+- two stages or more: with one, both consumers wait for each other and for every copy;
+- as many consumers as fit: while one exponentiates, others multiply;
+- OVERLAP, if with so many consumers it fits as well.
+
+The check compares the counts with numbers of its own, and has the compiler make your kernels for sm_90, without a GPU.
+Where you leave out a consumer or OVERLAP it compiles the kernel that has it, too. That takes about half a minute.
 
 Notebook: phase5_tuning/hopper_forward.ipynb, section 7, "5.11 Choose a shape that fits".
 """

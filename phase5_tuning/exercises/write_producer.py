@@ -6,29 +6,29 @@ consumers stay as they are, so what they expect decides what you send.
 A program takes one tile of queries after another: turns 0, 1, 2, ... For each turn the producer sends
 
 - the queries, into side `turn % 2` of two: CONSUMERS times 64 rows, and with them the tile's number. `announce`
-  writes it, before the place's arrival at `q_full`: consumers read it once `q_full` has completed. `memory.q_full` and
-  `memory.q_empty` have a barrier for each place. After the last turn the producer announces a number past the end in
-  the next place, once that is free, so that consumers stop. No queries come with it: `q_full` completes by `arrive`.
+  writes it, before the side's arrival at `q_full`: consumers read it once `q_full` has completed. `memory.q_full` and
+  `memory.q_empty` have a barrier for each side. After the last turn the producer announces a number past the end in
+  the next side, once that is free, so that consumers stop. No queries come with it: `q_full` completes by `arrive`.
 - keys and values, from the last tile of keys that the queries see to the first, in pairs: the keys of one step and the
   values of the step before, which is the tile to the right. So the first pair has keys alone, and the last has values
   alone: there are tiles_n + 1. Pairs are counted through all turns. `memory.kv_full` and `memory.kv_empty` have a
   barrier for each slot of the ring.
 
 A full barrier completes a phase with one arrival and all announced bytes, an empty one when all consumers have arrived.
-For the place of turn t, consumers arrive at `q_empty` in turn t + 1, once they have its queries and first keys. So send
+For the side of turn t, consumers arrive at `q_empty` in turn t + 1, once they have its queries and first keys. So send
 these before you wait for turn t's arrival. Wait at empty barriers only: a producer runs ahead as far as there is room.
 
     mbarrier.wait(barrier, parity)      mbarrier.arrive(barrier, count=1)
     mbarrier.expect(barrier, nbytes)    one arrival, and so many bytes that will come. nbytes must be known when the
                                         kernel is compiled: choose with `if` between two calls
-    tma.async_copy_global_to_shared(descriptor, [b, h, row, 0], barrier, place)
+    tma.async_copy_global_to_shared(descriptor, [b, h, row, 0], barrier, shared)
     work.q, work.k, work.v              descriptors: tiles of 64 queries, of BLOCK_N keys, of BLOCK_N values
     work.q.block_type.nbytes            bytes of a tile; K's and V's are equal
     memory.q.index(side * CONSUMERS + c)    where consumer c's queries go
     memory.k.index(slot), memory.v.index(slot)
     memory.slot(pair)                   (slot, parity of its lap)
 
-The check runs the kernel in phase5_tuning/hopper/interpreter.py, in several orders of turns, counts the copies, lets
+The check runs the kernel in phase5_tuning/hopper/interpreter.py, in several orders of threads, counts the copies, lets
 consumers stand still, and compiles the kernel for an H100. Gluon compiles `if`, `while`, `range` and `gl.static_range`.
 
 Notebook: phase5_tuning/hopper_forward.ipynb, section 7, "5.10 Write the forward kernel's producer".
@@ -43,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def announce(memory, side, tile):
-    """Write the number of a tile of queries into one of the two places."""
+    """Write the number of a tile of queries into one of the two sides."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     memory.tile.index(side).store(gl.full([1], tile, gl.int32, ONE))
 

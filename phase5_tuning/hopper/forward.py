@@ -268,7 +268,7 @@ def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED: gl.
     tma.store_wait(0)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(memory.kv_empty.index(slot))
-    # The turn before has left its place.
+    # The turn before has left its side.
     mbarrier.arrive(memory.q_empty.index(turn % 2 ^ 1), pred=turn > 0)
     if MASKED:
         start_n = (tiles_n - 1) * BLOCK_N

@@ -184,16 +184,28 @@ for _name in ["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "neg", "lt
 
 
 class Load(UnderWay):
-    """The TMA's copy of a tile into shared memory."""
+    """The TMA's copy of a tile into shared memory. Its bytes come in parts: where a barrier was announced fewer than
+    come, its phase ends in the middle of the copy.
+    """
 
     def __init__(self, descriptor, place, barrier, shared):
         self.descriptor, self.place, self.barrier, self.shared = descriptor, place, barrier, shared
+        self.left = descriptor.block_type.nbytes
         super().__init__(writes=(shared,))
 
+    def happen(self):
+        if 0 < self.barrier.announced < self.left:
+            self._bring(self.barrier.announced)
+        else:
+            super().happen()
+
     def effect(self):
-        tile = self.descriptor.fetch(self.place)
-        self.shared.overwrite(tile)
-        self.barrier.come(size=tile.numel() * tile.element_size())
+        self.shared.overwrite(self.descriptor.fetch(self.place))
+        self._bring(self.left)
+
+    def _bring(self, size):
+        self.left -= size
+        self.barrier.come(size=size)
 
     def __str__(self):
         return f"the copy into {self.shared.name}"

@@ -69,8 +69,8 @@ class Barrier:
         return f"{self.name}, in phase {self.phase} with {self.arrived} of {self.count} arrivals"
 
 
-class Place:
-    """A tile's place in shared memory, and which tile is there; the model's guard against races."""
+class Slot:
+    """Room for a tile in shared memory, and which tile is there; the model's guard against races."""
 
     def __init__(self, name: str):
         self.name, self.tile, self.readers = name, None, 0
@@ -86,12 +86,12 @@ class Operation:
     barrier: Barrier | None = None
     parity: int = 0
     is_async: bool = False
-    tiles: tuple[tuple[Place, object], ...] = ()
+    tiles: tuple[tuple[Slot, object], ...] = ()
 
 
 def load(barrier: Barrier, size: float, text: str = "", into=()) -> Operation:
     """The TMA fetches `size` bytes; the barrier counts an arrival when they are there. The actor goes on at once. into:
-    pairs of a `Place` and the tile that it gets.
+    pairs of a `Slot` and the tile that it gets.
     """
     return Operation("load", size, text, barrier, tiles=tuple(into))
 
@@ -106,7 +106,7 @@ def arrive(barrier: Barrier) -> Operation:
 
 
 def product(flop: float, text: str = "", is_async: bool = False, reads=()) -> Operation:
-    """A product on the tensor cores, which take an instruction of each actor in turn. reads: pairs of a `Place` and the
+    """A product on the tensor cores, which take an instruction of each actor in turn. reads: pairs of a `Slot` and the
     tile that must be there.
 
     With is_async the actor goes on at once, otherwise when the product is done.
@@ -209,10 +209,10 @@ class _Simulation:
         self.timeline.intervals.append(Interval(row, kind, text, start, end, actor))
 
     def _load(self, actor, op):
-        for place, _ in op.tiles:
-            if place.readers:
-                raise Race(f"at {self.now:.2f} us {actor} overwrites {place.name}, which is in use")
-            place.tile = None
+        for slot, _ in op.tiles:
+            if slot.readers:
+                raise Race(f"at {self.now:.2f} us {actor} overwrites {slot.name}, which is in use")
+            slot.tile = None
         start = max(self.now, self.free["TMA"])
         self.free["TMA"] = start + op.amount / TMA_BANDWIDTH
         end = self.free["TMA"] + TMA_LATENCY
@@ -221,8 +221,8 @@ class _Simulation:
         self._at(self.now, self._go_on, actor)
 
     def _loaded(self, op):
-        for place, tile in op.tiles:
-            place.tile = tile
+        for slot, tile in op.tiles:
+            slot.tile = tile
         self._count(op.barrier)
 
     def _wait(self, actor, op):
@@ -244,11 +244,11 @@ class _Simulation:
                 self._at(self.now, self._go_on, actor)
 
     def _product(self, actor, op):
-        for place, tile in op.tiles:
-            if place.tile != tile:
-                there = "it is not there" if place.tile is None else f"{place.tile} is there"
-                raise Race(f"at {self.now:.2f} us {actor} reads {tile} in {place.name}: {there}")
-            place.readers += 1
+        for slot, tile in op.tiles:
+            if slot.tile != tile:
+                there = "it is not there" if slot.tile is None else f"{slot.tile} is there"
+                raise Race(f"at {self.now:.2f} us {actor} reads {tile} in {slot.name}: {there}")
+            slot.readers += 1
         self.products[actor].append(op)
         if len(self.products[actor]) == 1:
             self._serve("tensor cores", actor, op, op.amount)
@@ -264,8 +264,8 @@ class _Simulation:
             self.pending[actor] = op.amount
 
     def _multiplied(self, actor, op):
-        for place, _ in op.tiles:
-            place.readers -= 1
+        for slot, _ in op.tiles:
+            slot.readers -= 1
         self.products[actor].pop(0)
         if self.products[actor]:
             following = self.products[actor][0]
@@ -309,16 +309,16 @@ class _Simulation:
 
 
 class Ring:
-    """Places for tiles that a producer fills and consumers empty, with the barriers between them."""
+    """Slots for tiles that a producer fills and consumers empty, with the barriers between them."""
 
-    def __init__(self, name: str, places: int, consumers: int):
-        self.full = [Barrier(f"{name}_full[{i}]") for i in range(places)]
-        self.empty = [Barrier(f"{name}_empty[{i}]", consumers) for i in range(places)]
-        self.places = [Place(f"{name}[{i}]") for i in range(places)]
+    def __init__(self, name: str, slots: int, consumers: int):
+        self.full = [Barrier(f"{name}_full[{i}]") for i in range(slots)]
+        self.empty = [Barrier(f"{name}_empty[{i}]", consumers) for i in range(slots)]
+        self.slots = [Slot(f"{name}[{i}]") for i in range(slots)]
 
     def slot(self, number: int) -> tuple[int, int]:
         """(slot, parity) of the tile with this number: the parity of the lap, for its readers."""
-        return number % len(self.places), number // len(self.places) % 2
+        return number % len(self.slots), number // len(self.slots) % 2
 
 
 def forward(
@@ -345,14 +345,14 @@ def _produce(kv, q, consumers, head_dim, tiles_n, tiles_m):
             slot, parity = kv.slot(pair)
             yield wait(kv.empty[slot], parity ^ 1)
             what = [f"K{step}"] * (step < tiles_n) + [f"V{step - 1}"] * (step > 0)
-            into = [(kv.places[slot], pair)]
+            into = [(kv.slots[slot], pair)]
             yield load(kv.full[slot], tile * len(what), " ".join(what), into)
             pair += 1
             if step == 0:  # the first keys are needed before the queries of a later tile
                 side, parity = q.slot(turn)
                 yield wait(q.empty[side], parity ^ 1)
                 size = consumers * ROWS * head_dim * ITEMSIZE
-                yield load(q.full[side], size, "Q", [(q.places[side], turn)])
+                yield load(q.full[side], size, "Q", [(q.slots[side], turn)])
 
 
 def _consume(kv, q, overlap, head_dim, tiles_n, tiles_m):
@@ -363,9 +363,9 @@ def _consume(kv, q, overlap, head_dim, tiles_n, tiles_m):
         yield wait(q.full[side], parity)
         for step in range(tiles_n + 1):
             slot, parity = kv.slot(pair)
-            tiles = [(kv.places[slot], pair)]
+            tiles = [(kv.slots[slot], pair)]
             yield wait(kv.full[slot], parity)
-            s = product(flop, f"S{step}", True, [*tiles, (q.places[side], turn)])
+            s = product(flop, f"S{step}", True, [*tiles, (q.slots[side], turn)])
             pv = product(flop, f"PV{step - 1}", True, tiles)
             if step == 0:
                 yield s
@@ -429,7 +429,7 @@ class Consumer:
 
     def _product(self, name, j, ring):
         flop = 2 * ROWS * BLOCK_N * self.head_dim
-        return product(flop, f"{name}{j}", True, [(ring.places[ring.slot(j)[0]], j)])
+        return product(flop, f"{name}{j}", True, [(ring.slots[ring.slot(j)[0]], j)])
 
 
 def own_rings(
@@ -454,7 +454,7 @@ def _produce_apart(k, v, q, consumers, head_dim, tiles_n):
                 slot, parity = ring.slot(j)
                 yield wait(ring.empty[slot], parity ^ 1)
                 size = BLOCK_N * head_dim * ITEMSIZE
-                yield load(ring.full[slot], size, f"{name}{j}", [(ring.places[slot], j)])
+                yield load(ring.full[slot], size, f"{name}{j}", [(ring.slots[slot], j)])
         if step == 0:
             yield load(q, consumers * ROWS * head_dim * ITEMSIZE, "Q")
 
@@ -473,7 +473,7 @@ def _plain(p, stages, head_dim, tiles_n):
     for step in range(tiles_n + stages):
         if step >= stages:
             slot, parity = kv.slot(step - stages)
-            tiles = [(kv.places[slot], step - stages)]
+            tiles = [(kv.slots[slot], step - stages)]
             yield wait(kv.full[slot], parity)
             yield product(flop, f"S{step - stages}", reads=tiles)
             yield from _softmax(step - stages)
@@ -481,7 +481,7 @@ def _plain(p, stages, head_dim, tiles_n):
             yield product(flop, f"PV{step - stages}", reads=tiles)
         if step < tiles_n:
             slot, _ = kv.slot(step)
-            yield load(kv.full[slot], size, f"K{step} V{step}", [(kv.places[slot], step)])
+            yield load(kv.full[slot], size, f"K{step} V{step}", [(kv.slots[slot], step)])
 
 
 def predicted_tflops(head_dim: int, consumers: int, stages: int, overlap: bool, seq_k: int = 4096) -> float:

@@ -188,9 +188,9 @@ def assumed() -> Mapping[tuple[str, bool, bool], Compiled]:
     return made | new
 
 
-def of_learner(attention: Callable) -> Compiled:
-    """A learner's attention(q, k, v, is_causal, block_m=, block_n=) at head_dim 128, causal, tile 64 x 64, in fp16."""
+def of_learner(attention: Callable, **tile: int) -> Compiled:
+    """A learner's attention(q, k, v, is_causal) at head_dim 128, causal, in fp16. tile: its block_m and block_n."""
     q = torch.empty(1, 4, 1024, 128, dtype=torch.float16, device=runtime.DEVICE)
-    (launch,) = offline.record_launches(lambda: attention(q, q, q, True, block_m=64, block_n=64))
+    (launch,) = offline.record_launches(lambda: attention(q, q, q, True, **tile))
     text = Path(inspect.getsourcefile(attention)).read_text()  # the file of an answer is in no list of modules
     return compiled({0: replace(launch, source=text)})[0]

@@ -1,9 +1,10 @@
-"""What rungs.ipynb predicts of each rung, and what was recorded."""
+"""What the model of rungs.ipynb says of each rung, and what was recorded."""
 
 import heapq
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import ModuleType
 
 from common.measure import sass, timing
 from phase5_tuning.bench import figures
@@ -25,7 +26,8 @@ from phase5_tuning.lesson.compiled import (
 from phase5_tuning.lesson.limits import SMS, by_case, case_name, programs
 from phase5_tuning.passes.rungs import LADDER
 
-TWO = [(128, True), (64, False)]  # the cases that are shown rung by rung
+SHOWN = 128, True  # the case that is followed rung by rung
+PLAIN = {}  # prices: every instruction takes the model's clocks
 PROVIDER = {rung.name: f"rung: {rung.name}" for rung in LADDER}
 PROVIDER |= {LADDER[0].name: "phase 4", LADDER[-1].name: "ours"}
 ORDER = list(PROVIDER)
@@ -69,10 +71,11 @@ def way_of_a_logit(body: list[sass.Instruction]) -> str:
         lines.append((at, what))
         if len(lines) == 2:
             lines += [(n, FOUR) for n, text in code if n > at and text.startswith("SHFL")][:2]
-    return "\n".join(f"{n + 1:>5}  {body[n].text:<54}{what}" for n, what in sorted(lines))
+    texts = {n: re.sub(r"\.reuse|, !U?PT", "", body[n].text) for n, _ in lines}
+    return "\n".join(f"{n + 1:>5}  {texts[n]:<54}{what}" for n, what in sorted(lines))
 
 
-# --- predicted --------------------------------------------------------------------------------------------------------
+# --- by the model ---------------------------------------------------------------------------------------------------
 
 
 def clocks(kernel: str, head_dim: int, is_causal: bool, name: str) -> dict[str, float]:
@@ -88,28 +91,34 @@ def before(name: str, kernel: str) -> str:
     return RUNGS[kernel][RUNGS[kernel].index(name) - 1]
 
 
-def predicted(name: str, head_dim: int, is_causal: bool, mode: str = "fwd") -> float:
+def _all_clocks(kernel: str, head_dim: int, is_causal: bool, name: str, price: Mapping[str, int]) -> float:
+    """The sum of `clocks`, if the instructions in `price` take other clocks than one."""
+    tile, count = tile_of(kernel, head_dim, is_causal, name), turn(kernel, head_dim, is_causal, name)
+    more = sum((each - 1) * count[op] for op, each in price.items()) * tile.num_warps / 4
+    both = sum(clocks(kernel, head_dim, is_causal, name).values())
+    return both + more * 64 * 128 / (tile.BLOCK_M * tile.BLOCK_N)
+
+
+def by_model(name: str, head_dim: int, is_causal: bool, mode: str = "fwd", price: Mapping[str, int] = PLAIN) -> float:
     """The gain in clocks; of "heavy first", which changes no turn, that of the queue at seq 16384."""
     if name == "heavy first":
         queue = 256, 2048 // head_dim, slots(head_dim)
         return finish(*queue, False) / finish(*queue, True) if is_causal else 1.0
-    kernels = PASSES[mode]
-    old = sum(sum(clocks(kernel, head_dim, is_causal, before(name, kernel)).values()) for kernel in kernels)
-    return old / sum(sum(clocks(kernel, head_dim, is_causal, name).values()) for kernel in kernels)
+    kernels, case = PASSES[mode], (head_dim, is_causal)
+    old = sum(_all_clocks(kernel, *case, before(name, kernel), price) for kernel in kernels)
+    return old / sum(_all_clocks(kernel, *case, name, price) for kernel in kernels)
 
 
 def with_shared_memory(head_dim: int, is_causal: bool) -> float:
-    """The gain of "transposed dK, dV" if an STSM or LDSM takes shared memory's clocks: 512 bytes at 128 a clock."""
-    sums = []
-    for name in ("masks at edges", "transposed dK, dV"):
-        both = 0
-        for kernel in PASSES["bwd"]:
-            count, tile = turn(kernel, head_dim, is_causal, name), tile_of(kernel, head_dim, is_causal, name)
-            more = (count["STSM"] + count["LDSM"]) * tile.num_warps * (512 / 128 - 1 / 4)
-            both += sum(clocks(kernel, head_dim, is_causal, name).values())
-            both += 64 * 128 * more / (tile.BLOCK_M * tile.BLOCK_N)
-        sums.append(both)
-    return sums[0] / sums[1]
+    """What "transposed dK, dV" may gain, by the listing of the rung before it: an STSM or LDSM takes shared memory's
+    clocks, 512 bytes at 128 a clock, and all those of dK/dV go."""
+    both, gone, name = 0.0, 0.0, "masks at edges"
+    for kernel in PASSES["bwd"]:
+        count, tile = turn(kernel, head_dim, is_causal, name), tile_of(kernel, head_dim, is_causal, name)
+        moves = 64 * 128 * (count["STSM"] + count["LDSM"]) * tile.num_warps / (tile.BLOCK_M * tile.BLOCK_N)
+        both += sum(clocks(kernel, head_dim, is_causal, name).values()) + moves * (512 / 128 - 1 / 4)
+        gone += moves * 512 / 128 * (kernel == "dkdv")
+    return both / (both - gone)
 
 
 def schedule(tiles: int, heads: int, slots: int, heavy_first: bool) -> list[tuple[int, int, int, int]]:
@@ -146,19 +155,20 @@ def recorded(record: dict, name: str, head_dim: int, is_causal: bool, mode: str 
 
 
 def _gains(record: dict, name: str, modes: list[str]) -> list[str]:
-    """A table of the gains of a rung in all cases: predicted, and recorded at seq 16384."""
+    """A table of the gains of a rung in all cases: by the model, and recorded at seq 16384."""
     lines = [
         " | ".join([f"{'gain':<20}", *(f"{case_name(*case):<12}" for case in CASES)]),
         " | ".join([" " * 20, *["model   time"] * len(CASES)]),
     ]
     for mode in modes:
-        pairs = [(predicted(name, *case, mode), recorded(record, name, *case, mode)) for case in CASES]
+        pairs = [(by_model(name, *case, mode), recorded(record, name, *case, mode)) for case in CASES]
         lines.append(" | ".join([f"{WORDS[mode]:<20}", *("{:>5.2f}{:>7.2f}".format(*pair) for pair in pairs)]))
     return lines
 
 
 def report(record: dict, name: str, *kinds: str) -> str:
-    """A table of the gains of a rung, and of what it changes: clocks for 64 x 128 logits, and kinds of instructions.
+    """A table of the gains of a rung, and of what it changes at D 128, causal: clocks for 64 x 128 logits, and kinds of
+    instructions.
 
     kinds: instructions, counted in a turn; "programs": those that fit on a multiprocessor.
     """
@@ -169,10 +179,10 @@ def report(record: dict, name: str, *kinds: str) -> str:
         kernels = ["dkdv"]
     if kernels:
         lines += ["", " ".join([f"{'before -> after':<27}", *(f"{head:<14}" for head in ("clocks", *kinds))])]
-    for kernel, case in itertools.product(kernels, TWO):
-        jobs = [(kernel, *case, rung) for rung in (before(name, kernel), name)]
+    for kernel in kernels:
+        jobs = [(kernel, *SHOWN, rung) for rung in (before(name, kernel), name)]
         old, new = ([round(sum(clocks(*job).values())), *(_number_of(kind, job) for kind in kinds)] for job in jobs)
-        label = f"{dict(dkdv='dK/dV', dq='dQ').get(kernel, kernel)}, {case_name(*case)}"
+        label = f"{dict(dkdv='dK/dV', dq='dQ').get(kernel, kernel)}, {case_name(*SHOWN)}"
         lines.append(" ".join([f"{label:<27}", *(f"{f'{a} -> {b}':<14}" for a, b in zip(old, new, strict=True))]))
     return "\n".join(lines)
 
@@ -191,10 +201,10 @@ def orders() -> str:
 
 
 def waterfall(record: dict, mode: str, signed: bool = True) -> None:
-    """Draw the speed after each rung at seq 16384 beside its prediction."""
+    """Draw the speed after each rung at D 128, seq 16384, beside the model's."""
     names = {"phase 4": "phases 3, 4"} | {PROVIDER[name]: name for name in STEPS[mode]}
-    cases = [(*case, 16384, mode) for case in TWO]
-    gains = {case: {PROVIDER[n]: predicted(n, *case[:2], mode) for n in STEPS[mode]} for case in cases}
+    cases = [(128, is_causal, 16384, mode) for is_causal in (True, False)]
+    gains = {case: {PROVIDER[n]: by_model(n, *case[:2], mode) for n in STEPS[mode]} for case in cases}
     figures.waterfall(record, names, cases, gains, signed)
 
 
@@ -218,9 +228,6 @@ def serialized() -> None:
         c = ladder()["dkdv", 64, False, name]
         hgmma = turn("dkdv", 64, False, name)["HGMMA"]
         print(f"{name:<24}{hgmma:>15}{c.sass.count('WARPGROUP.ARRIVE'):>23}{c.serialized!s:>13}")
-    elsewhere = [job for job, c in ladder().items() if c.serialized and job[:3] != ("dkdv", 64, False)]
-    for kernel, *case, name in sorted(elsewhere):
-        print(f"serialized, too: {kernel}, {case_name(*case)}, {name}")
 
 
 def assumption(*lines: tuple[str, bool]) -> str:
@@ -234,18 +241,23 @@ def assumption(*lines: tuple[str, bool]) -> str:
 
 
 def _near(pairs: list[tuple[float, float]]) -> int:
-    """How many of (predicted, recorded) are within 5 percent of the record."""
-    return sum(abs(predicted / recorded - 1) <= 0.05 for predicted, recorded in pairs)
+    """How many of (model, record) are within 5 percent of the record."""
+    return sum(abs(model / record - 1) <= 0.05 for model, record in pairs)
+
+
+def _pairs(record: dict, mode: str, price: Mapping[str, int] = PLAIN) -> list[tuple[float, float]]:
+    """(by the model, recorded) of each rung in each case, at seq 16384."""
+    return [
+        (by_model(name, *case, mode, price), recorded(record, name, *case, mode))
+        for case, name in itertools.product(CASES, STEPS[mode])
+    ]
 
 
 def whole(record: dict) -> None:
-    """Print how good the predictions were beside a single guess, and what all rungs gain together at seq 16384."""
+    """Print how good the model is beside a single guess, and what all rungs gain together at seq 16384."""
     print(f"{'within 5 % of the record':<26}the model   one guess for all, at best")
     for mode, words in WORDS.items():
-        pairs = [
-            (predicted(name, *case, mode), recorded(record, name, *case, mode))
-            for case, name in itertools.product(CASES, STEPS[mode])
-        ]
+        pairs = _pairs(record, mode)
         guesses = {guess / 100: [(guess / 100, time) for _, time in pairs] for guess in range(100, 121)}
         best = max(guesses, key=lambda guess: _near(guesses[guess]))
         print(f"  {words:<24}{_near(pairs):>3} of {len(pairs)}{_near(guesses[best]):>10} of {len(pairs)}, {best:.2f}")
@@ -269,51 +281,58 @@ def counted_rungs(counters: dict) -> dict[str, dict]:
 
 
 def clocks_and_time(counters: dict) -> None:
-    """Print the gains of each rung, predicted and counted in clocks, and in time; and the clocks of 64 x 128 logits."""
+    """Print the gains of each rung by the model, in counted clocks, and in time; and the GPU's own clock."""
     rungs, product = counted_rungs(counters), 1.0
-    print(f"{'':<23}gain: model  in clocks  in time   clocks: model  counted  quotient   GPU at")
+    print(f"{'gain':<23}  model  in clocks  in time   GPU at")
     for old, name in itertools.pairwise([None, *rungs]):
-        r, gains = rungs[name], ["", "", ""]
+        r, gains = rungs[name], ("", "", "")
         if old:
-            product *= predicted(name, 128, True)
-            gains = [predicted(name, 128, True), *_of_pair(rungs[old], r)]
-            gains = [f"{gain:.2f}" for gain in gains]
-        model = sum(clocks("forward", 128, True, _turn_of(name)).values())
-        found = _counted(name, r)
-        print(f"{name:<23}{gains[0]:>11}{gains[1]:>11}{gains[2]:>9}", end="")
-        print(f"{model:>16.0f}{found:>9.0f}{found / model:>10.2f}{r['mhz']:>5.0f} MHz")
+            found = by_model(name, *SHOWN), *_of_pair(rungs[old], r)
+            product, gains = product * found[0], [f"{gain:.2f}" for gain in found]
+        print("{:<23}{:>7}{:>11}{:>9}".format(name, *gains), f"{r['mhz']:>5.0f} MHz")
     first, *_, last = rungs.values()
-    print("{:<23}{:>11.2f}{:>11.2f}{:>9.2f}".format("all rungs together", product, *_of_pair(first, last)))
+    print("{:<23}{:>7.2f}{:>11.2f}{:>9.2f}".format("all rungs together", product, *_of_pair(first, last)))
     watts = [r["watts"] for r in rungs.values()]
     print(f"power: {min(watts):.0f} to {max(watts):.0f} W")
 
 
-def repriced(counters: dict, prices: dict[str, dict[str, int]]) -> None:
-    """Print gains and clocks of the rungs beside the counted ones, if instructions take other clocks than one.
+def bounds(answer: ModuleType, counters: dict) -> None:
+    """Print the counted clocks of each rung between those of exercise 5.4, for 64 x 128 logits of the tiles visited.
+
+    answer: the module of exercise 5.4.
+    """
+    print(f"{'clocks':<23}all overlaps   counted   nothing overlaps")
+    for name, row in counted_rungs(counters).items():
+        tile = tile_of("forward", *SHOWN, _turn_of(name))
+        count = dict(turn("forward", *SHOWN, _turn_of(name)))
+        one = answer.Turn(tile.BLOCK_M, tile.BLOCK_N, tile.num_warps, count)
+        least, most = (of(one, SHOWN[0]) for of in (answer.overlapped_clocks, answer.serial_clocks))
+        turns = 64 * 128 / (tile.BLOCK_M * tile.BLOCK_N)
+        print(f"{name:<23}{turns * least:>12.0f}{_counted(name, row):>10.0f}{turns * most:>19.0f}")
+
+
+def repriced(counters: dict, record: dict, prices: dict[str, dict[str, int]]) -> None:
+    """Print gains in clocks beside the counted ones, if instructions take other clocks than one; and how many of the
+    forward gains in time, in all cases, are met.
 
     prices: title -> the clocks of those instructions that are named. The end of the queue counts as clocks, too.
     """
     rungs = counted_rungs(counters)
-    sums = {title: {name: with_queue(name, price) for name in rungs} for title, price in prices.items()}
-    titles = "".join(f"{title:>14}" for title in prices)
-    print(f"{'gain':<{27 + len(titles)}} | counted clocks / model's")
-    print(f"{'':<20}counted{titles} |{titles}")
-    for old, name in itertools.pairwise([None, *rungs]):
-        if old:
-            print(f"{name:<20}{_of_pair(rungs[old], rungs[name])[0]:>7.2f}", end="")
-            print("".join(f"{of[old] / of[name]:>14.2f}" for of in sums.values()), end=" |")
-        else:
-            print(f"{name:<{27 + len(titles)}}", end=" |")
-        print("".join(f"{_counted(name, rungs[name]) / of[name]:>14.2f}" for of in sums.values()))
+    print(f"{'D 128, causal':<23}counted", "".join(f"{title:>14}" for title in prices))
+    for old, name in itertools.pairwise(rungs):
+        gains = (with_queue(old, price) / with_queue(name, price) for price in prices.values())
+        print(f"{name:<23}{_of_pair(rungs[old], rungs[name])[0]:>7.2f}", "".join(f"{gain:>14.2f}" for gain in gains))
+    met = (_pairs(record, "fwd", price) for price in prices.values())
+    met = (f"{_near(pairs)} of {len(pairs)}" for pairs in met)
+    print(f"{'all cases, in time, within 5 %':<30}", "".join(f"{of:>14}" for of in met))
 
 
-def with_queue(name: str, price: dict[str, int]) -> float:
+def with_queue(name: str, price: Mapping[str, int]) -> float:
     """The model's clocks of 64 x 128 logits at D 128, causal; with the idle end of the queue, until heavy is first."""
-    tile, count = tile_of("forward", 128, True, _turn_of(name)), turn("forward", 128, True, _turn_of(name))
-    more = sum((each - 1) * count[op] for op, each in price.items()) * tile.num_warps / 4
-    both = sum(clocks("forward", 128, True, _turn_of(name)).values()) + more * 64 * 128 / (tile.BLOCK_M * tile.BLOCK_N)
     light_first = ORDER.index(name) < ORDER.index("heavy first")
-    return both * (predicted("heavy first", 128, True) if light_first else 1)
+    return _all_clocks("forward", *SHOWN, _turn_of(name), price) * (
+        by_model("heavy first", *SHOWN) if light_first else 1
+    )
 
 
 def _turn_of(name: str) -> str:
@@ -380,16 +399,19 @@ def two_changes(record: dict, deadends: dict) -> None:
         last = sum_, taken
 
 
-def beside_learners(attention: Callable) -> str:
-    """A learner's forward kernel, tile 64 x 64, beside the rungs: D 128, causal, in clocks for 64 x 128 logits."""
-    made = of_learner(attention)
+def beside_learners(attention: Callable, name: str, **tile: int) -> str:
+    """A learner's forward kernel, tile 64 x 64, beside phase 3's and a rung: D 128, causal, clocks for 64 x 128 logits.
+
+    tile: block_m and block_n, where `attention` takes them.
+    """
+    made = of_learner(attention, **tile)
     kinds = sass.turn_clocks(sass.counted(sass.turn(made.sass)), PRODUCTS["forward"], 64, 64, 4, 128)
     found = {"phase 3's": clocks("forward", 128, True, FORWARD[0])}
-    found |= {"rung 4, masks at edges": clocks("forward", 128, True, "masks at edges")}
+    found |= {f"the course's, {name}": clocks("forward", 128, True, name)}
     found |= {"yours": {kind: 64 * 128 * x for kind, x in kinds.items()}}
-    lines = [f"{'forward, D 128, causal':<24}compare, select   multiply, add, max   all clocks"]
+    lines = [f"{'forward, D 128, causal':<30}compare, select   multiply, add, max   all clocks"]
     for name, parts in found.items():
         two = (parts[kind] for kind in ("compare, select", "multiply, add, max"))
-        lines.append("{:<24}{:>15.0f}{:>21.0f}{:>13.0f}".format(name, *two, sum(parts.values())))
+        lines.append("{:<30}{:>15.0f}{:>21.0f}{:>13.0f}".format(name, *two, sum(parts.values())))
     gain = sum(found["phase 3's"].values()) / sum(found["yours"].values())
     return "\n".join([*lines, f"gain of yours over phase 3's by the model: {gain:.2f}"])

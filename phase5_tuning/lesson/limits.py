@@ -12,7 +12,8 @@ from phase4_backward.bill import attention_backward_bytes
 from phase5_tuning.launch.configs import Config
 from phase5_tuning.lesson.compiled import chosen, last_rung
 
-import torch
+import triton
+import triton.language as tl
 
 SMS = 132  # multiprocessors of an H100 or H200
 # Tiles that were timed beside those of the last rung, by the name that they have in a record.
@@ -23,6 +24,24 @@ SLOWER = {
 }
 NAMES = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "ours": "tuned"}  # of providers in records
 ZEROS = {"ours": "tuned", "ours on zeros": "tuned, on zeros"}
+UNITS = {  # of exercise 5.3, by the name of their counter; memory has none
+    "schedulers": "issue",
+    "tensor cores": "tensor_cores",
+    "exponentials": "exponentials",
+    "shared memory": "shared_memory",
+    "L2": "l2",
+}
+# Steps whose gain is recorded: the kernel before and after, what goes (unit: its count), and if more can overlap.
+STEPS = {
+    "base 2": ("rung: tiles", "rung: base 2", {"schedulers": "instructions"}, False),
+    "late sums": ("rung: base 2", "rung: late sums", {"schedulers": "instructions"}, False),
+    "masks at edges": ("rung: late sums", "rung: masks at edges", {"schedulers": "instructions"}, False),
+    "more stages": ("hopper: one stage", "hopper", {}, True),
+    "few heads at a time": ("hopper: all heads together", "hopper", {"memory": "dram_bytes"}, False),
+}
+PROFILED = {"rung 3": "rung: late sums", "one stage": "hopper: one stage", "all heads": "hopper: all heads together"}
+PROPOSED = "masks at edges", "more stages", "few heads at a time"
+TERA = SMS * sass.TENSOR / 1e6  # TFLOP/s of the tensor cores for each MHz
 OF_64 = {
     "four": Config(64, 128, 4, 1, maxnreg=128),
     "1 stage": Config(64, 128, 4, 1),
@@ -57,8 +76,8 @@ def small_call(record: dict) -> dict:
     return row
 
 
-def clocks(rows: Mapping[str, dict]) -> None:
-    """Print what the GPU's, the host's and the caller's clock say of recorded calls. rows: name: row of a record."""
+def timers(rows: Mapping[str, dict]) -> None:
+    """Print what the GPU, the host and the caller timed of recorded calls. rows: name: row of a record."""
     print(f"{'microseconds':<45}{'GPU':>7}{'host queues':>15}{'caller waits':>14}")
     for name, row in rows.items():
         times = (1e3 * row[key] for key in ("ms", "host_ms", "caller_ms"))
@@ -66,11 +85,11 @@ def clocks(rows: Mapping[str, dict]) -> None:
 
 
 def power(record: dict, names: Mapping[str, str]) -> str:
-    """A table of the time of a call after a rest and later; then of the GPU's clock and power.
+    """A table of the time of a call after a rest and later; then of the GPU's frequency and power.
 
     names: provider in the record -> in the table.
     """
-    lines = [f"{'causal, seq 16384':<28}{'first 40 ms':>14}{'after 500 ms':>14}    clock then     power"]
+    lines = [f"{'causal, seq 16384':<28}{'first 40 ms':>14}{'after 500 ms':>14}     frequency     power"]
     for r in (r for r in record["rows"] if r["provider"] in names):
         settled = [n for n, at in enumerate(r["at_ms"]) if at >= 500]
         mhz, watts = (statistics.median(r[name][n] for n in settled) for name in ("mhz", "watts"))
@@ -80,7 +99,7 @@ def power(record: dict, names: Mapping[str, str]) -> str:
 
 
 def on_zeros(record: dict) -> float:
-    """Milliseconds of the tuned backward pass, D 64, on zeros, once the GPU's clock has settled."""
+    """Milliseconds of the tuned backward pass, D 64, on zeros, once the GPU's frequency has settled."""
     (row,) = (r for r in record["rows"] if r["provider"] == "ours on zeros" and r["mode"] == "bwd")
     return round(row["ms"], 2)
 
@@ -172,52 +191,109 @@ def from_cache(counters: dict) -> str:
     return (
         f"memory: {row['dram_bytes'] / 1e9:.2f} GB by NVIDIA's profiler ncu, Q, O and LSE among them\n"
         f"L2: {row['l2_bytes'] / 1e9:.1f} GB by ncu, {row['l2']:.0f} % of what it can move in that time\n"
-        f"asked for: {asked / 1e9:.1f} GB in {row['ns'] / 1e6:.2f} ms are {asked / row['ns'] / 1e3:.1f} TB/s"
+        f"asked for: {asked / 1e9:.1f} GB in {row['ns'] / 1e6:.2f} ms under ncu, {asked / row['ns'] / 1e3:.1f} TB/s\n"
+        "Why L2 counts less than is asked for is not known."
     )
 
 
-def profile(counters: dict, provider: str) -> dict[str, float]:
-    """What a multiprocessor did in the call of `of_counted`: clocks, and counts of exercise 5.3.
+def busy(counters: dict, provider: str) -> dict[str, float]:
+    """Of each unit that the record has, in the call of `of_counted`: the share of the clocks for which it worked.
 
-    Products and exponentials are computed: those of the tiles that are visited. The rest is ncu's.
+    Memory's is its bytes by those that a large copy moves in that time.
     """
-    row, side = of_counted(counters, provider), 64 if provider == "phase 4" else 128
-    logits = 16 * timing.products_done(16384, 64, side, True) / SMS
-    return dict(
-        clocks=row["clocks"],
-        instructions=row["instructions"] / SMS,
-        flop=4 * 128 * logits,
-        exponentials=logits,
-        wavefronts=row["shared_memory"] / 100 * row["clocks"],
-    )
-
-
-def outside(counters: dict, provider: str) -> str:
-    """How busy L2 and memory were in the call of `of_counted`; memory by the rate of a large copy."""
     row, rate = of_counted(counters, provider), counters["ceilings"]["copy_bytes_per_s"]
-    return f"L2 {row['l2']:.0f}%, memory {1e9 * row['dram_bytes'] / row['ns'] / rate:.0%}"
+    shares = {unit: row[name] / 100 for unit, name in UNITS.items()}
+    return shares | {"memory": 1e9 * row["dram_bytes"] / row["ns"] / rate}
 
 
-def timed(counters: dict, provider: str) -> str:
-    """The call of `of_counted` without ncu: its time, and the GPU's clock meanwhile."""
-    row = call_counted(counters, provider)
-    return f"without ncu {row['ms']:.2f} ms at {row['mhz']:.0f} MHz"
+def profiles(counters: dict, names: Mapping[str, str]) -> None:
+    """Print clocks, the time without ncu, frequency, and what was `busy`. names: in the table -> of the provider."""
+    print(" " * 16 + "".join(f"{name:>14}" for name in names))
+    rows = {
+        "million clocks": [f"{of_counted(counters, p)['clocks'] / 1e6:.2f}" for p in names.values()],
+        "ms without ncu": [f"{call_counted(counters, p)['ms']:.2f}" for p in names.values()],
+        "MHz": [f"{call_counted(counters, p)['mhz']:.0f}" for p in names.values()],
+    }
+    for unit in [*UNITS, "memory"]:
+        rows[unit] = [f"{busy(counters, p)[unit]:.0%}" for p in names.values()]
+    for what, values in rows.items():
+        print(f"{what:<16}" + "".join(f"{value:>14}" for value in values))
 
 
-def bytes_asked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable:
-    """A cost for `triton.autotune`: the bytes of q, k and v that a call loads, where kernels are interpreted."""
+def gain(counters: dict, step: tuple, what: str = "clocks") -> float:
+    """The recorded gain of a step of `STEPS`, in "clocks" or in "ms"."""
+    before, after = (call_counted(counters, provider) for provider in step[:2])
+    return (before["counted"] | before)[what] / (after["counted"] | after)[what]
 
-    def do_bench(call, quantiles):
-        with traffic.measure(q=q, k=k, v=v) as moved:
-            call()
-        return [moved.total] * len(quantiles)
 
-    return do_bench
+def change(counters: dict, name: str) -> dict:
+    """A step of `STEPS` as a change of exercise 5.3: its name, what goes, and if steps may overlap."""
+    before, after, goes, overlaps = STEPS[name]
+    kept = {unit: of_counted(counters, after)[key] / of_counted(counters, before)[key] for unit, key in goes.items()}
+    return dict(name=name, less={unit: 1 - share for unit, share in kept.items()}, overlaps=overlaps)
+
+
+def beside_the_record(counters: dict, reading) -> None:
+    """Print the bound of each step of `STEPS` and what it gained. reading: an answer of exercise 5.3."""
+    print(f"{'gain':<22}at most   in clocks   in time")
+    for name, step in STEPS.items():
+        profile = reading.Profile(busy(counters, step[0]))
+        most = reading.at_most(profile, reading.Change(**change(counters, name)))
+        print(f"{name:<22}{most:>7.2f}{gain(counters, step):>12.2f}{gain(counters, step, 'ms'):>10.2f}")
+
+
+def peaks(ladder: dict, counters: dict) -> None:
+    """Print the tensor cores' peak at three frequencies, and what a large product and the Hopper kernel reached."""
+    hopper, product = call_counted(counters, "hopper"), ladder["ceilings"]["gemm_flops_per_s"] / 1e12
+    print(f"{'TFLOP/s of the tensor cores':<42}{'peak':>6}{'reached':>10}")
+    for what, mhz, reached in (
+        ("the highest frequency", highest_mhz(ladder), ""),
+        ("the data sheet's", 1830, ""),
+        ("the Hopper kernel's", hopper["mhz"], f"{hopper['tflops']:.0f}"),
+    ):
+        print(f"{f'at {mhz:.0f} MHz, {what}':<42}{TERA * mhz:>6.0f}{reached:>10}")
+    print(f"{'a large product, frequency not recorded':<48}{product:>10.0f}")
+
+
+@triton.jit
+def idle_kernel(seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Does nothing, in place of a kernel whose times are recorded."""
+
+
+class RecordedTrial:
+    """What `triton.autotune` wants, with times of the tuned forward pass, full mask, from a record.
+
+    configs: the tiles that were timed. timed: (seq, tile) of each time that was looked up, in order.
+    """
+
+    def __init__(self, record: dict, head_dim: int):
+        self.timed, self._rows, self._head_dim = [], by_case(record), head_dim
+        self._names = {chosen("forward", head_dim, False): "ours"} | {tile: name for name, tile in SLOWER.items()}
+        self.configs = [
+            triton.Config(dict(BLOCK_M=c.BLOCK_M, BLOCK_N=c.BLOCK_N), c.num_warps, c.num_stages, pre_hook=self._note)
+            for c in self._names
+        ]
+
+    def _note(self, args: dict) -> None:
+        self._at = args["seq"], tuple(args[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
+
+    def do_bench(self, call: Callable, quantiles: tuple) -> list[float]:
+        """Recorded milliseconds."""
+        call()
+        self.timed.append(self._at)
+        seq, tile = self._at
+        (name,) = (name for c, name in self._names.items() if (c.BLOCK_M, c.BLOCK_N, c.num_warps, c.num_stages) == tile)
+        return [self._rows[name, self._head_dim, False, seq, "fwd"]["ms"]] * len(quantiles)
+
+
+def highest_mhz(record: dict) -> int:
+    """The highest frequency that the GPU of a record allows."""
+    return int(re.search(r"SM (\d+) MHz", record["provenance"]["max_clocks"])[1])
 
 
 def units(record: dict) -> str:
     """A table of the clocks of a multiprocessor for a tile's products and exponentials, but for head_dim 64."""
-    ghz = int(re.search(r"SM (\d+) MHz", record["provenance"]["max_clocks"])[1]) / 1000
+    ghz = highest_mhz(record) / 1000
     lines = [
         f"{SMS} multiprocessors at {ghz} GHz: {sass.TENSOR * SMS * ghz / 1000:.0f} TFLOP/s, "
         f"{sass.MUFU * SMS * ghz / 1000:.2f} T exponentials/s",

@@ -1,17 +1,17 @@
 """Repair a ring whose barriers deadlock.
 
-A producer fills the places of a ring, the chapter's slots, with tiles; consumers multiply with them. Two barriers guard
-each place: `full` completes a phase when a tile has arrived there, `empty` when all consumers have let it go. This ring
-differs from the chapter's in two points:
+A producer fills the slots of a ring with tiles; consumers multiply with them. Two barriers guard each slot: `full`
+completes a phase when a tile has arrived there, `empty` when all consumers have let it go. This ring differs from the
+chapter's in two points:
 
 - A consumer arrives once at every `empty` barrier before its first tile. So the consumers, not the barrier's first
-  state, tell the producer that the places are free.
+  state, tell the producer that the slots are free.
 - The pair does several walks over the keys, one for each tile of queries, and `lengths` has how many tiles each walk
   fetches. All walks go through the same ring.
 
 The pair runs on the model of phase5_tuning/hopper/model.py, and as shipped it does not get done. Write
 
-1. `place_and_lap`: the place of a tile, and how often the ring has been filled before;
+1. `slot_and_lap`: the slot of a tile, and how often the ring has been filled before;
 2. `parities`: for which parity the producer waits at `empty`, and the consumers at `full`;
 3. in `consume`, what happens to the first `unseen` tiles of a walk. Under a causal mask a consumer of earlier queries
    does not see the last keys, and the walk goes from right to left. The tiles come nevertheless, as others need them.
@@ -31,9 +31,9 @@ from phase5_tuning.given import Ring, arrive, load, product, simulate, wait, wai
 SIZE, FLOP = 2**15, 2**22  # bytes of a tile, and FLOP of a product with it
 
 
-def place_and_lap(walk: int, tile: int, lengths: list[int], stages: int) -> tuple[int, int]:
-    """(index of the place, lap) of tile number `tile` of a walk: both numbers begin with 0."""
-    # your code: which places did the walks before this one fill?
+def slot_and_lap(walk: int, tile: int, lengths: list[int], stages: int) -> tuple[int, int]:
+    """(index of the slot, lap) of tile number `tile` of a walk: both numbers begin with 0."""
+    # your code: which slots did the walks before this one fill?
     #| return tile % stages, tile // stages
     number = sum(lengths[:walk]) + tile
     return number % stages, number // stages
@@ -41,21 +41,21 @@ def place_and_lap(walk: int, tile: int, lengths: list[int], stages: int) -> tupl
 
 
 def parities(lap: int) -> tuple[int, int]:
-    """(parity of the producer's wait for the empty place, parity of the consumers' wait for the full one)."""
-    # your code: which phase has each barrier completed when the tile's turn comes?
+    """(parity of the producer's wait for the empty slot, parity of the consumers' wait for the full one)."""
+    # your code: which phase has each barrier completed when the tile is due?
     #| return lap & 1 ^ 1, lap & 1
     return lap & 1, lap & 1
     # end of your code
 
 
 def produce(ring: Ring, lengths: list[int]):
-    """Fetch the tiles of all walks, each as soon as its place is empty."""
+    """Fetch the tiles of all walks, each as soon as its slot is empty."""
     for walk, tiles in enumerate(lengths):
         for tile in range(tiles):
-            i, lap = place_and_lap(walk, tile, lengths, len(ring.places))
+            i, lap = slot_and_lap(walk, tile, lengths, len(ring.slots))
             empty_parity, _ = parities(lap)
             yield wait(ring.empty[i], empty_parity)
-            yield load(ring.full[i], SIZE, f"{walk}.{tile}", [(ring.places[i], (walk, tile))])
+            yield load(ring.full[i], SIZE, f"{walk}.{tile}", [(ring.slots[i], (walk, tile))])
 
 
 def consume(ring: Ring, lengths: list[int], unseen: int):
@@ -64,7 +64,7 @@ def consume(ring: Ring, lengths: list[int], unseen: int):
         yield arrive(barrier)
     for walk, tiles in enumerate(lengths):
         for tile in range(tiles):
-            i, lap = place_and_lap(walk, tile, lengths, len(ring.places))
+            i, lap = slot_and_lap(walk, tile, lengths, len(ring.slots))
             _, full_parity = parities(lap)
             if tile < unseen:
                 # your code: what do producer and the other consumers expect of this one?
@@ -74,7 +74,7 @@ def consume(ring: Ring, lengths: list[int], unseen: int):
                 # end of your code
             else:
                 yield wait(ring.full[i], full_parity)
-                reads = [(ring.places[i], (walk, tile))]
+                reads = [(ring.slots[i], (walk, tile))]
                 yield product(FLOP, f"{walk}.{tile}", is_async=True, reads=reads)
                 yield wait_products(0)
                 yield arrive(ring.empty[i])

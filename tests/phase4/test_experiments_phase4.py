@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from common import make_qkv, verify_results
 from common.edited import Stage
 from common.learn import exercises
-from common.measure import traffic
+from common.measure import records, traffic
 from common.speak.text import in_words
 from common.verify.mistakes.table import MISTAKES
 from phase1_softmax.online_softmax import softmax
@@ -68,6 +68,23 @@ def test_a_rounded_delta_shows_on_positive_inputs_alone():
         case = replace(mutant.case, kind=kind)
         q, k, v, do = case.inputs()
         assert verify_results(mutant.attention, q, k, v, do=do, compare_sdpa=False, **case.options).passed == passes
+
+
+def test_a_difference_quotient_tells_right_kernels_from_wrong_ones_in_fp32():
+    assert lesson.quotient_error(1e-2) < 1e-3
+    assert lesson.quotient_error(1e-2, "delta = 0") > 0.1
+
+
+def test_training_fails_with_seven_mistakes_of_logic_and_the_others_end_above_the_right_runs():
+    record = records.load("phase4_backward", "cpu/mutants")
+    failed, names = lesson.trained_wrongly(record)
+    assert failed == 7
+    ends = {name: [] for name in ("right", *train.LOGIC)}
+    for row in record["rows"]:
+        if row["attention"] in ends and not row["clip"]:
+            ends[row["attention"]].append(sum(row["losses"][-20:]) / 20)
+    above = [end - max(ends["right"]) for name in train.LOGIC for end in ends[name] if MISTAKES[name].what not in names]
+    assert 0.003 < min(above) < max(above) < 0.092
 
 
 @pytest.mark.parametrize("name", lesson.EDITS)

@@ -263,6 +263,7 @@ WRONG = {
             {"o_b, lse\n": "o_b, lse - torch.maximum(lse_a, lse_b)\n"},
             "this is log(l), measured against the larger lse: add that",
         ),
+        Wrong("the guard in the lse", {"o_b, lse\n": "o_b, shift\n"}, "is the 0 that is subtracted there added back?"),
         Wrong("the larger lse", {"torch.logaddexp(lse_a, lse_b)": "torch.maximum(lse_a, lse_b)"}, "the larger one"),
         Wrong("swapped weights", {"w_a, w_b =": "w_b, w_a ="}, "swapped"),
         Wrong(
@@ -416,6 +417,14 @@ WRONG = {
             "bf16 is interpreted",
             {"s, v = runtime.to_kernel_dtype(s, v)": "s, v = s, v"},
             "by runtime.to_kernel_dtype?",
+        ),
+        Wrong(
+            "the guard in the lse",
+            {
+                "        m = m_new\n    norm": "        m = m_new\n"
+                '    m = tl.where(m == float("-inf"), 0.0, m)\n    norm'
+            },
+            "plus m itself, not plus what is subtracted",
         ),
         Wrong("lse is m", {"m + tl.log(norm)": "m"}, "log(l) is missing"),
         Wrong("lse is log(l)", {"m + tl.log(norm)": "tl.log(norm)"}, "add m to it"),

@@ -149,6 +149,11 @@ WRONG = {
         ),
         Wrong("start_n is missing", {"start_n + tl.arange": "tl.arange"}, "do the offsets contain start_n?"),
         Wrong(
+            "tiles are counted",
+            {"0, seq_k, BLOCK_N": "0, tl.cdiv(seq_k, BLOCK_N)"},
+            "the number of a tile times BLOCK_N",
+        ),
+        Wrong(
             "acc in the dtype of v",
             {'alpha[:, None], input_precision="ieee")': 'alpha[:, None], input_precision="ieee").to(v.dtype)'},
             "acc is rounded to fp16 in every turn",
@@ -257,6 +262,17 @@ WRONG = {
             "do its offsets contain start_n?",
         ),
         Wrong("the bias is forgotten", {" + bias[None, :]": ""}, "the bias has no effect"),
+        Wrong(
+            "tiles are counted",
+            {"0, seq_k, BLOCK_N": "0, tl.cdiv(seq_k, BLOCK_N)"},
+            "the number of a tile times BLOCK_N",
+        ),
+        Wrong(
+            "all strides of the bias",
+            {"bias.stride(0)": "bias.stride()"},
+            "take one of them, such as stride_x[0]",
+            kind="error",
+        ),
         Wrong("missing keys at -1e9", {'other=float("-inf"))  #': "other=-1e9)  #"}, "a finite number stands for -inf"),
         Wrong(
             "missing keys at -1e38", {'other=float("-inf"))  #': "other=-1e38)  #"}, "a finite number stands for -inf"

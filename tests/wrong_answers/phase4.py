@@ -145,6 +145,11 @@ WRONG = {
         Wrong("no cap", {"if cap is not None": "if False"}, "the logits are not capped"),
         Wrong("no scale", {" * q.shape[-1] ** -0.5\n    slope": "\n    slope"}, "not multiplied by the scale"),
         Wrong("no delta", {".mT - delta)": ".mT)"}, "delta is not subtracted"),
+        Wrong(
+            "delta of one tile",
+            {".mT - delta)": ".mT - (p * (do @ v[..., tile, :].mT)).sum(dim=-1, keepdim=True))"},
+            "delta is the sum over one tile of keys",
+        ),
         Wrong("dq without the scale", {"dq += scale *": "dq +="}, "the scale is missing in the gradient"),
         Wrong("no mask", {"    if is_causal:\n": "    if False:\n"}, "there is no causal mask"),
         Wrong("hidden logits are 0", {'keys, float("-inf"))': "keys, 0.0)"}, "they are -inf"),

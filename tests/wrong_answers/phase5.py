@@ -384,7 +384,7 @@ WRONG = {
                 ),
                 "describe(o, block_m),": "TensorDescriptor.from_tensor(o.view(-1, head_dim), [block_m, head_dim]),",
             },
-            "the zeros past the last row of a head",
+            "rows past seq were zeroed before the store: your zeros lie over",
         ),
         Wrong(
             "another order of programs, the tail is overwritten in time",
@@ -642,7 +642,7 @@ WRONG = {
                     "                mbarrier.expect(full, work.v.block_type.nbytes)\n"
                 )
             },
-            "each `expect` is one, with all of a place's bytes",
+            "each `expect` is one, with all bytes of its tiles",
         ),
         Wrong(
             "bytes that never come",
@@ -703,7 +703,7 @@ WRONG = {
                     "turn & 1 ^ 1)\n        announce(memory, side, tile)\n        q_full"
                 )
             },
-            "a place of queries is used every second turn",
+            "a side is used every second turn",
         ),
         Wrong(
             "the tile's number comes after the arrival",
@@ -747,7 +747,7 @@ WRONG = {
                 "    mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)\n    announce(memory, side, tile)\n"
                 "    mbarrier.arrive": "    announce(memory, side, tile)\n    mbarrier.arrive"
             },
-            "and uses its place",
+            "are right, once for each filling",
         ),
         Wrong(
             "keys and values in every pair",
@@ -796,8 +796,8 @@ WRONG = {
         Wrong("anew with each walk", {"number = sum(lengths[:walk]) + tile": "number = tile"}, "does not begin anew"),
         Wrong("laps of the walk", {", number // stages": ", tile // stages"}, "does not begin anew"),
         Wrong("the walk as lap", {", number // stages": ", walk"}, "not one walk"),
-        Wrong("two places", {"return number % stages": "return number % 2"}, "whatever the parity"),
-        Wrong("the lap as place", {"return number % stages": "return number // stages"}, "modulo the number of places"),
+        Wrong("two slots", {"return number % stages": "return number % 2"}, "whatever the parity"),
+        Wrong("the lap as slot", {"return number % stages": "return number // stages"}, "modulo the number of slots"),
         Wrong("a list", {"return number % stages, number // stages": "return [number, 0]"}, "expected a pair of ints"),
         Wrong("phases", {"return lap & 1, lap & 1\n": "return lap, lap\n"}, "each 0 or 1, got (2, 2)"),
         Wrong(
@@ -841,7 +841,7 @@ WRONG = {
         Wrong("keys alone", {"stages * 2 * 128": "stages * 128"}, "a tile of keys and one of values"),
         Wrong("more than there are", {"PRODUCER_REGISTERS=24": "PRODUCER_REGISTERS=40"}, "were shared out at launch"),
         Wrong("three stages", {"STAGES=2": "STAGES=3"}, "65536 for each stage"),
-        Wrong("one stage", {"STAGES=2": "STAGES=1"}, "the ring is too short"),
+        Wrong("one stage", {"STAGES=2": "STAGES=1"}, "no tile is under way while the one before is in use"),
         Wrong(
             "two consumers without overlap",
             {
@@ -849,17 +849,18 @@ WRONG = {
                     "CONSUMERS=2, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24"
                 )
             },
-            "own exponentials stand between",
+            "a kernel with three consumers fits, too",
         ),
         Wrong(
-            "two consumers whose overlap the assembler undoes",
+            "two consumers with overlap",
             {
                 "CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32": (
                     "CONSUMERS=2, STAGES=4, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24"
                 )
             },
-            "of 66 exponentials stand under a product",
+            "a kernel with three consumers fits, too",
         ),
+        Wrong("no overlap", {"OVERLAP=True": "OVERLAP=False"}, "a kernel with OVERLAP fits, too"),
         Wrong("three consumers overlap", {"OVERLAP=False": "OVERLAP=True"}, "+ 32 (P in 16 bits) = 128 of the 160"),
         Wrong(
             "three consumers at head_dim 128",
@@ -1186,43 +1187,67 @@ WRONG = {
         Wrong("floats", {"return n - lowest": "return (n - lowest) / 1"}, "expected an int"),
     ],
     "read_profile": [
-        Wrong("clocks upside down", {"count / rate for": "rate / count for"}, "divide what"),
-        Wrong("whole clocks", {"count / rate for": "count // rate for"}, "divide what"),
+        Wrong("exponentials issued twice", {' - busy["exponentials"] / 8': ""}, "is counted twice"),
         Wrong(
-            "counts in another order",
-            {"profile.instructions, profile.flop": "profile.flop, profile.instructions"},
-            "instructions=",
+            "an exponential's eight clocks", {'busy["exponentials"] / 8': 'busy["exponentials"]'}, "the issue is one"
         ),
-        Wrong("more than 80 %", {"clocks >= 0.8": "clocks > 0.8"}, "at 80 % it is the limit"),
-        Wrong("the busiest unit always", {'if clocks >= 0.8 * profile.clocks else "waiting"': ""}, "less than 80 %"),
         Wrong(
-            "the first busy unit",
+            "every unit a step",
+            {'busy["tensor cores"] + busy["exponentials"] + busy["schedulers"]': "sum(busy.values())"},
+            "are no steps",
+        ),
+        Wrong(
+            "the longest step",
             {
-                "clocks, unit = max((clocks, unit) for unit, clocks in needed(profile).items())": (
-                    "busy = [(n, u) for u, n in needed(profile).items() if n >= 0.8 * profile.clocks]\n"
-                    '    clocks, unit = busy[0] if busy else (0, "waiting")'
+                'busy["tensor cores"] + busy["exponentials"] + busy["schedulers"] - busy["exponentials"] / 8': (
+                    'max(busy["tensor cores"], busy["exponentials"], busy["schedulers"])'
                 )
             },
-            "the busiest, needs",
+            "one after the other: add them",
+        ),
+        Wrong("more than 80 %", {"share >= 0.8": "share > 0.8"}, "at 80 % a unit is the limit"),
+        Wrong("the busiest unit always", {"share >= 0.8": "share >= 0.0"}, "no unit has 80 %"),
+        Wrong(
+            "waiting if no unit is busy",
+            {'"one after the other" if chain(profile) >= 0.9 else "waiting"': '"waiting"'},
+            "from 90 % on it explains the time",
         ),
         Wrong(
-            "a gain upside down",
-            {"profile.clocks / max(needed(profile).values())": "max(needed(profile).values()) / profile.clocks"},
-            "upside down",
+            "never waiting",
+            {'"one after the other" if chain(profile) >= 0.9 else "waiting"': '"one after the other"'},
+            "too little to explain the time",
         ),
-        Wrong("one unit after the other", {"/ max(needed(profile)": "/ sum(needed(profile)"}, "add nothing"),
-        Wrong("the idlest unit", {"/ max(needed(profile)": "/ min(needed(profile)"}, "needs more clocks than that"),
         Wrong(
-            "nothing to gain at the limit",
+            "the chain before the units",
             {
-                "return profile.clocks / max(needed(profile).values())": (
-                    "most = max(needed(profile).values())\n"
-                    "    return profile.clocks / most if most < 0.8 * profile.clocks else 1.0"
+                "    if share >= 0.8:\n        return unit\n": "",
+                'else "waiting"': 'else unit if share >= 0.8 else "waiting"',
+            },
+            "a unit is the limit from 80 % on",
+        ),
+        Wrong(
+            "steps alone can be the limit",
+            {
+                "max((share, unit) for unit, share in profile.busy.items())": (
+                    'max((profile.busy[unit], unit) for unit in ("tensor cores", "exponentials", "schedulers"))'
                 )
             },
-            "these could be gained",
+            "a unit is the limit from 80 % on",
         ),
-        Wrong("80 % at most", {"return profile.clocks / max": "return 0.8 * profile.clocks / max"}, "no limit here"),
+        Wrong("a gain upside down", {"return 1 / left": "return left"}, "upside down"),
+        Wrong("only the units", {"if not change.overlaps:": "if False:"}, "so only the work that goes can save clocks"),
+        Wrong("overlap ignored", {"if not change.overlaps:": "if True:"}, "do not bound it"),
+        Wrong("only the chain", {"left = max(left, 1 - saved": "left = (1 - saved"}, "no unit can work for longer"),
+        Wrong("one clock an instruction", {"(COMPARE - 1)": "0"}, "saves two clocks of its scheduler"),
+        Wrong("every unit saves clocks", {" if unit in takes_time": ""}, "save no clocks"),
+        Wrong("the chain alone saves", {", limit(profile)}": "}"}, "what the limit no longer does"),
+        Wrong("units as they were", {"max(share - goes[unit] for": "max(share for"}, "only the work that does not go"),
+        Wrong("those that can", {"< wanted": ">= wanted"}, "these can gain as much"),
+        Wrong(
+            "sorted",
+            {"return [change.name": "return sorted([change.name", "< wanted]": "< wanted], reverse=True)"},
+            "order of changes",
+        ),
     ],
     "merge_ranks": [
         Wrong("lse in 16 bits", {"    lse.copy_(both)": "    lse.copy_(both.half())"}, "both lse are fp32"),

@@ -150,6 +150,8 @@ _ADVICE = (
     ("must be Tensor, not tensor|'tensor' object has no attribute|argument 'dim'|'builtin_function_or_method'", "",
      "Inside a kernel there are blocks of Triton, not PyTorch's tensors: tl.exp, tl.where, tl.maximum(a, b), and "
      "tl.max(s, axis=1) or tl.sum(s, axis=1), with axis for PyTorch's dim"),
+    ("'tuple' object has no attribute", "stride",
+     "x.stride() is a tuple, a number for each axis: take one of them, such as stride_x[0]"),
     ("UnboundLocalError", "",
      "Where a loop never runs, as over a length of 0, a name that it alone sets does not exist: set it before"),
 )

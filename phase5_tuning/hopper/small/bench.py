@@ -1,5 +1,6 @@
-"""How long the five small kernels take: `python -m phase5_tuning.hopper.small.bench --name h100_small`, on an H100 or
-H200.
+"""How long the first five small kernels take, on an H100 or H200:
+
+    python -m phase5_tuning.hopper.small.bench --name h100_small
 
 The first three move bytes, so a row has their TB/s too; the last two multiply, and have TFLOP/s. PyTorch's call for the
 same is beside each.
@@ -9,8 +10,8 @@ from collections.abc import Iterable
 
 from common import runtime
 from common.measure import records, timing
-from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay
-from phase5_tuning.hopper.small.lesson import KERNELS, inputs, truth
+from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay, lesson
+from phase5_tuning.hopper.small.lesson import inputs, truth
 from phase5_tuning.launch import configs
 
 import torch
@@ -23,6 +24,7 @@ CASES = {  # heads, seq: many programs for the first three, 16384 tokens of 2048
     k4_consumers: (64, 4096),
     k5_stay: (64, 4096),
 }
+KERNELS = {module: lesson.KERNELS[module] for module in CASES}
 HEAD_DIM, ROUNDS = 128, 3
 
 

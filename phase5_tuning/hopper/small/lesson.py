@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.edited import replaced
-from common.measure.offline import RecordedLaunch
+from common.measure import sass
+from common.measure.offline import Compiled, RecordedLaunch
+from common.measure.sass import Instruction
 from phase5_tuning.hopper import forward, interpreter
 from phase5_tuning.hopper.interpreter import Deadlock, Race, Unfenced
-from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay
+from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay, k6_pairs
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ KERNELS = {  # by module, in the order in which the chapter shows them
     k3_roles: "query_kernel",
     k4_consumers: "attention_kernel",
     k5_stay: "staying_kernel",
+    k6_pairs: "pairs_kernel",
 }
 
 
@@ -50,7 +53,7 @@ def truth(module, *given: torch.Tensor) -> torch.Tensor:
 def run(module, *given, change: dict[str, str] | None = None, seed: int = 0, **options) -> torch.Tensor:
     """What the kernel computes here. change: {old: new} in its source. Raises Deadlock, Race, Unfenced."""
     changed = interpreter.changed(module, change) if change else module
-    if module is k5_stay:
+    if module in (k5_stay, k6_pairs):
         options.setdefault("programs", 2)
     with interpreter.interpreted(seed=seed, also=[(changed, KERNELS[module])]):
         return changed.run(*given, **options)
@@ -122,3 +125,18 @@ def exponentials_under_pv(launch: RecordedLaunch, pinned: bool) -> RecordedLaunc
     text = replaced(text, EXPONENTIALS, "    p16", inside="_next_tile", of="forward.py")
     text = replaced(text, MAXIMA, UNDER_PV.replace("PINNED", str(pinned)), inside="_next_tile", of="forward.py")
     return replace(launch, source=text)
+
+
+# (exponentials under PV, exponentials) of a step in FlashAttention-3's binary, by head_dim and mask: the wheel fa3-fwd
+# 0.0.3, taken apart once (notes/hopper_trials.md).
+FA3_UNDER_PV = {
+    ("128", "full"): (23, 90),
+    ("128", "causal"): (13, 66),
+    ("64", "full"): (0, 98),
+    ("64", "causal"): (14, 66),
+}
+
+
+def step(made: Compiled) -> list[Instruction]:
+    """The instructions of a kernel's step: of the shortest of its loops."""
+    return sass.turn(made.sass)

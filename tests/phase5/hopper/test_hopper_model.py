@@ -23,8 +23,8 @@ from phase5_tuning.hopper.model import (
     Barrier,
     Deadlock,
     Interval,
-    Place,
     Race,
+    Slot,
     Timeline,
     arrive,
     exponentials,
@@ -410,18 +410,18 @@ def test_the_picture_of_a_barrier_says_of_every_wait_what_the_model_says(monkeyp
 
 
 def pair(fetch_parity, use_parity, laps=3, releases=1):
-    """A producer and a consumer with one place between them."""
-    full, empty, place = Barrier("full"), Barrier("empty"), Place("place")
+    """A producer and a consumer with one slot between them."""
+    full, empty, slot = Barrier("full"), Barrier("empty"), Slot("slot")
 
     def producer():
         for lap in range(laps):
             yield wait(empty, fetch_parity(lap))
-            yield load(full, 1000, into=[(place, f"tile {lap}")])
+            yield load(full, 1000, into=[(slot, f"tile {lap}")])
 
     def consumer():
         for lap in range(laps):
             yield wait(full, use_parity(lap))
-            yield product(WGMMA, is_async=True, reads=[(place, f"tile {lap}")])
+            yield product(WGMMA, is_async=True, reads=[(slot, f"tile {lap}")])
             if lap < releases * laps:
                 yield arrive(empty)
 
@@ -437,34 +437,34 @@ def test_a_wrong_parity_deadlocks_or_races():
 
     with pytest.raises(Deadlock, match=r"consumer waits since 0\.00 us for parity 0 of full, in phase 0 with 0 of 1"):
         simulate(pair(right, right))
-    with pytest.raises(Race, match="consumer reads tile 0 in place: it is not there"):
+    with pytest.raises(Race, match="consumer reads tile 0 in slot: it is not there"):
         simulate(pair(wrong, wrong))
-    with pytest.raises(Race, match="producer overwrites place, which is in use"):
-        simulate(pair(wrong, right))  # the consumer lets the place go before its product is done
+    with pytest.raises(Race, match="producer overwrites slot, which is in use"):
+        simulate(pair(wrong, right))  # the consumer lets the slot go before its product is done
     with pytest.raises(Deadlock, match=r"producer waits since .* for parity 0 of empty"):
         simulate(pair(wrong, right, laps=1) | pair(right, right))
 
 
 def test_the_tile_of_another_lap_is_not_the_one_to_be_read():
-    place, full = Place("k"), Barrier("full")
+    slot, full = Slot("k"), Barrier("full")
 
     def actor():
-        yield load(full, 100, into=[(place, 0)])
+        yield load(full, 100, into=[(slot, 0)])
         yield wait(full, 0)
-        yield product(WGMMA, reads=[(place, 1)])
+        yield product(WGMMA, reads=[(slot, 1)])
 
     with pytest.raises(Race, match="reads 1 in k: 0 is there"):
         simulate({"consumer": actor()})
 
 
 def test_a_tile_that_is_being_overwritten_is_not_there():
-    place, full = Place("k"), Barrier("full")
+    slot, full = Slot("k"), Barrier("full")
 
     def reads_too_late():
-        yield load(full, 1e3, into=[(place, 0)])
+        yield load(full, 1e3, into=[(slot, 0)])
         yield wait(full, 0)
-        yield load(full, 1e6, into=[(place, 1)])
-        yield product(1e6, reads=[(place, 0)])
+        yield load(full, 1e6, into=[(slot, 1)])
+        yield product(1e6, reads=[(slot, 0)])
 
     with pytest.raises(Race, match="me reads 0 in k: it is not there"):
         simulate({"me": reads_too_late()})

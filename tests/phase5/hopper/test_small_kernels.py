@@ -1,10 +1,10 @@
-"""The five small Gluon kernels: right beside PyTorch, compiled for an H100, and their mistakes noticed."""
+"""The six small Gluon kernels: right beside PyTorch, compiled for an H100, and their mistakes noticed."""
 
 import functools
 
 from common.measure import offline
 from phase5_tuning.hopper.interpreter import interpreted
-from phase5_tuning.hopper.small import bench, k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay
+from phase5_tuning.hopper.small import bench, k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay, k6_pairs
 from phase5_tuning.hopper.small.lesson import KERNELS, inputs, outcome, run, threads, truth
 
 import numpy as np
@@ -33,11 +33,12 @@ def test_a_ring_has_any_number_of_slots(stages):
 
 
 @pytest.mark.parametrize("programs", [1, 5, 40])
-def test_programs_that_stay_take_every_tile_once(programs):
-    given = inputs(k5_stay, 3, 512)
+@pytest.mark.parametrize("module", [k5_stay, k6_pairs], ids=NAMES.get)
+def test_programs_that_stay_take_every_tile_once(module, programs):
+    given = inputs(module, 3, 512)
     for seed in range(3):
-        got = run(k5_stay, *given, seed=seed, programs=programs)
-        torch.testing.assert_close(got.float(), truth(k5_stay, *given), atol=2e-3, rtol=2e-3)
+        got = run(module, *given, seed=seed, programs=programs)
+        torch.testing.assert_close(got.float(), truth(module, *given), atol=2e-3, rtol=2e-3)
 
 
 @functools.cache
@@ -64,7 +65,7 @@ def test_it_compiles_for_hopper(module, d):
     assert not c.serialized, str(c)
     assert c.spills == 0, str(c)
     assert c.instructions["TMA"] > 0
-    assert (c.instructions["wgmma"] > 0) == (module in (k4_consumers, k5_stay))
+    assert (c.instructions["wgmma"] > 0) == (module in (k4_consumers, k5_stay, k6_pairs))
     assert (c.instructions["setmaxnreg"] > 0) == (module not in (k1_copy, k2_ring))
 
 
@@ -92,6 +93,11 @@ def test_a_layout_says_which_thread_holds_what():
 MISTAKES = {
     "a copy is not waited for": (k1_copy, {"mbarrier.wait(full, 0)": "mbarrier.wait(full, 1)"}, {"Race"}),
     "no bytes are announced": (k1_copy, {"x_desc.block_type.nbytes)": "0)"}, {"Race"}),
+    "half the bytes are announced": (
+        k1_copy,
+        {"x_desc.block_type.nbytes)": "x_desc.block_type.nbytes // 2)"},
+        {"Race"},
+    ),
     "nobody arrives": (k1_copy, {"init(full, count=1)": "init(full, count=2)"}, {"Deadlock"}),
     "the program ends too early": (k1_copy, {"    tma.store_wait(0)": "    pass"}, {"Race"}),
     "the parity stays": (k2_ring, {"lap & 1)": "0)"}, {"Race", "Deadlock"}),
@@ -115,12 +121,29 @@ MISTAKES = {
     "queries are not waited for": (k4_consumers, {"    mbarrier.wait(q_full, 0)\n": ""}, {"Race"}),
     "O leaves without a fence": (k4_consumers, {"    fence_async_shared()  # what": "    # what"}, {"Unfenced"}),
     "nobody is told of the end": (k5_stay, {"    mbarrier.arrive(q_full.index(side), count=1)\n": ""}, {"Deadlock"}),
-    "a tile's place is by its turn's parity": (
+    "a side's parity changes with every turn": (
         k5_stay,
         {"turn // 2 & 1)\n    return": "turn & 1)\n    return"},
         {"Race", "Deadlock"},
     ),
-    "O's place is given back too early": (k5_stay, {"        tma.store_wait(0)\n": ""}, {"Race"}),
+    "O's side is given back too early": (k5_stay, {"        tma.store_wait(0)\n": ""}, {"Race"}),
+    "one product of two is waited for": (
+        k6_pairs,
+        {"acc, s = warpgroup_mma_wait(0, deps": "acc, s = warpgroup_mma_wait(1, deps"},
+        {"Race"},
+    ),
+    "a pair is let go while its products are under way": (
+        k6_pairs,
+        {
+            """            acc, s = warpgroup_mma_wait(0, deps=(acc, s))  # until here s, acc, p and p16 are theirs
+            mbarrier.arrive(kv_empty.index(slot), count=1)
+""": """            mbarrier.arrive(kv_empty.index(slot), count=1)
+            acc, s = warpgroup_mma_wait(0, deps=(acc, s))
+"""
+        },
+        {"Race"},
+    ),
+    "the last pair is announced with keys": (k6_pairs, {"if (j == 0) | (j == tiles_n):": "if j == 0:"}, {"Deadlock"}),
 }
 
 
@@ -133,7 +156,7 @@ def test_a_mistake_is_noticed(mistake):
 
 
 @interpreted_only
-@MODULES
+@pytest.mark.parametrize("module", bench.CASES, ids=NAMES.get)
 def test_the_bench_launches_it(module, monkeypatch):
     def measure(providers, rounds, **case):
         return [case | dict(provider=name, ms=1.0, out=call()) for name, call in providers.items()]

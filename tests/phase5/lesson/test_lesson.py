@@ -9,8 +9,8 @@ from common import runtime
 from common.learn.check import answer
 from common.measure import sass, timing
 from phase5_tuning.launch.configs import Config, candidates
-from phase5_tuning.lesson import clock, compiled, gains, limits, trial
-from phase5_tuning.solutions import split_causal_loop
+from phase5_tuning.lesson import compiled, gains, limits, timer, trial
+from phase5_tuning.solutions import predict_gain, read_profile, split_causal_loop
 
 import pytest
 import torch
@@ -95,11 +95,19 @@ def test_a_logit_is_followed_from_register_to_register():
 def test_a_price_counts_once_for_each_instruction():
     count = Counter(HGMMA=12, MUFU=34, FSEL=100)
     with mock.patch.object(gains, "turn", return_value=count), mock.patch.object(gains, "slots", return_value=264):
-        queue = gains.predicted("heavy first", 128, True)
+        queue = gains.by_model("heavy first", 128, True)
         for name, factor in (("tiles", queue), ("heavy first", 1)):
             one, two = (gains.with_queue(name, price) for price in ({}, {"FSEL": 2}))
             assert one == pytest.approx(factor * (1024 + 2 * (12 + 8 * 34 + 100)))  # two turns of 64 x 64
             assert two - one == pytest.approx(factor * 2 * 100)
+
+
+def test_counted_clocks_stand_between_those_of_the_exercise(capsys):
+    count = Counter(HGMMA=12, MUFU=34, FADD=682)
+    with mock.patch.object(gains, "turn", return_value=count):
+        gains.bounds(predict_gain, limits.load("h100_counters"))
+    first, *_ = (line.split() for line in capsys.readouterr().out.splitlines()[1:])
+    assert first[-3:] == ["1456", "3024", "2956"]  # two turns of 64 x 64
 
 
 @interpreted_only
@@ -115,14 +123,33 @@ def test_an_answer_that_has_passed_is_compiled_from_its_own_file(tmp_path):
 
 def test_the_same_work_is_counted_in_a_profile_as_by_ncu():
     counters = limits.load("h100_counters")
-    for provider in ("phase 4", "ours", "hopper"):
-        counted, profile = limits.of_counted(counters, provider), limits.profile(counters, provider)
-        shares = profile["instructions"] / 4, profile["flop"] / 4096, profile["exponentials"] / 16
-        for share, name in zip(shares, ("issue", "tensor_cores", "exponentials"), strict=True):
-            assert 100 * share / profile["clocks"] == pytest.approx(counted[name], abs=2)
+    for provider, side in (("phase 4", 64), ("ours", 128), ("hopper", 128)):
+        counted, busy = limits.of_counted(counters, provider), limits.busy(counters, provider)
+        logits = 16 * timing.products_done(16384, 64, side, True) / limits.SMS
+        done = counted["instructions"] / limits.SMS / 4, 4 * 128 * logits / sass.TENSOR, logits / sass.MUFU
+        for clocks, unit in zip(done, ("schedulers", "tensor cores", "exponentials"), strict=True):
+            assert clocks / counted["clocks"] == pytest.approx(busy[unit], abs=0.02)
 
 
-def host_clock(gpu, call):
+def test_recorded_steps_and_what_the_chapter_says_of_them(capsys):
+    counters = limits.load("h100_counters")
+    for name, step in limits.STEPS.items():
+        profile = read_profile.Profile(limits.busy(counters, step[0]))
+        most = read_profile.at_most(profile, read_profile.Change(**limits.change(counters, name)))
+        assert limits.gain(counters, step) < most + 0.003, name
+    limits.peaks(limits.load("h100_ladder"), counters)
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]] == ["1071", "989", "658", "680"]
+
+
+def test_a_trial_by_recorded_times_is_charged_for_each_length():
+    trial = limits.RecordedTrial(limits.load("h100_deadends"), head_dim=64)
+    args = dict(seq=1024, BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)
+    assert len(trial.configs) == 4
+    assert trial.do_bench(lambda: trial.configs[0].pre_hook(args), (0.5, 0.2)) == [pytest.approx(0.429, abs=1e-3)] * 2
+    assert trial.timed == [(1024, (64, 64, 4, 1))]
+
+
+def host_timer(gpu, call):
     call()
     gpu.synchronize()
     begin = gpu.now()
@@ -131,13 +158,15 @@ def host_clock(gpu, call):
     return gpu.now() - begin
 
 
-def honest(gpu, call, *, overwrites=3, calls=5):
+def honest(gpu, call, *, overwrites=3, calls=5, between=0):
     call()
     times = []
     for _ in range(calls):
         for _ in range(overwrites):
             gpu.overwrite_l2()
         begin = gpu.event()
+        for _ in range(between):
+            gpu.overwrite_l2()
         call()
         end = gpu.event()
         gpu.synchronize()
@@ -145,32 +174,34 @@ def honest(gpu, call, *, overwrites=3, calls=5):
     return statistics.median(times)
 
 
-def test_a_clock_that_leaves_out_one_thing_is_wrong_about_one_call():
+def test_a_timer_that_leaves_out_one_thing_is_wrong_about_one_call():
     def said(of):
-        return [clock.times(of, call) for call in clock.CALLS]
+        return [timer.times(of, call)[0] for call in timer.CALLS]
 
-    assert said(honest) == [sum(call.kernels) for call in clock.CALLS] == [2000, 60, 60, 300]
+    assert said(honest) == [sum(call.kernels) for call in timer.CALLS] == [2000, 60, 60, 300]
     assert said(lambda gpu, call: honest(gpu, call, overwrites=0)) == [2020, 50, 245, 320]
     assert said(lambda gpu, call: honest(gpu, call, overwrites=1)) == [2000, 60, 145, 300]
     assert said(lambda gpu, call: honest(gpu, call, calls=1))[3] == 900
-    assert said(host_clock) == [2020, 50, 245, 920]
+    assert said(host_timer) == [2020, 50, 245, 920]
     with pytest.raises(RuntimeError, match="synchronize first"):
-        clock.times(lambda gpu, call: (call(), gpu.elapsed(gpu.event(), gpu.event())), clock.CALLS[0])
+        timer.times(lambda gpu, call: (call(), gpu.elapsed(gpu.event(), gpu.event())), timer.CALLS[0])
 
 
-def test_a_clock_is_judged_by_every_call(capsys):
-    clock.judge(honest)
+def test_a_timer_is_judged_by_every_call(capsys):
+    timer.judge(honest)
     assert capsys.readouterr().out.endswith("right: 4 of 4\n")
 
 
-def test_the_judge_of_clocks_says_what_each_has_met():
+def test_the_judge_of_timers_says_what_each_has_met():
     lay, waited, neighbor = (
         "its inputs lay in L2",
         "the GPU waited for the host, or worked on something else",
         "the neighbor was timed, too",
     )
-    assert clock.verdicts(host_clock) == ["right", lay, waited, neighbor]
-    assert clock.verdicts(lambda gpu, call: honest(gpu, call, overwrites=0))[3] == "queuing was timed, too"
-    assert clock.verdicts(lambda gpu, call: call() or gpu.now()) == ["a kernel was compiled"] * 4
-    assert clock.verdicts(lambda gpu, call: 20.0)[0] == "it stopped before the GPU did"
-    assert "right: 1 of 4" in clock.table(host_clock)
+    assert timer.verdicts(host_timer) == ["right", lay, waited, neighbor]
+    assert timer.verdicts(lambda gpu, call: honest(gpu, call, overwrites=0))[3] == "queuing was timed, too"
+    assert timer.verdicts(lambda gpu, call: call() or gpu.now()) == ["a kernel was compiled"] * 4
+    assert timer.verdicts(lambda gpu, call: 20.0)[0] == "it stopped before the GPU did"
+    between = timer.verdicts(lambda gpu, call: honest(gpu, call, overwrites=0, between=3))
+    assert between == ["the overwrites were timed, too"] * 4
+    assert "right: 1 of 4" in timer.table(host_timer)
