@@ -1143,12 +1143,12 @@ WRONG = {
                 ),
                 "return n - lowest": "return last - n",
             },
-            "gives out key tiles [0, 1] in this order, and at query tile 1 order lets [1, 0] add",
+            "gives out key tiles [0, 1] in this order, but at query tile 1, for example, order lets [1, 0] add",
         ),
         Wrong(
             "high keys begin first",
             {"return ticket\n": "return tiles_n - 1 - ticket\n"},
-            "gives out key tiles [1, 0] in this order, and at query tile 1 order lets [0, 1] add",
+            "gives out key tiles [1, 0] in this order, but at query tile 1, for example, order lets [0, 1] add",
         ),
         Wrong("all tiles of keys", {"return n - lowest": "return n"}, "count from the lowest"),
         Wrong(
