@@ -129,7 +129,8 @@ def _disagreement(answer, sizes):
         added = sorted(seen, key=lambda n: answer.order(m, n, tiles_n, *rest))
         if begun != added:
             return (
-                f": take_tile gives out key tiles {begun} in this order, and at query tile {m} order lets {added} add"
+                f": take_tile gives out key tiles {begun} in this order, but at query tile {m}, for example, order "
+                f"lets {added} add"
             )
     return ""
 

@@ -67,9 +67,9 @@ def _check_programs(answer):
     require_function(answer, "programs", cases, _programs, _programs_mistakes)
 
 
-def _programs(registers, shared, num_warps, handed=8, reserved=1024, warps=64, threads=32):
+def _programs(registers, shared, num_warps, handed=8, reserved=1024, warps=64, threads=32, kib=228):
     held = -(-registers // handed) * handed
-    return min(65536 // (held * threads * num_warps), 228 * 1024 // max(1, shared + reserved), warps // num_warps)
+    return min(65536 // (held * threads * num_warps), kib * 1024 // max(1, shared + reserved), warps // num_warps)
 
 
 def _programs_mistakes(*case):
@@ -77,6 +77,7 @@ def _programs_mistakes(*case):
     return {
         "registers are handed out in eights: round up": _programs(*case, handed=1),
         "each program takes 1 KiB of shared memory more": _programs(*case, reserved=0),
+        "a multiprocessor has 228 KiB; 227 are the most that one program may have": _programs(*case, kib=227),
         "there is room for 64 warps": _programs(*case, warps=10**6),
         "a warp has 32 threads": _programs(*case, threads=1),
         "shared memory is a budget, too": _programs(registers, 0, num_warps),
@@ -88,7 +89,8 @@ def _check_counts(answer, configs):
     head_dims = 16, 40, 64, 80, 256, 8, 3
     cases = itertools.product(configs, head_dims, (1, 2, 4))
     require_function(answer, "shared_bytes", cases, _shared, _shared_mistakes)
-    cases = itertools.product(configs, head_dims)
+    # Eight warps first: with four, a thread's share of bytes is the share of one warp's threads.
+    cases = itertools.product(sorted(configs, key=lambda config: -config.num_warps), head_dims)
     require_function(answer, "registers", cases, _registers, _registers_mistakes)
 
 
@@ -154,6 +156,7 @@ def _registers_mistakes(config, head_dim):
     acc_and_s = config.BLOCK_M * padded + p
     return {
         "a warp has 32 threads": acc_and_s // config.num_warps,
+        "all the program's threads share them: num_warps warps": acc_and_s // 32,
         "S is missing, (BLOCK_M, BLOCK_N)": config.BLOCK_M * padded // threads,
         "acc is missing, (BLOCK_M, head_dim)": config.BLOCK_M * config.BLOCK_N // threads,
         "a register has 4 bytes, as has an element of fp32": acc_and_s * 4 // threads,

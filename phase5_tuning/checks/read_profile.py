@@ -77,7 +77,7 @@ def _limit(busy):
     unit = max(busy, key=busy.get)
     if busy[unit] >= 0.8:
         return unit
-    return "one after the other" if _chain(busy) >= 0.9 else "waiting"
+    return "waiting" if _chain(busy) < 0.9 else "undecided"
 
 
 def _left(busy, change):
@@ -123,10 +123,10 @@ def _check_limit(answer, busy):
         why += ", and at 80 % a unit is the limit" if busy[unit] == 0.8 else ", and a unit is the limit from 80 % on"
     elif got in UNITS:
         why += ": no unit has 80 %"
-    elif right == "one after the other":
-        why += ", and from 90 % on it explains the time"
+    elif right == "undecided":
+        why += ", and from 90 % on it does not show that anything waits"
     else:
-        why += ", too little to explain the time"
+        why += ", so in more than a tenth of the clocks no step is at work"
     reject(f"limit, a profile of {_said(busy)}: expected {right!r}, got {got!r}: {why}")
 
 

@@ -7,21 +7,22 @@ or lets steps overlap that came one after the other.
    exponentials' unit and the schedulers. What share of the clocks do the steps take one after the other? An exponential
    is issued, too: it keeps its unit busy for 8 clocks, and its scheduler for the first of them. Count that clock once.
    L2, memory and shared memory are no steps: they work while a step does.
-2. `limit`: the busiest unit, if it works for at least 80 % of the clocks. Else "one after the other", if the chain
-   takes at least 90 %: then the steps would fill the time. Else "waiting": in more than a tenth of the clocks no step
-   is at work.
+2. `limit`: the busiest unit, if it works for at least 80 % of the clocks. Else "waiting", if the chain takes less than
+   90 %: in more than a tenth of the clocks no step is at work. Else "undecided": steps that overlap may make up for
+   clocks in which none is at work.
 3. `at_most`: by what number can the clocks be divided at most? What share of them must be left? Two bounds:
    - Each unit still has the work that does not go, and no unit works for longer than the kernel takes.
-   - If the change lets nothing overlap, only what goes can save clocks: work of the chain's steps, and of the unit that
-     is the limit. A removed instruction saves two of its scheduler's clocks (`COMPARE`), as it may be a comparison.
-4. `ruled_out`: the changes that cannot gain what is wanted.
+   - If the change lets nothing overlap, suppose that no wait goes with the work. Then only what goes saves clocks: work
+     of the chain's steps, and of the unit that is the limit. A removed instruction saves two of its scheduler's clocks
+     (`COMPARE`), as it may be a comparison.
+4. `ruled_out`: the changes that by `at_most` cannot gain what is wanted.
 
 Then the check holds your bounds against recorded gains.
 
     profile         a `Profile`
     change          a `Change`
     chain           a float, a share of the clocks; above 1 some steps overlap already
-    limit           a unit of UNITS, "one after the other" or "waiting"
+    limit           a unit of UNITS, "waiting" or "undecided"
     at_most         a float, 1 or more
     ruled_out       names, in the order of `changes`; wanted: a gain, such as 1.2
 

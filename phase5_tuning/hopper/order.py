@@ -246,7 +246,7 @@ class _Run:
     def _who_waits(self):
         return "nobody can go on: " + "; ".join(
             f"ticket {program.ticket} (key tile {program.n}) waits until {wanted} have added to query "
-            f"tile {tile}, to which {len(self.added[tile])} have"
+            f"tile {tile[2]}, to which {len(self.added[tile])} have"
             for (tile, wanted), all_of_them in self.blocked.items()
             for program, _ in all_of_them
         )

@@ -40,6 +40,8 @@ STEPS = {
     "few heads at a time": ("hopper: all heads together", "hopper", {"memory": "dram_bytes"}, False),
 }
 PROFILED = {"rung 3": "rung: late sums", "one stage": "hopper: one stage", "all heads": "hopper: all heads together"}
+# Phase 4's forward pass is phase 3's kernel.
+OF_CHAPTERS = {"phase 3": "phase 4", "tuned": "ours", "Hopper": "hopper"}
 PROPOSED = "masks at edges", "more stages", "few heads at a time"
 TERA = SMS * sass.TENSOR / 1e6  # TFLOP/s of the tensor cores for each MHz
 OF_64 = {
@@ -319,7 +321,7 @@ def fits(of: Callable[[int, int, int], int], head_dim: int, *configs: Config) ->
     """
     for (*_, config), c in last_rung((head_dim, False, config) for config in configs).items():
         count = of(c.registers, c.shared, config.num_warps)
-        print(f"{config}: {c.registers} registers, {c.shared} B shared, programs: {count}")
+        print(f"{config}, full mask: {c.registers} registers, {c.shared} B shared, programs: {count}")
 
 
 def slower(record: dict, provider: str, head_dim: int, is_causal: bool, seq: int = 16384) -> float:
@@ -332,7 +334,8 @@ def of_64(record: dict, *names: str) -> str:
     """A table of tiles of `OF_64` at D 64, causal: programs that fit, and the time by that with four of them."""
     made = last_rung((64, True, OF_64[name]) for name in names)
     lengths = sorted({r["seq"] for r in record["rows"]})
-    lines = [f"{'64 x 128, 4 warps':<24}registers  programs   time / that with four, seq {lengths[0]} to {lengths[-1]}"]
+    lengths_said = f"seq {lengths[0]} to {lengths[-1]}"
+    lines = [f"{'64 x 128, 4 warps':<24}registers  programs   time / that with four, causal, {lengths_said}"]
     for name, ((*_, config), c) in zip(names, made.items(), strict=True):
         provider = "ours" if config.maxnreg else f"64x128 in {name}"
         times = [slower(record, provider, 64, True, seq) for seq in lengths]

@@ -102,6 +102,7 @@ WRONG = {
         Wrong("elements", {"block * padded * itemsize": "block * padded"}, "how many bytes has each?"),
         Wrong("S forgotten", {"(padded + config.BLOCK_N)": "padded"}, "S is missing"),
         Wrong("warps are threads", {"// (32 * config.num_warps)": "// config.num_warps"}, "a warp has 32 threads"),
+        Wrong("one warp holds all", {"// (32 * config.num_warps)": "// 32"}, "all the program's threads"),
         Wrong("strictly less", {"itemsize) <= shared": "itemsize) < shared"}, "all of a budget"),
         Wrong("registers ignored", {"registers(c, head_dim) <= register_budget": "True"}, "too much of registers"),
         Wrong(
@@ -137,6 +138,7 @@ WRONG = {
         Wrong("32 programs of any size", {", 64 // num_warps)": ", 32)"}, "room for 64 warps"),
         Wrong("P too, fp32", {"(padded + config.BLOCK_N)": "(padded + 2 * config.BLOCK_N)"}, "acc and S alone"),
         Wrong("one thread a warp", {"(held * 32 * num_warps)": "(held * num_warps)"}, "a warp has 32 threads"),
+        Wrong("what one may have", {"228 * 1024 // (sh": "227 * 1024 // (sh"}, "a multiprocessor has 228 KiB"),
         Wrong("registers alone", {"228 * 1024 // (shared + 1024), ": ""}, "shared memory is a budget"),
         Wrong("a float of programs", {"64 // num_warps)": "64 / num_warps)"}, "expected an int"),
     ],
@@ -1143,12 +1145,12 @@ WRONG = {
                 ),
                 "return n - lowest": "return last - n",
             },
-            "gives out key tiles [0, 1] in this order, and at query tile 1 order lets [1, 0] add",
+            "gives out key tiles [0, 1] in this order, but at query tile 1, for example, order lets [1, 0] add",
         ),
         Wrong(
             "high keys begin first",
             {"return ticket\n": "return tiles_n - 1 - ticket\n"},
-            "gives out key tiles [1, 0] in this order, and at query tile 1 order lets [0, 1] add",
+            "gives out key tiles [1, 0] in this order, but at query tile 1, for example, order lets [0, 1] add",
         ),
         Wrong("all tiles of keys", {"return n - lowest": "return n"}, "count from the lowest"),
         Wrong(
@@ -1209,19 +1211,19 @@ WRONG = {
         Wrong("the busiest unit always", {"share >= 0.8": "share >= 0.0"}, "no unit has 80 %"),
         Wrong(
             "waiting if no unit is busy",
-            {'"one after the other" if chain(profile) >= 0.9 else "waiting"': '"waiting"'},
-            "from 90 % on it explains the time",
+            {'"waiting" if chain(profile) < 0.9 else "undecided"': '"waiting"'},
+            "from 90 % on it does not show that anything waits",
         ),
         Wrong(
-            "never waiting",
-            {'"one after the other" if chain(profile) >= 0.9 else "waiting"': '"one after the other"'},
-            "too little to explain the time",
+            "never waiting", {'"waiting" if chain(profile) < 0.9 else "undecided"': '"undecided"'}, "no step is at work"
         ),
         Wrong(
             "the chain before the units",
             {
                 "    if share >= 0.8:\n        return unit\n": "",
-                'else "waiting"': 'else unit if share >= 0.8 else "waiting"',
+                'return "waiting" if chain(profile) < 0.9 else "undecided"': (
+                    'return "undecided" if chain(profile) >= 0.9 else unit if share >= 0.8 else "waiting"'
+                ),
             },
             "a unit is the limit from 80 % on",
         ),

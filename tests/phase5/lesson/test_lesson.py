@@ -182,6 +182,7 @@ def test_a_timer_that_leaves_out_one_thing_is_wrong_about_one_call():
     assert said(lambda gpu, call: honest(gpu, call, overwrites=0)) == [2020, 50, 245, 320]
     assert said(lambda gpu, call: honest(gpu, call, overwrites=1)) == [2000, 60, 145, 300]
     assert said(lambda gpu, call: honest(gpu, call, calls=1))[3] == 900
+    assert said(lambda gpu, call: call() or honest(gpu, call, calls=1))[3] == 900  # another call is the neighbor's
     assert said(host_timer) == [2020, 50, 245, 920]
     with pytest.raises(RuntimeError, match="synchronize first"):
         timer.times(lambda gpu, call: (call(), gpu.elapsed(gpu.event(), gpu.event())), timer.CALLS[0])
