@@ -71,7 +71,7 @@ PHASES = (
         RUNGS["descriptors"],
         ("measure.ipynb", "rungs.ipynb", "hopper_forward.ipynb", "hopper_backward.ipynb", "decode.ipynb", "fp8.ipynb",
          "context_parallel.ipynb"),
-        (1.5, 1.5, 1.5, 1.5, 1.5, 1.25, 1.5),
+        (1.5, 1.5, 2.5, 1.5, 1.5, 1.25, 1.5),
     ),
 )  # fmt: skip
 

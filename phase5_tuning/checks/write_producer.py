@@ -43,31 +43,33 @@ def check(answer):
 def _check_case(answer, case):
     (said, q, k, v), is_causal = hopper_case(*case), case[-1]
     right, needed = _run(q, k, v, is_causal)
+    needed = Counter(needed)
     for seed in SEEDS:
         try:
-            o, copies = _run(q, k, v, is_causal, [(hopper_forward._produce, answer.produce)], seed)
+            o, copies = _run(q, k, v, is_causal, [(hopper_forward._produce, answer.produce)], seed=seed)
         except (Deadlock, Race, Unfenced) as error:
             reject(f"{said}: {type(error).__name__}: {_why(answer, q, k, v, is_causal) or error}")
+        copies = Counter(copies)
         if not torch.equal(o, right):
             unfilled = "as shared memory is before the first copy into it"
             wrong = wrong_rows("o", o, right, unfilled, rtol=0, atol=0)
-            reject(f"{said}: {wrong}{_astray(copies, needed)}")
+            reject(f"{said}: {wrong}{_astray(copies, needed) or _in_disorder(answer, q, k, v, is_causal)}")
         if copies.total() != needed.total():
             said += f": {copies.total()} tiles are copied into shared memory, where {needed.total()} are needed"
             reject(said + _astray(copies, needed))
 
 
-def _run(q, k, v, is_causal, replaced=(), seed=0):
-    """(o, how often each tile was copied into shared memory)"""
-    copies = Counter()
+def _run(q, k, v, is_causal, replaced=(), **options):
+    """(o, the copies into shared memory as they start, each a tensor's name, batch, head and row)"""
+    copies = []
 
-    def counted(descriptor, place, barrier, shared):
-        copies[shared.name.partition("[")[0], *map(int, place[:3])] += 1
+    def noted(descriptor, place, barrier, shared):
+        copies.append((shared.name.partition("[")[0], *map(int, place[:3])))
         return load(descriptor, place, barrier, shared)
 
     load = interpreter.Load
-    fn = interpreter.attention(seed=seed, replaced=replaced)
-    with mock.patch.object(interpreter, "Load", counted):
+    fn = interpreter.attention(replaced=replaced, **options)
+    with mock.patch.object(interpreter, "Load", noted):
         return fn(q, k, v, is_causal=is_causal, scale=None, enable_gqa=True), copies
 
 
@@ -206,6 +208,22 @@ def _astray(copies, needed):
             name, b, h, row = min(tiles)
             words += f"; {said}: {name} of head {h}, batch {b}, from row {row} on"
     return words
+
+
+def _in_disorder(answer, q, k, v, is_causal):
+    """The first tile of K or V that a single program sends where another one is due, in words; "" if there is none."""
+    _, got = _run(q, k, v, is_causal, [(hopper_forward._produce, answer.produce)], multiprocessors=1)
+    _, due = _run(q, k, v, is_causal, multiprocessors=1)
+    for name in "kv":
+        for (*_, sent), (*_, right) in zip(
+            *([c for c in copies if c[0] == name] for copies in (got, due)), strict=True
+        ):
+            if sent != right:
+                return (
+                    f"; {name} from row {sent} on is sent where {name} from row {right} on is due: from the last tile "
+                    "to the first"
+                )
+    return ""
 
 
 def _check_compiled(answer):

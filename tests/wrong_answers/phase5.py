@@ -686,7 +686,7 @@ WRONG = {
                 "(tiles_n - 1 - step) * BLOCK_N": "step * BLOCK_N",
                 "right = start_n + BLOCK_N": "right = start_n - BLOCK_N",
             },
-            "o is wrong in",
+            "k from row 0 on is sent where k from row 64 on is due: from the last tile to the first",
         ),
         Wrong(
             "queries come before their place is free",
