@@ -67,10 +67,14 @@ def _check_ends_of_heads(attend):
         stored = "the first rows of every head but the first hold what the last program of the head before it stored"
         with_zeros, with_next = (_overwritten(q, k, v, right, 32, is_causal, q_past=n) for n in (0, 1))
         zeroed = _overwritten(q, k, v, right, 32, is_causal, q_past=1, o_past=0)
+        earlier, first_tile = (_of_rows(q, k, v, 32, is_causal, begin) for begin in (_last_whole_tile, _first_tile))
         mistakes = {
             f"{stored}; it loaded zeros for them": with_zeros,
             stored: with_next,
             "rows past seq were zeroed before the store: your zeros lie over the next head's first rows": zeroed,
+            "the last tile of a head begins earlier, so that it ends with the head: its keys are then not those that "
+            "`visible` counts": earlier,
+            "every tile is loaded from row 0 of its head: where does `start` go?": first_tile,
             "v is read with the strides of k, but has a layout of its own": wrong,
             "batch and head are exchanged: a box has the axes of t, batch first": right.transpose(0, 1),
         }
@@ -144,6 +148,25 @@ def _of_descriptor(answer):
         if sides != right.get(len(made.shape), sides):
             return f"`describe`: box and block are {sides} for t {tuple(t.shape)} and tiles of {block} rows"
     return ""
+
+
+def _of_rows(q, k, v, block, is_causal, begin):
+    """o when a tile whose first row is `start` is loaded from row begin(start, seq, block)."""
+    rows = []
+    for seq in (q.shape[2], k.shape[2]):
+        i = torch.arange(seq, device=q.device)
+        rows.append((begin(i // block * block, seq, block) + i % block).clamp(0, seq - 1))
+    of_q = rows[0] if begin is _first_tile else slice(None)  # an earlier tile of queries is stored earlier, too
+    q, k, v = q.double()[:, :, of_q], k.double()[:, :, rows[1]], v.double()[:, :, rows[1]]
+    return naive_attention(q, k, v, is_causal=is_causal)[0]
+
+
+def _last_whole_tile(start, seq, block):
+    return start.clamp(max=seq - block)
+
+
+def _first_tile(start, seq, block):
+    return torch.zeros_like(start)
 
 
 def _overwritten(q, k, v, right, block, is_causal, *, q_past, o_past=1):

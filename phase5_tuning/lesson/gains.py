@@ -383,20 +383,21 @@ def beside_peers(record: dict, providers: tuple[str, ...]) -> None:
 def two_changes(record: dict, deadends: dict) -> None:
     """Print what of "descriptors" is theirs, and what the new tile's: forward, D 128, causal, seq 16384."""
     case, (old, new) = (128, True), (tile_of("forward", 128, True, name) for name in ("masks at edges", LAST))
-    with_old_tile = sass.counted(sass.turn(last_rung([(*case, old)])[*case, old].sass))
+    pointers, last = (ladder()["forward", *case, name] for name in ("masks at edges", LAST))
+    with_old_tile = last_rung([(*case, old)])[*case, old]
     ms = [by_case(record)[PROVIDER["heavy first"], *case, 16384, "fwd"]["ms"]]
     ms += [by_case(deadends)[p, *case, 16384, "fwd"]["ms"] for p in (f"64x64 in {old.num_stages} stages", "ours")]
-    turns = turn("forward", *case, "masks at edges"), with_old_tile, turn("forward", *case, LAST)
-    steps = zip(("rung 6: pointers", "descriptors", "another tile"), (old, old, new), turns, ms, strict=True)
-    print(f"{'forward, D 128, causal':<24}{'tile':<11}instructions   clocks   gain: model   time")
-    last = (0.0, 0.0)
-    for words, tile, count, taken in steps:
-        sizes = tile.BLOCK_M, tile.BLOCK_N, tile.num_warps
+    words = "rung 6: pointers", "descriptors", "another tile"
+    print(f"{'forward, D 128, causal':<24}{'tile':<11}stages  programs  instructions   clocks   gain: model   time")
+    before_it = (0.0, 0.0)
+    for step, tile, c, taken in zip(words, (old, old, new), (pointers, with_old_tile, last), ms, strict=True):
+        count, sizes = sass.counted(sass.turn(c.sass)), (tile.BLOCK_M, tile.BLOCK_N, tile.num_warps)
         sum_ = 64 * 128 * sum(sass.turn_clocks(count, PRODUCTS["forward"], *sizes, 128).values())
-        gain = f"{last[0] / sum_:>14.2f}{last[1] / taken:>7.2f}" if last[0] else ""
+        gain = f"{before_it[0] / sum_:>14.2f}{before_it[1] / taken:>7.2f}" if before_it[0] else ""
+        fits = f"{tile.num_stages:>6}{programs(c, tile):>10}"
         of_turns = f"{64 * 128 // (sizes[0] * sizes[1])} x {sum(count.values())}"
-        print(f"{words:<24}{f'{sizes[0]} x {sizes[1]}':<11}{of_turns:>12}{sum_:>9.0f}{gain}")
-        last = sum_, taken
+        print(f"{step:<24}{f'{sizes[0]} x {sizes[1]}':<11}{fits}{of_turns:>14}{sum_:>9.0f}{gain}")
+        before_it = sum_, taken
 
 
 def beside_learners(attention: Callable, name: str, **tile: int) -> str:

@@ -319,6 +319,17 @@ WRONG = {
             "batch and head are exchanged",
         ),
         Wrong(
+            "start forgotten", {"desc.load([batch, head, start, 0])": "desc.load([batch, head, 0, 0])"}, "does `start`"
+        ),
+        Wrong(
+            "the last tile begins earlier",
+            {
+                f"desc.{call}([batch, head, start,": f"desc.{call}([batch, head, tl.minimum(start, seq - BLOCK),"
+                for call in ("load", "store")
+            },
+            "begins earlier",
+        ),
+        Wrong(
             "the layout of k",
             {
                 "return TensorDescriptor.from_tensor(t, [1, 1, block, head_dim])": (
