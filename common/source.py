@@ -3,6 +3,7 @@
 import ast
 import difflib
 import inspect
+import symtable
 import textwrap
 from dataclasses import dataclass
 from html import escape
@@ -45,6 +46,16 @@ def _said(node) -> str:
         (name, value) for name, value in ast.iter_fields(node) if value not in (None, [])
     ]  # later versions have more
     return f"{type(node).__name__}({','.join(f'{name}={_said(value)}' for name, value in fields)})"
+
+
+def names(text: str) -> set[str]:
+    """What a text of Python names that is not its own: "configs", and "configs.TABLE" where it takes that of it."""
+    tables, found = [symtable.symtable(text, "", "exec")], set()
+    for table in tables:  # which grow
+        tables += table.get_children()
+        found |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+    dotted = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name))
+    return found | {f"{n.value.id}.{n.attr}" for n in dotted if n.value.id in found}
 
 
 def show(*objs, docstring: bool = True, folded: str = "", lines: tuple[str, str] = ("", "")) -> "Highlighted":

@@ -96,7 +96,7 @@ def box(
     ax.text(x + width / 2, y + height / 2, text, weight="bold" if bold else "normal", **middle)
 
 
-def arrow(ax, start, end, color=COLORS["ink"], *, both=False) -> None:
-    """An arrow from point to point; both: with a head at each end."""
-    look = dict(arrowstyle="<|-|>" if both else "-|>", mutation_scale=11, shrinkA=0, shrinkB=0)
+def arrow(ax, start, end, color=COLORS["ink"]) -> None:
+    """An arrow from point to point."""
+    look = dict(arrowstyle="-|>", mutation_scale=11, shrinkA=0, shrinkB=0)
     ax.add_patch(FancyArrowPatch(start, end, color=color, lw=1.3, **look))

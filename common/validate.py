@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 MAX_HEAD_DIM = 256
 HOURS = 500_000  # steps on tiles; the interpreter takes 5 to 15 ms for one
-MAX_SCALE = torch.finfo(torch.float32).max  # kernels take it in fp32
+MAX_SCALE = torch.finfo(torch.float32).max / 2  # kernels multiply it by log2 e, in fp32
 
 
 def _describe(t: torch.Tensor) -> str:
@@ -70,6 +70,12 @@ def check_count(name: str, value, least: int, most: int) -> int:
     return value
 
 
+def check_flag(name: str, value) -> None:
+    """`value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {type(value).__name__}")
+
+
 def check_scale(scale, head_dim: int) -> float:
     """`scale` as a float; None becomes 1/sqrt(head_dim), with the true head_dim and not the padded one."""
     if scale is None:
@@ -77,7 +83,7 @@ def check_scale(scale, head_dim: int) -> float:
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale: expected a real number or None, got {type(scale).__name__}")
     if not abs(scale) <= MAX_SCALE:  # NaN too
-        raise ValueError(f"scale: expected a finite number (in fp32), got {scale}")
+        raise ValueError(f"scale: expected a finite number of at most {MAX_SCALE:.1e}, got {scale}")
     return float(scale)
 
 
@@ -99,9 +105,8 @@ def check_qkv(q, k, v, scale=None, is_causal=False, enable_gqa=False, *, rank=4,
             raise TypeError(f"{name}: expected {q.dtype} like {names[0]}, got {_describe(t)}")
         if t.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} like {names[0]}, got {_describe(t)}")
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(flag)}")
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
     _check_shapes(q, k, v, names)
     if rank == 4:
         check_heads(q, k, enable_gqa, names)
@@ -145,10 +150,9 @@ def check_saved(q, k, v, o, lse, do, dlse, scale, is_causal) -> float:
     heads_q, seq_q), fp32. Raises TypeError or ValueError naming the argument.
     """
     scale = check_qkv(q, k, v, scale, is_causal, enable_gqa=True)
-    row_dtype = torch.promote_types(q.dtype, torch.float32)
-    wanted = [("o", o, q.shape, q.dtype), ("do", do, q.shape, q.dtype), ("lse", lse, q.shape[:3], row_dtype)]
+    wanted = [("o", o, q.shape, q.dtype), ("do", do, q.shape, q.dtype), ("lse", lse, q.shape[:3], torch.float32)]
     if dlse is not None:
-        wanted.append(("dlse", dlse, q.shape[:3], row_dtype))
+        wanted.append(("dlse", dlse, q.shape[:3], torch.float32))
     for name, t, shape, dtype in wanted:
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
@@ -159,16 +163,6 @@ def check_saved(q, k, v, o, lse, do, dlse, scale, is_causal) -> float:
     if not lse.is_contiguous():
         raise ValueError(f"lse: expected a contiguous tensor, got strides {lse.stride()}")
     return scale
-
-
-def check_needs(needs) -> tuple:
-    """(whether dq is wanted, whether dk and dv are). Raises TypeError or ValueError naming the argument."""
-    try:
-        needs_q, needs_kv = needs
-    except (TypeError, ValueError) as error:
-        words = f"needs: expected two flags, for dq and for dk with dv, got {needs!r}"
-        raise type(error)(words) from None
-    return needs_q, needs_kv
 
 
 NO_FORWARD_MODE = "flash_attention: forward-mode derivatives are not implemented; use SDPA's math backend for them"

@@ -9,7 +9,7 @@ from common.measure import records
 
 import numpy as np
 
-INK, FAINT, STATE, GREY = (style.COLORS[n] for n in ("ink", "faint", "state", "s"))
+INK, FAINT, GREY = (style.COLORS[n] for n in ("ink", "faint", "s"))
 # Four tints that stay apart in grey: one a row, element or program.
 TINTS = ("#E69F00", "#56B4E9", "#CFE8DC", "#CC79A7")
 

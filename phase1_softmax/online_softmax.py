@@ -6,8 +6,7 @@ be kept up to date while the row streams by:
     m' = max(m, s)        l' = l exp(m - m') + exp(s - m')                    (Milakov & Gimelshein, arXiv 1805.02867)
 
 Builds on: nothing.
-Exports to later phases: `online_softmax_step` (one tile of columns) and
-`merge_states` (two finished states).
+Exports to later phases: `online_softmax_step` (one tile of columns).
 """
 
 from common import runtime, validate
@@ -133,7 +132,8 @@ def softmax(x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.T
     values rounded once to out_dtype.
 
     Computed in fp32. A row of -inf alone gives zeros, as a row that attends to nothing does in SDPA (torch.softmax:
-    NaN); a row with NaN or +inf gives NaN. Raises TypeError or ValueError, naming the argument, for anything else.
+    NaN); a row with NaN or +inf gives NaN. No gradient flows through it. Raises TypeError or ValueError, naming the
+    argument, for anything else.
 
     Source: Milakov & Gimelshein, arXiv 1805.02867, Algorithm 3, a tile of columns at a time.
     """
@@ -150,19 +150,17 @@ def softmax_fused(x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> t
     return _launch_softmax(_softmax_fused_kernel, x, max(16, triton.next_power_of_2(x.shape[-1])), out_dtype)
 
 
-def softmax_online(x: torch.Tensor, block_n: int = 1024, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`softmax` for rows of any length, `block_n` columns at a time: a sweep for maximum and sum, one to normalize."""
+def softmax_online(x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`softmax` for rows of any length, 1024 columns at a time: a sweep for maximum and sum, one to normalize."""
     _check(x, out_dtype)
-    largest = triton.language.TRITON_MAX_TENSOR_NUMEL
-    if not isinstance(block_n, int) or not 1 <= block_n <= largest or block_n & (block_n - 1):
-        raise ValueError(f"block_n: expected a power of two up to {largest}, got {block_n!r}")
-    return _launch_softmax(_softmax_online_kernel, x, block_n, out_dtype)
+    return _launch_softmax(_softmax_online_kernel, x, 1024, out_dtype)
 
 
 def logsumexp(x: torch.Tensor) -> torch.Tensor:
     """log(sum(exp(x))) over the last axis, natural logarithm. x: (..., n), fp16, bf16 or fp32; returns (...) in fp32.
 
-    -inf for a row of -inf alone or of no values at all; NaN for a row with NaN or +inf. Raises like `softmax`.
+    -inf for a row of -inf alone or of no values at all; NaN for a row with NaN or +inf. No gradient flows through it.
+    Raises like `softmax`.
     """
     _check(x)
     lse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -181,7 +179,7 @@ def _launch_softmax(kernel, x, block_n, out_dtype):
     out_dtype = out_dtype or x.dtype
     y2 = runtime.to_kernel_dtype(torch.empty(x2.shape, dtype=out_dtype, device=x2.device))[0]
     if y2.numel():
-        block_m = min(16, max(1, TILE_ELEMENTS // block_n))
+        block_m = min(16, TILE_ELEMENTS // block_n)
         grid = (triton.cdiv(x2.shape[0], block_m),)
         with runtime.on_device_of(x):
             kernel[grid](x2, y2, x2.stride(), y2.stride(), *x2.shape, BLOCK_M=block_m, BLOCK_N=block_n)

@@ -165,7 +165,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | 
 
     q (seq_q, head_dim), k and v (seq_k, head_dim), fp16, bf16 or fp32, any strides; head_dim 16, 32, 64, 128 or 256
     (phase 3 takes the others). scale defaults to 1/sqrt(head_dim). Returns o (seq_q, head_dim) in q's dtype; with seq_k
-    = 0, zeros. Raises TypeError or ValueError naming the argument; nothing is launched then.
+    = 0, zeros. No gradient flows through it: differentiable attention is phase 4's. Raises TypeError or ValueError
+    naming the argument; nothing is launched then.
     """
     scale = _check(q, k, v, scale)
     return _launch(_attention_tiled_kernel, q, k, v, scale, **runtime.tile_sizes(q.shape[1], q.dtype))
@@ -174,7 +175,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | 
 def matmul(a: torch.Tensor, b: torch.Tensor, *, scale: float = 1.0, out_dtype: torch.dtype | None = None):
     """scale * a @ b. a (m, k), b (k, n), the same dtype, any strides; c (m, n) in out_dtype (default: a's).
 
-    Raises TypeError or ValueError naming the argument; nothing is launched then.
+    No gradient flows through it. Raises TypeError or ValueError naming the argument; nothing is launched then.
     """
     for name, t in (("a", a), ("b", b)):
         validate.check_tensor(name, t)

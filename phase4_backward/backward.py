@@ -162,26 +162,28 @@ def _attn_bwd_dq_kernel(
 # --- launcher ------------------------------------------------------------------------------------------------------
 
 
-def attention_backward(q, k, v, o, lse, do, dlse=None, is_causal=False, scale=None, needs=(True, True)):
+def attention_backward(
+    q, k, v, o, lse, do, dlse=None, is_causal=False, scale=None, *, needs_q: bool = True, needs_kv: bool = True
+):
     """Gradients of `attention_forward` with respect to q, k and v.
 
     q, k, v, o, lse as they went in and came out; do like o, any strides; dlse like lse, or None where lse is not used.
-    needs: whether dq is wanted, and whether dk and dv are; what is not wanted is not computed and comes back as None.
-    Returns (dq, dk, dv), each in the shape and dtype of its input, contiguous.
+    needs_q: whether dq is wanted; needs_kv: whether dk and dv are. What is not wanted is not computed and comes back as
+    None. Returns (dq, dk, dv), each in the shape and dtype of its input, contiguous.
 
     Source: Dao, arXiv 2307.08691, Algorithm 2, as two kernels, so that no program adds to what another one writes.
     """
     scale = validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
     batch, heads_q, seq_q, head_dim = q.shape
     heads_kv, seq_k = k.shape[1:3]
-    needs_q, needs_kv = validate.check_needs(needs)
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if lse.numel() == 0 or seq_k == 0:  # no query or no key: nothing depends on the inputs
-        return dq.zero_() if needs_q else None, *((dk.zero_(), dv.zero_()) if needs_kv else (None, None))
+        wanted = (q, needs_q), (k, needs_kv), (v, needs_kv)
+        return tuple(_empty_like(t).zero_() if needed else None for t, needed in wanted)
 
-    delta = torch.empty_like(lse)
-    q, k, v, o, lse, do, dq_out, dk_out, dv_out = runtime.to_kernel_dtype(q, k, v, o, lse, do, dq, dk, dv)
-    tiles = runtime.tile_sizes(head_dim, dq.dtype, backward=True)
+    dtype, delta = q.dtype, torch.empty_like(lse)
+    q, k, v, o, lse, do = runtime.to_kernel_dtype(q, k, v, o, lse, do)
+    dq = dk = dv = None
+    tiles = runtime.tile_sizes(head_dim, dtype, backward=True)
     padded = dict(HEAD_DIM=head_dim, BLOCK_D=runtime.padded_dim(head_dim))
     grid_m = (triton.cdiv(seq_q, tiles["BLOCK_M"]) * batch * heads_q,)
     grid_n = (triton.cdiv(seq_k, tiles["BLOCK_N"]) * batch * heads_kv,)
@@ -192,19 +194,25 @@ def attention_backward(q, k, v, o, lse, do, dlse=None, is_causal=False, scale=No
         if dlse is not None:  # LSE_i depends on S_ij with weight P_ij, so its gradient joins delta
             delta -= dlse
         if needs_kv:
+            dk, dv = _empty_like(k), _empty_like(v)
             _attn_bwd_dkdv_kernel[grid_n](
-                q, k, v, do, lse, delta, dk_out, dv_out,
-                q.stride(), k.stride(), v.stride(), do.stride(), dk_out.stride(), dv_out.stride(),
+                q, k, v, do, lse, delta, dk, dv,
+                q.stride(), k.stride(), v.stride(), do.stride(), dk.stride(), dv.stride(),
                 heads_kv, *sizes, **options,
             )  # fmt: skip
         if needs_q:
+            dq = _empty_like(q)
             _attn_bwd_dq_kernel[grid_m](
-                q, k, v, do, lse, delta, dq_out,
-                q.stride(), k.stride(), v.stride(), do.stride(), dq_out.stride(),
+                q, k, v, do, lse, delta, dq,
+                q.stride(), k.stride(), v.stride(), do.stride(), dq.stride(),
                 heads_q, *sizes, **options,
             )  # fmt: skip
-    dq = dq_out.to(dq.dtype) if needs_q else None
-    return dq, *((dk_out.to(dk.dtype), dv_out.to(dv.dtype)) if needs_kv else (None, None))
+    return tuple(t if t is None else t.to(dtype) for t in (dq, dk, dv))
+
+
+def _empty_like(t: torch.Tensor) -> torch.Tensor:
+    """Memory for the gradient of t, contiguous."""
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 
 # --- autograd ------------------------------------------------------------------------------------------------------
@@ -230,7 +238,7 @@ def _backward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     do: torch.Tensor, dlse: torch.Tensor | None, is_causal: bool, scale: float, needs_q: bool, needs_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    grads = attention_backward(q, k, v, o, lse, do, dlse, is_causal, scale, (needs_q, needs_kv))
+    grads = attention_backward(q, k, v, o, lse, do, dlse, is_causal, scale, needs_q=needs_q, needs_kv=needs_kv)
     return tuple(t.new_empty(0) if g is None else g for t, g in zip((q, k, v), grads, strict=True))
 
 

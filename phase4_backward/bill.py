@@ -1,11 +1,8 @@
-"""Section 6.1's bill: the bytes of attention with P stored and with P recomputed, by formula and counted."""
+"""Section 6.1's bill: the bytes of attention with P stored and with P recomputed, by formula."""
 
-from common import make_qkv, make_tensor, runtime
+from common import runtime
 from common.measure import traffic
-from phase1_softmax.online_softmax import softmax
-from phase2_tiling import tiling
-from phase3_forward import forward
-from phase4_backward import backward
+from phase2_tiling import lesson, tiling
 
 import torch
 
@@ -13,21 +10,35 @@ UNFUSED, FUSED, RECOMPUTED = "unfused, P stored", "fused, P stored", "recomputed
 HEAD_DIM = 64
 
 
-def unfused(q, k, v, do):
-    """Forward and backward pass of one head with S and P in memory; matmul is phase 2's."""
-    scale = 1 / q.shape[1] ** 0.5
-    s = tiling.matmul(q, k.T, scale=scale, out_dtype=torch.float32)
-    p = softmax(s, out_dtype=q.dtype)
-    tiling.matmul(p, v)
-    dv = tiling.matmul(p.T, do)
-    dp = tiling.matmul(do, v.T, out_dtype=torch.float32)
-    ds = (p * (dp - (p * dp).sum(dim=1, keepdim=True))).to(q.dtype)  # PyTorch: not counted
-    return tiling.matmul(ds, k, scale=scale), tiling.matmul(ds.T, q, scale=scale), dv
+def attention_backward_bytes(
+    seq_q: int, seq_k: int, head_dim: int, block_m: int, block_n: int, size: int, *, is_causal=False
+) -> dict[str, int]:
+    """One head, this phase's kernels by name: "delta", "dkdv", "dq". LSE and delta are fp32.
+
+    The dK/dV kernel reads q, do, LSE and delta once for every tile of keys, the dQ kernel k and v once for every tile
+    of queries; with is_causal both leave out the tiles in which nothing is visible.
+    """
+    row = 2 * head_dim * size  # of two tensors: o and do, k and v, q and do, dk and dv
+    delta = seq_q * (row + 4)
+    starts = [start_n // block_m * block_m if is_causal else 0 for start_n in range(0, seq_k, block_n)]
+    q_rows = sum(max(0, seq_q - start) for start in starts)
+    dkdv = 2 * seq_k * row + q_rows * (row + 8)
+    kv_rows = traffic._rows_of_keys(seq_q, seq_k, block_m, block_n, is_causal)
+    dq = seq_q * (3 * head_dim * size + 8) + kv_rows * row
+    return dict(delta=delta, dkdv=dkdv, dq=dq)
 
 
-def inputs(seq):
-    q, k, v = make_qkv(1, 1, seq, HEAD_DIM)
-    return q, k, v, make_tensor(q.shape, generator=torch.Generator().manual_seed(1))
+def stored_backward_bytes(seq_q: int, seq_k: int, head_dim: int, block: int, size: int) -> int:
+    """One head's backward pass that reads a stored P: four products by phase 2's `matmul` and one elementwise step.
+
+    dP in fp32 and dS in the input dtype go through memory; delta is a sum over a row of P * dP, taken on the way.
+    """
+    dv = lesson.matmul_bytes(seq_k, head_dim, seq_q, block, block, size, size)
+    dp = lesson.matmul_bytes(seq_q, seq_k, head_dim, block, block, size, 4)
+    ds = seq_q * seq_k * (size + 4 + size)
+    dq = lesson.matmul_bytes(seq_q, head_dim, seq_k, block, block, size, size)
+    dk = lesson.matmul_bytes(seq_k, head_dim, seq_q, block, block, size, size)
+    return dv + dp + ds + dq + dk
 
 
 def blocks(*, backward_pass: bool) -> tuple[int, int]:
@@ -39,26 +50,15 @@ def kernels(seq) -> dict[str, int]:
     """Bytes of each of our kernels for one head, by formula."""
     sizes = seq, seq, HEAD_DIM
     forward_bytes = traffic.tiled_attention_bytes(*sizes, *blocks(backward_pass=False), 2, lse=True)
-    return dict(forward=forward_bytes) | traffic.attention_backward_bytes(*sizes, *blocks(backward_pass=True), 2)
+    return dict(forward=forward_bytes) | attention_backward_bytes(*sizes, *blocks(backward_pass=True), 2)
 
 
 def versions(seq) -> dict[str, int]:
     """Bytes of both passes in three versions, by formula. The fused one writes P once and reads it twice."""
     sizes = seq, seq, HEAD_DIM, tiling.MATMUL_BLOCK, 2
     ours = sum(kernels(seq).values())
-    stored = traffic.unfused_attention_bytes(*sizes) + traffic.stored_backward_bytes(*sizes)
+    stored = lesson.unfused_attention_bytes(*sizes) + stored_backward_bytes(*sizes)
     return {UNFUSED: stored, FUSED: ours + seq * seq * (2 + 2 * 2), RECOMPUTED: ours}
-
-
-def counted(seq) -> dict[str, int]:
-    """Bytes of the unfused and of our version, as the interpreter counts them."""
-    q, k, v, do = inputs(seq)
-    with traffic.measure() as theirs:
-        unfused(*(t[0, 0] for t in (q, k, v, do)))
-    with traffic.measure() as ours:
-        backward.attention_backward(q, k, v, *forward.attention_forward(q, k, v), do)
-    # The elementwise step of the unfused version is PyTorch's and not counted: it reads P and dP and writes dS.
-    return {UNFUSED: theirs.total + seq * seq * (2 + 4 + 2), RECOMPUTED: ours.total}
 
 
 def table(seq) -> None:

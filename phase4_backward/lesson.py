@@ -90,7 +90,7 @@ def _unmasked_dq(dtype, lse):
     with Stage(backward, *EDITS["missing keys not masked"]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy's, where numbers overflow
         o, of_rows = attention_forward(q, -q, v)
-        return attention_backward(q, -q, v, o, of_rows, do, needs=(True, False))[0]
+        return attention_backward(q, -q, v, o, of_rows, do, needs_kv=False)[0]
 
 
 PIECES = ("whole_forward", "delta", "one_tile", "dq_loop", "dkdv_loop")
@@ -199,7 +199,7 @@ def _error_of_dq(dtype, power):
     o, lse = attention_forward(q, k, v)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy's, where infinities meet
-        dq = attention_backward(q, k, v, o, lse, do * 2.0**power, needs=(True, False))[0]
+        dq = attention_backward(q, k, v, o, lse, do * 2.0**power, needs_kv=False)[0]
     return ((dq.double() / 2.0**power - truth).norm() / truth.norm()).item()
 
 

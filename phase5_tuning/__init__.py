@@ -4,10 +4,12 @@ launch   how a call is launched: tiles, plans, the launch itself
 ladder   one idea a kernel, in plain Triton
 hopper   kernels for H100 and H200, in Gluon, and what runs and models them on a CPU
 decode   few queries with many keys, split over keys
-passes   which kernel takes a call, forward and backward; attention.py is the operator
+passes   which kernel takes a call, forward and backward
+         (attention.py, beside the folders: the operator)
 fp8      attention in eight bits, forward only
 ring     attention over several GPUs
 bench    speed beside peers, and other measurements
+lesson   what the chapters' cells call
 
 A folder imports from those above it only. cases is what `python -m phase5_tuning` verifies; export makes one file of
 the operator.

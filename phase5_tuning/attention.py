@@ -34,13 +34,13 @@ def _traced(*tensors) -> bool:
 
 @torch.library.custom_op("flash_attention_course::tuned_forward", mutates_args=())
 def _forward_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None, lower_right: bool = False
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None, lower_right: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return attention_forward(q, k, v, is_causal, scale, enable_gqa=True, lower_right=lower_right)
 
 
 @_forward_op.register_fake
-def _(q, k, v, is_causal, scale, lower_right=False):
+def _(q, k, v, is_causal, scale, lower_right):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -48,15 +48,15 @@ def _(q, k, v, is_causal, scale, lower_right=False):
 def _backward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
     dlse: torch.Tensor | None, is_causal: bool, scale: float | None, needs_q: bool, needs_kv: bool,
-    lower_right: bool = False,
+    lower_right: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    needs = needs_q, needs_kv
-    grads = attention_backward(q, k, v, o, lse, do, dlse, is_causal, scale, needs, lower_right=lower_right)
+    options = dict(needs_q=needs_q, needs_kv=needs_kv, lower_right=lower_right)
+    grads = attention_backward(q, k, v, o, lse, do, dlse, is_causal, scale, **options)
     return tuple(t.new_empty(0) if g is None else g for t, g in zip((q, k, v), grads, strict=True))
 
 
 @_backward_op.register_fake
-def _(q, k, v, o, lse, do, dlse, is_causal, scale, needs_q, needs_kv, lower_right=False):
+def _(q, k, v, o, lse, do, dlse, is_causal, scale, needs_q, needs_kv, lower_right):
     wanted = (q, needs_q), (k, needs_kv), (v, needs_kv)
     return tuple(t.new_empty(t.shape if needed else 0) for t, needed in wanted)
 
@@ -93,14 +93,13 @@ class FlashAttention(torch.autograd.Function):
         if (do is None and dlse is None) or not any(needs):
             return (None,) * 7
         q, k, v, o, lse = ctx.saved_tensors
-        *options, lower_right = ctx.options
+        is_causal, scale, lower_right = ctx.options
         do = torch.zeros_like(o) if do is None else do
-        wanted = needs[0], needs[1] or needs[2]
-        if torch.is_grad_enabled() or _traced(do, dlse):
-            # With create_graph too: the operator refuses a second derivative.
-            grads = _backward_op(q, k, v, o, lse, do, dlse, *options, *wanted, lower_right)
-        else:
-            grads = attention_backward(q, k, v, o, lse, do, dlse, *options, wanted, lower_right=lower_right)
+        options = dict(needs_q=needs[0], needs_kv=needs[1] or needs[2], lower_right=lower_right)
+        # With create_graph too: the operator refuses a second derivative.
+        traced = torch.is_grad_enabled() or _traced(do, dlse)
+        backward = _backward_op if traced else attention_backward
+        grads = backward(q, k, v, o, lse, do, dlse, is_causal, scale, **options)
         return (*(g if needed else None for g, needed in zip(grads, needs, strict=True)), None, None, None, None)
 
 
@@ -152,14 +151,13 @@ def flash_attention(
     traced = _traced(query, key, value)
     query, key, value = validate.cast_like_sdpa(query, key, value)
     validate.refuse_transforms(query, key, value)
+    options = scale, is_causal, enable_gqa
+    if traced or attn_mask is not None:
+        validate.check_qkv(query, key, value, *options, names=NAMES)
     lower_right = False
     if attn_mask is not None:
-        validate.check_qkv(query, key, value, scale, is_causal, enable_gqa, names=NAMES)
-        lower_right = _is_lower_right(attn_mask, query, key, is_causal)
-        is_causal = True
-    options = scale, is_causal, enable_gqa
+        lower_right, is_causal = _is_lower_right(attn_mask, query, key, is_causal), True
     if traced:  # torch.export loses the Function and keeps the operator
-        validate.check_qkv(query, key, value, *options, names=NAMES)
         return _forward_op(query, key, value, is_causal, scale, lower_right)[0]
     try:
         if torch.is_grad_enabled():

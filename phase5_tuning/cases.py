@@ -1,6 +1,6 @@
 """What phase 5 must get right, small enough for the interpreter."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 
@@ -12,24 +12,16 @@ from phase5_tuning.fp8 import reference
 from phase5_tuning.fp8.attention import attention_forward_fp8
 from phase5_tuning.hopper.forward import columns_of
 from phase5_tuning.launch import configs
-from phase5_tuning.passes.rungs import LADDER, Rung
+from phase5_tuning.passes.rungs import LADDER
 
 import torch
-
-
-@dataclass(frozen=True)
-class _Tiled(Rung):
-    chosen: dict | None = None
-
-    def config(self, kernel, q):
-        return self.chosen.get(kernel)
 
 
 def with_tiles(chosen):
     """The last rung with given tiles: {"forward": Config, "dkdv": Config, "dq": Config}, each of which may be
     missing.
     """
-    return _Tiled(**vars(LADDER[-1]), chosen=chosen).attention
+    return replace(LADDER[-1], tiles=chosen).attention
 
 
 def attention(q, k, v, *, is_causal, scale, enable_gqa):

@@ -101,6 +101,7 @@ def run(tmp_path_factory):
     return subprocess.run(command, cwd=checkout, env=env, capture_output=True, text=True, timeout=300).stdout
 
 
+@pytest.mark.slow
 def test_what_has_a_kernel_passes(run):
     """Of 133 tests 123 ask for what is not here; a causal mask of 17 x 33 is skipped, for both kinds of heads."""
     assert "8 passed, 2 skipped, 123 deselected" in run, run[-3000:]

@@ -24,11 +24,7 @@ ALLOWED = {
     "phase5_tuning.ladder.forward": TILES,
     "phase5_tuning.ladder.dkdv": TILES,
     "phase5_tuning.ladder.dq": TILES,
-    "phase5_tuning.passes.forward": {"phase3_forward.forward.attention_forward"},
-    "phase5_tuning.passes.backward": {
-        "phase4_backward.backward.attention_backward",
-        "phase4_backward.backward._attn_bwd_dkdv_kernel",
-    },
+    "phase5_tuning.passes.backward": {"phase4_backward.backward._attn_bwd_dkdv_kernel"},
     "phase5_tuning.passes.rungs": GRADIENTS | {"phase3_forward.forward._attn_fwd_kernel"},
 }
 STEP = 12  # lines of code that a rung may add to the one before it

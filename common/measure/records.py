@@ -15,6 +15,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,15 +23,15 @@ from common import runtime
 from common.arguments import Typed, arguments
 from common.measure.timing import caller_ms, ceilings, measure, time_ms
 from common.phases import ROOT
-from common.source import program, source
+from common.source import names, program, source
 
 import torch
 import triton
 
 
 def fingerprint(*parts: object) -> str:
-    """Hash of what a record depends on: kernels and functions, with the jitted functions and those of the same file
-    that they call, classes, and values such as tiles.
+    """Hash of what a record depends on: kernels, functions, classes and values such as tiles, with the jitted
+    functions, those of the same file and the constants that they name. A constant has a name in capitals.
 
     It is of the program, not of its text: comments, docstrings, line breaks, a module's name and Python's version
     change nothing. A record is stale when its hashes no longer match.
@@ -38,23 +39,45 @@ def fingerprint(*parts: object) -> str:
     hashed, seen, todo = [], set(), list(parts)
     while todo:
         part = todo.pop(0)
-        function = getattr(part, "fn", part)
+        function = inspect.unwrap(getattr(part, "fn", part))
         if not callable(function):
             hashed.append(repr(part))
         elif function not in seen:
             seen.add(function)
-            hashed.append(program(source(function)))
-            todo += _called(function)
+            named = _named(function)
+            constants = sorted(f"{name} = {value!r}" for name, value in named.items() if _is_constant(name, value))
+            hashed.append("\n".join([program(source(function)), *constants]))
+            todo += _called(function, named.values())
     return hashlib.sha256("\n".join(sorted(hashed)).encode()).hexdigest()[:16]
 
 
-def _called(function) -> list:
-    """The functions that a function of the course calls by their names: jitted ones, methods of their classes included,
-    and plain ones of the same file.
+def _named(function) -> dict[str, object]:
+    """What a function or class names: of its module, and of the course's others but common.runtime (the machine's)."""
+    scope, named = getattr(function, "__globals__", None) or vars(sys.modules[function.__module__]), {}
+    for name in names(source(function)):
+        first, _, attribute = name.partition(".")
+        value = scope.get(first)  # None: Python's own
+        if not attribute:
+            named[name] = value
+        elif inspect.ismodule(value) and value is not runtime and value.__name__.startswith(("common.", "phase")):
+            named[name] = getattr(value, attribute)
+    return named
+
+
+def _is_constant(name: str, value: object) -> bool:
+    """True for numbers, strings, types of numbers, and tuples, lists, dicts and dataclasses of them, in capitals."""
+    value = vars(value) if is_dataclass(value) else value
+    value = [*value, *value.values()] if isinstance(value, dict) else value
+    parts = value if isinstance(value, list | tuple) else ()
+    plain = isinstance(value, int | float | str | list | tuple | None | torch.dtype | triton.language.constexpr)
+    return plain and name.rpartition(".")[2].isupper() and all(_is_constant(name, part) for part in parts)
+
+
+def _called(function, named: Iterable) -> list:
+    """The functions among those that a function names: jitted ones, methods of their classes included, and plain ones
+    of the same file.
     """
-    if not inspect.isfunction(function):
-        return []
-    used = [function.__globals__.get(name) for name in function.__code__.co_names]
+    used = [*map(inspect.unwrap, named)]
     used += [member for u in used for member in getattr(u, "hash_attrs", ())]
     plain = [u for u in used if inspect.isfunction(u) and u.__module__ == function.__module__]
     return [u for u in used if hasattr(u, "fn")] + plain

@@ -56,7 +56,7 @@ def expected(q, k, v, do, is_causal, scale, in_e4m3=None) -> dict[str, Expected]
     batch, heads_q, seq_q, _ = q.shape
     heads_kv, seq_k = k.shape[1], k.shape[2]
     group = heads_q // max(1, heads_kv)
-    rows = _sample_rows(seq_q, q.device) if do is None and seq_k > SAMPLE_ABOVE_KEYS else torch.arange(seq_q)
+    rows = _sample_rows(seq_q) if do is None and seq_k > SAMPLE_ABOVE_KEYS else torch.arange(seq_q)
     rows = rows.to(q.device)
     u, h = UNIT_ROUNDOFF[dtype], HALF_SUBNORMAL[dtype]
 
@@ -82,7 +82,7 @@ def expected(q, k, v, do, is_causal, scale, in_e4m3=None) -> dict[str, Expected]
             if in_e4m3 is None:
                 m = _variances(q1, k1, v1, do1, mask, scale, t, dtype)
             else:
-                m = _variances_in_e4m3(q1, k1, v1, mask, scale, t, dtype)
+                m = _variances_in_e4m3(q1, k1, v1, scale, t, dtype)
             for name in ("o", "lse", "dq") if do is not None else ("o", "lse"):
                 truth[name][b, heads, part], var[name][b, heads, part] = t[name], m[name]
             if do is not None:
@@ -181,7 +181,7 @@ def _variances(q, k, v, do, mask, scale, truth, dtype) -> dict[str, torch.Tensor
     return var
 
 
-def _variances_in_e4m3(q, k, v, mask, scale, truth, dtype) -> dict[str, torch.Tensor]:
+def _variances_in_e4m3(q, k, v, scale, truth, dtype) -> dict[str, torch.Tensor]:
     """The squared rounding error of a correct kernel whose operands are e4m3, P too, and which divides by the sum of P
     as it was rounded.
     """
@@ -232,7 +232,7 @@ def _softmax_by_sdpa(s):
         return F.scaled_dot_product_attention(s[None], eye[None], eye[None], scale=1.0)[0]
 
 
-def _sample_rows(seq_q: int, device) -> torch.Tensor:
+def _sample_rows(seq_q: int) -> torch.Tensor:
     if seq_q <= SAMPLE_ROWS:
         return torch.arange(seq_q)
     edge = SAMPLE_ROWS // 4

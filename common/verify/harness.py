@@ -41,7 +41,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from common.validate import check_scale
+from common.validate import check_flag, check_scale
 from common.verify import guard
 from common.verify import isolated as child
 from common.verify.expected import UNIT_ROUNDOFF, expected, expected_softmax
@@ -248,9 +248,8 @@ def _check_arguments(fn, q, k, v, do, is_causal, enable_gqa) -> None:
     for name, t in tensors.items():
         if t.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} like q, got {t.device}")
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+    check_flag("is_causal", is_causal)
+    check_flag("enable_gqa", enable_gqa)
 
 
 def _check_shapes(q, k, v) -> None:

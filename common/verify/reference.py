@@ -143,22 +143,3 @@ def tiled_attention_backward(q, k, v, o, lse, do, dlse=None, *, is_causal=False,
             dk[:, :, cols] += scale * (ds.transpose(-1, -2) @ q_tile).unflatten(1, (heads_kv, group)).sum(dim=2)
             dq[:, :, rows] += scale * ds @ k_tile
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-class TiledAttention(torch.autograd.Function):
-    """The two tiled passes as an autograd operator: `TiledAttention.apply(q, k, v, is_causal, scale)` -> (o, lse).
-
-    What the forward pass keeps is q, k, v, o and the LSE; the backward pass recomputes P from them.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, is_causal=False, scale=None):
-        o, lse = tiled_attention(q, k, v, is_causal=is_causal, scale=scale)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.is_causal, ctx.scale = is_causal, scale
-        return o, lse
-
-    @staticmethod
-    def backward(ctx, do, dlse):
-        options = dict(is_causal=ctx.is_causal, scale=ctx.scale)
-        return *tiled_attention_backward(*ctx.saved_tensors, do, dlse, **options), None, None

@@ -10,6 +10,7 @@ from common.measure import traffic
 from common.source import source
 from common.verify import Report, VerificationError
 from common.verify.reference import naive_attention, tiled_attention, tiled_attention_backward
+from phase4_backward.bill import attention_backward_bytes
 
 import torch
 
@@ -158,7 +159,7 @@ def check_bytes(name, call, block_m, block_n, *, hint, in_tiles=""):
     q = make_qkv(1, 1, 64, 16)[0]
     lse = torch.zeros(1, 1, 64)
     for is_causal in (False, True):
-        least = traffic.attention_backward_bytes(64, 64, 16, block_m, block_n, 2, is_causal=is_causal)[name]
+        least = attention_backward_bytes(64, 64, 16, block_m, block_n, 2, is_causal=is_causal)[name]
         with traffic.measure() as moved:
             call(q, lse, is_causal)
         if moved.total > least:

@@ -157,7 +157,7 @@ def run() -> list[dict]:
 
 
 KERNELS = (_beside_kernel,)
-SETTINGS = clocks, _launched, TURNS, LAUNCHES
+SETTINGS = (run,)
 
 
 if __name__ == "__main__":

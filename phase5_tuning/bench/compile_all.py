@@ -39,7 +39,7 @@ def launches(rung, dtype, head_dim) -> Iterator[tuple[str, offline.RecordedLaunc
                 call = partial(attention_forward, q, q, q, True, kernel=rung.forward, config=config)
             else:
                 options = {f"{kind}_kernel": getattr(rung, kind), f"{kind}_config": config}
-                options["needs"] = kind == "dq", kind == "dkdv"
+                options |= dict(needs_q=kind == "dq", needs_kv=kind == "dkdv")
                 call = partial(attention_backward, q, q, q, q, lse, q, None, True, **options)
             yield str(config), offline.record_launches(call)[-1]
 

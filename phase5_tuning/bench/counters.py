@@ -173,7 +173,7 @@ def run_in_turns() -> list[dict]:
 
 
 KERNELS = *peers.KERNELS, *peers.HOPPER_KERNELS
-SETTINGS = (*peers.SETTINGS, *peers.HOPPER_SETTINGS, power.endurance, power.REST, power.SECONDS, COUNTERS)
+SETTINGS = *peers.SETTINGS, *peers.HOPPER_SETTINGS, power.endurance, profiled
 
 
 if __name__ == "__main__":

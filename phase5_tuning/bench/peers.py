@@ -44,7 +44,7 @@ from torch.nn.attention import SDPBackend
 
 _OF_RUNGS = [kernel for rung in LADDER for kernel in (rung.forward, rung.dkdv, rung.dq)]
 KERNELS = *dict.fromkeys(_OF_RUNGS), _attn_bwd_rows_kernel
-SETTINGS = configs.TABLE, configs.TABLE_FP32, configs.Choice.pick, configs.choose, plans.precision
+SETTINGS = configs.Choice.pick, configs.choose, plans.precision
 HOPPER_KERNELS = (
     hopper_forward._attn_fwd_hopper_kernel,
     hopper_backward._attn_bwd_hopper_rows_kernel,
@@ -52,11 +52,8 @@ HOPPER_KERNELS = (
     hopper_backward._attn_bwd_hopper_dq_kernel,
 )
 HOPPER_SETTINGS = (
-    hopper_forward.SHAPES, hopper_forward.REGISTERS, hopper_forward.BLOCK_N, hopper_forward.CACHED,
-    hopper_forward.SHORT, hopper_forward.US, hopper_forward.shape_of,
-    hopper_backward.BLOCK_M, hopper_backward.STAGES,
-    hopper_order.MOST_TOGETHER, hopper_order.EACH, hopper_order.CACHED,
-    hopper_forward.plan, hopper_backward.plan, hopper_order.split_group, hopper_order.turns,
+    hopper_forward.pays, hopper_forward.plan,
+    hopper_backward.pays, hopper_backward.plan, hopper_order.split_group, hopper_order.turns,
 )  # fmt: skip
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}  # of the forward pass

@@ -114,7 +114,7 @@ def run() -> list[dict]:
     return rows
 
 
-SETTINGS = *peers.SETTINGS, endurance, REST, SECONDS
+SETTINGS = *peers.SETTINGS, endurance
 
 
 if __name__ == "__main__":

@@ -214,8 +214,7 @@ def run(args) -> list[dict]:
 
 KERNELS = HOPPER_KERNELS
 SETTINGS = (
-    *HOPPER_SETTINGS, WARMUP, CALLS, ROUNDS, ROUND_MS, slowest, _round_ms, both_passes, replayed,
-    attention_alone, one_move, timed_peer,
+    *HOPPER_SETTINGS, run,
     cp.Ring, cp._around, cp._at_once, cp._Travelling, cp._Kept, cp._Sharded, cp._Turned, cp.merge_,
 )  # fmt: skip
 

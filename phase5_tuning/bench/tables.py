@@ -4,7 +4,6 @@
 """
 
 import hashlib
-import math
 import re
 from collections.abc import Iterable, Mapping
 from itertools import product
@@ -56,32 +55,6 @@ def sources(records: Iterable[dict]) -> str:
     )
 
 
-def _cell(x: float, width: int, digits: int = 2) -> str:
-    return f"{'-' if math.isnan(x) else f'{x:.{digits}f}':>{width}}"
-
-
-def _share(rate, case, mode, one, other):
-    """The speed of one provider as a share of another's, or NaN."""
-    return rate.get((one, *case, mode), math.nan) / rate.get((other, *case, mode), math.nan)
-
-
-def beside_others(rate: Rates) -> str:
-    """This chapter's speed by those of the others, of 16384 tokens and a few of 4096."""
-    others = {
-        "cuDNN": ("hopper", "sdpa-cudnn"),
-        "FA4": ("hopper", "flash-attn-4"),
-        "FA4, fixed": ("hopper", "flash-attn-4-det"),
-        "any: FA4, any": ("hopper in any order", "flash-attn-4"),
-    }
-    cases = [(m, d, c, 16384) for m in ("fwd", "bwd") for d in (128, 64) for c in (False, True)]
-    cases += [("fwd", 128, False, 4096), ("fwd", 64, False, 4096)]
-    lines = [f"this chapter's speed / that of {''.join(f'{name:>15}' for name in others)}"]
-    for mode, d, c, seq in cases:
-        shares = (_share(rate, (d, c, seq), mode, *pair) for pair in others.values())
-        lines.append(f"{mode}, head_dim {d:>3}, {mask(c):<6} {seq:>5}" + "".join(_cell(x, 15) for x in shares))
-    return "\n".join(lines)
-
-
 def orders(record: dict, dtype: str, lengths: Iterable[int]) -> str:
     """The backward pass in a fixed order and in any: TFLOP/s of the median, and of the slowest and the fastest run."""
     of = {
@@ -119,7 +92,7 @@ def without_an_idea(record: dict, head_dim: int) -> str:
     ]
     for provider in dict.fromkeys(r["provider"] for r in rows if r["provider"].startswith("hopper: ")):
         found = [ms[provider, *case] / ms["hopper", *case] for case in cases]
-        lines.append(f"{provider.removeprefix('hopper: '):<18}" + "".join(_cell(x, 9) for x in found))
+        lines.append(f"{provider.removeprefix('hopper: '):<18}" + "".join(f"{x:9.2f}" for x in found))
     return "\n".join(lines)
 
 

@@ -21,9 +21,9 @@ import torch
 MOST = 16  # parts
 LEAST_KEYS = {64: 4096, 128: 1024}  # of a part; with fewer, at this width of tiles, split_kv's are faster
 # Measured on an H100: nanoseconds of a program for a key, by the width of its tiles and its consumers;
-# bytes that the merge writes and reads in a microsecond, and the microseconds of its launch.
+# elements of o that are merged in a microsecond (fitted to parts of 16 bits), and the microseconds of a launch.
 KEY_NS = {(64, 2): 8.3, (64, 3): 10.8, (128, 2): 12.1}
-MERGED, MERGE_US = 1.5e6, 3.0
+MERGED, MERGE_US = 0.375e6, 3.0
 
 
 def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, offset: int) -> int:
@@ -40,12 +40,14 @@ def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, of
     consumers = hopper_forward.shape_of(columns, rows, keys, False)["CONSUMERS"]
     block, most = consumers * hopper_forward.ROWS.value, split_kv.at_once(q)
     tiles = batch * heads_kv * cdiv(rows, block)
-    if tiles > 2 * most:  # enough for any kernel; but rows of a group may fill fewer tiles
-        return int(not is_causal and 0.9 * group * cdiv(seq_q, block) > cdiv(rows, block))
+    if tiles > 2 * most and is_causal:  # enough for any kernel; the triangle is split_kv's
+        return int(keys >= LEAST_KEYS[columns])
+    if tiles > 2 * most:  # rows of a group may fill fewer tiles
+        return int(0.9 * group * cdiv(seq_q, block) > cdiv(rows, block))
 
     def us(n):
         walks = cdiv(tiles * n, most) * keys / n * KEY_NS[columns, consumers] / 1e3
-        return walks + (n > 1) * (MERGE_US + n * q.numel() * 2 * q.itemsize / MERGED)
+        return walks + (n > 1) * (MERGE_US + n * q.numel() / MERGED)
 
     counts = range(1, MOST + 1) if all(_joined(t) for t in (k, v)) else (1,)
     n = min(counts, key=us)
@@ -75,7 +77,7 @@ class FoldedLaunch:
     parts: tuple[int, ...]
 
     def __call__(self, q, k, v, o, lse):
-        o_parts, lse_parts = split_kv.room(self.parts, q, q.dtype) if self.merge else (o, lse)
+        o_parts, lse_parts = split_kv.room(self.parts, q) if self.merge else (o, lse)
         taken = torch.zeros(1, dtype=torch.int32, device=q.device)
         tensors = q.contiguous(), k, v, o_parts
         self.attend(*(t.as_strided(*view) for t, view in zip(tensors, self.views, strict=True)), lse_parts, taken)
@@ -106,12 +108,12 @@ def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float, n: int) ->
     views = [t.as_strided(*view) for t, view in ((q.contiguous(), of_q), (k, of_k), (v, of_v))]
     rest = split_kv.keys_seen(q, k, is_causal, offset) > first
     shape = n + rest, *lse.shape
-    of_parts = split_kv.room(shape, q, q.dtype) if n + rest > 1 else None
+    of_parts = split_kv.room(shape, q) if n + rest > 1 else None
     of_rest = None
     if rest:
         ends, tried = (k[:, :, first:], v[:, :, first:]), split_kv.tiles(rows, head_dim, q.itemsize)
         into = [t[-1:] for t in of_parts]
         of_rest = split_kv.attending(q, *ends, o, lse, into, is_causal, offset - first, scale, tried)
-    attend = hopper_forward.plan(*views, False, scale, 1).launch
+    attend = hopper_forward.plan(*views, False, scale, 1, parts=n + rest > 1).launch
     merge = split_kv.merging(*of_parts, o, lse) if of_parts else None
     return FoldedLaunch((of_q, of_k, of_v, of_o), attend, first, of_rest, merge, shape)

@@ -261,9 +261,9 @@ class SplitLaunch:
         self.merge(o_parts, lse_parts, o, lse)
 
 
-def room(parts: tuple[int, ...], q: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for o of all parts, in dtype, and for their LSE."""
-    o_parts = torch.empty((*parts, q.shape[3]), dtype=dtype, device=q.device)
+def room(parts: tuple[int, ...], q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for o of all parts and for their LSE, in fp32."""
+    o_parts = torch.empty((*parts, q.shape[3]), dtype=torch.float32, device=q.device)
     return o_parts, torch.empty(parts, dtype=torch.float32, device=q.device)
 
 
@@ -275,7 +275,7 @@ def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float) -> SplitLa
     row_bytes = configs.padded(q.shape[3]) * q.itemsize
     n = parts(programs, rows, keys_seen(q, k, is_causal, offset), row_bytes, tried[0], at_once(q))
     shape = n, *lse.shape
-    of_parts = room(shape, q, torch.float32) if n > 1 else None
+    of_parts = room(shape, q) if n > 1 else None
     attend = attending(q, k, v, o, lse, of_parts, is_causal, offset, scale, tried)
     return SplitLaunch(attend, merging(*of_parts, o, lse) if of_parts else None, shape)
 

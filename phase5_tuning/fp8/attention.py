@@ -13,6 +13,7 @@ from phase5_tuning.fp8 import forward, plain, quantize, reference
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Launch, cdiv, facts, positive_scale, remember, remembered
+from phase5_tuning.passes.forward import _nothing_to_see
 
 import torch
 
@@ -75,27 +76,29 @@ def attention_forward_fp8(
     line: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, LSE) of attention in e4m3: o (batch, heads_q, seq_q, head_dim) in q's dtype, LSE (batch, heads_q, seq_q),
-    fp32. Arguments and errors as for `flash_attention_fp8`.
+    fp32. Arguments and errors as for `flash_attention_fp8`, except that inputs may want gradients: none flow.
     """
-    flags = is_causal, scale, enable_gqa, rotate, line
+    options = scale, is_causal, enable_gqa, rotate, line
     try:
-        key = "fp8", facts(q, k, v), flags, *map(type, flags), hopper_forward.enabled()
+        key = "fp8", facts(q, k, v), options, *map(type, options), hopper_forward.enabled()
         plan = remembered(key)
     except (AttributeError, RuntimeError, TypeError):  # not tensors, or without strides
-        _check(q, k, v, scale, is_causal, enable_gqa, ("q", "k", "v"))
+        _check(q, k, v, *options)
         raise
     if plan is None:
-        scale = _check(q, k, v, scale, is_causal, enable_gqa, ("q", "k", "v"))
+        scale = _check(q, k, v, *options)
         plan = remember(key, _plan(q, k, v, is_causal, scale, rotate, line))
     return plan(q, k, v)
 
 
-def _check(q, k, v, scale, is_causal, enable_gqa, names) -> float:
+def _check(q, k, v, scale, is_causal, enable_gqa, rotate, line, names=("q", "k", "v")) -> float:
     scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa, names=names)
     if q.dtype not in (torch.float16, torch.bfloat16):
         raise TypeError(f"{names[0]}: expected torch.float16 or torch.bfloat16, got {q.dtype}")
     if q.shape[3] > 128:
         raise ValueError(f"{names[0]}: expected head_dim from 1 to 128, got {q.shape[3]}")
+    validate.check_flag("rotate", rotate)
+    validate.check_flag("line", line)
     return scale
 
 
@@ -124,12 +127,6 @@ def _has_e4m3() -> bool:
 def _has_wgmma() -> bool:
     known = hopper_forward.enabled() and not runtime.INTERPRETED and torch.version.hip is None
     return known and configs.capability() == (9, 0)
-
-
-def _nothing_to_see(q, k, v):
-    """The results where there is no query or no key."""
-    o = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    return o, torch.full(q.shape[:3], float("-inf"), dtype=torch.float32, device=q.device)
 
 
 @torch.library.custom_op("flash_attention_course::fp8_forward", mutates_args=())
@@ -173,10 +170,7 @@ def flash_attention_fp8(
     traced = _traced(query, key, value)
     query, key, value = validate.cast_like_sdpa(query, key, value)
     validate.refuse_transforms(query, key, value)
-    _check(query, key, value, scale, is_causal, enable_gqa, NAMES)
-    for name, flag in (("rotate", rotate), ("line", line)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: expected a bool, got {type(flag).__name__}")
+    _check(query, key, value, scale, is_causal, enable_gqa, rotate, line, NAMES)
     for name, t in zip(NAMES, (query, key, value), strict=True):
         if torch.is_grad_enabled() and t.requires_grad:
             raise RuntimeError(f"{name}: flash_attention_fp8 has no backward pass; call it under torch.no_grad()")

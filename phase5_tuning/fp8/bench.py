@@ -17,7 +17,7 @@ from common.arguments import listed
 from common.measure import records, timing
 from common.verify.inputs import make_qkv
 from phase5_tuning.attention import flash_attention
-from phase5_tuning.fp8 import forward, parts, quantize, reference
+from phase5_tuning.fp8 import forward, quantize, reference
 from phase5_tuning.fp8.attention import attention_forward_fp8
 from phase5_tuning.hopper.forward import columns_of
 
@@ -178,10 +178,7 @@ def run(args) -> list[dict]:
 
 
 KERNELS = quantize._quantize_kernel, forward._attn_fwd_fp8_kernel
-SETTINGS = (
-    CELLS, TOKENS, WIDTH, ROUNDS, LENGTHS, ROWS, list(INPUTS), spread, one_column, one_row, attend, cast, errors, speed,
-    forward.SHAPES, forward.plan, quantize.plan, parts._exact, parts._line, reference.quantize,
-)  # fmt: skip
+SETTINGS = run, list(INPUTS), spread, one_column, one_row, forward.plan, quantize.plan, reference.quantize
 
 
 def main(argv=None) -> int:

@@ -522,7 +522,7 @@ class HopperBackwardPlan:
 
     def __call__(self, q, k, v, o, lse, do, dlse):
         if dlse is not None:
-            dlse = dlse.resolve_neg().contiguous()
+            dlse = dlse.contiguous()
         dq, dk, dv = (torch.empty(s, dtype=q.dtype, device=q.device) for s in (q.shape, self.parts, self.parts))
         if self.sign != 1:
             q = self.sign * q
@@ -532,7 +532,7 @@ class HopperBackwardPlan:
         if self.seen_k < k.shape[2]:
             dk[:, :, self.seen_k :], dv[:, :, self.seen_k :] = 0.0, 0.0
         with runtime.on_device_of(q):
-            self.rows(o.resolve_neg(), do, lse.resolve_neg(), dlse, row_lse, delta, dq_sum, count)
+            self.rows(o, do, lse, dlse, row_lse, delta, dq_sum, count)
             self.fused(q, k, v, do, row_lse, delta, dq_sum, dk, dv, count)
             self.dq(dq_sum, dq)
         if dk.shape != k.shape:
@@ -540,10 +540,10 @@ class HopperBackwardPlan:
         return dq, dk, dv
 
 
-def takes(q, k, v, do) -> bool:
-    """As `hopper_forward.takes`, and no more rows than a coordinate can count."""
-    tiles_m = cdiv(q.shape[2], BLOCK_M[64])
-    return hopper_forward.takes(q, k, v, do) and q.shape[0] * q.shape[1] * tiles_m * BLOCK_M[64] < 2**31
+def takes(q, k, v, do, *rows) -> bool:
+    """As `hopper_forward.takes`, and no more rows than a coordinate can count. rows: o, lse, dlse, in any strides."""
+    fits = q.shape[0] * q.shape[1] * cdiv(q.shape[2], BLOCK_M[64]) * BLOCK_M[64] < 2**31
+    return fits and hopper_forward.takes(q, k, v, do) and not any(t.is_neg() for t in rows)
 
 
 def pays(q, k) -> bool:

@@ -43,7 +43,7 @@ class Work:
     q: tma.tensor_descriptor  # tiles (1, 1, ROWS, BLOCK_D)
     k: tma.tensor_descriptor  # tiles (1, 1, BLOCK_N, BLOCK_D), as v's
     v: tma.tensor_descriptor
-    o: tma.tensor_descriptor
+    o: tma.tensor_descriptor | gl.tensor  # with O_DIM a pointer to rows in fp32
     lse_ptr: gl.tensor
     taken_ptr: gl.tensor  # how many tiles programs have taken besides their first
     heads_q: gl.tensor
@@ -54,16 +54,19 @@ class Work:
     together: gl.tensor  # heads whose tiles take turns
     IS_CAUSAL: gl.constexpr
     CONSUMERS: gl.constexpr
+    O_DIM: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, o, lse_ptr, taken_ptr, heads_q, group, seq_q, seq_k, heads, together, IS_CAUSAL, CONSUMERS
-    ):
+        self, q, k, v, o, lse_ptr, taken_ptr, heads_q, group, seq_q, seq_k, heads, together, IS_CAUSAL, CONSUMERS,
+        O_DIM=0,
+    ):  # fmt: skip
         self.q, self.k, self.v, self.o = q, k, v, o
         self.lse_ptr, self.taken_ptr = lse_ptr, taken_ptr
         self.heads_q, self.group, self.seq_q, self.seq_k = heads_q, group, seq_q, seq_k
         self.heads, self.together = heads, together
         self.IS_CAUSAL, self.CONSUMERS = gl.constexpr(IS_CAUSAL), gl.constexpr(CONSUMERS)
+        self.O_DIM = gl.constexpr(O_DIM)
 
     @gluon.jit
     def tiles_m(self):
@@ -328,6 +331,15 @@ def _last_values(memory, p16, acc, m_i, l_i, pair):
 
 
 @gluon.jit
+def _store_part(work, o, row, bh):
+    """Rows of one part of the keys, in fp32: they are rounded once, when the parts have been merged."""
+    offs_m = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout)), 1)
+    offs_d = gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
+    inside = (offs_m < work.seq_q) & (offs_d < work.O_DIM)
+    gl.store(work.o + (bh.to(gl.int64) * work.seq_q + offs_m) * work.O_DIM + offs_d, o, mask=inside)
+
+
+@gluon.jit
 def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, ME: gl.constexpr):
     """Attend ROWS queries of each turn's tile to all keys that they see."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
@@ -362,9 +374,12 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
         o, lse = _last_values(memory, p16, acc, m_i, l_i, pair)
         pair += 1
 
-        q_place.store(o.to(DTYPE))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(work.o, [b, h, row, 0], memory.q.index(q_slot))
+        if work.O_DIM:
+            _store_part(work, o, row, b * work.heads_q + h)
+        else:
+            q_place.store(o.to(DTYPE))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(work.o, [b, h, row, 0], memory.q.index(q_slot))
         offs_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
         gl.store(lse_row + offs_m, lse, mask=offs_m < work.seq_q)
@@ -375,20 +390,21 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
 
 @gluon.jit
 def _attn_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, taken_ptr,
+    q_desc, k_desc, v_desc, o, lse_ptr, taken_ptr,
     heads_q, group, seq_q, seq_k, scale, heads, together,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     OVERLAP: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_DIM: gl.constexpr,
 ):  # fmt: skip
     """O and LSE as `_attn_fwd_descriptors_kernel`. Grid: as many programs as multiprocessors, at most one for each tile
-    of CONSUMERS x 64 queries.
+    of CONSUMERS x 64 queries. o: a descriptor; with O_DIM a pointer to contiguous fp32 (batch, heads_q, seq_q, O_DIM).
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     work = Work(
-        q_desc, k_desc, v_desc, o_desc, lse_ptr, taken_ptr, gl.to_tensor(heads_q), gl.to_tensor(group),
+        q_desc, k_desc, v_desc, o, lse_ptr, taken_ptr, gl.to_tensor(heads_q), gl.to_tensor(group),
         gl.to_tensor(seq_q), gl.to_tensor(seq_k), gl.to_tensor(heads), gl.to_tensor(together), IS_CAUSAL, CONSUMERS,
+        O_DIM,
     )  # fmt: skip
     memory = Memory(
         gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout),
@@ -528,8 +544,9 @@ def shape_of(columns: int, seq_q: int, seq_k: int, is_causal: bool) -> dict:
     return min((long, *SHORT), key=us) if columns == 64 else long
 
 
-def plan(q, k, v, is_causal: bool, scale: float, sign: int, **changes) -> HopperForwardPlan:
-    """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied by.
+def plan(q, k, v, is_causal: bool, scale: float, sign: int, parts: bool = False, **changes) -> HopperForwardPlan:
+    """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied by. parts: its launch
+    writes o in fp32, contiguous.
 
     changes: to the arguments of the kernel, or `programs`, for measurements.
     """
@@ -544,17 +561,19 @@ def plan(q, k, v, is_causal: bool, scale: float, sign: int, **changes) -> Hopper
     shape = shape_of(columns, seq_q, seq_k, is_causal)
     sizes = dict(
         heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
-        BLOCK_D=columns, IS_CAUSAL=is_causal, programs=configs.multiprocessors(q.device.index), **shape,
+        BLOCK_D=columns, O_DIM=head_dim if parts else 0, IS_CAUSAL=is_causal,
+        programs=configs.multiprocessors(q.device.index), **shape,
     ) | changes  # fmt: skip
     block_n = sizes["BLOCK_N"]
     sizes["MASKED"] = is_causal or seq_k % block_n != 0
     options = dict(num_warps=4, maxnreg=sizes.pop("maxnreg"))
     programs = min(sizes.pop("programs"), cdiv(seq_q, sizes["CONSUMERS"] * ROWS.value) * heads)
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = torch.empty(q.shape, dtype=torch.float32 if parts else q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
     rows = ROWS.value
-    boxes = [in_heads(t, n, columns) for t, n in ((q, rows), (k, block_n), (v, block_n), (o, rows))]
+    tiles = [(q, rows), (k, block_n), (v, block_n), *([] if parts else [(o, rows)])]
+    boxes = [in_heads(t, n, columns) for t, n in tiles]
     launch = Launch(_attn_fwd_hopper_kernel, programs, sizes, options, boxes)
     with runtime.on_device_of(q):
         if not runtime.recording:

@@ -180,11 +180,12 @@ def _attn_bwd_dkdv_transposed_kernel(
     stride_q, stride_k, stride_v, stride_do, stride_dk, stride_dv,
     heads_kv, group, seq_q, seq_k, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr, LOWER_RIGHT: tl.constexpr = False,
 ):  # fmt: skip
     """As `_attn_bwd_dkdv_edges_kernel`. Ships for what the tensor memory accelerator cannot fetch.
 
     New here: p, dp and ds are (BLOCK_N, BLOCK_M), the way in which the products of dV and dK take them.
+    LOWER_RIGHT: the causal mask is aligned with the last query and the last key, and seq_k may be any.
     """
     tiles_n = tl.cdiv(seq_k, BLOCK_N)
     pid_n = tl.program_id(0) % tiles_n
@@ -197,11 +198,13 @@ def _attn_bwd_dkdv_transposed_kernel(
     v = load_tile(v_head, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
 
     scale2 = scale * LOG2E
+    offset = seq_k - seq_q if LOWER_RIGHT else 0  # query i sees keys 0 ... i + offset
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     start = 0
     if IS_CAUSAL:  # queries before this tile's first key see none of it
-        start = pid_n * BLOCK_N // BLOCK_M * BLOCK_M
+        first = tl.maximum(pid_n * BLOCK_N - offset, 0) if LOWER_RIGHT else pid_n * BLOCK_N
+        start = first // BLOCK_M * BLOCK_M
     tl.assume(start < seq_q)  # ptxas may serialize the products of a loop that need not run at all
     for g in range(0, group):
         head = pid_bh * group + g  # a query head that shares this key head
@@ -216,7 +219,7 @@ def _attn_bwd_dkdv_transposed_kernel(
             s = s * scale2 - lse[None, :]
             if IS_CAUSAL or RAGGED:
                 # That a query sees.
-                last_n = offs_m if IS_CAUSAL else tl.full((BLOCK_M,), seq_k, tl.int32)
+                last_n = offs_m + offset if IS_CAUSAL else tl.full((BLOCK_M,), seq_k, tl.int32)
                 if RAGGED:
                     last_n = tl.where(offs_m < seq_q, last_n, -1)
                 s = tl.where(last_n[None, :] >= offs_n[:, None], s, float("-inf"))
@@ -239,7 +242,7 @@ def _attn_bwd_dkdv_descriptors_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, stride_dk, stride_dv,
     heads_kv, group, seq_q, seq_k, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, RAGGED: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, RAGGED: tl.constexpr, LOWER_RIGHT: tl.constexpr = False,
 ):  # fmt: skip
     """As `_attn_bwd_dkdv_transposed_kernel`. Ships.
 
@@ -255,11 +258,13 @@ def _attn_bwd_dkdv_descriptors_kernel(
     v = v_desc.load([b, h_kv, pid_n * BLOCK_N, 0]).reshape(BLOCK_N, BLOCK_D)
 
     scale2 = scale * LOG2E
+    offset = seq_k - seq_q if LOWER_RIGHT else 0  # query i sees keys 0 ... i + offset
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     start = 0
     if IS_CAUSAL:  # queries before this tile's first key see none of it
-        start = pid_n * BLOCK_N // BLOCK_M * BLOCK_M
+        first = tl.maximum(pid_n * BLOCK_N - offset, 0) if LOWER_RIGHT else pid_n * BLOCK_N
+        start = first // BLOCK_M * BLOCK_M
     tl.assume(start < seq_q)  # ptxas may serialize the products of a loop that need not run at all
     for g in range(0, group):
         h = h_kv * group + g  # a query head that shares this key head
@@ -272,7 +277,7 @@ def _attn_bwd_dkdv_descriptors_kernel(
             s = s * scale2 - lse[None, :]
             if IS_CAUSAL or RAGGED:
                 # That a query sees.
-                last_n = offs_m if IS_CAUSAL else tl.full((BLOCK_M,), seq_k, tl.int32)
+                last_n = offs_m + offset if IS_CAUSAL else tl.full((BLOCK_M,), seq_k, tl.int32)
                 if RAGGED:
                     last_n = tl.where(offs_m < seq_q, last_n, -1)
                 s = tl.where(last_n[None, :] >= offs_n[:, None], s, float("-inf"))

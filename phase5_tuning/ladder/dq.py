@@ -79,11 +79,12 @@ def _attn_bwd_dq_edges_kernel(
     stride_q, stride_k, stride_v, stride_do, stride_dq,
     heads_q, group, seq_q, seq_k, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, LOWER_RIGHT: tl.constexpr = False,
 ):  # fmt: skip
     """As `_attn_bwd_dq_base2_kernel`. Ships for what the tensor memory accelerator cannot fetch.
 
     New here: a mask only from full_n on, as in `_attn_fwd_edges_kernel`.
+    LOWER_RIGHT: the causal mask is aligned with the last query and the last key.
     Requires: seq_k > 0.
     """
     tiles_m = tl.cdiv(seq_q, BLOCK_M)
@@ -104,12 +105,15 @@ def _attn_bwd_dq_edges_kernel(
     delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
 
     scale2 = scale * LOG2E
+    offset = seq_k - seq_q if LOWER_RIGHT else 0  # query i sees keys 0 ... i + offset
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     end_n = seq_k
     full_n = seq_k // BLOCK_N * BLOCK_N  # before it, all keys are visible to all rows
     if IS_CAUSAL:
-        end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
-        full_n = tl.minimum(full_n, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)
+        end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M + offset)
+        full_n = tl.minimum(full_n, (pid_m * BLOCK_M + offset) // BLOCK_N * BLOCK_N)
+    if LOWER_RIGHT:  # queries that see no key visit a tile whose keys are all hidden
+        end_n = tl.maximum(end_n, 1)
     tl.assume(end_n > 0)  # ptxas may serialize the products of a loop that need not run at all
     for start_n in range(0, end_n, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -119,7 +123,7 @@ def _attn_bwd_dq_edges_kernel(
         if MASKED and start_n >= full_n:
             visible = (offs_n < seq_k)[None, :]
             if IS_CAUSAL:
-                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+                visible = visible & ((offs_m + offset)[:, None] >= offs_n[None, :])
             s = tl.where(visible, s, float("-inf"))
         p = tl.exp2(s)
         v = load_tile(v_head, stride_v, offs_n, offs_d, seq_k, HEAD_DIM)
@@ -135,7 +139,7 @@ def _attn_bwd_dq_descriptors_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dq_ptr, stride_dq,
     heads_q, group, seq_q, seq_k, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, MASKED: tl.constexpr, LOWER_RIGHT: tl.constexpr = False,
 ):  # fmt: skip
     """As `_attn_bwd_dq_edges_kernel`. Ships.
 
@@ -156,12 +160,15 @@ def _attn_bwd_dq_descriptors_kernel(
     delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seq_q, other=0.0)
 
     scale2 = scale * LOG2E
+    offset = seq_k - seq_q if LOWER_RIGHT else 0  # query i sees keys 0 ... i + offset
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     end_n = seq_k
     full_n = seq_k // BLOCK_N * BLOCK_N  # before it, all keys are visible to all rows
     if IS_CAUSAL:
-        end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M)
-        full_n = tl.minimum(full_n, pid_m * BLOCK_M // BLOCK_N * BLOCK_N)
+        end_n = tl.minimum(seq_k, (pid_m + 1) * BLOCK_M + offset)
+        full_n = tl.minimum(full_n, (pid_m * BLOCK_M + offset) // BLOCK_N * BLOCK_N)
+    if LOWER_RIGHT:  # queries that see no key visit a tile whose keys are all hidden
+        end_n = tl.maximum(end_n, 1)
     tl.assume(end_n > 0)  # ptxas may serialize the products of a loop that need not run at all
     for start_n in range(0, end_n, BLOCK_N):
         k = k_desc.load([b, h // group, start_n, 0]).reshape(BLOCK_N, BLOCK_D)
@@ -171,7 +178,7 @@ def _attn_bwd_dq_descriptors_kernel(
             offs_n = start_n + tl.arange(0, BLOCK_N)
             visible = (offs_n < seq_k)[None, :]
             if IS_CAUSAL:
-                visible = visible & (offs_m[:, None] >= offs_n[None, :])
+                visible = visible & ((offs_m + offset)[:, None] >= offs_n[None, :])
             s = tl.where(visible, s, float("-inf"))
         p = tl.exp2(s)
         v = v_desc.load([b, h // group, start_n, 0]).reshape(BLOCK_N, BLOCK_D)

@@ -185,13 +185,8 @@ def eight_sums() -> None:
     )
 
 
-def schedules(
-    runs: Mapping[str, Sequence[tuple[int, float, float, int]]], tiles: int, what: str = "program", row: str = "slot"
-) -> None:
-    """Programs of causal tiles on a few slots: who runs when. runs: title -> (slot, start, end, tile).
-
-    what, row: what a box and a row stand for.
-    """
+def schedules(runs: Mapping[str, Sequence[tuple[int, float, float, int]]], tiles: int) -> None:
+    """Programs of causal tiles on a few slots: who runs when. runs: title -> (slot, start, end, tile)."""
     longest = max(end for bars in runs.values() for _, _, end, _ in bars)
     fig, axes = style.new(8.8, 2.6, columns=len(runs), sharex=True, sharey=True)
     for ax, (title, bars) in zip(axes, runs.items(), strict=True):
@@ -206,11 +201,9 @@ def schedules(
         ax.axvline(finish, color=COLORS["bad"], linestyle="--", linewidth=1.2)
         ax.set_title(f"{title}: done at {finish:.0f}", fontsize=10)
         ax.set(ylim=(max(b[0] for b in bars) + 1, 0), yticks=[], xlabel="time, in tiles of keys")
-    axes[0].set(xlim=(0, 1.04 * longest), ylabel=f"{row}s for {what}s")
+    axes[0].set(xlim=(0, 1.04 * longest), ylabel="slots for programs")
     ends = (f"{title}: {max(end for _, _, end, _ in bars):.0f}" for title, bars in runs.items())
-    style.show(
-        fig, alt=f"{what.capitalize()}s as boxes, a row for each {row}. Done, in tiles of keys: {', '.join(ends)}."
-    )
+    style.show(fig, alt=f"Programs as boxes, a row for each slot. Done, in tiles of keys: {', '.join(ends)}.")
 
 
 # --- turns of a loop ----------------------------------------------------------------------------------------------

@@ -78,10 +78,13 @@ class Launch:
     """A kernel with its grid and all arguments but the tensors: `launch(q, k, ...)` runs it on the current GPU.
 
     described: for each of the leading tensors that go as a descriptor, its `Described`. sizes: the other arguments by
-    name. options: Triton's launch options. Tensors must be as those that the launch was made for (see `facts`).
+    name. options: Triton's launch options. Tensors must be as those that the launch was made for (see `facts`). Raises
+    TypeError if the kernel is not a jitted function.
     """
 
     def __init__(self, kernel, programs: int, sizes: dict, options: dict, described: Sequence[Described] = ()):
+        if not hasattr(kernel, "arg_names"):
+            raise TypeError(f"kernel: expected a jitted function, got {kernel!r}")
         self.kernel, self.grid, self.options, self.described = (kernel, (programs, 1, 1), options, described)
         self.rest = tuple(sizes[name] for name in kernel.arg_names if name in sizes)
         self._compiled = None
@@ -128,8 +131,11 @@ def tuned(
     """The launch of a kernel on tensors like these, with the tiles of `config`, or with those chosen for the call.
 
     case: (kernel, head_dim, dtype, tma) as for `configs.candidates`. tiles: as for `configs.choose`. make: from a
-    config, its launch.
+    config, its launch. Raises TypeError if the config is none.
     """
+    if not isinstance(config, configs.Config | None):
+        name = "config" if case[0] == "forward" else f"{case[0]}_config"
+        raise TypeError(f"{name}: expected a Config or None, got {config!r}")
     tried = [config]
     if config is None:
         chosen = configs.choose(*case, is_causal, tiles, lambda c: make(c)(*tensors))

@@ -1,7 +1,8 @@
-"""Every kernel of the ladder as an H100 or H200 would run it, compiled on any CPU.
+"""Every kernel of the ladder, and the Hopper kernels, as an H100 or H200 would run them, compiled on any CPU.
 
     ladder()["forward", 128, True, "base 2"]        # its machine code, registers, shared memory: a `Compiled`
     turn("forward", 128, True, "base 2")["FMUL"]    # how often a warp runs FMUL in a turn of the loop
+    compiled({"plain": plain_launch(128)})          # the last rung with a tile of one's own, or a Hopper kernel
 
 A kernel is "forward", "dkdv" or "dq". A case is (head_dim, is_causal).
 """
@@ -20,6 +21,8 @@ from common.measure import offline, sass
 from common.measure.offline import Compiled, RecordedLaunch
 from common.source import source
 from common.verify.inputs import make_qkv
+from phase5_tuning.hopper import backward as hopper_backward
+from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.ladder import dkdv
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.configs import Config
@@ -38,6 +41,7 @@ RUNGS = {"forward": FORWARD, "dkdv": BACKWARD, "dq": BACKWARD}  # those whose tu
 PRODUCTS = {"forward": 2, "dkdv": 4, "dq": 3}  # of a kernel, in each of its tiles
 CASES = [(64, False), (64, True), (128, False), (128, True)]  # head_dim, is_causal
 LAST, KERNEL = "descriptors", "_attn_fwd_descriptors_kernel"
+SMS = 132  # multiprocessors of an H100 or H200
 
 # The forward kernel of the last rung, with the product S of the next tile issued before this tile's softmax.
 AHEAD = Stage(
@@ -88,15 +92,47 @@ def _launch(kernel: str, head_dim: int, is_causal: bool, name: str, config: Conf
     def call():
         if kernel == "forward":
             return attention_forward(q, q, q, is_causal, kernel=rung.forward, config=config)
-        needs = kernel == "dq", kernel == "dkdv"
+        needs = dict(needs_q=kernel == "dq", needs_kv=kernel == "dkdv")
         of_rung = dict(dkdv_kernel=rung.dkdv, dq_kernel=rung.dq) | {f"{kernel}_config": config}
-        return attention_backward(q, q, q, q, lse, q, is_causal=is_causal, needs=needs, **of_rung)
+        return attention_backward(q, q, q, q, lse, q, is_causal=is_causal, **needs, **of_rung)
 
     with mock.patch.object(configs, "capability", return_value=(9, 0)):
         return offline.record_launches(call)[-1]
 
 
-def _compile(launches: Mapping[object, RecordedLaunch]) -> dict[object, Compiled]:
+def plain_launch(head_dim: int, **tile) -> RecordedLaunch:
+    """The last rung's launch, under a full mask. tile: another `Config` than the tuned one."""
+    return _launch("forward", head_dim, False, LAST, Config(**tile) if tile else None)
+
+
+def hopper_launch(
+    head_dim: int, is_causal: bool = False, seq: int = 1024, heads: int = 4, **changes
+) -> tuple[RecordedLaunch, dict]:
+    """(launch, its arguments by name) of the Hopper forward kernel, in fp16."""
+    q = torch.empty(1, heads, seq, head_dim, dtype=torch.float16, device=runtime.DEVICE)
+    made = []
+
+    def call():
+        made.append(hopper_forward.plan(q, q, q, is_causal, head_dim**-0.5, 1, **changes).launch)
+        made[0](q, q, q, q, torch.empty(1, heads, seq), torch.zeros(1, dtype=torch.int32))
+
+    with mock.patch.object(configs, "multiprocessors", return_value=SMS):
+        (launch,) = offline.record_launches(call)
+    names = made[0].kernel.arg_names
+    return launch, dict(zip(names[-len(made[0].rest) :], made[0].rest, strict=True))
+
+
+def hopper_backward_launch(head_dim: int) -> RecordedLaunch:
+    """The launch of the Hopper backward kernel, full mask, fp16."""
+    q = torch.empty(1, 4, 2048, head_dim, dtype=torch.float16, device=runtime.DEVICE)
+    saved = q, q, q, q, torch.empty(1, 4, 2048), q, None
+    with mock.patch.object(configs, "multiprocessors", return_value=SMS):
+        launches = offline.record_launches(lambda: hopper_backward.plan(*saved, False, head_dim**-0.5, 1)(*saved))
+    return next(launch for launch in launches if launch.name == "_attn_bwd_hopper_kernel")
+
+
+def compiled(launches: Mapping[object, RecordedLaunch]) -> dict[object, Compiled]:
+    """What the compiler makes of launches for an H100 or H200, by their keys."""
     made = offline.compile_launches(launches.values(), sass=True, processes=2)
     return dict(zip(launches, made, strict=True))
 
@@ -105,12 +141,12 @@ def _compile(launches: Mapping[object, RecordedLaunch]) -> dict[object, Compiled
 def ladder() -> Mapping[tuple[str, int, bool, str], Compiled]:
     """Each rung's kernels in four cases: 72 of them, in some minutes on a slow CPU."""
     jobs = [(kernel, d, c, name) for kernel, names in RUNGS.items() for d, c in CASES for name in names]
-    return _compile({job: _launch(*job) for job in jobs})
+    return compiled({job: _launch(*job) for job in jobs})
 
 
 def last_rung(tiles: Iterable[tuple[int, bool, Config]]) -> dict[tuple[int, bool, Config], Compiled]:
     """The forward kernel of the last rung with other tiles: (head_dim, is_causal, config) of each."""
-    return _compile({(d, c, config): _launch("forward", d, c, LAST, config) for d, c, config in tiles})
+    return compiled({(d, c, config): _launch("forward", d, c, LAST, config) for d, c, config in tiles})
 
 
 @cache
@@ -135,7 +171,7 @@ def next_product_early() -> tuple[str, dict[int, Compiled]]:
         verdict = verify_results(attention, *make_qkv(1, 2, 100, 32), is_causal=True).verdict
         launches = {stages: launch_of(stages) for stages in (1, 2, 3)}
     text = "from phase5_tuning.ladder.forward import *\n\n\n" + source(kernel)
-    return verdict, _compile({stages: replace(one, source=text) for stages, one in launches.items()})
+    return verdict, compiled({stages: replace(one, source=text) for stages, one in launches.items()})
 
 
 @cache
@@ -148,7 +184,7 @@ def assumed() -> Mapping[tuple[str, bool, bool], Compiled]:
         for c in (False, True):
             made[name, c, not has] = ladder()["dkdv", 64, c, name]
             made[name, c, has] = replace(_launch("dkdv", 64, c, name), source=text)
-    new = _compile({job: one for job, one in made.items() if isinstance(one, RecordedLaunch)})
+    new = compiled({job: one for job, one in made.items() if isinstance(one, RecordedLaunch)})
     return made | new
 
 
@@ -157,4 +193,4 @@ def of_learner(attention: Callable, **tile: int) -> Compiled:
     q = torch.empty(1, 4, 1024, 128, dtype=torch.float16, device=runtime.DEVICE)
     (launch,) = offline.record_launches(lambda: attention(q, q, q, True, **tile))
     text = Path(inspect.getsourcefile(attention)).read_text()  # the file of an answer is in no list of modules
-    return _compile({0: replace(launch, source=text)})[0]
+    return compiled({0: replace(launch, source=text)})[0]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from common.measure import records, sass, timing, traffic
 from common.measure.offline import Compiled
-from common.source import Highlighted
+from phase4_backward.bill import attention_backward_bytes
 from phase5_tuning.launch.configs import Config
 from phase5_tuning.lesson.compiled import chosen, last_rung
 
@@ -69,11 +69,6 @@ def by_case(record: dict) -> dict[tuple, dict]:
     """The rows of a record by (provider, head_dim, is_causal, seq, mode)."""
     rows = (r for r in record["rows"] if "ms" in r)
     return {(r["provider"], r["head_dim"], r["is_causal"], r["seq"], r.get("mode", "fwd")): r for r in rows}
-
-
-def folded(title: str, text: str) -> Highlighted:
-    """A table behind a line that a click opens; where no HTML is shown it stands open."""
-    return Highlighted(text, "text", title)
 
 
 def small_call(record: dict) -> dict:
@@ -150,7 +145,7 @@ def roofline(ladder: dict, seq: int = 4096, size: int = 2) -> dict[str, tuple[fl
         for kind, part in (("dkdv", "delta"), ("dkdv", "dkdv"), ("dq", "dq")):
             tile = chosen(kind, head_dim, False)
             sizes = seq, seq, head_dim, tile.BLOCK_M, tile.BLOCK_N, size
-            asked += traffic.attention_backward_bytes(*sizes)[part]
+            asked += attention_backward_bytes(*sizes)[part]
         reached = rows["ours", head_dim, False, seq, "bwd"]["tflops"] * 1e12
         points[f"tuned backward, D {head_dim}"] = (
             2.5 * flops / asked,

@@ -2,8 +2,8 @@
 
 A call's kernels, tiles and descriptors are worked out once, as in forward.py.
 
-Builds on: this phase's `ladder.dkdv` and `ladder.dq`; phase 4's `attention_backward` where a scale is too large for
-base 2, and its `_attn_bwd_dkdv_kernel`, which wants the LSE in natural units.
+Builds on: this phase's `ladder.dkdv` and `ladder.dq`; phase 4's `_attn_bwd_dkdv_kernel`, which wants the LSE in natural
+units.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from functools import partial
 
 from common import runtime, validate
 from phase4_backward.backward import _attn_bwd_dkdv_kernel
-from phase4_backward.backward import attention_backward as backward_in_base_e
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper.wide import backward as wide_backward
@@ -36,7 +35,7 @@ from phase5_tuning.launch.plans import (
     remembered,
     tuned,
 )
-from phase5_tuning.passes.forward import BASE_E, HOPPER, NOTHING, WIDE
+from phase5_tuning.passes.forward import HOPPER, NOTHING, WIDE
 
 import torch
 
@@ -44,33 +43,30 @@ ROWS = 64  # queries of a program of _attn_bwd_rows_kernel
 
 
 def attention_backward(
-    q, k, v, o, lse, do, dlse=None, is_causal=False, scale=None, needs=(True, True), *,
+    q, k, v, o, lse, do, dlse=None, is_causal=False, scale=None, *, needs_q: bool = True, needs_kv: bool = True,
     dkdv_kernel=None, dq_kernel=None,
     dkdv_config: configs.Config | None = None, dq_config: configs.Config | None = None, lower_right: bool = False,
 ):  # fmt: skip
-    """Gradients of `attention_forward`: arguments and results as phase 4's `attention_backward`; lower_right as there.
+    """Gradients of `attention_forward`: arguments, results and errors as phase 4's `attention_backward`.
 
     dkdv_kernel, dq_kernel: rungs of the ladders; None: a Hopper kernel where one takes the call and all gradients are
     wanted, else the last rungs. dkdv_config, dq_config: tiles to use instead of the chosen ones, and then on a rung.
+    lower_right: as for `attention_forward`. Raises ValueError where a rung before the last two is to take such a mask.
     """
     tensors = q, k, v, o, lse, do, *(() if dlse is None else (dlse,))
     switches = hopper_forward.enabled(), hopper_backward.in_order()
     try:
-        choices = tuple(needs), dkdv_kernel, dq_kernel, dkdv_config, dq_config
+        choices = (needs_q, needs_kv), (dkdv_kernel, dq_kernel), (dkdv_config, dq_config)
         flags = is_causal, scale, type(is_causal), type(scale), lower_right
         key = "backward", facts(*tensors), flags, precision(q.dtype), choices, switches
         plan = remembered(key)
     except (AttributeError, RuntimeError, TypeError):  # not tensors or flags, or without strides
         validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
-        validate.check_needs(needs)
         raise
     if plan is None:
         scale = validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
-        validate.check_needs(choices[0])
-        if is_causal and lower_right and q.shape[2] != k.shape[2]:
-            plan = partial(_square_at_the_end, scale=scale, needs=choices[0])
-        else:
-            plan = _plan(*tensors[:6], dlse, is_causal, scale, *choices)
+        lower_right = is_causal and lower_right and q.shape[2] != k.shape[2]
+        plan = _plan(*tensors[:6], dlse, is_causal, lower_right, scale, *choices)
         remember(key, plan)
     return plan(q, k, v, o, lse, do, dlse)
 
@@ -109,28 +105,30 @@ class BackwardPlan:
         return dq, dk, dv
 
 
-def choose(given, converted, scale: float, needs, kernels, tiles):
-    """What takes a call: NOTHING, BASE_E, HOPPER, WIDE, or the kernels of a rung (dK and dV's, dQ's).
+def choose(given, converted, lower_right: bool, needs, kernels, tiles):
+    """What takes a call: NOTHING, HOPPER, WIDE, or the kernels of a rung (dK and dV's, dQ's).
 
-    given: the saved tensors as they came. converted: as plain kernels take them. scale: its absolute value. needs,
-    kernels, tiles: of both kernels, as for `attention_backward`.
+    given: the saved tensors as they came. converted: as plain kernels take them. lower_right: the mask is aligned with
+    the last query and the last key, which the last two rungs alone know. needs: whether dq is wanted, whether dk and dv
+    are. kernels, tiles: of both kernels, as for `attention_backward`.
     """
-    q, k, v, _, lse, do, _ = given
+    q, k, v, o, lse, do, dlse = given
     if lse.numel() == 0 or k.shape[2] == 0:
         return NOTHING
-    if scale * LOG2E.value > validate.MAX_SCALE:  # in base 2 it would be infinite
-        return BASE_E
     # From a number of tiles on the Hopper kernels are faster than any rung; the fused one makes all gradients at once.
-    as_usual = all(needs) and not any((*kernels, *tiles))
-    if as_usual and hopper_backward.takes(q, k, v, do) and hopper_backward.pays(q, k):
+    as_usual = all(needs) and not lower_right and not any((*kernels, *tiles))
+    rows = (o, lse) if dlse is None else (o, lse, dlse)
+    if as_usual and hopper_backward.takes(q, k, v, do, *rows) and hopper_backward.pays(q, k):
         return HOPPER
-    if as_usual and wide_backward.takes(q, k, v, do) and hopper_backward.pays(q, k):
+    if as_usual and wide_backward.takes(q, k, v, do, *rows) and hopper_backward.pays(q, k):
         return WIDE
     # The rungs before fetch tiles by pointers, which may have any stride and alignment.
     q, k, v, _, _, do, _ = converted
     last = (_attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel)
     before = (_attn_bwd_dkdv_transposed_kernel, _attn_bwd_dq_edges_kernel)
     best = last if descriptors_allowed(q, k, v, do) else before
+    if lower_right and not {*kernels} <= {None, *last, *before}:
+        raise ValueError("lower_right: expected kernels of the last two rungs, got an earlier one")
     return tuple(best[i] if kernel in (None, last[i]) else kernel for i, kernel in enumerate(kernels))
 
 
@@ -142,11 +140,13 @@ def rows_of(o, do, head_dim: int, unit: float) -> Launch:
     return Launch(_attn_bwd_rows_kernel, cdiv(seq_q, ROWS) * batch * heads_q, sizes, {})
 
 
-def launch_of(kind: str, kernel, q, k, v, do, gradients, is_causal: bool, scale: float, config) -> Launch:
+def launch_of(
+    kind: str, kernel, q, k, v, do, gradients, is_causal: bool, lower_right: bool, scale: float, config
+) -> Launch:
     """A rung's launch with given tiles: its grid, and all its arguments but the tensors. kind: "dkdv" or "dq"."""
     (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
     dq, dk, dv = gradients
-    seen_k = seen_keys(q, k, is_causal)
+    seen_k = seen_keys(q, k, is_causal and not lower_right)
     m, n = config.BLOCK_M, config.BLOCK_N
     tma = kernel in (_attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel)
     boxes = [described(t, block) for t, block in ((q, m), (k, n), (v, n), (do, m))] if tma else []
@@ -155,27 +155,23 @@ def launch_of(kind: str, kernel, q, k, v, do, gradients, is_causal: bool, scale:
         stride_dq=dq.stride(), stride_dk=dk.stride(), stride_dv=dv.stride(),
         heads_q=heads_q, heads_kv=heads_kv, group=heads_q // heads_kv, seq_q=seq_q, seq_k=seen_k, scale=scale,
         HEAD_DIM=head_dim, BLOCK_D=configs.padded(head_dim), IS_CAUSAL=is_causal, PRECISION=precision(q.dtype),
-        MASKED=is_causal or seen_k % n != 0, RAGGED=seq_q % m != 0,
+        MASKED=is_causal or seen_k % n != 0, RAGGED=seq_q % m != 0, LOWER_RIGHT=lower_right,
     )  # fmt: skip
     programs = cdiv(seen_k, n) * batch * heads_kv if kind == "dkdv" else cdiv(seq_q, m) * batch * heads_q
     return Launch(kernel, programs, sizes, config.options, boxes)
 
 
-def seen_keys(q, k, is_causal: bool) -> int:
-    """Keys that some query sees."""
-    return min(k.shape[2], q.shape[2]) if is_causal else k.shape[2]
+def seen_keys(q, k, upper_left: bool) -> int:
+    """Keys that some query sees. upper_left: under a causal mask aligned with the first query and the first key."""
+    return min(k.shape[2], q.shape[2]) if upper_left else k.shape[2]
 
 
-def _plan(
-    q, k, v, o, lse, do, dlse, is_causal, scale, needs, dkdv_kernel, dq_kernel, dkdv_config, dq_config
-) -> Callable:
+def _plan(q, k, v, o, lse, do, dlse, is_causal, lower_right, scale, needs, kernels, tiles) -> Callable:
     given, converted = (q, k, v, o, lse, do, dlse), _as_kernels_take(q, k, v, o, lse, do, dlse)
     with runtime.on_device_of(q):
-        kernels = choose(given, converted, abs(scale), needs, (dkdv_kernel, dq_kernel), (dkdv_config, dq_config))
+        kernels = choose(given, converted, lower_right, needs, kernels, tiles)
         if kernels == NOTHING:
             return partial(_nothing_depends, needs=needs)
-        if kernels == BASE_E:
-            return partial(backward_in_base_e, is_causal=is_causal, scale=scale, needs=needs)
         if kernels == HOPPER:
             return hopper_backward.plan(*given, is_causal, *positive_scale(scale))
         if kernels == WIDE:
@@ -184,22 +180,22 @@ def _plan(
         (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
         delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
         gradients = dq, dk, dv = _empty(q), _empty(k), _empty(v)
-        seen_k = seen_keys(q, k, is_causal)
+        seen_k = seen_keys(q, k, is_causal and not lower_right)
         last = _attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel
 
-        def planned(kind, kernel, config, made, tiles):
+        def planned(kind, kernel, config, made, count):
             case = kind, head_dim, q.dtype, kernel in last
-            make = partial(launch_of, kind, kernel, q, k, v, do, gradients, is_causal, scale)
-            return tuned(case, is_causal, tiles, make, (q, k, v, do, row_lse, delta, *made), config)
+            make = partial(launch_of, kind, kernel, q, k, v, do, gradients, is_causal, lower_right, scale)
+            return tuned(case, is_causal, count, make, (q, k, v, do, row_lse, delta, *made), config)
 
         rows = rows_of(o, do, head_dim, 1.0 if kernels[0] is _attn_bwd_dkdv_kernel else LOG2E.value)
         if runtime.DEVICE == "cuda" and not runtime.recording:
             rows.compile(o, do, lse, dlse, delta, row_lse)
         dkdv_launch = dq_launch = None
         if needs[1]:
-            dkdv_launch = planned("dkdv", kernels[0], dkdv_config, (dk, dv), batch * heads_kv * cdiv(seen_k, 64))
+            dkdv_launch = planned("dkdv", kernels[0], tiles[0], (dk, dv), batch * heads_kv * cdiv(seen_k, 64))
         if needs[0]:
-            dq_launch = planned("dq", kernels[1], dq_config, (dq,), batch * heads_q * cdiv(seq_q, 64))
+            dq_launch = planned("dq", kernels[1], tiles[1], (dq,), batch * heads_q * cdiv(seq_q, 64))
     as_given = all(a is b for a, b in zip(given, converted, strict=True))
     return BackwardPlan(rows, dkdv_launch, dq_launch, seen_k, as_given)
 
@@ -215,35 +211,6 @@ def _as_kernels_take(q, k, v, o, lse, do, dlse) -> list:
         dlse = dlse.resolve_neg().contiguous()
     q, k, v, o, do = runtime.to_kernel_dtype(q, k, v, o, do)
     return [q, k, v, o, lse.resolve_neg(), do, dlse]
-
-
-def _square_at_the_end(q, k, v, o, lse, do, dlse, *, scale: float, needs):
-    """The gradients under a mask aligned with the last query and key, in the two sets of keys of the forward pass.
-
-    With the LSE of all keys, P of each set is what it is in the whole.
-    """
-    first = k.shape[2] - q.shape[2]  # key of the square
-    of_rows = [q, o, lse, do, dlse]
-    if first < 0:  # the first queries see nothing
-        of_rows = [t if t is None else t[:, :, -first:] for t in of_rows]
-    q_seen, o, lse, do, dlse = of_rows
-    rest = o, lse.contiguous(), do, dlse
-
-    def of_keys(chosen: slice, is_causal: bool):
-        return attention_backward(q_seen, k[:, :, chosen], v[:, :, chosen], *rest, is_causal, scale, needs)
-
-    dq, dk, dv = of_keys(slice(max(first, 0), None), True)
-    if first > 0:
-        dq_before, *before = of_keys(slice(first), False)
-        if needs[0]:
-            dq += dq_before
-        if needs[1]:
-            dk, dv = (torch.cat(both, dim=2) for both in zip(before, (dk, dv), strict=True))
-    elif needs[0]:
-        unseen = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-        unseen[:, :, -first:] = dq
-        dq = unseen
-    return dq, dk, dv
 
 
 def _nothing_depends(q, k, v, o, lse, do, dlse, *, needs):

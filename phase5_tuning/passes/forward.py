@@ -1,19 +1,18 @@
 """The tuned forward pass: a call's kernel, tiles and descriptors are worked out once, then remembered as a plan.
 
-Builds on: this phase's `ladder.forward`; phase 3's `attention_forward` where a scale is too large for base 2.
+Builds on: this phase's `ladder.forward`, `decode` and `hopper`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 
 from common import runtime, validate
-from phase3_forward.forward import attention_forward as forward_in_base_e
 from phase5_tuning.decode import folded, split_kv
-from phase5_tuning.decode.merge import merge_
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper.wide import forward as wide_forward
-from phase5_tuning.ladder.forward import LOG2E, _attn_fwd_descriptors_kernel, _attn_fwd_heavy_first_kernel
+from phase5_tuning.ladder.forward import _attn_fwd_descriptors_kernel, _attn_fwd_heavy_first_kernel
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import (
     Launch,
@@ -30,8 +29,8 @@ from phase5_tuning.launch.plans import (
 
 import torch
 
-# What takes a call, beside the kernels of rungs.
-NOTHING, BASE_E, SPLIT, FOLDED, HOPPER, WIDE = "nothing", "base e", "split", "folded", "hopper", "wide"
+# What takes a call, beside the kernels of rungs: members that no argument `kernel` can equal.
+NOTHING, SPLIT, FOLDED, HOPPER, WIDE = Enum("Route", "NOTHING SPLIT FOLDED HOPPER WIDE")
 
 
 def attention_forward(
@@ -49,7 +48,7 @@ def attention_forward(
     """softmax(scale q k^T) v and its LSE: arguments, results and errors as phase 3's `attention_forward`.
 
     lower_right: the causal mask is aligned with the last query and the last key, not with the first ones; without
-    is_causal it has no effect.
+    is_causal it has no effect. Where that differs, decode's kernels take the call.
     kernel: a rung of the ladder; None: the split kernel for few queries, a Hopper kernel where one takes the call,
     else the last rung. config: tiles to use instead of the chosen ones, and then on a rung.
     fp32 is computed to fp32 accuracy, or with TF32 where PyTorch's own switch allows it
@@ -69,13 +68,19 @@ def attention_forward(
         )
         plan = remembered(key)
     except (AttributeError, RuntimeError, TypeError):  # not tensors, or without strides
-        validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+        _checked(q, k, v, *flags)
         raise
     if plan is None:
-        scale = validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
+        scale = _checked(q, k, v, *flags)
         plan = _plan(q, k, v, is_causal, scale, kernel, config, lower_right)
         remember(key, plan)
     return plan(q, k, v)
+
+
+def _checked(q, k, v, is_causal, scale, enable_gqa, lower_right) -> float:
+    """The scale as a number, once all arguments are what they must be."""
+    validate.check_flag("lower_right", lower_right)
+    return validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
 
 
 @dataclass(frozen=True)
@@ -106,32 +111,28 @@ class ForwardPlan:
             return o.copy_(out), lse
 
 
-def choose(
-    given, converted, scale: float, kernel=None, config: configs.Config | None = None, is_causal=False, offset: int = 0
-):
-    """What takes a call: NOTHING, BASE_E, SPLIT, FOLDED, HOPPER, WIDE, or the kernel of a rung.
+def choose(given, converted, kernel=None, config: configs.Config | None = None, is_causal=False, offset: int = 0):
+    """What takes a call: NOTHING, SPLIT, FOLDED, HOPPER, WIDE, or the kernel of a rung.
 
-    given: q, k and v as they came. converted: as plain kernels take them. scale: its absolute value. kernel, config: as
-    for `attention_forward`. is_causal: query i sees keys 0 ... i + offset.
+    given: q, k and v as they came. converted: as plain kernels take them. kernel, config: as for `attention_forward`.
+    is_causal: query i sees keys 0 ... i + offset.
     """
     q, k, v = given
     if 0 in q.shape[:3] or k.shape[2] == 0:
         return NOTHING
-    if scale * LOG2E.value > validate.MAX_SCALE:  # in base 2 it would be infinite
-        return BASE_E
-    if kernel is None and config is None:
-        hopper = hopper_forward.takes(*given)
-        # Few queries leave multiprocessors idle, or read keys once a head instead of once a group (decode/).
-        n = folded.parts(q, k, v, is_causal, offset) if hopper else 0
-        if n > 1 or (n and (offset or q.shape[1] > k.shape[1])):
-            return FOLDED
-        if not n and split_kv.pays(q, k):
-            return SPLIT
-        # From a number of tiles on the Hopper kernels are faster than any rung (FEW and NARROW in hopper/forward.py).
-        if hopper and (n or hopper_forward.pays(q, q.shape[2])):
-            return HOPPER
-        if wide_forward.takes(*given) and hopper_forward.pays(q, q.shape[2]):
-            return WIDE
+    usual = kernel is None and config is None
+    hopper = usual and hopper_forward.takes(*given)
+    # Few queries leave multiprocessors idle, or read keys once a head instead of once a group (decode/).
+    n = folded.parts(q, k, v, is_causal, offset) if hopper else 0
+    if n > 1 or (n and (offset or q.shape[1] > k.shape[1])):
+        return FOLDED
+    if offset or (usual and not n and split_kv.pays(q, k)):
+        return SPLIT
+    # From a number of tiles on the Hopper kernels are faster than any rung (FEW and NARROW in hopper/forward.py).
+    if hopper and (n or hopper_forward.pays(q, q.shape[2])):
+        return HOPPER
+    if usual and wide_forward.takes(*given) and hopper_forward.pays(q, q.shape[2]):
+        return WIDE
     if kernel not in (None, _attn_fwd_descriptors_kernel):
         return kernel
     # The rung before the last one fetches tiles by pointers, which may have any stride and alignment.
@@ -154,17 +155,12 @@ def launch_of(kernel, q, k, v, o, is_causal: bool, scale: float, config: configs
 
 def _plan(q, k, v, is_causal, scale, kernel, config, lower_right) -> Callable:
     scale, sign = positive_scale(scale)
-    signed = sign * scale
     offset = k.shape[2] - q.shape[2] if is_causal and lower_right else 0
     given, converted = (q, k, v), _as_kernels_take(q, k, v, sign)
     with runtime.on_device_of(q):
-        kernel = choose(given, converted, scale, kernel, config, is_causal, offset)
+        kernel = choose(given, converted, kernel, config, is_causal, offset)
         if kernel == NOTHING:
             return _nothing_to_see
-        if offset and kernel not in (SPLIT, FOLDED):
-            return partial(_square_at_the_end, scale=signed)
-        if kernel == BASE_E:
-            return partial(forward_in_base_e, is_causal=is_causal, scale=signed, enable_gqa=True)
         if kernel == HOPPER:
             return hopper_forward.plan(q, k, v, is_causal, scale, sign)
         if kernel == WIDE:
@@ -195,21 +191,6 @@ def _as_kernels_take(q, k, v, sign: int):
     if k.stride(3) != 1 and configs.padded(k.shape[3]) == 32:
         k = k.contiguous()
     return runtime.to_kernel_dtype(q if sign == 1 else sign * q, k, v)
-
-
-def _square_at_the_end(q, k, v, *, scale: float):
-    """A mask aligned with the last query and key: the keys that all queries see, and then a square under the causal
-    mask, merged. Where there are more queries than keys, the first ones see nothing.
-    """
-    first = k.shape[2] - q.shape[2]  # key of the square
-    if first < 0:
-        o, lse = _nothing_to_see(q, k, v)
-        o[:, :, -first:], lse[:, :, -first:] = attention_forward(q[:, :, -first:], k, v, True, scale, True)
-        return o, lse
-    o, lse = attention_forward(q, k[:, :, first:], v[:, :, first:], True, scale, True)
-    both = o.float()
-    merge_(both, lse, *attention_forward(q, k[:, :, :first], v[:, :, :first], False, scale, True))
-    return o.copy_(both), lse
 
 
 def _nothing_to_see(q, k, v):

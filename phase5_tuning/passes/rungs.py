@@ -6,7 +6,7 @@ Builds on: this phase's `ladder`; phase 3's `_attn_fwd_kernel`; phase 4's
 `_attn_bwd_dkdv_kernel` and `_attn_bwd_dq_kernel`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common import validate
@@ -24,8 +24,8 @@ import torch
 
 @dataclass(frozen=True)
 class Rung:
-    """A kernel of each kind. tuned: tiles are chosen by measurement; else they are those of
-    phases 3 and 4.
+    """A kernel of each kind. tuned: tiles are chosen by measurement; else they are those of phases 3 and 4. tiles:
+    those of some kernels, which are not chosen then.
     """
 
     name: str
@@ -33,6 +33,7 @@ class Rung:
     dkdv: Callable
     dq: Callable
     tuned: bool = True
+    tiles: Mapping[str, configs.Config] | None = None
 
     def attention(self, q, k, v, *, is_causal=False, scale=None, enable_gqa=False):
         """(o, lse), differentiable; arguments as `attention_forward`."""
@@ -40,7 +41,9 @@ class Rung:
         return _OfRung.apply(q, k, v, is_causal, scale, self)
 
     def config(self, kernel: str, q: torch.Tensor) -> configs.Config | None:
-        """The tiles of phases 3 and 4 where none are chosen."""
+        """The tiles that were given, or those of phases 3 and 4 where none are chosen."""
+        if self.tiles:
+            return self.tiles.get(kernel)
         return None if self.tuned else configs.plain(kernel, q.shape[3], q.dtype)
 
 

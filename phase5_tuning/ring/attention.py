@@ -278,12 +278,13 @@ def context_parallel_attention(
 
     q (batch, heads_q, seq_q of this rank, head_dim), k and v (batch, heads_kv, seq_k of this rank, head_dim), as
     `shard` gives them; dtypes, scale and enable_gqa as in `flash_attention`. With is_causal, seq_q and seq_k must be
-    equal. Returns this rank's shard of o, as q. All ranks must call it in the same order, and its backward pass too. In
-    a CUDA graph they agree while it is captured, and must replay it together.
+    equal. Returns this rank's shard of o, as q: the parts over each shard of keys are rounded to q's dtype and then
+    merged in fp32, so where they cancel the error exceeds `flash_attention`'s. All ranks must call it in the same
+    order, and its backward pass too. In a CUDA graph they agree while it is captured, and must replay it together.
 
-    Raises on a rank what `flash_attention` raises there, and ValueError on all others; ValueError on
-    all ranks if they disagree or if the shards are not those that `shard` gives. A rank that never
-    calls makes the others fail with the process group's own error or timeout; heartbeat.py names it.
+    Raises on a rank what `flash_attention` raises there, and ValueError on all others; ValueError on all ranks if they
+    disagree or if the shards are not those that `shard` gives. If a rank never calls, the others fail with the process
+    group's own error or timeout.
     """
     way = _around, _Travelling
     return _attend("context_parallel_attention", way, q, k, v, is_causal, scale, enable_gqa, group)

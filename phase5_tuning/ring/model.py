@@ -217,10 +217,12 @@ def efficiency(
     way: of WAYS; "both" shares out the heads within a host and runs the ring between hosts. gpus: up to HOST, or a
     multiple of it. rate: operations a second of a GPU. within: bytes a second between GPUs of a host. None where the
     heads cannot be shared out. Launches, merges and additions are left out, and so is that kernels are slower on few
-    rows: so the true efficiency is lower. Raises ValueError if there is no such way.
+    rows: so the true efficiency is lower. Raises ValueError for another way or number of GPUs.
     """
     if way not in WAYS:
         raise ValueError(f"way: expected one of {', '.join(WAYS)}, got {way!r}")
+    if gpus < 1 or (gpus > HOST and gpus % HOST):
+        raise ValueError(f"gpus: expected 1 to {HOST}, or a multiple of {HOST}, got {gpus!r}")
     sharing = dict(ring=1, ulysses=gpus, both=min(HOST, gpus))[way]
     if heads % sharing or heads_kv % sharing:
         return None

@@ -1,14 +1,10 @@
 """Context parallelism over NCCL: two GPUs or more, kernels compiled, against one process."""
 
 import datetime
-import os
-import signal
-import sys
 
 from common import make_qkv, verify_results
 from phase5_tuning.bench.ring import replayed
 from phase5_tuning.ring import attention as cp
-from phase5_tuning.ring.heartbeat import heartbeat
 
 import pytest
 import torch
@@ -106,47 +102,3 @@ def test_several_gpus_give_attention_and_its_gradients(ranks, tmp_path):
     if ranks > GPUS:
         pytest.skip(f"needs {ranks} GPUs")
     mp.spawn(run, (ranks, str(tmp_path)), nprocs=ranks)
-
-
-def lose_one(rank, ranks, folder, how, agreed):
-    """The last rank kills or stops itself in its second call, before or after the ranks have agreed; what the others
-    say of it lies in folder/heard<rank>.
-    """
-    begin(rank, ranks, folder)
-    q, k, v = (cp.shard(t) for t in make_qkv(1, 4, 1024, 128, dtype=torch.bfloat16, device=f"cuda:{rank}"))
-    agree = cp.agreed
-
-    def lost(*call):
-        found = agree(*call) if agreed else None
-        os.kill(os.getpid(), how)
-        return found
-
-    with open(f"{folder}/heard{rank}", "w") as file:
-        sys.stderr = file  # where a process says why it ends
-        try:
-            with heartbeat(interval=0.2, limit=10):
-                cp.context_parallel_attention(q, k, v)
-                torch.cuda.synchronize()
-                if rank == ranks - 1:
-                    cp.agreed = lost
-                cp.context_parallel_attention(q, k, v)
-                torch.cuda.synchronize()
-        except RuntimeError as error:
-            print(error, file=file, flush=True)
-            os._exit(3)  # the process group would wait for the lost rank
-
-
-@pytest.mark.parametrize("agreed", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_rank_that_is_lost_is_named_over_nccl(how, agreed, tmp_path):
-    context = mp.get_context("spawn")
-    args = [(rank, 2, str(tmp_path), how, agreed) for rank in range(2)]
-    one, lost = [context.Process(target=lose_one, args=of, daemon=True) for of in args]
-    for process in (one, lost):
-        process.start()
-    one.join(GUARD)
-    code = one.exitcode
-    for process in (one, lost):
-        process.kill()
-    assert code in (1, 3), (tmp_path / "heard0").read_text()
-    assert "rank 1 gives no sign of life" in (tmp_path / "heard0").read_text()

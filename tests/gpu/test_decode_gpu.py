@@ -218,6 +218,6 @@ def test_what_takes_a_call_here():
     chosen = []
     for seq_q, heads_kv, seq_k in cases:
         q, k, v = make_qkv(1, 32, seq_q, 128, heads_kv=heads_kv, seq_k=seq_k, dtype=BF16)
-        chosen.append(forward.choose((q, k, v), (q, k, v), 1.0))
+        chosen.append(forward.choose((q, k, v), (q, k, v)))
         assert hopper_forward.takes(q, k, v)
     assert chosen == [SPLIT, SPLIT, FOLDED, FOLDED, forward.HOPPER]

@@ -168,11 +168,11 @@ def test_any_order_on_request(monkeypatch):
     assert same(passes(*tensors), ordered)
 
 
-def kinds_of(q, k, v, do=None, needs=(True, True)):
+def kinds_of(q, k, v, do=None, **needs):
     """The plans of a forward and a backward call."""
     with without_plans() as plans:
         o, lse = attention_forward(q, k, v, enable_gqa=True)
-        attention_backward(q, k, v, o, lse, o if do is None else do, needs=needs)
+        attention_backward(q, k, v, o, lse, o if do is None else do, **needs)
         return [type(plan) for plan in plans.values()]
 
 
@@ -180,7 +180,7 @@ def test_which_calls_take_them(monkeypatch):
     q, k, v = make_qkv(1, 2, 200, 64)
     both = [HopperForwardPlan, HopperBackwardPlan]
     assert kinds_of(q, k, v) == both
-    assert kinds_of(q, k, v, needs=(True, False))[1] is not HopperBackwardPlan
+    assert kinds_of(q, k, v, needs_kv=False)[1] is not HopperBackwardPlan
     odd = torch.empty(1, 2, 200, 72, device="cuda", dtype=q.dtype)[..., 1:65]
     assert kinds_of(q, k, v, odd.copy_(q))[1] is not HopperBackwardPlan
     assert not set(both) & set(kinds_of(*(t.float() for t in (q, k, v))))

@@ -205,7 +205,7 @@ def test_trap22_keys_of_minus_infinity_in_unequal_tiles(tile, seq_q, layout, is_
     do = make_tensor(q.shape, layout=layout, generator=torch.Generator().manual_seed(1))
     assert descriptors_allowed(q, k, v, do) == (layout == "bhsd")
     o, lse = attention_forward(q, k, v, is_causal)
-    options, config = dict(is_causal=is_causal, needs=(False, True)), configs.Config(*tile)
+    options, config = dict(is_causal=is_causal, needs_q=False), configs.Config(*tile)
     _, dk, dv = attention_backward(q, k, v, o, lse, do, dkdv_config=config, **options)
     _, *expected = phase4_attention_backward(q, k, v, o, lse, do, **options)
     assert dk.isfinite().all()
@@ -356,7 +356,7 @@ def test_trap39_a_tile_that_does_not_fit_gives_way(rung, is_causal):
     forward = dict(kernel=rung.forward, config=deep)
     asked = [functools.partial(attention_forward, q, k, v, is_causal, **forward)]
     kernels = dict(dkdv_kernel=rung.dkdv, dq_kernel=rung.dq, is_causal=is_causal)
-    for options in (dict(dkdv_config=deep, needs=(False, True)), dict(dq_config=deep, needs=(True, False))):
+    for options in (dict(dkdv_config=deep, needs_q=False), dict(dq_config=deep, needs_kv=False)):
         saved = q, k, v, o, lse, o
         asked.append(functools.partial(attention_backward, *saved, **kernels, **options))
     for call in asked:

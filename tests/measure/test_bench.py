@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import importlib
 import itertools
 import json
@@ -14,12 +15,21 @@ from common.canary import _double_kernel
 from common.measure import records, timing
 from common.phases import PHASES, ROOT
 from phase5_tuning.bench import tables
+from phase5_tuning.bench.models import calls, parts, shapes
+from phase5_tuning.fp8 import bench as fp8_bench
+from phase5_tuning.fp8 import forward as fp8_forward
+from phase5_tuning.fp8 import plain as fp8_plain
+from phase5_tuning.fp8 import quantize
+from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper import interpreter
+from phase5_tuning.hopper.wide import backward as wide_backward
+from phase5_tuning.launch import configs
 
 import pytest
 import triton
 from PIL import Image
+from triton.experimental.gluon import language as gl
 
 RECORDED = sorted((path.parent.parent.name, path.stem) for path in ROOT.glob("phase*/results/*.json"))
 every_record = pytest.mark.parametrize(("folder", "name"), RECORDED)
@@ -60,6 +70,53 @@ def test_a_record_is_of_the_kernels_as_they_are(folder, name):
     if settings:  # with other tiles or another clock it would be another record
         same &= record["provenance"].get("settings") == records.settings_fingerprint(settings)
     assert same == (name not in records.stale(folder))
+
+
+def hashes(module):
+    return list(map(records.fingerprint, module.KERNELS)), records.settings_fingerprint(module.SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("module", "where", "constant"),
+    [
+        (fp8_bench, fp8_forward, "ROOM"), (fp8_bench, fp8_forward, "TOP"), (fp8_bench, quantize, "RUN"),
+        (fp8_bench, fp8_bench, "CELLS"), (shapes, hopper_backward, "P_SCALE"), (shapes, hopper_backward, "WRITERS"),
+        (shapes, hopper_forward, "FEW"), (shapes, wide_backward, "STAGES"), (shapes, wide_backward, "SLOTS"),
+        (shapes, configs, "TABLE"), (shapes, calls, "ROUNDS"), (shapes, calls, "SIZES"), (parts, calls, "REPLAYS"),
+    ],
+)  # fmt: skip
+def test_a_record_knows_the_constants_that_its_functions_name(monkeypatch, module, where, constant):
+    before = hashes(module)
+    monkeypatch.setattr(where, constant, gl.constexpr(7.5))
+    assert hashes(module) != before
+
+
+@pytest.mark.parametrize(
+    ("where", "other"),
+    [(fp8_plain, "BLOCK_N"), (runtime, "DEVICE"), (configs, "_measured")],
+    ids=["of another kernel", "of the machine", "of this process"],
+)
+def test_a_record_is_of_no_other_value(monkeypatch, where, other):
+    before = hashes(fp8_bench), hashes(shapes)
+    monkeypatch.setattr(where, other, "another")
+    assert (hashes(fp8_bench), hashes(shapes)) == before
+
+
+def test_a_record_knows_the_cached_functions_that_its_functions_call(monkeypatch):
+    def was_measured(device):
+        return False
+
+    was_measured.__module__ = configs.__name__
+    before = records.fingerprint(configs.choose)
+    monkeypatch.setattr(configs, "was_measured", functools.cache(was_measured))
+    assert records.fingerprint(configs.choose) != before
+
+
+def test_a_parameter_hides_a_constant(monkeypatch):
+    before = records.fingerprint(quantize._quantize_kernel), records.fingerprint(quantize.plan)
+    monkeypatch.setattr(quantize, "RUN", 1)
+    assert records.fingerprint(quantize._quantize_kernel) == before[0]
+    assert records.fingerprint(quantize.plan) != before[1]
 
 
 def test_a_record_knows_its_tiles_and_its_clock(monkeypatch):

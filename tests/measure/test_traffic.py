@@ -3,10 +3,10 @@
 from common import make_qkv, make_tensor, runtime
 from common.measure import traffic
 from phase1_softmax import logsumexp, softmax_fused, softmax_online
-from phase2_tiling import attention, attention_resident, attention_unfused, matmul
+from phase2_tiling import attention, attention_resident, attention_unfused, lesson, matmul
 from phase2_tiling.tiling import MATMUL_BLOCK
 from phase3_forward import attention_forward
-from phase4_backward import attention_backward
+from phase4_backward import attention_backward, bill
 
 import pytest
 import torch
@@ -31,7 +31,6 @@ def test_softmax(fn, sweeps, rows, cols, dtype):
     assert not y.isnan().any()
     assert moved.stored == y.nbytes
     assert moved.loaded_from["x"] == moved.loaded == sweeps * x.nbytes
-    assert moved.total == traffic.softmax_bytes(rows, cols, sweeps, dtype.itemsize)
 
 
 @each_dtype
@@ -71,7 +70,7 @@ def test_matmul(m, n, k, dtype):
         assert moved.loaded_from["a"] + moved.loaded_from["b"] == moved.loaded
         assert moved.loaded_from["a"] == a.nbytes * -(-n // MATMUL_BLOCK)
         sizes = dict(block_m=MATMUL_BLOCK, block_n=MATMUL_BLOCK, size=dtype.itemsize, out_size=out_dtype.itemsize)
-        assert moved.total == traffic.matmul_bytes(m, n, k, **sizes)
+        assert moved.total == lesson.matmul_bytes(m, n, k, **sizes)
 
 
 @each_dtype
@@ -81,8 +80,8 @@ def test_attention_of_one_head(seq_q, seq_k, dtype):
     size, tiles = dtype.itemsize, runtime.tile_sizes(32, dtype)
     with traffic.measure() as unfused:
         attention_unfused(q, k, v)
-    assert unfused.total == traffic.unfused_attention_bytes(seq_q, seq_k, 32, MATMUL_BLOCK, size)
-    assert unfused.total >= traffic.least_unfused_attention_bytes(seq_q, seq_k, 32, size)
+    assert unfused.total == lesson.unfused_attention_bytes(seq_q, seq_k, 32, MATMUL_BLOCK, size)
+    assert unfused.total >= lesson.least_unfused_attention_bytes(seq_q, seq_k, 32, size)
 
     with traffic.measure(q=q, k=k, v=v) as tiled:
         attention(q, k, v)
@@ -103,7 +102,7 @@ def test_rows_of_more_than_4096_scores_are_swept_twice(seq_k, sweeps):
     q, k, v = (t[0, 0] for t in make_qkv(1, 1, 3, 16, seq_k=seq_k))
     with traffic.measure() as moved:
         attention_unfused(q, k, v)
-    assert moved.total == traffic.unfused_attention_bytes(3, seq_k, 16, MATMUL_BLOCK, 2)
+    assert moved.total == lesson.unfused_attention_bytes(3, seq_k, 16, MATMUL_BLOCK, 2)
     tiles = -(-seq_k // MATMUL_BLOCK)
     scores = (3 * 16 * tiles + seq_k * 16) * 2 + 3 * seq_k * 4
     weighted = (3 * seq_k + seq_k * 16 + 3 * 16) * 2
@@ -113,7 +112,7 @@ def test_rows_of_more_than_4096_scores_are_swept_twice(seq_k, sweeps):
 def test_the_least_is_every_matrix_once_a_step():
     inputs_and_output = (2 * 5 + 3 * 5 + 3 * 5 + 2 * 5) * 2  # q, k, v, o in 16 bits
     scores, weights = 2 * 3 * 4, 2 * 3 * 2  # each written by one step and read by the next
-    assert traffic.least_unfused_attention_bytes(2, 3, 5, 2) == inputs_and_output + 2 * scores + 2 * weights
+    assert lesson.least_unfused_attention_bytes(2, 3, 5, 2) == inputs_and_output + 2 * scores + 2 * weights
 
 
 @each_dtype
@@ -157,10 +156,10 @@ def test_attention_backward(seq_q, seq_k, head_dim, is_causal):
     o, lse = attention_forward(q, k, v, is_causal)
     tiles = runtime.tile_sizes(head_dim, q.dtype, backward=True)
     blocks = tiles["BLOCK_M"], tiles["BLOCK_N"]
-    expected = traffic.attention_backward_bytes(seq_q, seq_k, head_dim, *blocks, 2, is_causal=is_causal)
-    for needs, kernels in (((True, False), ("delta", "dq")), ((False, True), ("delta", "dkdv"))):
+    expected = bill.attention_backward_bytes(seq_q, seq_k, head_dim, *blocks, 2, is_causal=is_causal)
+    for unwanted, kernels in (("needs_kv", ("delta", "dq")), ("needs_q", ("delta", "dkdv"))):
         with traffic.measure() as moved:
-            attention_backward(q, k, v, o, lse, o, is_causal=is_causal, needs=needs)
+            attention_backward(q, k, v, o, lse, o, is_causal=is_causal, **{unwanted: False})
         assert moved.total == sum(expected[kernel] for kernel in kernels)
 
 
@@ -168,7 +167,7 @@ def test_attention_backward(seq_q, seq_k, head_dim, is_causal):
 def test_a_causal_walk_begins_with_a_whole_tile_of_queries(block_m, block_n):
     seen = [m for n in range(0, 200, block_n) for m in range(0, 128, block_m) if m + block_m > n]
     read = 2 * 200 * 4 * 64 + len(seen) * block_m * (4 * 64 + 8)
-    assert traffic.attention_backward_bytes(128, 200, 64, block_m, block_n, 2, is_causal=True)["dkdv"] == read
+    assert bill.attention_backward_bytes(128, 200, 64, block_m, block_n, 2, is_causal=True)["dkdv"] == read
 
 
 @interpreted_only
@@ -182,7 +181,7 @@ def test_backward_from_a_stored_p():
         matmul(ds, k)
         matmul(ds.T, q)
     elementwise = seq_q * seq_k * (2 + 4 + 2)
-    assert moved.total + elementwise == traffic.stored_backward_bytes(seq_q, seq_k, head_dim, MATMUL_BLOCK, 2)
+    assert moved.total + elementwise == bill.stored_backward_bytes(seq_q, seq_k, head_dim, MATMUL_BLOCK, 2)
 
 
 def test_nothing_is_counted_outside_the_block():
@@ -226,4 +225,4 @@ def test_a_block_inside_a_block_is_counted_in_both():
         with traffic.measure() as inner:
             softmax_fused(x)
         softmax_fused(x)
-    assert outer.total == 3 * inner.total == 3 * traffic.softmax_bytes(3, 100, 1, 2)
+    assert outer.total == 3 * inner.total == 3 * 2 * x.nbytes

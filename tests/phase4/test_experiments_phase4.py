@@ -3,24 +3,48 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-from common import verify_results
+from common import make_qkv, verify_results
 from common.edited import Stage
 from common.learn import exercises
-from common.measure import records
+from common.measure import records, traffic
 from common.speak.text import in_words
 from common.verify.mistakes.table import MISTAKES
+from phase1_softmax.online_softmax import softmax
+from phase2_tiling import tiling
+from phase3_forward import forward
 from phase4_backward import backward, bill, lesson, train
 
 import pytest
+import torch
 import torch.nn.functional as F
 from helpers import interpreted_only
+
+
+def unfused(q, k, v, do):
+    """Forward and backward pass of one head with S and P in memory; matmul is phase 2's."""
+    scale = 1 / q.shape[1] ** 0.5
+    s = tiling.matmul(q, k.T, scale=scale, out_dtype=torch.float32)
+    p = softmax(s, out_dtype=q.dtype)
+    tiling.matmul(p, v)
+    dv = tiling.matmul(p.T, do)
+    dp = tiling.matmul(do, v.T, out_dtype=torch.float32)
+    ds = (p * (dp - (p * dp).sum(dim=1, keepdim=True))).to(q.dtype)  # PyTorch: not counted
+    return tiling.matmul(ds, k, scale=scale), tiling.matmul(ds.T, q, scale=scale), dv
 
 
 @interpreted_only
 @pytest.mark.parametrize("seq", [1, 63, 100, 192])
 def test_bytes_are_counted_as_the_formulas_say(seq):
-    formula, counted = bill.versions(seq), bill.counted(seq)
-    assert counted == {name: formula[name] for name in counted}
+    q, k, v = make_qkv(1, 1, seq, bill.HEAD_DIM)
+    do = torch.ones_like(q)
+    with traffic.measure() as theirs:
+        unfused(*(t[0, 0] for t in (q, k, v, do)))
+    with traffic.measure() as ours:
+        backward.attention_backward(q, k, v, *forward.attention_forward(q, k, v), do)
+    formula = bill.versions(seq)
+    # The elementwise step of the unfused version is PyTorch's and not counted: it reads P and dP and writes dS.
+    assert theirs.total + seq * seq * (2 + 4 + 2) == formula[bill.UNFUSED]
+    assert ours.total == formula[bill.RECOMPUTED]
 
 
 def test_storing_p_adds_a_write_and_two_reads():

@@ -184,7 +184,7 @@ def test_trap20_no_keys(verify, dtype, is_causal):
 @every_dtype
 def test_trap20_trap23_rows_that_see_nothing_have_no_gradients(dtype, is_causal):
     q, k, v = make_qkv(1, 2, 70, 40, kind="positive", dtype=dtype)
-    scale = -3e38  # every logit overflows to -inf, all inputs are finite
+    scale = -1.7e38  # every logit overflows to -inf, all inputs are finite
     assert (attention_forward(q, k, v, is_causal, scale)[1] == -INF).all()
     assert all((t == 0).all() for t in gradients(q, k, v, gradient_like(q), is_causal, scale))
 

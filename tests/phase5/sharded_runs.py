@@ -3,9 +3,6 @@
 import datetime
 import gc
 import itertools
-import os
-import signal
-import sys
 import time
 from contextlib import ExitStack
 from unittest import mock
@@ -13,7 +10,6 @@ from unittest import mock
 from common import make_qkv
 from phase5_tuning.bench import ring as context_bench
 from phase5_tuning.ring import attention as cp
-from phase5_tuning.ring.heartbeat import heartbeat
 
 import torch
 import torch.distributed as dist
@@ -299,22 +295,3 @@ def on_a_mesh(rank: int, ranks: int, folder: str) -> None:
         got["errors"][name] = said(cp.mesh_attention, args, options)
     torch.save(got, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
-
-
-def lose_one(rank: int, ranks: int, folder: str, how: signal.Signals) -> None:
-    """The last rank ends or stops itself after a first call; the others call again, and what they say of it lies in
-    folder/heard<rank>.
-    """
-    begin(rank, ranks, folder)
-    with open(f"{folder}/heard{rank}", "w") as file:
-        sys.stderr = file  # where a process says why it ends
-        try:
-            with heartbeat(interval=0.2, limit=20):
-                attend(RING, "causal")
-                dist.barrier()
-                if rank == ranks - 1:
-                    os.kill(os.getpid(), how)
-                attend(RING, "causal")
-        except RuntimeError as error:
-            print(error, file=file)
-            raise SystemExit(3) from error

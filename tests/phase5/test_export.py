@@ -23,11 +23,7 @@ import torch
 from helpers import interpreted_only
 
 # Of (batch, heads_q, heads_kv, seq_q, seq_k, head_dim, dtype, causal, scale): ragged, grouped, strided.
-CASES = [
-    (2, 4, 2, 67, 83, 40, torch.float16, True, None),
-    (1, 6, 2, 45, 131, 72, torch.float32, False, -0.2),
-    (1, 2, 1, 33, 20, 16, torch.float32, True, 3e38),  # a scale too large for base 2: phases 3 and 4
-]
+CASES = [(2, 4, 2, 67, 83, 40, torch.float16, True, None), (1, 6, 2, 45, 131, 72, torch.float32, False, -0.2)]
 RUN = """
 import sys, torch
 from attention_alone import flash_attention
@@ -101,7 +97,7 @@ def test_the_file_and_the_course_live_in_one_process(beside):
     given = inputs(*CASES[0])
     o = beside.flash_attention(*given["qkv"], is_causal=True, enable_gqa=True)
     assert torch.equal(o, flash_attention(*given["qkv"], is_causal=True, enable_gqa=True))
-    operator = torch.ops.flash_attention_export.forward(*given["qkv"], True, None)[0]
+    operator = torch.ops.flash_attention_export.forward(*given["qkv"], True, None, False)[0]
     assert torch.equal(o, operator)
     options = dict(is_causal=True, enable_gqa=True)
     assert torch.equal(
@@ -163,9 +159,8 @@ def test_the_file_holds_what_ships_and_nothing_else(exported, beside):
     shipped |= {f"_attn_bwd_{name}_kernel" for name in ("dkdv_descriptors", "dkdv_transposed", "dq_descriptors")}
     rungs = {kernel.fn.__name__ for rung in LADDER for kernel in (rung.forward, rung.dkdv, rung.dq)}
     assert all(hasattr(beside, name) for name in shipped)
-    assert {name for name in rungs - shipped if hasattr(beside, name)} == {
-        "_attn_fwd_kernel", "_attn_bwd_dkdv_kernel", "_attn_bwd_dq_kernel", "_attn_bwd_dq_edges_kernel",
-    }  # fmt: skip
+    also = {name for name in rungs - shipped if hasattr(beside, name)}
+    assert also == {"_attn_bwd_dkdv_kernel", "_attn_bwd_dq_edges_kernel"}
     assert beside.__all__ == sorted(name for _, name in export.ROOTS)
     assert repr(beside.TABLE) == repr(configs.TABLE)
     assert "Permission is hereby granted" in beside.__doc__

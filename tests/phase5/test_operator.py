@@ -73,6 +73,15 @@ def test_what_is_not_supported_says_so():
         flash_attention(q, k[..., :8], v)
     with pytest.raises(ValueError, match="do: expected shape"):
         attention_backward(q, k, v, q, torch.zeros(1, 1, 20), q[:, :, :5])
+    with pytest.raises(TypeError, match=r"^kernel: expected a jitted function, got 'split'"):
+        attention_forward(q, k, v, kernel="split")
+    with pytest.raises(TypeError, match=r"^config: expected a Config or None, got 5"):
+        attention_forward(q, k, v, config=5)
+    saved = q, k, v, q, torch.zeros(1, 1, 20), q
+    with pytest.raises(TypeError, match=r"^kernel: expected a jitted function, got 'hopper'"):
+        attention_backward(*saved, dq_kernel="hopper")
+    with pytest.raises(TypeError, match=r"^dkdv_config: expected a Config or None, got 5"):
+        attention_backward(*saved, dkdv_config=5)
 
 
 # Which of q, k, v are frozen, and whether dq, and dk with dv, must be computed.
@@ -112,7 +121,8 @@ def test_trap42_only_what_is_needed_is_computed():
         watch = mock.patch.object(attention, "attention_backward", wraps=attention_backward)
         with watch as called:
             flash_attention(*tensors).sum().backward()
-        assert called.call_args.args[9] == expected
+        options = called.call_args.kwargs
+        assert (options["needs_q"], options["needs_kv"]) == expected
         assert [t.grad is None for t in tensors] == [i in frozen for i in range(3)]
 
 
@@ -332,10 +342,10 @@ def test_the_default_device_does_not_matter():
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_trap44_opcheck(layout):
     q, k, v = make_qkv(1, 4, 20, 16, heads_kv=2, layout=layout)
-    torch.library.opcheck(attention._forward_op, (q, k, v, True, 0.25))
-    o, lse = attention._forward_op(q, k, v, True, 0.25)
+    torch.library.opcheck(attention._forward_op, (q, k, v, True, 0.25, False))
+    o, lse = attention._forward_op(q, k, v, True, 0.25, False)
     for dlse, needs in ((None, (True, True)), (torch.randn_like(lse), (False, True))):
-        given = q, k, v, o, lse, o, dlse, True, 0.25, *needs
+        given = q, k, v, o, lse, o, dlse, True, 0.25, *needs, False
         torch.library.opcheck(attention._backward_op, given)
 
 

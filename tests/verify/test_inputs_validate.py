@@ -152,7 +152,7 @@ WRONG_SCALES = {
     "nan": (float("nan"), ValueError, ["finite", "nan"]),
     "inf": (float("inf"), ValueError, ["finite", "inf"]),
     "-inf": (float("-inf"), ValueError, ["finite", "-inf"]),
-    "inf in fp32": (1e39, ValueError, ["finite", "fp32", "1e+39"]),
+    "too large": (1.71e38, ValueError, ["finite", "1.7e+38", "1.71e+38"]),
     "huge int": (-(10**400), ValueError, ["finite"]),
     "str": ("0.125", TypeError, ["real number", "str"]),
     "bool": (True, TypeError, ["real number", "bool"]),
@@ -263,12 +263,6 @@ def test_an_out_dtype_that_kernels_cannot_write(dtype):
     x, y = tensor(3, 17), tensor(17, 3)
     for fn in (softmax, softmax_fused, softmax_online, lambda x, out_dtype: matmul(x, y, out_dtype=out_dtype)):
         refused(lambda fn=fn: fn(x, out_dtype=dtype), TypeError, "out_dtype", "torch.bfloat16", str(dtype))
-
-
-@pytest.mark.parametrize("block_n", [0, -16, 1000, 64.0, "64", 2**21])
-def test_a_block_that_is_no_power_of_two(block_n):
-    x = tensor(3, 17)
-    refused(lambda: softmax_online(x, block_n), ValueError, "block_n", "power of two", repr(block_n))
 
 
 @pytest.mark.parametrize(

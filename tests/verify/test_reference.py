@@ -4,7 +4,6 @@ from common import make_qkv, make_tensor, runtime, sdpa_reference, verify_result
 from common.verify import reference
 from common.verify.inputs import KINDS
 from common.verify.reference import (
-    TiledAttention,
     causal_mask,
     expand_heads,
     naive_attention,
@@ -123,6 +122,22 @@ def test_a_row_that_sees_nothing_is_zero():
         assert (o[:, :, :3] == 0).all()
         assert (lse[:, :, :3] == -INF).all()
         close(o[:, :, 3:], naive_attention(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], is_causal=True)[0])
+
+
+class TiledAttention(torch.autograd.Function):
+    """The two tiled passes as an autograd operator."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False, scale=None):
+        o, lse = tiled_attention(q, k, v, is_causal=is_causal, scale=scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.is_causal, ctx.scale = is_causal, scale
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        options = dict(is_causal=ctx.is_causal, scale=ctx.scale)
+        return *tiled_attention_backward(*ctx.saved_tensors, do, dlse, **options), None, None
 
 
 def tiled(q, k, v, *, is_causal, scale, enable_gqa):

@@ -161,6 +161,7 @@ def test_rms_z_shows_a_lost_bit_that_the_largest_z_lets_through(dtype, bits, see
 # --- the customary rules ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_customary_rules_let_mutants_through_or_reject_correct_kernels():
     rows, counts = rule_table(WRONG)
     assert [row["mistake"] for row in rows] == list(WRONG)
@@ -395,7 +396,7 @@ def long_attention(row=None, error=1e-3):
 def test_long_rows_are_sampled():
     q, k, v = make_qkv(1, **LONG)
     assert verify_results(long_attention(), q, k, v, compare_sdpa=False).passed
-    rows = model._sample_rows(600, "cpu")
+    rows = model._sample_rows(600)
     assert len(rows) == len(rows.unique()) == model.SAMPLE_ROWS
     for row in (0, 599, int(rows[len(rows) // 2])):
         report = verify_results(long_attention(row), q, k, v, compare_sdpa=False)
@@ -419,9 +420,10 @@ def test_the_rows_of_a_sample_see_the_keys_before_them_and_no_other():
     assert verify_results(causal, *inputs, is_causal=True, compare_sdpa=False).passed
 
 
+@pytest.mark.slow
 def test_gradients_of_long_rows_are_checked_in_full():
     q, k, v, do = Case(1, 1, 300, 16, seq_k=model.SAMPLE_ABOVE_KEYS + 1, dtype=FP32, grad=True).inputs()
-    left_out = next(row for row in range(300) if row not in model._sample_rows(300, "cpu"))
+    left_out = next(row for row in range(300) if row not in model._sample_rows(300))
 
     def fn(q, k, v, *, is_causal, scale, enable_gqa):
         o = sdpa_reference(q, k, v).float()

@@ -52,7 +52,7 @@ def hint(name, actual, truth, wrong, context: Context, rows=None) -> str | None:
         _rounded(name, actual, finite, context)
         or (name_rounding(trial) if tried else None)
         or _factor(trial, tried)
-        or _place(name, error, wrong, rows)
+        or _place(error, wrong, rows)
         or _size(name, error, truth, wrong, finite)
     )
 
@@ -164,7 +164,7 @@ def _rounded(name, actual, finite, c: Context) -> str | None:
     return None
 
 
-def _place(name, error, wrong, rows) -> str | None:
+def _place(error, wrong, rows) -> str | None:
     """Where the wrong elements are, if the errors elsewhere are much smaller: elements, heads, rows, columns."""
     if wrong.dim() == 3:
         error, wrong = error[..., None], wrong[..., None]

@@ -11,19 +11,7 @@ import random
 from common import arguments as command_line
 from common.measure import records
 from phase5_tuning.bench import peers
-from phase5_tuning.bench.models.calls import (
-    L2,
-    REPLAYS,
-    ROUNDS,
-    SIZES,
-    WARMUP_MS,
-    Replayed,
-    call,
-    host_us,
-    in_turns,
-    inputs,
-    said,
-)
+from phase5_tuning.bench.models.calls import SIZES, Replayed, host_us, in_turns, inputs, said
 from phase5_tuning.decode import folded, split_kv
 from phase5_tuning.passes import forward
 from phase5_tuning.passes.rungs import LADDER
@@ -97,10 +85,7 @@ def run(args) -> list[dict]:
 DECODE_KERNELS = split_kv._attn_fwd_parts_kernel, split_kv._attn_fwd_merge_kernel
 KERNELS = *DECODE_KERNELS, peers.HOPPER_KERNELS[0], LADDER[-1].forward
 SETTINGS = (
-    NAMED, LOWER_RIGHT, SEED, DRAWN, L2, ROUNDS, REPLAYS, WARMUP_MS, drawn, inputs, measured, in_turns, call, Replayed,
-    host_us,
-    split_kv.FEW_ROWS, split_kv.tiles, split_kv.parts, split_kv.pays, split_kv.plan, folded.MOST,
-    folded.LEAST_KEYS, folded.KEY_NS, folded.MERGED, folded.MERGE_US, folded.parts, folded.plan, forward.choose,
+    run, inputs, in_turns, Replayed, host_us, split_kv.pays, split_kv.plan, folded.parts, folded.plan, forward.choose,
 )  # fmt: skip
 
 

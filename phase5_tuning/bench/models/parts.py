@@ -14,7 +14,8 @@ from common import arguments as command_line
 from common import runtime
 from common.canary import _double_kernel
 from common.measure import records
-from phase5_tuning.bench.models import decode
+from phase5_tuning.bench.models.calls import ROUNDS, Replayed, inputs
+from phase5_tuning.bench.models.decode import DECODE_KERNELS
 from phase5_tuning.decode import split_kv
 from phase5_tuning.launch.plans import cdiv
 from phase5_tuning.passes.forward import attention_forward
@@ -29,18 +30,6 @@ CASES = [  # batch, heads_q, heads_kv, seq_k, head_dim
     (1, 32, 32, 8 * K, 128), (1, 16, 1, 32 * K, 128), (1, 12, 12, 4 * K, 64), (32, 16, 16, 2 * K, 64),
 ]  # fmt: skip
 COUNTS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128
-
-
-class Graph(decode.Replayed):
-    """A graph of functions that are called one after another, and their tensors, which it writes to again."""
-
-    def __init__(self, functions: list):
-        self.calls, self.functions, self.graph = len(functions), functions, torch.cuda.CUDAGraph()
-        functions[0]()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(self.graph):
-            for function in functions:
-                function()
 
 
 def counts(tiles: int) -> list[int]:
@@ -64,7 +53,7 @@ def launched(n: int, tensors, o, lse):
 def measured(case) -> list[dict]:
     """A row for each number of parts, which take turns."""
     batch, heads_q, heads_kv, seq_k, head_dim = case
-    tensors = decode.inputs((batch, heads_q, heads_kv, 1, seq_k, head_dim))
+    tensors = inputs((batch, heads_q, heads_kv, 1, seq_k, head_dim))
     q, k, _ = tensors[0]
     o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=q.device)
     turns = tensors * max(1, 8 // len(tensors))
@@ -74,18 +63,18 @@ def measured(case) -> list[dict]:
     both, alone, unpacked = {}, {}, {}
     for n in counts(cdiv(seq_k, tile.BLOCK_N)):
         launch = launched(n, tensors[0], o, lse)
-        both[n] = Graph([partial(launch, *each, o, lse) for each in turns])
-        of_parts = split_kv.room(launch.parts, q, torch.float32) if n > 1 else (None, None)
-        alone[n] = Graph([partial(launch.attend, k, v, q, o, lse, *of_parts) for q, k, v in turns])
+        both[n] = Replayed([partial(launch, *each, o, lse) for each in turns])
+        of_parts = split_kv.room(launch.parts, q) if n > 1 else (None, None)
+        alone[n] = Replayed([partial(launch.attend, k, v, q, o, lse, *of_parts) for q, k, v in turns])
         if batch == 1 and heads_q > heads_kv:
             heads = [by_head(*each) for each in turns]
             into = torch.empty_like(heads[0][0]), torch.empty(heads[0][0].shape[:3], device=q.device)
             launch = launched(n, heads[0], *into)
-            unpacked[n] = Graph([partial(launch, *each, *into) for each in heads])
+            unpacked[n] = Replayed([partial(launch, *each, *into) for each in heads])
     plain = partial(attention_forward, enable_gqa=True, kernel=LADDER[-1].forward)
-    plain_ms = Graph([partial(plain, *each) for each in turns]).ms()
+    plain_ms = Replayed([partial(plain, *each) for each in turns]).ms()
     times = {n: ([], [], []) for n in both}
-    for turn in range(decode.ROUNDS):
+    for turn in range(ROUNDS):
         for n in list(both)[:: -1 if turn % 2 else 1]:
             for found, graphs in zip(times[n], (both, alone, unpacked), strict=True):
                 found += graphs[n].ms() if n in graphs else []
@@ -104,7 +93,7 @@ def timed(ms: list[float]) -> dict:
 def nothing() -> dict:
     """A launch that does next to nothing."""
     x = torch.zeros(1, device=runtime.DEVICE)
-    ms = Graph([partial(_double_kernel[(1,)], x, x, 1, 16)] * 40).ms()
+    ms = Replayed([partial(_double_kernel[(1,)], x, x, 1, 16)] * 40).ms()
     return dict(provider="nothing") | timed(ms)
 
 
@@ -120,11 +109,8 @@ def run() -> list[dict]:
     return rows
 
 
-KERNELS = *decode.DECODE_KERNELS, LADDER[-1].forward, _double_kernel
-SETTINGS = (
-    CASES, COUNTS, decode.ROUNDS, decode.REPLAYS, decode.inputs, Graph, by_head, launched, measured,
-    split_kv.tiles, split_kv.plan,
-)  # fmt: skip
+KERNELS = *DECODE_KERNELS, LADDER[-1].forward, _double_kernel
+SETTINGS = run, inputs, Replayed, split_kv.plan
 
 
 def main(argv=None) -> int:

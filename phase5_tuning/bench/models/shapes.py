@@ -157,10 +157,8 @@ _LAST = LADDER[-1]
 OF_RUNGS = _LAST.forward, _LAST.dkdv, _LAST.dq, _attn_bwd_rows_kernel
 KERNELS = *DECODE_KERNELS, *peers.HOPPER_KERNELS, *WIDE_KERNELS, *OF_RUNGS
 SETTINGS = (
-    SHAPES, GROUPED, SEED, DRAWN, ROUNDS, WARMUP_MS, drawn, attended, measured,
-    calls.L2, calls.ROUNDS, calls.REPLAYS, calls.inputs, calls.in_turns, calls.call, calls.Replayed, calls.host_us,
-    *peers.SETTINGS, *peers.HOPPER_SETTINGS, split_kv.tiles, split_kv.parts, split_kv.pays, split_kv.plan,
-    folded.parts, folded.plan, forward.choose, wide_forward.SHAPES, wide_forward.plan, wide_backward.plan,
+    run, calls.inputs, calls.in_turns, calls.Replayed, calls.host_us, wide_forward.plan, wide_backward.plan,
+    *peers.SETTINGS, *peers.HOPPER_SETTINGS, split_kv.pays, split_kv.plan, folded.parts, folded.plan, forward.choose,
 )  # fmt: skip
 
 

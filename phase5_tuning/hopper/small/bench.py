@@ -63,7 +63,7 @@ def run() -> list[dict]:
         return [row for module in KERNELS for row in measured(module)]
 
 
-SETTINGS = list(CASES.values()), HEAD_DIM, ROUNDS, inputs, truth, in_pytorch, measured
+SETTINGS = list(CASES.values()), inputs, truth, measured
 
 
 def recorded(providers: Iterable[str] = ()) -> tuple[list, tuple]:

@@ -425,7 +425,7 @@ class WideBackwardPlan:
 
     def __call__(self, q, k, v, o, lse, do, dlse):
         if dlse is not None:
-            dlse = dlse.resolve_neg().contiguous()
+            dlse = dlse.contiguous()
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         if self.sign != 1:
             q = self.sign * q
@@ -433,17 +433,20 @@ class WideBackwardPlan:
         if self.seen_k < k.shape[2]:
             dk[:, :, self.seen_k :], dv[:, :, self.seen_k :] = 0.0, 0.0
         with runtime.on_device_of(q):
-            self.rows(o.resolve_neg(), do, lse.resolve_neg(), dlse, row_lse, delta, None, None)
+            self.rows(o, do, lse, dlse, row_lse, delta, None, None)
             self.dkdv(q, k, v, do, row_lse, delta, dk, dv)
             self.dq(q, k, v, do, dq, row_lse, delta)
         return dq, dk, dv
 
 
-def takes(q, k, v, do) -> bool:
-    """As `hopper_forward.takes`, for head_dim from 136 to 256; and no more rows than a coordinate can count."""
+def takes(q, k, v, do, *rows) -> bool:
+    """As `hopper_forward.takes`, for head_dim from 136 to 256; and no more rows than a coordinate can count. rows: o,
+    lse, dlse, in any strides.
+    """
     tile = (CONSUMERS * ROWS).value
     fits = q.shape[0] * q.shape[1] * cdiv(q.shape[2], tile) * tile < 2**31
-    return hopper_forward.takes(q, k, v, do, head_dims=range(136, 257, 8)) and fits
+    taken = hopper_forward.takes(q, k, v, do, head_dims=range(136, 257, 8))
+    return fits and taken and not any(t.is_neg() for t in rows)
 
 
 def plan(q, k, v, o, lse, do, dlse, is_causal: bool, scale: float, sign: int) -> WideBackwardPlan:

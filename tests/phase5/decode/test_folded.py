@@ -53,6 +53,8 @@ def in_parts(n, last=None):
 )
 def test_parts_as_a_batch(batch, heads_q, heads_kv, seq_q, seq_k, head_dim, memory, n):
     q, k, v = make_qkv(batch, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, **memory)
+    v[:, :, : seq_k // 2] += 1.0  # parts that cancel must not be rounded before they are added
+    v[:, :, seq_k // 2 :] -= 1.0
     k, v = (F.pad(t, (0, 0, 0, 16))[:, :, :seq_k] for t in (k, v))  # the beginning of a longer cache
     for scale in (None, -0.2):
         verify_results(in_parts(n), q, k, v, scale=scale, enable_gqa=True, compare_sdpa=False).check()
@@ -124,7 +126,7 @@ def test_under_a_causal_mask_only_keys_that_all_queries_see_count():
 def test_what_takes_a_call_on_hopper():
     def chosen(*sizes, **options):
         tensors = sized(*sizes)
-        return choose(tensors, tensors, 1.0, **options)
+        return choose(tensors, tensors, **options)
 
     with (
         mock.patch.object(split_kv, "at_once", return_value=132),
@@ -136,6 +138,8 @@ def test_what_takes_a_call_on_hopper():
         assert chosen(16, 32, 8, 32, 4096) == FOLDED  # one part, of a group's rows
         assert chosen(16, 8, 8, 128, 4096) == HOPPER
         assert chosen(1, 32, 8, 512, 32768, is_causal=True, offset=32256) == FOLDED  # and the triangle
+        assert chosen(1, 32, 8, 4096, 8192, is_causal=True, offset=4096) == FOLDED
+        assert chosen(1, 32, 8, 4096, 4200, is_causal=True, offset=104) == SPLIT  # few keys before the triangle
         assert chosen(1, 32, 8, 512, 32768, is_causal=True) not in (FOLDED, HOPPER, SPLIT)
         assert chosen(1, 32, 8, 1, 32768) == SPLIT
         assert chosen(1, 32, 8, 64, 4096) == SPLIT

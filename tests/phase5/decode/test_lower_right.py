@@ -1,11 +1,16 @@
 """Masks aligned with the last query and the last key: chunks of a prompt, tokens after a cache, both passes."""
 
+import math
 from unittest import mock
 
 from common import make_qkv, verify_results
+from common.verify.reference import expand_heads
 from phase5_tuning.attention import FlashAttention, flash_attention
 from phase5_tuning.decode import split_kv
+from phase5_tuning.launch.configs import Config
+from phase5_tuning.passes.backward import attention_backward
 from phase5_tuning.passes.forward import attention_forward
+from phase5_tuning.passes.rungs import LADDER
 
 import pytest
 import torch
@@ -48,6 +53,83 @@ def test_both_passes(splits, batch, heads_q, heads_kv, n, seq_k, head_dim, dtype
     do[:, :, :-n] = 0  # nothing comes back by the others
     options = dict(do=do, is_causal=True, scale=scale, enable_gqa=True, compare_sdpa=False)
     verify_results(last_queries(n, splits), q, k, v, **options).check()
+
+
+class BackwardAlone(torch.autograd.Function):
+    """Attention of a square under a causal mask: o and LSE from fp64, gradients by phase 5.
+
+    The backward pass is of the last seq_q queries; where there are fewer, of queries before them that see nothing.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, seq_q, options):
+        wide_k, wide_v = (expand_heads(t, q.shape[1]).double() for t in (k, v))
+        s = scale * q.double() @ wide_k.mT
+        s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), float("-inf"))
+        o, lse = (s.softmax(-1) @ wide_v).to(q.dtype), s.logsumexp(-1).float()
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = scale, seq_q, options
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, _):
+        q, k, v, o, lse = ctx.saved_tensors
+        scale, seq_q, options = ctx.options
+        more = seq_q - k.shape[2]  # negative: fewer
+        q, o, do = (
+            F.pad(t, (0, 0, more, 0), value=fill).transpose(1, 2).contiguous().transpose(1, 2)
+            for t, fill in ((q, 1.0), (o, 0.0), (do, 1.0))
+        )
+        lse = F.pad(lse, (more, 0), value=float("-inf"))
+        with without_plans(), guards():
+            dq, dk, dv = attention_backward(q, k, v, o, lse, do, None, True, scale, lower_right=True, **options)
+        assert not dq[:, :, : max(more, 0)].any()
+        return F.pad(dq, (0, 0, -more, 0)), dk, dv, None, None, None
+
+
+@pytest.mark.parametrize("rung", LADDER[-2:], ids=lambda rung: rung.name)
+@pytest.mark.parametrize(
+    ("batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim", "dtype", "layout", "tile"),
+    [
+        (1, 2, 1, 64, 320, 64, FP16, "bhsd", (64, 32)),
+        (1, 2, 2, 100, 140, 64, BF16, "bshd", (32, 64)),
+        (2, 2, 1, 50, 81, 40, FP32, "bshd", (32, 32)),
+        (1, 4, 2, 130, 70, 64, FP16, "bshd", (64, 32)),
+        (1, 1, 1, 150, 33, 16, FP32, "bhsd", (16, 64)),
+    ],
+)
+def test_gradients_where_older_keys_have_another_mean(
+    rung, batch, heads_q, heads_kv, seq_q, seq_k, head_dim, dtype, layout, tile
+):
+    """What comes from older keys and what comes from the last ones nearly cancels, and is rounded as a sum."""
+    q, k, v = make_qkv(batch, heads_q, seq_k, head_dim, heads_kv=heads_kv, dtype=dtype, layout=layout)
+    cut = max(seq_k - seq_q, seq_k // 2)  # each half of the keys has about half of the weight
+    q *= 0.2
+    q[..., 0], q[..., 1] = 1, 0
+    k *= 0.2
+    k[..., 1] += 4
+    k[:, :, :cut, 0], k[:, :, cut:, 0] = 8 * math.log(seq_q / 2 / cut), 0
+    v *= 0.05
+    v[:, :, :cut] += 1
+    v[:, :, cut:] -= 1
+    do = 1 + 0.05 * torch.randn_like(q)
+    do[:, :, : max(seq_k - seq_q, 0)] = 0
+    config = Config(*tile, 4, 1)
+    options = dict(dkdv_kernel=rung.dkdv, dq_kernel=rung.dq, dkdv_config=config, dq_config=config)
+
+    def attention(q, k, v, *, is_causal, scale, enable_gqa):
+        return BackwardAlone.apply(q, k, v, scale, seq_q, options)
+
+    sizes = dict(do=do, is_causal=True, scale=0.125, enable_gqa=True, compare_sdpa=False)
+    verify_results(attention, q, k, v, **sizes).check()
+
+
+def test_an_early_rung_knows_no_such_mask():
+    q, k, v = make_qkv(1, 1, 4, 16, seq_k=8)
+    saved = q, k, v, q, torch.zeros(1, 1, 4, device=q.device), q, None
+    with pytest.raises(ValueError, match=r"^lower_right: expected kernels of the last two rungs"):
+        attention_backward(*saved, True, dq_kernel=LADDER[2].dq, lower_right=True)
+    attention_backward(*saved, False, dq_kernel=LADDER[2].dq, lower_right=True)  # there is no mask
 
 
 @pytest.mark.parametrize("splits", [False, True])

@@ -237,8 +237,10 @@ def test_the_operator_refuses_what_it_cannot_do():
         attend(wide, wide, wide)
     with pytest.raises(ValueError, match=r"key: expected 2 heads like query"):
         attend(q, q[:, :1], q[:, :1])
-    with pytest.raises(TypeError, match="rotate: expected a bool, got int"):
-        attend(q, q, q, rotate=1)
+    for fn in (attend, attention_forward_fp8):
+        for name, wrong, kind in (("rotate", 1, "int"), ("rotate", None, "NoneType"), ("line", [1], "list")):
+            with pytest.raises(TypeError, match=f"^{name}: expected a bool, got {kind}"):
+                fn(q, q, q, **{name: wrong})
     with pytest.raises(RuntimeError, match="value: flash_attention_fp8 has no backward pass"):
         flash_attention_fp8(q, q, q.clone().requires_grad_())
     attend(q, q, q.clone().requires_grad_())

@@ -11,11 +11,14 @@ from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper import interpreter, machine
 from phase5_tuning.hopper.interpreter import Deadlock, Interpreted, Race, Unfenced
 from phase5_tuning.hopper.parts import meet
+from phase5_tuning.hopper.wide import backward as wide_backward
 from phase5_tuning.hopper.wide import forward as wide_forward
+from phase5_tuning.passes.backward import BackwardPlan, attention_backward
+from phase5_tuning.passes.forward import attention_forward
 
 import pytest
 import torch
-from helpers import interpreted_only
+from helpers import interpreted_only, without_plans
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -102,18 +105,38 @@ def test_keys_past_the_end_weigh_nothing_where_all_logits_are_far_below_zero():
     verify_results(interpreter.attention(), q, k, v, do=do).check()
 
 
+def negated(t):
+    """t as `z.conj().imag` is: every second number of a memory that has the other sign."""
+    z = torch.zeros(*t.shape, 2, dtype=t.dtype)
+    z[..., 1] = -t
+    return torch._neg_view(z[..., 1])
+
+
 @interpreted_only
+@pytest.mark.parametrize("head_dim", [64, 136])
 @pytest.mark.parametrize("which", ["o", "lse", "dlse"])
-def test_a_lazily_negated_view_keeps_its_sign(which):
-    """Its memory has the other sign. The forward pass takes none (test_hopper_plans.py), nor does dO's descriptor."""
-    q, k, v = inputs((1, 2, 2, 100, 65, 64, False))
-    with interpreter.interpreted():
-        o, lse = hopper_forward.plan(q, k, v, False, 0.125, 1)(q, k, v)
+def test_a_lazily_negated_view_keeps_its_sign(which, head_dim):
+    """The Hopper kernels take none (of the other tensors: test_hopper_plans.py)."""
+    q, k, v = inputs((1, 2, 2, 100, 65, head_dim, False))
+    o, lse = attention_forward(q, k, v)
     given = dict(q=q, k=k, v=v, o=o, lse=lse, do=make_tensor(q.shape, dtype=FP16), dlse=torch.randn(lse.shape))
-    negated = given | {which: torch._neg_view(-given[which])}
-    assert negated[which].is_neg()
-    with interpreter.interpreted():
-        expected, got = (hopper_backward.plan(*t, False, 0.125, 1)(*t) for t in (given.values(), negated.values()))
+    expected = attention_backward(**given)
+    other = torch._neg_view(-lse) if which == "lse" else negated(given[which])  # an LSE is contiguous
+    assert other.is_neg()
+
+    def takes(*tensors, head_dims=range(8, 129, 8)):
+        return tensors[0].shape[3] in head_dims
+
+    with (
+        interpreter.interpreted(),
+        without_plans() as plans,
+        mock.patch.object(hopper_forward, "takes", takes),
+        mock.patch.object(hopper_backward, "pays", return_value=True),
+    ):
+        attention_backward(**given)
+        got = attention_backward(**given | {which: other})
+    hopper = hopper_backward.HopperBackwardPlan if head_dim == 64 else wide_backward.WideBackwardPlan
+    assert [type(plan) for plan in plans.values()] == [hopper, BackwardPlan]
     assert all(map(torch.equal, got, expected))
 
 

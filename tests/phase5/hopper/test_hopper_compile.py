@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers import interpreted_only
 
+pytestmark = pytest.mark.slow
 FP16, BF16 = torch.float16, torch.bfloat16
 KERNELS = {
     "forward": "_attn_fwd_hopper_kernel",
@@ -34,10 +35,7 @@ CASES = [
     *(("backward", *sizes, order) for sizes in SIZES for order in ("", "any order")),
     *(("backward", *sizes, "") for sizes in itertools.product((80, 96), (False, True))),
 ]
-VARIANTS = [
-    pytest.param(*case, dtype, marks=[pytest.mark.slow] if dtype == BF16 else [])
-    for dtype, case in itertools.product((FP16, BF16), CASES)
-]
+VARIANTS = [(*case, dtype) for dtype, case in itertools.product((FP16, BF16), CASES)]
 
 
 def record(which, head_dim, is_causal, dtype, seq=2048):

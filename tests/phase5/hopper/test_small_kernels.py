@@ -53,6 +53,7 @@ def compiled():
     return {(module, d): next(made) for module in KERNELS for d in (64, 128)}
 
 
+@pytest.mark.slow
 @interpreted_only
 @pytest.mark.parametrize("d", [64, 128])
 @MODULES
@@ -68,6 +69,7 @@ def test_it_compiles_for_hopper(module, d):
     assert (c.instructions["setmaxnreg"] > 0) == (module not in (k1_copy, k2_ring))
 
 
+@pytest.mark.slow
 @interpreted_only
 def test_a_slot_is_read_by_all_warps_before_it_is_filled_again():
     """The ring of one group of warps has no empty barrier: the compiler has the warps meet."""

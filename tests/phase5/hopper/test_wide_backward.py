@@ -233,11 +233,11 @@ def on_a_gpu(multiprocessors=132):
 
 
 def test_which_calls_take_the_kernels():
-    def taker(head_dim, keys=40 * 64, needs=(True, True), tile=None, dtype=FP16):
+    def taker(head_dim, keys=40 * 64, needs=(True, True), tile=None, dtype=FP16, lower_right=False):
         q, k = (torch.empty(1, heads, n, head_dim, dtype=dtype) for heads, n in ((4, 100), (2, keys)))
         given = q, k, k, q, torch.empty(1, 4, 100), q, None
         with on_a_gpu(multiprocessors=100):
-            return passes.choose(given, given, 0.1, needs, (None, None), (tile, None))
+            return passes.choose(given, given, lower_right, needs, (None, None), (tile, None))
 
     assert {taker(head_dim) for head_dim in (136, 192, 256)} == {passes.WIDE}
     assert taker(128) == passes.HOPPER
@@ -245,6 +245,7 @@ def test_which_calls_take_the_kernels():
     assert all(callable(kernel.fn) for kernel in rungs)
     assert taker(256, keys=37 * 64) == rungs  # too few for each multiprocessor
     assert taker(256, tile=configs.Config(16, 16, 4, 1)) == rungs
+    assert taker(256, lower_right=True) == taker(128, lower_right=True) == rungs
     assert passes.WIDE not in (taker(264), taker(256, dtype=torch.float32))
     one = torch.empty(1, 1, 1, 140, dtype=FP16)  # a single row, which no step aligns
     many = torch.empty(1, 1, 1, 192, dtype=FP16).expand(1, 2**24, 1, 192)  # with their tiles, 2^31 rows
@@ -295,15 +296,13 @@ def test_a_call_allocates_what_its_kernels_write():
     launches = []
     note = lambda *tensors: launches.append(tensors)  # noqa: E731
     q, k, v = make_qkv(1, 2, 40, 192, seq_k=300, layout="bshd")
-    negated = torch._neg_view(torch.ones(1, 2, 40))
     call = wide_backward.WideBackwardPlan(**vars(made) | dict(rows=note, dkdv=note, dq=note))
-    gradients = call(q, k, v, q, negated, q, negated.expand(1, 2, 40))
+    gradients = call(q, k, v, q, torch.ones(1, 2, 40), q, torch.ones(1).expand(1, 2, 40))
     assert all(g.is_contiguous() and g.shape == t.shape for g, t in zip(gradients, (q, k, v), strict=True))
     assert not any(g[:, :, 40:].any() for g in gradients[1:])
-    (_, _, lse, dlse, row_lse, delta, *none), of_keys, of_queries = launches
+    (_, _, _, dlse, row_lse, delta, *none), of_keys, of_queries = launches
     assert none == [None, None]
-    assert not lse.is_neg()
-    assert not dlse.is_neg()
+    assert dlse.is_contiguous()
     assert row_lse.shape == delta.shape == (made.padded_rows,)
     for given in (of_keys, of_queries):
         assert torch.equal(given[0], -q)

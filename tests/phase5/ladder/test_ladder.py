@@ -143,12 +143,12 @@ def test_trap11_empty_results_and_gradients_have_the_right_shape(sizes, is_causa
     assert not k.grad.any()
 
 
-@pytest.mark.parametrize("needs", [(True, False), (False, True), (False, False)], ids=str)
+@pytest.mark.parametrize(("needs_q", "needs_kv"), [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("seq_q", [0, 5])
-def test_trap11_and_42_of_nothing_only_what_is_needed_comes_back(seq_q, needs):
+def test_trap11_and_42_of_nothing_only_what_is_needed_comes_back(seq_q, needs_q, needs_kv):
     q, k, v = make_qkv(1, 2, seq_q, 16, seq_k=0 if seq_q else 7)
-    dq, dk, dv = backward(q, k, v, q, needs=needs)
-    assert [t is not None for t in (dq, dk, dv)] == [needs[0], needs[1], needs[1]]
+    dq, dk, dv = backward(q, k, v, q, needs_q=needs_q, needs_kv=needs_kv)
+    assert [t is not None for t in (dq, dk, dv)] == [needs_q, needs_kv, needs_kv]
     assert not any(t.any() for t in (dq, dk, dv) if t is not None)
 
 
@@ -250,7 +250,7 @@ def test_trap28_products_with_a_large_gradient_are_summed_in_fp32(fn, dtype):
     verify(fn, q, k, v, do, scale=2.0**-6)
 
 
-@pytest.mark.parametrize("scale", [1e-60, -1e-60, 1e-46, 3e38, 2.4e38, -3e38])
+@pytest.mark.parametrize("scale", [1e-60, -1e-60, 1e-46, 1.7e38, -1.7e38])
 def test_trap25_scales_at_both_ends_of_fp32(scale):
     if abs(scale) > 1 and not runtime.INTERPRETED:
         pytest.skip("the logits overflow: what is left depends on which products were fused")
@@ -266,20 +266,6 @@ def test_trap25_scales_at_both_ends_of_fp32(scale):
             assert not dq.any()
             assert not dk.any()
             assert dv.isfinite().all()
-
-
-def test_trap25_fewer_key_heads_with_a_scale_too_large_for_base_2():
-    q, k, v = make_qkv(1, 4, 3, 16, heads_kv=2)
-    results = [fn(q, k, v, scale=3e38, enable_gqa=True) for fn in (attention_forward, forward_in_base_e)]
-    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(("scale", "called"), [(3e38, True), (-3e38, True), (0.1, False), (-0.1, False)])
-def test_trap25_a_scale_too_large_for_base_2_goes_to_phase_4_backward(scale, called, fresh_plans):
-    q, k, v = make_qkv(1, 1, 3, 16)
-    with mock.patch.object(backward_module, "backward_in_base_e") as in_base_e:
-        attention_backward(q, k, v, q, torch.zeros(1, 1, 3), q, scale=scale)
-    assert in_base_e.called == called
 
 
 @interpreted_only
@@ -367,6 +353,6 @@ def test_guards_see_what_a_remembered_plan_allocates():
 def test_a_do_that_the_accelerator_cannot_fetch_is_read_by_pointers(layout):
     q, k, v = make_qkv(1, 2, 70, 64)
     saved = q, k, v, *attention_forward(q, k, v), gradient_like(q, layout=layout), None
-    chosen = backward_module.choose(saved, saved, 0.125, (True, True), (None, None), (None, None))
+    chosen = backward_module.choose(saved, saved, False, (True, True), (None, None), (None, None))
     last = backward_module._attn_bwd_dkdv_descriptors_kernel, backward_module._attn_bwd_dq_descriptors_kernel
     assert (chosen == last) == (layout == "bhsd")

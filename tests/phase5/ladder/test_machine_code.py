@@ -120,6 +120,7 @@ def test_every_rung_compiles_elsewhere(target, rung):
         assert c.spills <= 256, c
 
 
+@pytest.mark.slow
 @interpreted_only
 @pytest.mark.parametrize(
     ("kind", "opcodes"),

@@ -67,9 +67,8 @@ MEMORY = "aligned", "contiguous", "transposed"
 
 
 @interpreted_only
-@pytest.mark.parametrize(
-    "head_dim", [24, *(pytest.param(d, marks=pytest.mark.slow) for d in (8, 16, 20, 32, 40, 80, 200))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [8, 16, 20, 24, 32, 40, 80, 200])
 def test_no_forward_kernel_reads_a_register_that_nothing_wrote(head_dim):
     dtype, recorded = torch.float16, []
     known = configs.row("forward", head_dim, dtype, False)

@@ -115,7 +115,7 @@ def test_an_answer_that_has_passed_is_compiled_from_its_own_file(tmp_path):
     own = tmp_path / "own_split_causal_loop.py"
     own.write_text(Path(split_causal_loop.__file__).read_text() + "\nOWN = 1\n")
     mine = answer.load(own, "own_split_causal_loop")
-    with mock.patch.object(compiled, "_compile", side_effect=lambda launches: launches):
+    with mock.patch.object(compiled, "compiled", side_effect=lambda launches: launches):
         launch = compiled.of_learner(mine.attention)
     assert launch.source == own.read_text()
     assert launch.name == "_split_loop_kernel"

@@ -202,3 +202,6 @@ def test_heads_that_cannot_be_shared_out_have_no_prediction():
     assert efficiency("both", 16, 2**20, 5e14, 3e11, heads_kv=4) is None
     with pytest.raises(ValueError, match=f"way: expected one of {', '.join(WAYS)}, got 'gather'"):
         efficiency("gather", 8, 2**20, 5e14, 3e11)
+    for gpus in (0, 12):
+        with pytest.raises(ValueError, match=f"gpus: expected 1 to 8, or a multiple of 8, got {gpus}"):
+            efficiency("ring", gpus, 2**20, 5e14, 3e11)
