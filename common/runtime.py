@@ -37,7 +37,8 @@ def _choose(environ, triton_loaded: bool, capability: tuple[int, int] | None) ->
         if triton_loaded:
             raise RuntimeError(
                 f"triton was imported before the course could choose its CPU interpreter ({why}): import "
-                "common.runtime (or a phase) before torch.compile or building an optimizer, or set TRITON_INTERPRET=1"
+                "common.runtime (or a phase) before all that imports Triton (kernels of yours, transformers, "
+                "torch.nn.attention.bias, an optimizer, torch.compile), or set TRITON_INTERPRET=1"
             )
         if capability:
             print(f"{why}: kernels are interpreted on the CPU", file=sys.stderr)

@@ -82,9 +82,13 @@ def check_scale(scale, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale: expected a real number or None, got {type(scale).__name__}")
-    if not abs(scale) <= MAX_SCALE:  # NaN too
+    try:
+        number = float(scale)
+    except OverflowError:  # of an int
+        number = math.inf
+    if not abs(number) <= MAX_SCALE:  # NaN too
         raise ValueError(f"scale: expected a finite number of at most {MAX_SCALE:.1e}, got {scale}")
-    return float(scale)
+    return number
 
 
 def check_qkv(q, k, v, scale=None, is_causal=False, enable_gqa=False, *, rank=4, names=("q", "k", "v")) -> float:
@@ -150,9 +154,10 @@ def check_saved(q, k, v, o, lse, do, dlse, scale, is_causal) -> float:
     heads_q, seq_q), fp32. Raises TypeError or ValueError naming the argument.
     """
     scale = check_qkv(q, k, v, scale, is_causal, enable_gqa=True)
-    wanted = [("o", o, q.shape, q.dtype), ("do", do, q.shape, q.dtype), ("lse", lse, q.shape[:3], torch.float32)]
+    row_dtype = torch.promote_types(q.dtype, torch.float32)
+    wanted = [("o", o, q.shape, q.dtype), ("do", do, q.shape, q.dtype), ("lse", lse, q.shape[:3], row_dtype)]
     if dlse is not None:
-        wanted.append(("dlse", dlse, q.shape[:3], torch.float32))
+        wanted.append(("dlse", dlse, q.shape[:3], row_dtype))
     for name, t, shape, dtype in wanted:
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")

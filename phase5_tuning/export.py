@@ -282,11 +282,12 @@ def in_order(parts: dict) -> list[str]:
 
 
 def import_lines(names: dict[Target, str], triton: bool) -> str:
-    """The imports from other packages: Triton's, or the rest."""
-    lines, by_module = [], {}
+    """The imports from other packages: Triton's and those that may import it, or the rest."""
+    lines, by_module, early = [], {}, loaded(FIRST).imports.values()
     for target, name in names.items():
         package = target.module.split(".")[0]
-        if package in HOUSE or (package == "triton") != triton:
+        late = package not in sys.stdlib_module_names and target not in early
+        if package in HOUSE or late != triton:
             continue
         if not target.name:
             lines.append(f"import {target.module}" + f" as {name}" * (name != package))

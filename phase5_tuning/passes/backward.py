@@ -55,20 +55,27 @@ def attention_backward(
     """
     tensors = q, k, v, o, lse, do, *(() if dlse is None else (dlse,))
     switches = hopper_forward.enabled(), hopper_backward.in_order()
+    flags = is_causal, scale, lower_right, needs_q, needs_kv
     try:
-        choices = (needs_q, needs_kv), (dkdv_kernel, dq_kernel), (dkdv_config, dq_config)
-        flags = is_causal, scale, type(is_causal), type(scale), lower_right
-        key = "backward", facts(*tensors), flags, precision(q.dtype), choices, switches
+        choices = (dkdv_kernel, dq_kernel), (dkdv_config, dq_config)
+        key = "backward", facts(*tensors), flags, *map(type, flags), precision(q.dtype), choices, switches
         plan = remembered(key)
     except (AttributeError, RuntimeError, TypeError):  # not tensors or flags, or without strides
-        validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
+        _checked(*tensors[:6], dlse, *flags)
         raise
     if plan is None:
-        scale = validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
+        scale = _checked(*tensors[:6], dlse, *flags)
         lower_right = is_causal and lower_right and q.shape[2] != k.shape[2]
-        plan = _plan(*tensors[:6], dlse, is_causal, lower_right, scale, *choices)
+        plan = _plan(*tensors[:6], dlse, is_causal, lower_right, scale, (needs_q, needs_kv), *choices)
         remember(key, plan)
     return plan(q, k, v, o, lse, do, dlse)
+
+
+def _checked(q, k, v, o, lse, do, dlse, is_causal, scale, lower_right, needs_q, needs_kv) -> float:
+    """The scale as a number, once all arguments are what they must be."""
+    for name, flag in dict(lower_right=lower_right, needs_q=needs_q, needs_kv=needs_kv).items():
+        validate.check_flag(name, flag)
+    return validate.check_saved(q, k, v, o, lse, do, dlse, scale, is_causal)
 
 
 @dataclass(frozen=True)

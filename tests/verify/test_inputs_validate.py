@@ -151,6 +151,7 @@ WRONG_QKV = {
 WRONG_SCALES = {
     "nan": (float("nan"), ValueError, ["finite", "nan"]),
     "inf": (float("inf"), ValueError, ["finite", "inf"]),
+    "inf in fp16": (np.float16("inf"), ValueError, ["finite", "inf"]),
     "-inf": (float("-inf"), ValueError, ["finite", "-inf"]),
     "too large": (1.71e38, ValueError, ["finite", "1.7e+38", "1.71e+38"]),
     "huge int": (-(10**400), ValueError, ["finite"]),
@@ -287,7 +288,7 @@ def test_matmul_by_a_scale_that_is_not_a_finite_number(wrong):
     refused(lambda: matmul(a, b, scale=scale), error, "scale", *words)
 
 
-@pytest.mark.parametrize("scale", [np.float32(0.5), np.float64(0.5), np.int64(2), 2])
+@pytest.mark.parametrize("scale", [np.float16(0.5), np.float32(0.5), np.float64(0.5), np.int64(2), 2])
 def test_a_scale_may_be_any_real_number(scale):
     a = torch.eye(16, device=runtime.DEVICE)
     assert torch.equal(matmul(a, a, scale=scale), float(scale) * a)

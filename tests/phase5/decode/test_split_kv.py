@@ -290,8 +290,8 @@ def test_fp32_is_split_where_its_smaller_tiles_are_few():
 
 def test_a_kernel_or_tiles_that_are_asked_for_are_taken():
     given = make_qkv(1, 2, 1, 64, seq_k=100)
-    assert choose(given, given, 1.0) == SPLIT
-    assert choose(given, given, 1.0, config=configs.Config(16, 16, 4, 1)) != SPLIT
+    assert choose(given, given) == SPLIT
+    assert choose(given, given, config=configs.Config(16, 16, 4, 1)) != SPLIT
 
 
 @pytest.mark.parametrize("head_dim", [5, 64])
