@@ -69,6 +69,9 @@ def _wrong_rows(q, k, v):
     def queries_only(h, m):
         return h // group * group + (h % group * seq_q + m) % group, m
 
+    def mixed(h, m):
+        return h, (h % group * seq_q + m) // group
+
     exchanged = (t.repeat(1, group, 1, 1) for t in (k, v))
     divided = (t.flatten(0, 1)[torch.arange(2 * heads_kv) // group].view(t.shape) for t in (k, v))
     batch, head, _, column = q.stride()
@@ -95,6 +98,7 @@ def _wrong_rows(q, k, v):
         "rows whose query is r % seq_q belong to head r // seq_q of the group, not r % group": _whole(
             q, k, v, queries_only
         ),
+        "rows whose head is r // seq_q are the queries r % seq_q of it, not r // group": _whole(q, k, v, mixed),
         "q is read as if it were contiguous: it has four strides": _whole(
             q.as_strided(q.shape, q.contiguous().stride()), k, v
         ),

@@ -2069,6 +2069,7 @@ WRONG = {
             {"offs_r // seq_q, offs_r % seq_q\n": "offs_r % group, offs_r // group\n"},
             "rows of a tile have one order",
         ),
+        Wrong("head and query by quotient", {"offs_r % seq_q\n": "offs_r // group\n"}, "not r // group"),
         Wrong("head and query by modulo", {"group + offs_r // seq_q,": "group + offs_r % group,"}, "head r // seq_q"),
         Wrong(
             "the first head for all rows",
