@@ -3,9 +3,9 @@
 Queries (batch, heads_q, seq, head_dim), seen as (batch, heads_kv, group x seq, head_dim), fill tiles that a head alone
 would leave half empty, and read keys once for all heads of a group.
 Keys (batch, heads, seq, head_dim), seen with other strides, are (parts, batch x heads, seq / parts, head_dim), and
-queries are seen as often as there are parts, with a stride of 0. So the kernel of hopper/forward.py splits without
-knowing of it. What the parts leave over at the end, keys that do not divide or the triangle of a causal mask, is a part
-of its own by split_kv's kernel, and split_kv's merge makes one of all.
+queries are seen as often as there are parts, with a stride of 0. So the kernel of hopper/forward.py splits, and
+knows of it only that o is in fp32. What the parts leave over at the end, keys that do not divide or the triangle of a
+causal mask, is a part of its own by split_kv's kernel, and split_kv's merge makes one of all.
 
 Builds on: `hopper.forward` and this folder's `split_kv`.
 """
