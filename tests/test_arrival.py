@@ -45,6 +45,7 @@ def names_only_what_exists(text):
 PAGES = "CONTRIBUTING.md", "CHANGELOG.md", "WHY_SLOW.md", "VERSIONS.md"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_names_only_what_exists(name):
     names_only_what_exists((ROOT / name).read_text())

@@ -76,6 +76,7 @@ def hashes(module):
     return list(map(records.fingerprint, module.KERNELS)), records.settings_fingerprint(module.SETTINGS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "where", "constant"),
     [

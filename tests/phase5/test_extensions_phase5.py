@@ -144,6 +144,7 @@ def test_the_compiler_agrees_with_the_budgets_of_pick_tiles():
         assert bool(made.spills) == ((head_dim, *tile) in SPILLING), made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", [for_target(name) for name in ["sm_80", "sm_89", "sm_90", "gfx942"]])
 def test_the_kernels_compile_for_every_gpu(target):
     q = torch.empty(1, 4, 128, 128, dtype=torch.float16, device=runtime.DEVICE)

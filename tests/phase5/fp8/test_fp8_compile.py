@@ -14,11 +14,8 @@ import torch
 from helpers import interpreted_only
 
 CASES = list(itertools.product((128, 64), (False, True), (False, True)))  # head_dim, is_causal, line
-# At once for head_dim 128, in make test-slow for both.
-cases = pytest.mark.parametrize(
-    ("head_dim", "is_causal", "line"),
-    [pytest.param(*case, marks=[] if case[0] == 128 else pytest.mark.slow) for case in CASES],
-)
+cases = pytest.mark.parametrize(("head_dim", "is_causal", "line"), CASES)
+pytestmark = pytest.mark.slow
 
 
 def tensors(head_dim, dtype=torch.bfloat16):

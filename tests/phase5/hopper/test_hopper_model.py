@@ -142,6 +142,7 @@ def test_programs_add_to_dq_in_a_fixed_order_and_nobody_waits_for_ever():
     check_schedules(times=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "old", "new"),
     [

@@ -98,6 +98,7 @@ def test_hopper_runs_the_products_of_the_shipped_kernels_without_waiting_for_eac
     assert made[0].spills == 0
 
 
+@pytest.mark.slow
 @interpreted_only
 def test_products_that_wait_for_each_other_are_recognized():
     q = torch.empty(1, 4, 512, 64, dtype=torch.float16)

@@ -354,6 +354,7 @@ def test_amd_has_tf32_on_the_mi300_alone():
         torch.set_float32_matmul_precision(allowed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "switch",
     [
