@@ -117,6 +117,7 @@ def test_ctrl_c_ends_the_child_too(tmp_path):
     def interrupt():
         while not (tmp_path / "started").exists():
             time.sleep(0.01)
+        time.sleep(1)  # the parent may be in the hooks of its fork yet, which swallow an exception
         os.kill(os.getpid(), signal.SIGINT)
 
     def takes_long():
