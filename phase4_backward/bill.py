@@ -23,7 +23,7 @@ def attention_backward_bytes(
     starts = [start_n // block_m * block_m if is_causal else 0 for start_n in range(0, seq_k, block_n)]
     q_rows = sum(max(0, seq_q - start) for start in starts)
     dkdv = 2 * seq_k * row + q_rows * (row + 8)
-    kv_rows = traffic._rows_of_keys(seq_q, seq_k, block_m, block_n, is_causal)
+    kv_rows = traffic.rows_of_keys(seq_q, seq_k, block_m, block_n, is_causal)
     dq = seq_q * (3 * head_dim * size + 8) + kv_rows * row
     return dict(delta=delta, dkdv=dkdv, dq=dq)
 

@@ -65,7 +65,7 @@ def _named(function) -> dict[str, object]:
 
 
 def _is_constant(name: str, value: object) -> bool:
-    """True for numbers, strings, types of numbers, and tuples, lists, dicts and dataclasses of them, in capitals."""
+    """True for numbers, strings, torch's dtypes, and tuples, lists, dicts and dataclasses of them, in capitals."""
     value = vars(value) if is_dataclass(value) else value
     value = [*value, *value.values()] if isinstance(value, dict) else value
     parts = value if isinstance(value, list | tuple) else ()

@@ -93,7 +93,7 @@ def measure(**tensors: torch.Tensor) -> Iterator[Traffic]:
         yield traffic
 
 
-def _rows_of_keys(seq_q: int, seq_k: int, block_m: int, block_n: int, is_causal: bool) -> int:
+def rows_of_keys(seq_q: int, seq_k: int, block_m: int, block_n: int, is_causal: bool) -> int:
     """The rows of k that all tiles of queries read together."""
     ends = [min(seq_k, start_m + block_m) if is_causal else seq_k for start_m in range(0, seq_q, block_m)]
     return sum(min(seq_k, triton.cdiv(end, block_n) * block_n) for end in ends)
@@ -106,5 +106,5 @@ def tiled_attention_bytes(
 
     With is_causal a tile of queries stops after the last tile of keys that one of its rows sees; lse adds its fp32 row.
     """
-    kv_rows = _rows_of_keys(seq_q, seq_k, block_m, block_n, is_causal)
+    kv_rows = rows_of_keys(seq_q, seq_k, block_m, block_n, is_causal)
     return (2 * seq_q + 2 * kv_rows) * head_dim * size + (4 * seq_q if lse else 0)

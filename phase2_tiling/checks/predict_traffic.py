@@ -40,7 +40,7 @@ def _nothing_measured():
     def stopped(*_, **__):
         reject("the bytes are measured, or taken from common.measure.traffic: predict them, from the sizes alone")
 
-    measuring = dict.fromkeys(("measure", "_rows_of_keys", "tiled_attention_bytes"), stopped)
+    measuring = dict.fromkeys(("measure", "rows_of_keys", "tiled_attention_bytes"), stopped)
     with mock.patch.object(tiling, "_launch", stopped), mock.patch.multiple(traffic, **measuring):
         yield
 

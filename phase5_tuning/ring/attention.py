@@ -27,9 +27,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from phase5_tuning.attention import flash_attention
-from phase5_tuning.decode.merge import merge_
 from phase5_tuning.passes.backward import attention_backward
 from phase5_tuning.passes.forward import attention_forward
+from phase5_tuning.ring.merge import merge_
 from phase5_tuning.ring.ranks import agreed, chunk_lengths, heard_by_all, joined, meeting, shard_of, side_group
 
 import torch

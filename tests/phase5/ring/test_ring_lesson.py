@@ -1,7 +1,7 @@
 """What the chapter's cells call beside their subject."""
 
-from phase5_tuning.decode.merge import merge_
 from phase5_tuning.ring import four_ranks, lesson
+from phase5_tuning.ring.merge import merge_
 from phase5_tuning.solutions.causal_ring import forward
 
 import pytest
