@@ -89,7 +89,7 @@ $(READY): requirements.txt pyproject.toml
 	@$(PYTHON) -c "$$CHECK"
 	$(PYTHON) -m venv .venv
 	@echo "Installing PyTorch, Triton, Jupyter and others into .venv: gigabytes, and minutes."
-	$(PY) -m pip install --disable-pip-version-check -q -r requirements.txt
+	$(PY) -m pip install --disable-pip-version-check -r requirements.txt
 	$(PY) -m pip install --disable-pip-version-check -q --no-deps --config-settings editable_mode=compat -e .
 	@touch $(READY)
 

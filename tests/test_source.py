@@ -65,10 +65,14 @@ def notebook(tmp_path, monkeypatch):
 
 def test_executing_leaves_the_file_alone_and_reports_every_cell(notebook):
     path = notebook("x = 1", "print(x + 1)")
+    text = nbformat.read(path, as_version=4)
+    text.cells.insert(1, nbformat.v4.new_markdown_cell("## 1.2 A sum\n\n# no heading"))
+    nbformat.write(text, path)
     before, seen = path.read_bytes(), []
-    assert notebooks.execute(path, on_cell=lambda done, total: seen.append((done, total))) is None
+    assert notebooks.execute(path, on_cell=lambda *place: seen.append(place)) is None
     assert path.read_bytes() == before
-    assert seen == [(1, 2), (2, 2)]
+    sum_ = "1.2 A sum"
+    assert seen == [(0, 2, ""), (1, 2, ""), (1, 2, sum_), (1, 2, sum_), (2, 2, sum_)]
 
 
 def test_a_failing_cell_is_returned_with_its_error(notebook):

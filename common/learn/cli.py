@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,8 @@ from common.learn.progress import notices
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
 from typer.core import TyperGroup
 
 
@@ -101,16 +101,30 @@ def verify(
 @app.command()
 def run(name: Annotated[str, typer.Argument(metavar="[PHASE]", help="a number or folder; default: all")] = "") -> None:
     """The whole course on this machine: verify every phase, execute every notebook, print one summary."""
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     jobs = []
     for phase in _chosen(name):
-        jobs.append(partial(_verify_phase, phase))
-        jobs += [partial(_run_notebook, str(phase.number), path) for path in phase.notebook_paths]
+        jobs.append((f"phase {phase.number}: kernels against SDPA", partial(_verify_phase, phase)))
+        for path in phase.notebook_paths:
+            jobs.append((f"phase {phase.number}: {path.name}", partial(_run_notebook, str(phase.number), path)))
     if not name:
-        jobs += [partial(_run_notebook, "", phases.ROOT / page) for page in phases.APART]
-    with _at_once() as pool, Progress(*columns, console=console) as progress:
+        jobs += [(Path(page).name, partial(_run_notebook, "", phases.ROOT / page)) for page in phases.APART]
+    # A step that is done is a line. One that runs has a row below: time, and the case or section at hand.
+    columns = SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
+    place = TextColumn("{task.fields[place]}", markup=False, table_column=Column(ratio=1, no_wrap=True))
+
+    def do(numbered: tuple[int, tuple[str, Callable]]) -> _Step:
+        number, (what, job) = numbered
+        what = f"{number}/{len(jobs)}  {what}"
+        task = progress.add_task(what, total=None, place="")
+        step = job(partial(progress.update, task))
+        progress.remove_task(task)
+        console.print(f"{what}  {VERDICT[step.passed]}  [dim]{step.seconds:.0f} s[/]")
+        return step
+
+    with _at_once() as pool, Progress(*columns, place, console=console, expand=True, transient=True) as progress:
+        console.print(f"{len(jobs)} steps. A cell that compiles many kernels takes a minute.")
         try:
-            steps = list(pool.map(lambda job: job(progress), jobs))
+            steps = list(pool.map(do, enumerate(jobs, start=1)))
         except KeyboardInterrupt:
             progress.stop()
             console.print("Stopped.")
@@ -200,14 +214,13 @@ def _chosen(name: str) -> list[phases.Phase]:
     return [phase]
 
 
-def _verify_phase(phase: phases.Phase, progress: Progress) -> _Step:
+def _verify_phase(phase: phases.Phase, tell: Callable) -> _Step:
     start = time.perf_counter()
-    task = progress.add_task(f"phase {phase.number}: kernels against SDPA", total=None)
     child = _Child(phase.folder, "--json")
     rows, errors = [], []
     for row in child.rows():
         rows.append(row)
-        progress.update(task, total=row["of"], completed=row["done"])
+        tell(total=row["of"], completed=row["done"], place=row["what"])
         if not row["passed"]:
             errors.append(f"{row['what']}\n{row['text']}")
     if child.code and not errors:
@@ -220,16 +233,15 @@ def _verify_phase(phase: phases.Phase, progress: Progress) -> _Step:
     return _Step(str(phase.number), "kernels", f"{passed}/{total}", worst, seconds, right, "\n".join(errors))
 
 
-def _run_notebook(phase: str, path: Path, progress: Progress) -> _Step:
+def _run_notebook(phase: str, path: Path, tell: Callable) -> _Step:
     from common.learn import notebooks
 
     start = time.perf_counter()
-    task = progress.add_task(f"phase {phase}: {path.name}" if phase else path.name, total=None)
     ran = [0, 0]
 
-    def on_cell(done, total):
+    def on_cell(done, total, heading):
         ran[:] = done, total
-        progress.update(task, total=total, completed=done)
+        tell(total=total, completed=done, place=heading)
 
     error = notebooks.execute(path, on_cell=on_cell)
     seconds = time.perf_counter() - start

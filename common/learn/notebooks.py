@@ -32,12 +32,12 @@ def find(names: list[str] | None = None) -> list[Path]:
     return [p for p in paths if not names or any(n in str(p.relative_to(ROOT)) for n in names)]
 
 
-def execute(path: Path, *, store: bool = False, on_cell: Callable[[int, int], None] | None = None) -> str | None:
+def execute(path: Path, *, store: bool = False, on_cell: Callable[[int, int, str], None] | None = None) -> str | None:
     """Run a notebook top to bottom in its own folder. Returns None, or what went wrong: the error of a cell, or why the
     notebook could not be read or run.
 
-    on_cell(done, total) is called after each code cell. With store the outputs are written back, cleaned of timestamps;
-    otherwise the file is left alone.
+    on_cell(done, total, heading) is called as each cell starts and as each code cell is done. With store the outputs
+    are written back, cleaned of timestamps; otherwise the file is left alone.
     """
     try:
         notebook = nbformat.read(path, as_version=4)
@@ -56,18 +56,28 @@ def execute(path: Path, *, store: bool = False, on_cell: Callable[[int, int], No
     return None
 
 
-def _client(notebook, path: Path, on_cell: Callable[[int, int], None] | None) -> NotebookClient:
+def _client(notebook, path: Path, on_cell: Callable[[int, int, str], None] | None) -> NotebookClient:
     total = sum(cell.cell_type == "code" for cell in notebook.cells)
-    done = 0
+    done, heading = 0, ""
 
-    def count(cell, **_):
+    def tell():
+        if on_cell:
+            on_cell(done, total, heading)
+
+    def start(cell, **_):
+        nonlocal heading
+        if cell.cell_type == "markdown":
+            heading = (re.findall("^##+ (.*)$", cell.source, re.M) or [heading])[-1]
+        tell()
+
+    def complete(cell, **_):
         nonlocal done
         done += cell.cell_type == "code"
-        if on_cell:
-            on_cell(done, total)
+        tell()
 
     return NotebookClient(
-        notebook, timeout=300, kernel_name="python3", record_timing=False, on_cell_complete=count,
+        notebook, timeout=300, kernel_name="python3", record_timing=False,
+        on_cell_start=start, on_cell_complete=complete,
         resources={"metadata": {"path": str(path.parent)}},
         extra_arguments=["--IPKernelApp.log_level=40"],  # errors only
         coalesce_streams=True,  # one output a cell, however often it flushes

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from string import Template
 
@@ -124,7 +124,8 @@ def exercise_page(e: exercises.Exercise) -> str:
     parts = [
         f"# {e.number} {e.title}",
         f"About {e.minutes} minutes. It belongs to {chapter}, section {e.section.split()[0].rstrip('.')}.",
-        docstrings.as_markdown(e.task.rpartition("\n\nNotebook:")[0]),  # the last paragraph says where it belongs
+        # Its first line is the title, and its last paragraph says where it belongs.
+        docstrings.as_markdown(e.task.partition("\n")[2].rpartition("\n\nNotebook:")[0].strip()),
         f"The file to complete is `{e.file}`:",
         f"```python\n{_without_docstring(e.stub)}\n```",
         f"`course check {e.number}` says whether it is right.",
@@ -160,10 +161,19 @@ def api_page() -> str:
             function = getattr(getattr(module, name), "fn", getattr(module, name))
             if callable(function) and function not in shown:
                 shown.add(function)
-                signature = textwrap.fill(f"{name}{inspect.signature(function)}", 88, subsequent_indent=" " * 4)
                 doc = docstrings.as_markdown(inspect.getdoc(function) or "")
-                parts.append(f"### {name}\n\n```python\n{signature}\n```\n\n{doc}")
+                parts.append(f"### {name}\n\n{_signature(name, function)}{doc}")
     return "\n\n".join(parts) + "\n"
+
+
+def _signature(name: str, function: Callable) -> str:
+    """A function's signature in lines that end after a comma; nothing where it only says *args, **kwargs."""
+    signature = str(inspect.signature(function))
+    if signature == "(*args, **kwargs)":
+        return ""
+    glued = re.sub(r"(?<!,) ", "\0", f"{name}{signature}")
+    text = textwrap.fill(glued, 88, subsequent_indent=" " * 4, break_long_words=False).replace("\0", " ")
+    return f"```python\n{text}\n```\n\n"
 
 
 def records_page() -> str:

@@ -7,7 +7,8 @@ import textwrap
 from itertools import takewhile
 
 NAME = re.compile(r"\b(?:(?:\w+\.)*\w*_\w+|[A-Za-z]\w*(?:\.\w+)+)\b(?:\([^()\n]*\))?")  # a word that only code has
-ENTRY = re.compile(r"(\w[\w, *]*?) {2,}(\S.*)")
+ENTRY = re.compile(r"(\w[\w, *]*?) {2,}(\S(?:(?!  ).)*)")
+TABLE = re.compile(r" |\w[\w, *]*? {2,}\S")  # how a line of a list or of code begins
 
 
 def as_markdown(text: str) -> str:
@@ -15,11 +16,11 @@ def as_markdown(text: str) -> str:
 
 
 def _block(block: str) -> str:
-    """A list; or a paragraph, lines that are indented, or the one and then the other."""
+    """A list; or a paragraph, lines of a list or of code, or the one and then the other."""
     if block.startswith("- "):
         return _prose(block)
     lines = block.splitlines()
-    flush = list(takewhile(lambda line: not line.startswith(" "), lines))
+    flush = list(takewhile(lambda line: not TABLE.match(line), lines))
     prose, rest = _prose(" ".join(flush)), textwrap.dedent("\n".join(lines[len(flush) :]))
     entries = _entries(rest)
     if entries:

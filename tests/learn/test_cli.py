@@ -304,8 +304,11 @@ def test_a_module_may_print_what_it_likes(broken_course):
     )
     assert done.exit_code == 0, done.output
     assert "1/1" in done.output
-    names = "empty.ipynb", "second.ipynb", "apart.ipynb"
-    assert done.output.index(names[0]) < done.output.index(names[1]) < done.output.index(names[2])
+    steps, summary = done.output.split("Summary")
+    names = "phase 1: kernels", "phase 1: empty.ipynb", "phase 1: second.ipynb", "apart.ipynb"
+    for number, name in enumerate(names, start=1):
+        assert re.search(rf"^{number}/4  {name}.*  PASS ", steps, re.MULTILINE), steps
+    assert summary.index("empty.ipynb") < summary.index("second.ipynb") < summary.index("apart.ipynb")
 
 
 def test_of_all_cases_the_worst_z_is_shown(broken_course):

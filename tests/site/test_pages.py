@@ -74,6 +74,9 @@ def test_docstrings_become_paragraphs_lists_and_code():
     made = docstrings.as_markdown(text)
     assert made.startswith("Sums x.\n\n`q, k`\n: of shape (`seq_q`, d), any strides\n\n`o`\n: the sum\n")
     assert "- one\n  line, 2 \\* 3 &lt; 4" in made
+    assert docstrings.as_markdown("q, k  any\n      strides\no     a sum") == "`q, k`\n: any strides\n\n`o`\n: a sum\n"
+    table = 'kind  "flat"   near-constant\n      "large"  hundreds\nand a sentence'
+    assert docstrings.as_markdown(table) == f"```text\n{table}\n```"
     assert made.endswith("Or:\n\n```text\nf(q, k)  # as here\n```")
 
 
@@ -82,6 +85,12 @@ def test_public_functions_come_by_importance_and_once():
     assert names[0] == "flash_attention"
     assert names.index("verify_results") < names.index("softmax_online")
     assert not {"DEVICE", "INTERPRETED"} & set(names)
+
+
+def test_a_signature_breaks_after_a_comma_and_is_left_out_where_it_says_nothing():
+    page = build.api_page()
+    assert "(*args, **kwargs)" not in page
+    assert "\n    attn_mask: torch.Tensor | None = None," in page
 
 
 def test_the_first_page_has_a_card_for_each_chapter_and_says_how_to_get_the_course():

@@ -72,7 +72,8 @@ def test_every_exercise_has_a_page_with_its_task_and_the_section_that_it_belongs
     for exercise in exercises.load():
         text = (site / f"exercises/{exercise.name}.html").read_text()
         shown = " ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split())
-        assert " ".join(exercise.task.replace("`", "").partition("\n\n")[0].split()) in shown, exercise.name
+        _, task, *_ = exercise.task.replace("`", "").split("\n\n")  # without its title
+        assert " ".join(task.split()).removeprefix("1. ") in shown, exercise.name
         chapter = f"{exercise.phase.folder}/{exercise.notebook.removesuffix('.ipynb')}"
         assert re.search(rf'href="\.\./{chapter}\.html#[\w-]+"', text), (
             f"{exercise.name}: no section {exercise.section}"
