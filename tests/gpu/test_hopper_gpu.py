@@ -243,13 +243,13 @@ def test_many_small_launches_on_two_streams():
 
 @pytest.mark.parametrize("which", ["o", "lse", "dlse"])
 def test_a_lazily_negated_view_keeps_its_sign(which):
+    """The rungs take it, which resolve the sign."""
     q, k, v = make_qkv(1, 4, 300, 64)
     o, lse = attention_forward(q, k, v)
     given = dict(o=o, lse=lse, do=make_tensor(q.shape), dlse=torch.randn_like(lse))
-    expected = attention_backward(q, k, v, *given.values())
-    with without_plans() as plans:
-        got = attention_backward(q, k, v, *(given | {which: torch._neg_view(-given[which])}).values())
-        assert [type(plan) for plan in plans.values()] == [HopperBackwardPlan]
+    with without_plans(), mock.patch.object(hopper_backward, "takes", return_value=False):
+        expected = attention_backward(q, k, v, *given.values())
+    got = attention_backward(q, k, v, *(given | {which: torch._neg_view(-given[which])}).values())
     assert same(got, expected)
 
 
