@@ -48,7 +48,8 @@ def attention_forward(
     """softmax(scale q k^T) v and its LSE: arguments, results and errors as phase 3's `attention_forward`.
 
     lower_right: the causal mask is aligned with the last query and the last key, not with the first ones; without
-    is_causal it has no effect. Where that differs, decode's kernels take the call.
+    is_causal it has no effect. Where that differs, decode's kernels take the call; with kernel or config it is a
+    ValueError.
     kernel: a rung of the ladder; None: the split kernel for few queries, a Hopper kernel where one takes the call,
     else the last rung. config: tiles to use instead of the chosen ones, and then on a rung.
     fp32 is computed to fp32 accuracy, or with TF32 where PyTorch's own switch allows it
@@ -156,6 +157,8 @@ def launch_of(kernel, q, k, v, o, is_causal: bool, scale: float, config: configs
 def _plan(q, k, v, is_causal, scale, kernel, config, lower_right) -> Callable:
     scale, sign = positive_scale(scale)
     offset = k.shape[2] - q.shape[2] if is_causal and lower_right else 0
+    if offset and (kernel is not None or config is not None):
+        raise ValueError("lower_right: expected neither kernel nor config, for no rung takes such a mask")
     given, converted = (q, k, v), _as_kernels_take(q, k, v, sign)
     with runtime.on_device_of(q):
         kernel = choose(given, converted, kernel, config, is_causal, offset)

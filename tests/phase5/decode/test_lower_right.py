@@ -129,7 +129,10 @@ def test_an_early_rung_knows_no_such_mask():
     saved = q, k, v, q, torch.zeros(1, 1, 4, device=q.device), q, None
     with pytest.raises(ValueError, match=r"^lower_right: expected kernels of the last two rungs"):
         attention_backward(*saved, True, dq_kernel=LADDER[2].dq, lower_right=True)
+    with pytest.raises(ValueError, match=r"^lower_right: expected neither kernel nor config"):
+        attention_forward(q, k, v, True, kernel=LADDER[-1].forward, lower_right=True)
     attention_backward(*saved, False, dq_kernel=LADDER[2].dq, lower_right=True)  # there is no mask
+    attention_forward(q, k, v, False, kernel=LADDER[-1].forward, lower_right=True)
 
 
 @pytest.mark.parametrize("splits", [False, True])
