@@ -26,14 +26,14 @@ export CHECK
 course: $(READY)
 	$(PY) -m common.learn.cli run
 
-# Long files first, in the order given: else the one that comes last, of few tests, has one of two workers wait.
+# Long files first, in the order given: else the one that comes last has one of two workers wait.
 # Notebooks are stored as the interpreter executes them, so tests run there too, whatever the machine has.
 test test-slow: export TRITON_INTERPRET = 1
 test: $(READY) style
 	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" --nbval-lax --nbval-current-env \
-		phase*/*.ipynb common/verify/*.ipynb tests
+		phase*/*.ipynb common/verify/*.ipynb tests/*/ tests/test_*.py
 
-# The rest: a browser, compilations for other GPUs than Hopper, the exercises' solutions and mistakes at length.
+# The rest: a browser, compilations for other GPUs than Hopper, inputs at random, the exercises at length.
 test-slow: $(READY)
 	$(PY) -m pytest -n 2 --dist loadfile -m slow tests
 

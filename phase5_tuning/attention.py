@@ -11,7 +11,6 @@ from phase5_tuning.passes.backward import attention_backward
 from phase5_tuning.passes.forward import attention_forward
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 NAMES = "query", "key", "value"
 PLAIN = torch.Tensor, torch.nn.Parameter
@@ -116,6 +115,8 @@ _forward_op.register_autograd(
 
 def _is_lower_right(mask, query, key, is_causal) -> bool:
     """True for causal_lower_right, False for causal_upper_left. Raises for other masks and other sizes."""
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # loads Dynamo, a second that few calls need
+
     if not isinstance(mask, CausalBias):
         accepted = "None, or torch.nn.attention.bias's causal_upper_left or causal_lower_right"
         raise NotImplementedError(f"attn_mask: expected {accepted}, got {type(mask).__name__}")

@@ -1,6 +1,6 @@
 """Inputs at random against the truth, in memory with guards, for every attention of the course.
 
-`make test` tries the same 200 each time, `make fuzz` 2,000 others, `make fuzz-gpu` 20,000 on a GPU.
+`make test-slow` tries the same 200 each time, `make fuzz` 2,000 others, `make fuzz-gpu` 20,000 on a GPU.
 """
 
 from common import runtime, verify_results
@@ -20,7 +20,10 @@ from anything import anything
 from helpers import hopper_at_any_size
 from hypothesis import assume, given, settings
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of numbers that are masked later
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, of numbers that are masked later
+]
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HEAD_DIMS = range(1, 131) if runtime.INTERPRETED else [1, 16, 24, 40, 64, 80, 128]
 

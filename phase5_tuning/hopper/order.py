@@ -9,6 +9,7 @@ the cache.
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MOST_TOGETHER = 16
 EACH = 4  # programs for each that runs at once, if groups allow it
@@ -99,8 +100,7 @@ class Program:
     parts: list["Part"] = field(default_factory=list)  # in the order in which they were computed
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A program's addition to the dQ of a query tile, which is (head, member of its group, m)."""
 
     tile: tuple[int, int, int]
@@ -161,7 +161,8 @@ class _Run:
         self.group, self.writers, self.late, self.rules = group, writers, late, rules
         self.slots = slots
         self.dispatched = 0
-        self.programs, self.added, self.last = [], {}, {}  # last: when a tile's last part was there
+        self.programs, self.walks = [], []
+        self.added, self.last = {}, {}  # last: when a tile's last part was there
         self.blocked = {}  # (tile, count): who waits for the tile to have it, and since when
         self.events = []  # (time, number, function, argument)
         self.number = 0
@@ -191,11 +192,12 @@ class _Run:
         ticket = len(self.programs)
         program = Program(ticket, slot, *self.rules["take"](ticket), now)
         self.programs.append(program)
+        self.walks.append(self.rules["walk"](program.n, program.toward))
         self._at(now + self.step, self._ready, (program, now + self.step))
 
     def _tile(self, program, part):
         """(tile, m, how many parts the program has) of one of its parts."""
-        walk = self.rules["walk"](program.n, program.toward)
+        walk = self.walks[program.ticket]
         steps = len(walk)
         m = walk[part % steps] if steps else 0
         return (program.head, part // steps if steps else 0, m), m, steps * self.group

@@ -58,7 +58,10 @@ def test_the_stub_fails(exercise, tmp_path):
     assert judged(exercise, exercise.stub, tmp_path)["kind"] in ("unfinished", "wrong")
 
 
-@each
+@pytest.mark.parametrize(
+    "exercise",  # fit_hopper's check compiles Hopper kernels, as make test-slow does
+    [pytest.param(e, id=e.name, marks=[pytest.mark.slow] * (e.name == "fit_hopper")) for e in EXERCISES],
+)
 def test_the_solution_passes(exercise, tmp_path):
     verdict = judged(exercise, exercise.solution.read_text(), tmp_path)
     assert verdict["kind"] == "passed", verdict["message"]
@@ -372,18 +375,7 @@ ADD = exercises.find("masked_add").solution.read_text()
         ("import os; os.abort()", "crashed", "is it masked, and is its offset that of this tensor?"),
         ("import os; os._exit(3)", "crashed", "code 3"),
         ("import builtins; builtins.isinstance = 3", "crashed", "does the answer replace something of Python's"),
-        pytest.param("import sys; sys.exit(0)", "error", "SystemExit", marks=pytest.mark.slow),
-        pytest.param("undefined_name", "error", "undefined_name", marks=pytest.mark.slow),
-        ("1 +", "error", "SyntaxError"),
-        ("raise KeyboardInterrupt", "error", "line 25, in _masked_add_kernel"),
-        ("e = ValueError('of itself'); raise e from e", "error", "ValueError: of itself"),
         ("raise NotImplementedError", "unfinished", "line 25 still raises"),
-        pytest.param(
-            "import torch; b = torch.ones(1, 2, 2) > 0; b @ b",
-            "error",
-            "not implemented for 'Bool'",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_whatever_an_answer_does_ends_in_a_verdict(line, kind, words, learner):
@@ -391,6 +383,25 @@ def test_whatever_an_answer_does_ends_in_a_verdict(line, kind, words, learner):
     assert verdict.kind == kind, verdict
     assert words in verdict.message
     assert not Progress.load().passed
+
+
+@interpreted_only
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("import sys; sys.exit(0)", "SystemExit"),
+        ("undefined_name", "undefined_name"),
+        ("1 +", "SyntaxError"),
+        ("raise KeyboardInterrupt", "line 25, in _masked_add_kernel"),
+        ("e = ValueError('of itself'); raise e from e", "ValueError: of itself"),
+        ("import torch; b = torch.ones(1, 2, 2) > 0; b @ b", "not implemented for 'Bool'"),
+    ],
+)
+def test_whatever_an_answer_raises_is_an_error(line, words, tmp_path):
+    text = ADD.replace("    offsets =", f"    {line}\n    offsets =", 1)
+    verdict = judged(exercises.find("masked_add"), text, tmp_path)
+    assert verdict["kind"] == "error", verdict
+    assert words in verdict["message"]
 
 
 CRASHED = "Python was ended by SIGSEGV in the middle of the check{on}, at line 4, in attention: "
@@ -542,6 +553,7 @@ def test_an_answer_that_is_no_utf_8_is_an_answer(learner, tmp_path):
 def test_a_solution_compiles(exercise, learner):
     answer = learner(exercise.name)
     verdict = answer(exercise.solution.read_text())
+    assert verdict.passed, verdict
     assert bool(verdict.launches) == ("@triton.jit" in exercise.solution.read_text())
     assert runner.objections(answer.exercise, verdict, limit=300) == []
 

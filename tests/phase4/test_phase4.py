@@ -138,6 +138,7 @@ EDITS = {
 BENIGN = {"queries past the end count"}  # their q and do are loaded as 0, so that they add nothing
 
 
+@pytest.mark.slow  # tests/mutants has such mistakes too
 @pytest.mark.parametrize("mistake", EDITS)
 def test_mutants_of_the_real_kernels_are_rejected(mistake):
     name, old, new = EDITS[mistake]

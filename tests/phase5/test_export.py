@@ -223,7 +223,7 @@ def test_a_file_that_is_there_is_left_alone(exported, tmp_path):
     assert done.returncode == 1
     assert done.stderr == f"{file} is there already; --force replaces a file\n"
     assert file.read_text() == "mine"
-    assert course("export", "mine.py", "--force", cwd=tmp_path).returncode == 0
+    assert export.main([str(file), "--force"]) == 0
     assert file.read_text() == exported.read_text().replace("attention_alone", "mine")
 
 

@@ -63,6 +63,7 @@ def varied(name, seed) -> Case:
     return replace(case, **change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_a_mistake_is_named_on_other_inputs(name):
     missed = []

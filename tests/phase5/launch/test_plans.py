@@ -1,6 +1,7 @@
 """A call is planned once: which calls share a plan, which must not, and what a plan keeps."""
 
 import gc
+import itertools
 import math
 import re
 import threading
@@ -320,20 +321,21 @@ def test_only_so_many_plans_are_kept_and_the_oldest_goes_first(fresh_plans):
     assert 3 < launch.LIMIT < 10_000
 
 
-@pytest.mark.parametrize("dtype", runtime.DTYPES, ids=str)
-@pytest.mark.parametrize("scale", [None, -0.5, 0.0])
-@pytest.mark.parametrize("seq_k", [40, 0])
-def test_no_plan_keeps_a_tensor_alive(dtype, scale, seq_k, fresh_plans):
-    tensors = [*make_qkv(1, 2, 40, 16, seq_k=seq_k, dtype=dtype)]
-    tensors += attention_forward(*tensors, scale=scale)
-    tensors += [torch.ones_like(tensors[3]), torch.ones_like(tensors[4])]
-    tensors += attention_backward(*tensors, scale=scale)
-    assert len(fresh_plans) == 2
-    alive = [weakref.ref(t) for t in tensors]
-    storages = [weakref.ref(t.untyped_storage()) for t in tensors]
-    del tensors
+def test_no_plan_keeps_a_tensor_alive(fresh_plans):
+    refs = {}  # to tensors and storages of each kind of call
+
+    def call(dtype, scale, seq_k):
+        tensors = [*make_qkv(1, 2, 40, 16, seq_k=seq_k, dtype=dtype)]
+        tensors += attention_forward(*tensors, scale=scale)
+        tensors += [torch.ones_like(tensors[3]), torch.ones_like(tensors[4])]
+        tensors += attention_backward(*tensors, scale=scale)
+        refs[dtype, scale, seq_k] = [weakref.ref(x) for t in tensors for x in (t, t.untyped_storage())]
+
+    for kind in itertools.product(runtime.DTYPES, (None, -0.5, 0.0), (40, 0)):
+        call(*kind)
+    assert len(fresh_plans) == 2 * len(refs)
     gc.collect()
-    assert not any(ref() is not None for ref in (*alive, *storages))
+    assert not [kind for kind, alive in refs.items() if any(ref() is not None for ref in alive)]
     held = gc.get_referents(*fresh_plans.values())
     assert not any(isinstance(x, torch.Tensor | TensorDescriptor) for x in held)
 
