@@ -38,9 +38,16 @@ PROFILED = {  # provider, mode, head_dim, is_causal, dtype, seq
     "Hopper": ("hopper", "fwd", 128, True, "fp16", 16384),
     "Hopper bwd": ("hopper", "bwd", 64, True, "bf16", 1024),
 }
+STALLS = {  # ncu's name: what it stands for, by NVIDIA's guide
+    "selected": "it issues",
+    "not_selected": "it could, but another warp issues",
+    "wait": "a result of fixed latency is not there yet",
+    "barrier": "the program's other warps are not there yet",
+    "long_scoreboard": "a load is not there yet",
+}
 CHANGES = {  # two kernels of the forward call of PROFILED: before and after
     "fewer instructions": ("phase 4", "ours"),
-    "products beside softmax": ("ours", "hopper"),
+    "overlap": ("ours", "hopper"),
     "few heads at a time": ("hopper: all heads together", "hopper"),
 }
 TERA = SMS * sass.TENSOR / 1e6  # TFLOP/s of the tensor cores for each MHz
@@ -257,6 +264,17 @@ def profiles(counters: dict) -> None:
         print(f"{what:<16}" + "".join(f"{value:>12}" for value in values))
 
 
+def stalls(counters: dict, *names: str) -> None:
+    """Print for how many clocks of an instruction a warp stands where. names: of `PROFILED`."""
+    counted = [call_counted(counters, PROFILED[name])["counted"] for name in names]
+    rows = {f"{why}: {what}": [of[f"stall_{why}"] for of in counted] for why, what in STALLS.items()}
+    total = [sum(value for what, value in of.items() if what.startswith("stall_")) for of in counted]
+    rows["other reasons"] = [all_of - sum(row) for all_of, row in zip(total, zip(*rows.values()), strict=True)]
+    print(f"{'clocks of a warp for an instruction':<64}" + "".join(f"{name:>9}" for name in names))
+    for what, values in (rows | {"sum": total}).items():
+        print(f"{what:<64}" + "".join(f"{value:>9.1f}" for value in values))
+
+
 def gain(counters: dict, before: str, after: str, what: str = "clocks") -> float:
     """The recorded gain from one provider to another, in "clocks" or in "ms"."""
     rows = (call_counted(counters, forward(provider)) for provider in (before, after))
@@ -279,9 +297,9 @@ def beside_the_record(counters: dict, reading) -> None:
         of = reading.Profile(*profile(counters, forward(before))), less(counters, before, after)
         return reading.at_most(*of), reading.work_alone(*of), gain(counters, before, after)
 
-    print(f"{'gain in clocks':<28}at most   by work alone   recorded")
+    print(f"{'gain in clocks':<24}at most   by work alone   recorded")
     for name, (before, after) in CHANGES.items():
-        print("{:<28}{:>7.2f}{:>16.2f}{:>11.2f}".format(name, *said(before, after)))
+        print("{:<24}{:>7.2f}{:>16.2f}{:>11.2f}".format(name, *said(before, after)))
     ladder = list(dict.fromkeys(r["provider"] for r in counters["rows"] if "rung" in r["provider"]))
     rungs = [said(*pair) for pair in itertools.pairwise(["phase 4", *ladder, "ours"])]
     ratios = [recorded / alone for _, alone, recorded in rungs]
