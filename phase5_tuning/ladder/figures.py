@@ -38,8 +38,9 @@ def roofline(
     for name, rate in slopes.items():
         ax.plot(x, np.minimum(x * rate, peak) / 1e12, color=COLORS["limit"], linewidth=1.5)
         ax.annotate(name, (1.2 * low / rate * 1e12, 1.2 * low), (8, 0), ha="left", **look)
-        ax.axvline(peak / rate, color=COLORS["limit"], linewidth=0.8, linestyle=":")
-        ax.annotate(f"{peak / rate:.0f} FLOP a byte", (peak / rate, low), (4, 8), ha="left", **look)
+    corner = peak / min(slopes.values())
+    ax.axvline(corner, color=COLORS["limit"], linewidth=0.8, linestyle=":")
+    ax.annotate(f"{corner:.0f} FLOP a byte", (corner, low), (4, 8), ha="left", **look)
     ax.annotate("tensor cores at the highest frequency", (2e4, peak / 1e12), (0, 7), ha="right", **look)
     ax.axhspan(*(flops / 1e12 for flops in product), color=COLORS["faint"], alpha=0.5, linewidth=0)
     ax.annotate("reached by a large product", (2e4, sum(product) / 2e12), (0, 0), ha="right", **look)
@@ -103,7 +104,7 @@ def pipeline() -> None:
         ax.set_title(f"num_stages = {stages}: {buffers}", fontsize=10)
     axes[-1].set(
         xlim=(0, max(ends) * 1.02),
-        xlabel="time (drawn, not measured; a pair of tiles comes as soon as one, as the way counts and not the bytes)",
+        xlabel="time (drawn, not measured; every load takes equally long, whether of one tile or of two)",
     )
     handles = [Patch(color=color, label=what) for what, color in STEP_COLORS.items()]
     axes[0].legend(handles=handles, loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.35))

@@ -50,7 +50,6 @@ CHANGES = {  # two kernels of the forward call of PROFILED: before and after
     "overlap": ("ours", "hopper"),
     "few heads at a time": ("hopper: all heads together", "hopper"),
 }
-TERA = SMS * sass.TENSOR / 1e6  # TFLOP/s of the tensor cores for each MHz
 OF_64 = {
     "four": Config(64, 128, 4, 1, maxnreg=128),
     "1 stage": Config(64, 128, 4, 1),
@@ -188,7 +187,7 @@ def slopes(ladder: dict, counters: dict) -> dict[str, float]:
 
 def highest_peak(record: dict) -> float:
     """FLOP/s of the tensor cores at the highest frequency."""
-    return 1e12 * TERA * highest_mhz(record)
+    return SMS * sass.TENSOR * 1e6 * highest_mhz(record)
 
 
 def asked_and_reached(points: Mapping[str, tuple[float, float, float]], bandwidth: float) -> None:
@@ -269,7 +268,9 @@ def stalls(counters: dict, *names: str) -> None:
     counted = [call_counted(counters, PROFILED[name])["counted"] for name in names]
     rows = {f"{why}: {what}": [of[f"stall_{why}"] for of in counted] for why, what in STALLS.items()}
     total = [sum(value for what, value in of.items() if what.startswith("stall_")) for of in counted]
-    rows["other reasons"] = [all_of - sum(row) for all_of, row in zip(total, zip(*rows.values()), strict=True)]
+    rows["other reasons"] = [
+        all_of - sum(row) for all_of, row in zip(total, zip(*rows.values(), strict=True), strict=True)
+    ]
     print(f"{'clocks of a warp for an instruction':<64}" + "".join(f"{name:>9}" for name in names))
     for what, values in (rows | {"sum": total}).items():
         print(f"{what:<64}" + "".join(f"{value:>9.1f}" for value in values))
@@ -304,18 +305,6 @@ def beside_the_record(counters: dict, reading) -> None:
     rungs = [said(*pair) for pair in itertools.pairwise(["phase 4", *ladder, "ours"])]
     ratios = [recorded / alone for _, alone, recorded in rungs]
     print(f"recorded / by work alone, in the next chapter's {len(rungs)} rungs: {min(ratios):.2f} to {max(ratios):.2f}")
-
-
-def peaks(ladder: dict, counters: dict) -> None:
-    """Print the tensor cores' peak at three frequencies, and what the Hopper kernel reached."""
-    hopper = call_counted(counters, PROFILED["Hopper"])
-    print(f"{'TFLOP/s of the tensor cores':<42}{'peak':>6}{'reached':>10}")
-    for what, mhz, reached in (
-        ("the highest frequency", highest_mhz(ladder), ""),
-        ("the data sheet's", 1830, ""),
-        ("the Hopper kernel's", hopper["mhz"], f"{hopper['tflops']:.0f}"),
-    ):
-        print(f"{f'at {mhz:.0f} MHz, {what}':<42}{TERA * mhz:>6.0f}{reached:>10}")
 
 
 @triton.jit
