@@ -88,30 +88,24 @@ def _steps(ax, values, gains):
 
 
 def power(record: dict, case: tuple, names: Mapping[str, str]) -> None:
-    """What the limit of power does to a kernel that runs for longer: power, frequency, time of a call.
+    """What the limit of power does to a kernel that runs for longer: frequency, time of a call.
 
     case: (head_dim, is_causal, seq, mode). names: those drawn, provider in the record -> in the picture.
     """
-    fig, axes = style.new(8, 5.4, rows=3, sharex=True)
-    watts, mhz, ms = axes
+    fig, axes = style.new(8, 3.8, rows=2, sharex=True)
+    mhz, ms = axes
     said = []
     for row in (r for r in record["rows"] if _case(r) == case and r["provider"] in names):
-        dotted = dict(linestyle=":") if row["provider"] == "sdpa-cudnn" else {}
-        look = LINES[row["provider"]] | dict(marker="", linewidth=2 if row["provider"] == "ours" else 1.5) | dotted
+        look = LINES[row["provider"]] | dict(marker="", linewidth=2)
         name = names[row["provider"]]
-        watts.plot(row["at_ms"], row["watts"], label=name, **look)
-        mhz.plot(row["at_ms"], row["mhz"], **look)
+        mhz.plot(row["at_ms"], row["mhz"], label=name, **look)
         at = [(n + 0.5) * row["window_ms"] for n in range(len(row["call_ms"]))]
         ms.plot(at, [call or math.nan for call in row["call_ms"]], **look)
-        if row["watts_allowed"]:
-            watts.axhline(row["watts_allowed"], color=COLORS["limit"], linewidth=0.8)
         said.append(f"{name}: {row['rested_ms']:.1f} ms a call at first, {row['ms']:.1f} ms settled")
-    title = "A kernel at the limit of power is slowed down (thin line: the limit)"
-    watts.set(ylabel="power, W", ylim=0, title=title)
-    mhz.set(ylabel="frequency, MHz")
-    ms.set(ylabel="a call, ms", ylim=0, xlabel="milliseconds since the first call, on a GPU that had rested")
-    watts.legend(ncols=3, loc="lower right")
-    style.show(fig, f"Power, frequency and milliseconds of a call over 1.5 s. {'; '.join(said)}.", describe(record))
+    mhz.set(ylabel="MHz", title="A kernel at the limit of power is slowed down")
+    ms.set(ylabel="a call, ms", xlabel="milliseconds since the first call, on a GPU that had rested")
+    mhz.legend(ncols=2, loc="upper right")
+    style.show(fig, f"Frequency and milliseconds of a call over 1.5 s. {'; '.join(said)}.", describe(record))
 
 
 def _case(row: dict) -> tuple:

@@ -21,7 +21,7 @@ TILES += [(64, 64, 128, 4, 2), (64, 128, 128, 8, 2), (128, 64, 32, 4, 2), (128, 
 TILES += [(128, 128, 64, 8, 2), (128, 64, 128, 4, 1), (128, 128, 128, 8, 2)]
 SPILLING = (128, 128, 64, 4, 2), (128, 128, 128, 4, 2)  # one of them is always among them
 MARGIN = 0.08
-# Registers for acc and S: in compiles with no more than that nothing was spilled.
+# Registers for acc and S: 95 of a thread's 255 are left for all else.
 BUDGET = 160
 
 CHIPS = (64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024)  # bytes of shared memory
@@ -80,6 +80,7 @@ def _programs_mistakes(*case):
         "a multiprocessor has 228 KiB; 227 are the most that one program may have": _programs(*case, kib=227),
         "there is room for 64 warps": _programs(*case, warps=10**6),
         "a warp has 32 threads": _programs(*case, threads=1),
+        "a program has num_warps warps, not always four": _programs(*case, threads=128 // num_warps),
         "shared memory is a budget, too": _programs(registers, 0, num_warps),
         "registers are a budget, too": _programs(1, shared, num_warps),
     }

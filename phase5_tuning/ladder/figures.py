@@ -24,38 +24,44 @@ KIND_LOOKS = {
 # --- 2. the mathematics -------------------------------------------------------------------------------------------
 
 
-def roofline(points: Mapping[str, tuple[float, float, float]], copy_bytes: float, gemm_flops: float) -> None:
-    """Measured ceilings, and kernels as lines from the bytes that programs ask for to the bytes that must move.
+def roofline(
+    points: Mapping[str, tuple[float, float, float]], slopes: Mapping[str, float], peak: float, product: tuple
+) -> None:
+    """The limits of a GPU, and kernels as lines from the bytes that programs ask for to the bytes that must move.
 
     points: name -> (FLOP for a byte asked for, FLOP for a byte that must move, FLOP/s reached)
-    copy_bytes, gemm_flops: bytes/s of a large copy, FLOP/s of a large product
+    slopes: what bytes come from -> bytes/s. peak: FLOP/s of the tensor cores. product: least and most of a large one
     """
     fig, ax = style.new(8, 4.2)
-    x = np.geomspace(10, 2e4, 200)
-    ax.plot(x, np.minimum(x * copy_bytes, gemm_flops) / 1e12, color=COLORS["limit"], linewidth=1.5)
-    ridge, low = gemm_flops / copy_bytes, 0.4 * min(flops for *_, flops in points.values()) / 1e12
-    ax.axvline(ridge, color=COLORS["limit"], linewidth=0.8, linestyle=":")
-    ax.text(ridge * 1.05, low * 1.05, f"{ridge:.0f} FLOP a byte", fontsize=8)
-    ax.text(9e3, gemm_flops / 1e12 * 1.02, "a large product", fontsize=8, va="bottom", ha="center")
+    x, low = np.geomspace(10, 2e4, 200), 0.4 * min(flops for *_, flops in points.values()) / 1e12
     look = dict(textcoords="offset points", va="center", fontsize=8)
-    ax.annotate("a copy", (1.2 * low / copy_bytes * 1e12, 1.2 * low), (8, 0), ha="left", **look)
+    for name, rate in slopes.items():
+        ax.plot(x, np.minimum(x * rate, peak) / 1e12, color=COLORS["limit"], linewidth=1.5)
+        ax.annotate(name, (1.2 * low / rate * 1e12, 1.2 * low), (8, 0), ha="left", **look)
+    corner = peak / min(slopes.values())
+    ax.axvline(corner, color=COLORS["limit"], linewidth=0.8, linestyle=":")
+    ax.annotate(f"{corner:.0f} FLOP a byte", (corner, low), (4, 8), ha="left", **look)
+    ax.annotate("tensor cores at the highest frequency", (2e4, peak / 1e12), (0, 7), ha="right", **look)
+    ax.axhspan(*(flops / 1e12 for flops in product), color=COLORS["faint"], alpha=0.5, linewidth=0)
+    ax.annotate("reached by a large product", (2e4, sum(product) / 2e12), (0, 0), ha="right", **look)
     for name, (asked, least, flops) in points.items():
         y, mark = flops / 1e12, dict(color=COLORS["tiled"], markersize=6)
         ax.plot([asked, least], [y, y], linewidth=1.2, linestyle="--" if "backward" in name else "-", **mark)
         ax.plot(asked, y, "s", **mark)
         ax.plot(least, y, "o", **mark)
         ax.annotate(f"{name}: {y:.0f}", (least, y), (7, 0), **look)
-    ax.set(xscale="log", yscale="log", ylim=(low, 1.25 * gemm_flops / 1e12))
+    ax.set(xscale="log", yscale="log", ylim=(low, 1.25 * peak / 1e12))
     ax.yaxis.set_major_formatter("{x:.0f}")
     ax.yaxis.set_minor_formatter("{x:.0f}")
     ax.set_xlabel("FLOP for a byte (square: bytes that programs ask for; circle: bytes that must move)")
     ax.set_ylabel("TFLOP/s")
     reached = ", ".join(f"{name} {flops / 1e12:.0f}" for name, (*_, flops) in points.items())
+    slope = ", ".join(f"{name} {rate / 1e12:.2f} TB/s" for name, rate in slopes.items())
     style.show(
         fig,
-        alt=f"Two ceilings: a slope, {copy_bytes / 1e12:.2f} TB/s of a copy, and a flat roof, "
-        f"{gemm_flops / 1e12:.0f} TFLOP/s of a large product; they meet at {ridge:.0f} FLOP a byte. "
-        f"Reached in TFLOP/s: {reached}. The squares lie above the slope, the circles far right of it.",
+        alt=f"Slopes, {slope}, under a flat roof, {peak / 1e12:.0f} TFLOP/s of the tensor cores. A band, "
+        f"{product[0] / 1e12:.0f} to {product[1] / 1e12:.0f}, of a large product. Reached in TFLOP/s: {reached}. "
+        "All squares lie between the slopes, the circles far right of both.",
     )
 
 
@@ -96,7 +102,10 @@ def pipeline() -> None:
         ax.set_ylim(0.45, 2.6)
         buffers = f"{stages} buffer{'s' * (stages > 1)} for K and V"
         ax.set_title(f"num_stages = {stages}: {buffers}", fontsize=10)
-    axes[-1].set(xlim=(0, max(ends) * 1.02), xlabel="time (drawn, not measured; all loads take equally long)")
+    axes[-1].set(
+        xlim=(0, max(ends) * 1.02),
+        xlabel="time (drawn, not measured; every load takes equally long, whether of one tile or of two)",
+    )
     handles = [Patch(color=color, label=what) for what, color in STEP_COLORS.items()]
     axes[0].legend(handles=handles, loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.35))
     style.show(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from common.measure import records, sass, timing, traffic
 from common.measure.offline import Compiled
+from common.phases import ROOT
 from phase4_backward.bill import attention_backward_bytes
 from phase5_tuning.launch.configs import Config
 from phase5_tuning.lesson.compiled import chosen, last_rung
@@ -22,7 +23,7 @@ SLOWER = {
     "64x64 in 3 stages": Config(64, 64, 4, 3),
     "64x64 in 1 stage": Config(64, 64, 4, 1),
 }
-NAMES = {"sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "ours": "tuned"}  # of providers in records
+NAMES = {"sdpa-cudnn": "cuDNN", "ours": "tuned"}  # of providers in records
 ZEROS = {"ours": "tuned", "ours on zeros": "tuned, on zeros"}
 UNITS = {  # of exercise 5.3, by the name of their counter; memory has none
     "schedulers": "issue",
@@ -31,19 +32,24 @@ UNITS = {  # of exercise 5.3, by the name of their counter; memory has none
     "shared memory": "shared_memory",
     "L2": "l2",
 }
-# Steps whose gain is recorded: the kernel before and after, what goes (unit: its count), and if more can overlap.
-STEPS = {
-    "base 2": ("rung: tiles", "rung: base 2", {"schedulers": "instructions"}, False),
-    "late sums": ("rung: base 2", "rung: late sums", {"schedulers": "instructions"}, False),
-    "masks at edges": ("rung: late sums", "rung: masks at edges", {"schedulers": "instructions"}, False),
-    "more stages": ("hopper: one stage", "hopper", {}, True),
-    "few heads at a time": ("hopper: all heads together", "hopper", {"memory": "dram_bytes"}, False),
+PROFILED = {  # provider, mode, head_dim, is_causal, dtype, seq
+    "phase 3": ("phase 4", "fwd", 128, True, "fp16", 16384),  # phase 4's forward pass is phase 3's kernel
+    "tuned": ("ours", "fwd", 128, True, "fp16", 16384),
+    "Hopper": ("hopper", "fwd", 128, True, "fp16", 16384),
+    "Hopper bwd": ("hopper", "bwd", 64, True, "bf16", 1024),
 }
-PROFILED = {"rung 3": "rung: late sums", "one stage": "hopper: one stage", "all heads": "hopper: all heads together"}
-# Phase 4's forward pass is phase 3's kernel.
-OF_CHAPTERS = {"phase 3": "phase 4", "tuned": "ours", "Hopper": "hopper"}
-PROPOSED = "masks at edges", "more stages", "few heads at a time"
-TERA = SMS * sass.TENSOR / 1e6  # TFLOP/s of the tensor cores for each MHz
+STALLS = {  # ncu's name: what it stands for, by NVIDIA's guide
+    "selected": "it issues",
+    "not_selected": "it could, but another warp issues",
+    "wait": "a result of fixed latency is not there yet",
+    "barrier": "the program's other warps are not there yet",
+    "long_scoreboard": "a load is not there yet",
+}
+CHANGES = {  # two kernels of the forward call of PROFILED: before and after
+    "fewer instructions": ("phase 4", "ours"),
+    "overlap": ("ours", "hopper"),
+    "few heads at a time": ("hopper: all heads together", "hopper"),
+}
 OF_64 = {
     "four": Config(64, 128, 4, 1, maxnreg=128),
     "1 stage": Config(64, 128, 4, 1),
@@ -69,6 +75,16 @@ def by_case(record: dict) -> dict[tuple, dict]:
     """The rows of a record by (provider, head_dim, is_causal, seq, mode)."""
     rows = (r for r in record["rows"] if "ms" in r)
     return {(r["provider"], r["head_dim"], r["is_causal"], r["seq"], r.get("mode", "fwd")): r for r in rows}
+
+
+def beside_cudnn(ours: dict, peers: dict) -> None:
+    """Print the milliseconds of phases 3 and 4 and of cuDNN, causal, seq 16384, from two records."""
+    mine, theirs = by_case(ours), by_case(peers)
+    print(f"{'milliseconds':<16}{'phases 3, 4':>13}{'cuDNN':>9}{'ratio':>9}")
+    for (mode, name), head_dim in itertools.product((("fwd", "forward"), ("bwd", "backward")), (64, 128)):
+        of = head_dim, True, 16384, mode
+        ms, cudnn = mine["phase 4", *of]["ms"], theirs["sdpa-cudnn", *of]["ms"]
+        print(f"{f'{name}, D {head_dim}':<16}{ms:>13.2f}{cudnn:>9.2f}{ms / cudnn:>9.2f}")
 
 
 def small_call(record: dict) -> dict:
@@ -155,6 +171,25 @@ def roofline(ladder: dict, seq: int = 4096, size: int = 2) -> dict[str, tuple[fl
     return points
 
 
+def products(gpu: str = "h100") -> tuple[float, float]:
+    """The least and the most FLOP/s of a large product in bf16, of all records of a kind of GPU."""
+    files = (ROOT / "phase5_tuning" / "results").glob(f"{gpu}*.json")
+    rates = [load(path.stem)["ceilings"]["gemm_flops_per_s"] for path in files]
+    return min(rates), max(rates)
+
+
+def slopes(ladder: dict, counters: dict) -> dict[str, float]:
+    """Bytes/s of a large copy in memory, and of what ncu takes for 100 percent in L2."""
+    counted = of_counted(counters, "ours")
+    l2 = 1e11 * counted["l2_bytes"] / counted["ns"] / counted["l2"]
+    return {"memory": ladder["ceilings"]["copy_bytes_per_s"], "L2": l2}
+
+
+def highest_peak(record: dict) -> float:
+    """FLOP/s of the tensor cores at the highest frequency."""
+    return SMS * sass.TENSOR * 1e6 * highest_mhz(record)
+
+
 def asked_and_reached(points: Mapping[str, tuple[float, float, float]], bandwidth: float) -> None:
     print(f"{'':<21}FLOP for a byte   TFLOP/s if memory   TFLOP/s   TB/s")
     print(f"{'':<21}  asked for         answered all      reached   asked for")
@@ -163,17 +198,21 @@ def asked_and_reached(points: Mapping[str, tuple[float, float, float]], bandwidt
         print(f"{reached / asked / 1e12:>8.1f}")
 
 
-def call_counted(counters: dict, provider: str) -> dict:
-    """The row of a provider: forward, D 128, causal, seq 16384, 16 heads, fp16."""
-    wanted = provider, "fwd", 128, True, "fp16"
-    key = "provider", "mode", "head_dim", "is_causal", "dtype"
-    (row,) = (r for r in counters["rows"] if tuple(r[name] for name in key) == wanted)
+def call_counted(counters: dict, call: tuple) -> dict:
+    """The row of a call of `PROFILED`."""
+    key = "provider", "mode", "head_dim", "is_causal", "dtype", "seq"
+    (row,) = (r for r in counters["rows"] if tuple(r[name] for name in key) == call)
     return row
 
 
+def forward(provider: str) -> tuple:
+    """A provider's call beside those of `PROFILED`: D 128, causal, seq 16384, 16 heads, fp16."""
+    return provider, *PROFILED["tuned"][1:]
+
+
 def of_counted(counters: dict, provider: str) -> dict:
-    """What ncu counted in the call of `call_counted`."""
-    return call_counted(counters, provider)["counted"]
+    """What ncu counted in the call of `forward`."""
+    return call_counted(counters, forward(provider))["counted"]
 
 
 def asked_bytes() -> int:
@@ -198,63 +237,74 @@ def from_cache(counters: dict) -> str:
     )
 
 
-def busy(counters: dict, provider: str) -> dict[str, float]:
-    """Of each unit that the record has, in the call of `of_counted`: the share of the clocks for which it worked.
+def profile(counters: dict, call: tuple) -> tuple[dict[str, float], float]:
+    """Of each unit of exercise 5.3 the share of the clocks for which it worked; and warps on a multiprocessor.
 
-    Memory's is its bytes by those that a large copy moves in that time.
+    Memory's share is its bytes by those that a large copy moves in that time.
     """
-    row, rate = of_counted(counters, provider), counters["ceilings"]["copy_bytes_per_s"]
-    shares = {unit: row[name] / 100 for unit, name in UNITS.items()}
-    return shares | {"memory": 1e9 * row["dram_bytes"] / row["ns"] / rate}
+    counted, rate = call_counted(counters, call)["counted"], counters["ceilings"]["copy_bytes_per_s"]
+    shares = {unit: counted[name] / 100 for unit, name in UNITS.items()}
+    return shares | {"memory": 1e9 * counted["dram_bytes"] / counted["ns"] / rate}, counted["warps"]
 
 
-def profiles(counters: dict, names: Mapping[str, str]) -> None:
-    """Print clocks, the time without ncu, frequency, and what was `busy`. names: in the table -> of the provider."""
-    print(" " * 16 + "".join(f"{name:>14}" for name in names))
-    rows = {
-        "million clocks": [f"{of_counted(counters, p)['clocks'] / 1e6:.2f}" for p in names.values()],
-        "ms without ncu": [f"{call_counted(counters, p)['ms']:.2f}" for p in names.values()],
-        "MHz": [f"{call_counted(counters, p)['mhz']:.0f}" for p in names.values()],
-    }
-    for unit in [*UNITS, "memory"]:
-        rows[unit] = [f"{busy(counters, p)[unit]:.0%}" for p in names.values()]
+def profiles(counters: dict) -> None:
+    """Print clocks, the time without ncu, frequency, warps and units of the calls of `PROFILED`."""
+    rows = {name: [] for name in ("million clocks", "ms without ncu", "MHz", *UNITS, "memory", "warps")}
+    for call in PROFILED.values():
+        row, (shares, warps) = call_counted(counters, call), profile(counters, call)
+        rows["million clocks"].append(f"{row['counted']['clocks'] / 1e6:.2f}")
+        rows["ms without ncu"].append(f"{row['ms']:.2f}")
+        rows["MHz"].append(f"{row['mhz']:.0f}")
+        rows["warps"].append(f"{warps:.1f}")
+        for unit, share in shares.items():
+            rows[unit].append(f"{share:.0%}")
+    print(" " * 16 + "".join(f"{name:>12}" for name in PROFILED))
     for what, values in rows.items():
-        print(f"{what:<16}" + "".join(f"{value:>14}" for value in values))
+        print(f"{what:<16}" + "".join(f"{value:>12}" for value in values))
 
 
-def gain(counters: dict, step: tuple, what: str = "clocks") -> float:
-    """The recorded gain of a step of `STEPS`, in "clocks" or in "ms"."""
-    before, after = (call_counted(counters, provider) for provider in step[:2])
-    return (before["counted"] | before)[what] / (after["counted"] | after)[what]
+def stalls(counters: dict, *names: str) -> None:
+    """Print for how many clocks of an instruction a warp stands where. names: of `PROFILED`."""
+    counted = [call_counted(counters, PROFILED[name])["counted"] for name in names]
+    rows = {f"{why}: {what}": [of[f"stall_{why}"] for of in counted] for why, what in STALLS.items()}
+    total = [sum(value for what, value in of.items() if what.startswith("stall_")) for of in counted]
+    rows["other reasons"] = [
+        all_of - sum(row) for all_of, row in zip(total, zip(*rows.values(), strict=True), strict=True)
+    ]
+    print(f"{'clocks of a warp for an instruction':<64}" + "".join(f"{name:>9}" for name in names))
+    for what, values in (rows | {"sum": total}).items():
+        print(f"{what:<64}" + "".join(f"{value:>9.1f}" for value in values))
 
 
-def change(counters: dict, name: str) -> dict:
-    """A step of `STEPS` as a change of exercise 5.3: its name, what goes, and if steps may overlap."""
-    before, after, goes, overlaps = STEPS[name]
-    kept = {unit: of_counted(counters, after)[key] / of_counted(counters, before)[key] for unit, key in goes.items()}
-    return dict(name=name, less={unit: 1 - share for unit, share in kept.items()}, overlaps=overlaps)
+def gain(counters: dict, before: str, after: str, what: str = "clocks") -> float:
+    """The recorded gain from one provider to another, in "clocks" or in "ms"."""
+    rows = (call_counted(counters, forward(provider)) for provider in (before, after))
+    old, new = ((row["counted"] | row)[what] for row in rows)
+    return old / new
+
+
+def less(counters: dict, before: str, after: str) -> dict[str, float]:
+    """What share of each unit's work goes from one provider to another, if it is more than a hundredth."""
+    old, new = (profile(counters, forward(provider))[0] for provider in (before, after))
+    clocks = gain(counters, before, after)
+    gone = {unit: 1 - new[unit] / old[unit] / clocks for unit in old}
+    return {unit: share for unit, share in gone.items() if share > 0.01}
 
 
 def beside_the_record(counters: dict, reading) -> None:
-    """Print the bound of each step of `STEPS` and what it gained. reading: an answer of exercise 5.3."""
-    print(f"{'gain':<22}at most   in clocks   in time")
-    for name, step in STEPS.items():
-        profile = reading.Profile(busy(counters, step[0]))
-        most = reading.at_most(profile, reading.Change(**change(counters, name)))
-        print(f"{name:<22}{most:>7.2f}{gain(counters, step):>12.2f}{gain(counters, step, 'ms'):>10.2f}")
+    """Print what `CHANGES` gained, beside an answer of exercise 5.3; and how it fares on all neighbors recorded."""
 
+    def said(before, after):
+        of = reading.Profile(*profile(counters, forward(before))), less(counters, before, after)
+        return reading.at_most(*of), reading.work_alone(*of), gain(counters, before, after)
 
-def peaks(ladder: dict, counters: dict) -> None:
-    """Print the tensor cores' peak at three frequencies, and what a large product and the Hopper kernel reached."""
-    hopper, product = call_counted(counters, "hopper"), ladder["ceilings"]["gemm_flops_per_s"] / 1e12
-    print(f"{'TFLOP/s of the tensor cores':<42}{'peak':>6}{'reached':>10}")
-    for what, mhz, reached in (
-        ("the highest frequency", highest_mhz(ladder), ""),
-        ("the data sheet's", 1830, ""),
-        ("the Hopper kernel's", hopper["mhz"], f"{hopper['tflops']:.0f}"),
-    ):
-        print(f"{f'at {mhz:.0f} MHz, {what}':<42}{TERA * mhz:>6.0f}{reached:>10}")
-    print(f"{'a large product, frequency not recorded':<48}{product:>10.0f}")
+    print(f"{'gain in clocks':<24}at most   by work alone   recorded")
+    for name, (before, after) in CHANGES.items():
+        print("{:<24}{:>7.2f}{:>16.2f}{:>11.2f}".format(name, *said(before, after)))
+    ladder = list(dict.fromkeys(r["provider"] for r in counters["rows"] if "rung" in r["provider"]))
+    rungs = [said(*pair) for pair in itertools.pairwise(["phase 4", *ladder, "ours"])]
+    ratios = [recorded / alone for _, alone, recorded in rungs]
+    print(f"recorded / by work alone, in the next chapter's {len(rungs)} rungs: {min(ratios):.2f} to {max(ratios):.2f}")
 
 
 @triton.jit
@@ -272,7 +322,9 @@ class RecordedTrial:
         self.timed, self._rows, self._head_dim = [], by_case(record), head_dim
         self._names = {chosen("forward", head_dim, False): "ours"} | {tile: name for name, tile in SLOWER.items()}
         self.configs = [
-            triton.Config(dict(BLOCK_M=c.BLOCK_M, BLOCK_N=c.BLOCK_N), c.num_warps, c.num_stages, pre_hook=self._note)
+            triton.Config(
+                c.tiles, num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.maxnreg, pre_hook=self._note
+            )
             for c in self._names
         ]
 

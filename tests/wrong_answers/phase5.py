@@ -138,6 +138,7 @@ WRONG = {
         Wrong("32 programs of any size", {", 64 // num_warps)": ", 32)"}, "room for 64 warps"),
         Wrong("P too, fp32", {"(padded + config.BLOCK_N)": "(padded + 2 * config.BLOCK_N)"}, "acc and S alone"),
         Wrong("one thread a warp", {"(held * 32 * num_warps)": "(held * num_warps)"}, "a warp has 32 threads"),
+        Wrong("four warps always", {"(held * 32 * num_warps)": "(held * 128)"}, "not always four"),
         Wrong("what one may have", {"228 * 1024 // (sh": "227 * 1024 // (sh"}, "a multiprocessor has 228 KiB"),
         Wrong("registers alone", {"228 * 1024 // (shared + 1024), ": ""}, "shared memory is a budget"),
         Wrong("a float of programs", {"64 // num_warps)": "64 / num_warps)"}, "expected an int"),
@@ -1200,67 +1201,64 @@ WRONG = {
         Wrong("floats", {"return n - lowest": "return (n - lowest) / 1"}, "expected an int"),
     ],
     "read_profile": [
-        Wrong("exponentials issued twice", {' - busy["exponentials"] / 8': ""}, "is counted twice"),
+        Wrong("all warps on a scheduler", {"warps / 4": "warps"}, "a quarter of the warps"),
+        Wrong("a scheduler's clocks", {"profile.warps / 4 /": "1 /"}, "two instructions of a scheduler"),
+        Wrong("a scheduler that always issues", {'/ 4 / profile.busy["schedulers"]': "/ 4"}, "issued in each"),
         Wrong(
-            "an exponential's eight clocks", {'busy["exponentials"] / 8': 'busy["exponentials"]'}, "the issue is one"
-        ),
-        Wrong(
-            "every unit a step",
-            {'busy["tensor cores"] + busy["exponentials"] + busy["schedulers"]': "sum(busy.values())"},
-            "are no steps",
-        ),
-        Wrong(
-            "the longest step",
-            {
-                'busy["tensor cores"] + busy["exponentials"] + busy["schedulers"] - busy["exponentials"] / 8': (
-                    'max(busy["tensor cores"], busy["exponentials"], busy["schedulers"])'
-                )
-            },
-            "one after the other: add them",
+            "instructions in a clock",
+            {'profile.warps / 4 / profile.busy["schedulers"]': 'profile.busy["schedulers"] / (profile.warps / 4)'},
+            "upside down",
         ),
         Wrong("more than 80 %", {"share >= 0.8": "share > 0.8"}, "at 80 % a unit is the limit"),
         Wrong("the busiest unit always", {"share >= 0.8": "share >= 0.0"}, "no unit has 80 %"),
         Wrong(
-            "waiting if no unit is busy",
-            {'"waiting" if chain(profile) < 0.9 else "undecided"': '"waiting"'},
-            "from 90 % on it does not show that anything waits",
+            "every unit a step",
+            {"profile.busy[step] for step in STEPS) < 0.9": "profile.busy.values()) < 0.9"},
+            "no step is at work",
         ),
-        Wrong(
-            "never waiting", {'"waiting" if chain(profile) < 0.9 else "undecided"': '"undecided"'}, "no step is at work"
-        ),
-        Wrong(
-            "the chain before the units",
-            {
-                "    if share >= 0.8:\n        return unit\n": "",
-                'return "waiting" if chain(profile) < 0.9 else "undecided"': (
-                    'return "undecided" if chain(profile) >= 0.9 else unit if share >= 0.8 else "waiting"'
-                ),
-            },
-            "a unit is the limit from 80 % on",
-        ),
+        Wrong("waiting at 90 %", {"< 0.9": "<= 0.9"}, "from 90 % on"),
+        Wrong("never waiting", {"< 0.9": "< 0.0"}, "no step is at work"),
         Wrong(
             "steps alone can be the limit",
             {
                 "max((share, unit) for unit, share in profile.busy.items())": (
-                    'max((profile.busy[unit], unit) for unit in ("tensor cores", "exponentials", "schedulers"))'
+                    "max((profile.busy[unit], unit) for unit in STEPS)"
                 )
             },
             "a unit is the limit from 80 % on",
         ),
-        Wrong("a gain upside down", {"return 1 / left": "return left"}, "upside down"),
-        Wrong("only the units", {"if not change.overlaps:": "if False:"}, "so only the work that goes can save clocks"),
-        Wrong("overlap ignored", {"if not change.overlaps:": "if True:"}, "do not bound it"),
-        Wrong("only the chain", {"left = max(left, 1 - saved": "left = (1 - saved"}, "no unit can work for longer"),
-        Wrong("one clock an instruction", {"(COMPARE - 1)": "0"}, "saves two clocks of its scheduler"),
-        Wrong("every unit saves clocks", {" if unit in takes_time": ""}, "save no clocks"),
-        Wrong("the chain alone saves", {", limit(profile)}": "}"}, "what the limit no longer does"),
-        Wrong("units as they were", {"max(share - goes[unit] for": "max(share for"}, "only the work that does not go"),
-        Wrong("those that can", {"< wanted": ">= wanted"}, "these can gain as much"),
+        Wrong("a gain upside down", {"1 / max(share": "max(share"}, "upside down"),
+        Wrong("units as they were", {"(1 - less.get(unit, 0.0)) for": "1 for"}, "only the work that does not go"),
         Wrong(
-            "sorted",
-            {"return [change.name": "return sorted([change.name", "< wanted]": "< wanted], reverse=True)"},
-            "order of changes",
+            "steps alone bound",
+            {
+                "max(share * (1 - less.get(unit, 0.0)) for unit, share in profile.busy.items())": (
+                    "max(profile.busy[unit] * (1 - less.get(unit, 0.0)) for unit in STEPS)"
+                )
+            },
+            "bound the clocks, too",
         ),
+        Wrong(
+            "one after the other bounds",
+            {"return 1 / max(share": "return work_alone(profile, less) or (share"},
+            "more may",
+        ),
+        Wrong(
+            "every unit saves",
+            {
+                "profile.busy[step] * less.get(step, 0.0) for step in STEPS": (
+                    "profile.busy[unit] * less[unit] for unit in less"
+                )
+            },
+            "only what goes of the three steps",
+        ),
+        Wrong("shares of shares", {"profile.busy[step] * less.get": "less.get"}, "of the unit's clocks"),
+        Wrong(
+            "all overlaps", {"return 1 / (1 - sum(": "return at_most(profile, less) or (1 - sum("}, "all else overlaps"
+        ),
+        Wrong("what is left", {"1 / (1 - sum(": "(1 - sum("}, "upside down"),
+        Wrong("those that can", {"< wanted": ">= wanted"}, "these can gain as much"),
+        Wrong("sorted", {"return [name": "return sorted([name", "< wanted]": "< wanted])"}, "order of changes"),
     ],
     "merge_ranks": [
         Wrong("lse in 16 bits", {"    lse.copy_(both)": "    lse.copy_(both.half())"}, "both lse are fp32"),
