@@ -22,6 +22,7 @@ WIDTH = 760  # of a still, in pixels of a page: a notebook's outputs are about s
 TITLES = {
     "softmax": "The online softmax", "tiles": "Tiles and bytes", "masks": "Masks and the grid",
     "pipeline": "The pipeline of a multiprocessor", "ring": "A ring of ranks",
+    "order": "A fixed order of additions",
 }  # fmt: skip
 ALTS = {  # what the stills show
     "softmax": "Four logits as bars; the third, 5, is a new maximum. l and acc, as bars below, shrink by "
@@ -35,6 +36,8 @@ ALTS = {  # what the stills show
     "consumers over the first tiles of keys",
     "ring": "Four ranks in a row. Each keeps its queries and holds the keys and values of another rank. Below, the "
     "pairs of a chunk of queries and a chunk of keys: a number in those that are computed is their step, 0, 1 or 2",
+    "order": "A row for each of six programs under a causal mask, low keys first. The first adds to one tile of "
+    "queries after another; in the rows below a part waits, hatched, the longer the higher the tile of keys",
 }
 INSTEAD = "In a notebook that you trust, this picture moves."
 

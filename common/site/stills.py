@@ -14,7 +14,14 @@ from PIL.PngImagePlugin import PngInfo
 from playwright.sync_api import sync_playwright
 
 SHARPNESS = 1.5  # an image's pixels for each of the page
-STEPS = {"softmax": 1, "tiles": 5, "masks": 2, "pipeline": 4, "ring": 1}  # after the two in which a picture starts
+STEPS = {
+    "softmax": 1,
+    "tiles": 5,
+    "masks": 2,
+    "pipeline": 4,
+    "ring": 1,
+    "order": 9,
+}  # after the two in which a picture starts
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from itertools import product, zip_longest
 
 from common import style
 from common.arguments import arguments
-from common.measure import records
 from common.phases import ROOT
 from common.style import COLORS, TINT
 from phase5_tuning.hopper import model
@@ -335,42 +334,6 @@ def step() -> None:
     ax.tick_params(axis="y", length=0)
     said = "; ".join(f"{lane}: {', '.join(text for text, *_ in boxes)}" for lane, boxes in STEP.items())
     style.show(fig, alt=f"One step, from left to right. {said}.")
-
-
-def traffic(record: Mapping) -> None:
-    """Bytes through memory, and time, of the backward kernel by how many heads of queries take turns.
-
-    record: of `python -m phase5_tuning.bench.counters --turns`. A circle: as the kernel does it.
-    """
-    rows = record["rows"]
-    fig, axes = style.new(9, 3.3, columns=2)
-    kinds = {
-        (32, 1): ("32 heads of keys", dict(color=COLORS["tiled"])),
-        (8, 1): ("8, groups of 4", dict(color=COLORS["bad"], linestyle="--")),
-        (8, 2): ("8, groups in two parts", dict(color=COLORS["good"], linestyle="-.")),
-    }
-    panels = ("dram_bytes", 1e9, "GB read and written in memory"), ("ns", 1e3, "time of the kernel, in µs")
-    said = []
-    for ax, (name, unit, label) in zip(axes, panels, strict=True):
-        for kind, (title, look) in kinds.items():
-            of_kind = [row for row in rows if (row["heads_kv"], row["split"]) == kind]
-            together = [row["together"] * row["heads"] // (row["heads_kv"] * row["split"]) for row in of_kind]
-            values = [row["counted"][name] / unit for row in of_kind]
-            ax.plot(together, values, marker="o", markersize=4, label=title, **look)
-            for x, y, row in zip(together, values, of_kind, strict=True):
-                if row["chosen"]:
-                    ax.plot(x, y, "o", markersize=12, fillstyle="none", color=COLORS["ink"])
-            said.append(f"{title}: " + ", ".join(f"{t} {y:.3g}" for t, y in zip(together, values, strict=True)))
-        ax.set_xscale("log", base=2)
-        ax.set(xlabel="heads of queries that take turns", ylabel=label, ylim=(0, None))
-        ax.set_xticks(ticks := [2**n for n in range(7)], ticks)
-    axes[0].legend(loc="upper left", fontsize=8)
-    style.show(
-        fig,
-        "GB through memory, then microseconds of the backward kernel, by how many heads of queries take turns. "
-        f"{'; '.join(said)}.",
-        records.describe(record),
-    )
 
 
 def reached(speeds: Mapping[tuple[str, bool], float], names: Mapping[str, str], large: float) -> None:

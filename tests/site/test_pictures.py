@@ -13,6 +13,7 @@ from common.phases import ROOT
 from phase2_tiling import lesson, tiling
 from phase5_tuning.hopper import figures
 from phase5_tuning.hopper import model as hopper_model
+from phase5_tuning.hopper.order import Deadlock, dq_schedule
 
 import numpy as np
 import pytest
@@ -401,6 +402,43 @@ def test_the_ring_counts_work_and_whose_keys_are_where(visit, ranks, split):
     said = page.locator("#say").inner_text()
     assert f"The steps took {time:g}, and the ranks were busy {100 * done.mean() / time:.0f} % of it." in said
     assert page.get_by_role("button", name="Step").is_disabled()
+
+
+# --- order ---------------------------------------------------------------------------------------
+
+HIGH, LOW = (lambda t: (5 - t, 0, 1)), (lambda t: (t, 0, 1))  # who begins first
+ORDERS = {
+    "low": dict(is_causal=True, take_tile=LOW, order=lambda m, n, toward: n),
+    "backwards": dict(is_causal=True, take_tile=lambda t: (t, 0, -1)),
+    "high": dict(is_causal=True, take_tile=HIGH),
+    "full": dict(take_tile=LOW),
+    "shifted": dict(
+        walk=lambda n, toward: [(2 * n + i) % 12 for i in range(12)], order=lambda m, n, toward: (m // 2 - n) % 6
+    ),
+}  # as the chapter has them
+
+
+def ending(order, places):
+    """What the chapter's model says of an order."""
+    try:
+        run = dq_schedule(12, 6, 64, slots=places, hop=0.8, **ORDERS[order])
+    except Deadlock as deadlock:
+        return re.findall(r"key (tile \d+)\) waits until (\d+) have added to query (tile \d+)", str(deadlock))
+    parts = sum(len(tickets) for tickets in run.added.values())
+    return f"All {parts} parts are added after {run.total:.3g} steps."
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_of_additions_ends_when_the_model_does(visit, order):
+    page = visit("order")
+    page.locator("#order").select_option(order)
+    for places in range(1, 7):
+        page.locator("#places").select_option(str(places))
+        page.evaluate("picture.go(picture.last())")
+        said = page.locator("#say").inner_text()
+        if said.startswith("Deadlock"):
+            said = re.findall(r"(tile \d+) waits until (\d+) have added to (tile \d+)", said)
+        assert said == ending(order, places)
 
 
 # --- pipeline ------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import textwrap
 from types import SimpleNamespace
 from unittest import mock
 
-from common.measure import records
 from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import figures as hopper_figures
 from phase5_tuning.hopper import forward as hopper_forward
@@ -549,15 +548,3 @@ def test_pictures_show_every_program(monkeypatch):
     assert labels[0] == ["TMA", "tensor cores", "consumer 0"]
     assert labels[1] == [*labels[0], *labels[0], "consumer 1"]
     assert labels[2:] == [["0", "1", "2"], ["0", "1", "2", "0", "1", "2"]]
-
-
-def test_the_picture_of_traffic_rings_what_the_kernel_does(monkeypatch):
-    drawn = []
-    monkeypatch.setattr(plt, "show", lambda: drawn.append(plt.gcf()))
-    record = records.load("phase5_tuning", "h100_turns")
-    hopper_figures.traffic(record)
-    plt.close("all")
-    for ax in drawn[0].axes:
-        rings = [line for line in ax.lines if line.get_fillstyle() == "none"]
-        assert [int(*ring.get_xdata()) for ring in rings] == [4, 8]
-        assert sum(len(line.get_xdata()) for line in ax.lines) == len(record["rows"]) + len(rings)
