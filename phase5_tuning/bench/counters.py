@@ -54,6 +54,8 @@ COUNTERS = {
     "clocks": "sm__cycles_elapsed.avg",
     "tensor_cores": f"sm__pipe_tensor_op_hmma_cycles_active.{SHARE}",
     "exponentials": f"sm__inst_executed_pipe_xu.{SHARE}",
+    "fma": f"sm__inst_executed_pipe_fma.{SHARE}",
+    "alu": f"sm__inst_executed_pipe_alu.{SHARE}",
     "shared_memory": f"l1tex__data_pipe_lsu_wavefronts.{SHARE}",
     "issue": f"sm__inst_issued.{SHARE}",
     "warps": "sm__warps_active.avg.per_cycle_active",  # on a multiprocessor
@@ -63,6 +65,13 @@ COUNTERS = {
     "l2": f"lts__t_bytes.{SHARE}",
     "dram_bytes": "dram__bytes.sum",
 }
+# Why warps do not issue, by ncu's names; each counts warps that stand so, per instruction issued.
+STALLS = (
+    "barrier", "branch_resolve", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",
+    "math_pipe_throttle", "membar", "mio_throttle", "no_instruction", "not_selected", "selected", "short_scoreboard",
+    "sleeping", "tex_throttle", "wait", "warpgroup_arrive",
+)  # fmt: skip
+COUNTERS |= {f"stall_{why}": f"smsp__average_warps_issue_stalled_{why}_per_issue_active.ratio" for why in STALLS}
 LOG = ROOT / "build" / "counters.csv"
 
 

@@ -19,9 +19,9 @@ ROWS = gl.constexpr(64)  # queries of a consumer
 
 
 @gluon.jit
-def place(tile, tiles_m, heads):
-    """(head, m): late queries first, all heads of them."""
-    return tile % heads, tiles_m - 1 - tile // heads
+def place(tile, tiles_m):
+    """(head, m): one head after the other, so that few keys are in use at once; of a head, late queries first."""
+    return tile // tiles_m, tiles_m - 1 - tile % tiles_m
 
 
 @gluon.jit
@@ -34,7 +34,7 @@ def produce(
     i, turn = 0, 0
     tile = gl.program_id(0)
     while tile < tiles_m * heads:
-        head, m = place(tile, tiles_m, heads)
+        head, m = place(tile, tiles_m)
         first = head * tiles_m * (2 * ROWS)
         side = turn % 2  # where the turn's queries lie
         mbarrier.wait(q_empty.index(side), turn // 2 & 1 ^ 1)
@@ -80,7 +80,7 @@ def consume(
     i, turn = 0, 0
     tile = read_number(number, q_full, turn)
     while tile < tiles_m * heads:
-        head, m = place(tile, tiles_m, heads)
+        head, m = place(tile, tiles_m)
         q_tile = q.index(turn % 2 * 2 + ME)
         row = m * (2 * ROWS) + ME * ROWS
         m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
