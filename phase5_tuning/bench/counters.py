@@ -67,9 +67,9 @@ COUNTERS = {
 }
 # Why warps do not issue, by ncu's names; each counts warps that stand so, per instruction issued.
 STALLS = (
-    "barrier", "branch_resolve", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard",
-    "math_pipe_throttle", "membar", "mio_throttle", "no_instruction", "not_selected", "selected", "short_scoreboard",
-    "sleeping", "tex_throttle", "wait", "warpgroup_arrive",
+    "barrier", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard", "math_pipe_throttle",
+    "membar", "mio_throttle", "no_instruction", "not_selected", "selected", "short_scoreboard", "sleeping",
+    "tex_throttle", "wait",
 )  # fmt: skip
 COUNTERS |= {f"stall_{why}": f"smsp__average_warps_issue_stalled_{why}_per_issue_active.ratio" for why in STALLS}
 LOG = ROOT / "build" / "counters.csv"

@@ -333,6 +333,45 @@ def bounds(answer: ModuleType, counters: dict) -> None:
         print(f"{name:<23}{least:>9.0f}{_counted(name, row):>10.0f}{most * _idle_end(name):>10.0f}{beside:>18}")
 
 
+STANDS = {  # where a warp stands: in words -> ncu's names
+    "issues": ("selected",),
+    "could issue; another warp does": ("not_selected",),
+    "waits for a result, a few clocks (wait)": ("wait",),
+    "held back (dispatch stall)": ("dispatch_stall",),
+    "waits for other warps (barrier)": ("barrier",),
+    "waits for data (long scoreboard)": ("long_scoreboard",),
+}
+
+
+def stands(row: dict) -> dict[str, float]:
+    """The shares of a row's `STANDS` in its warps' time, in percent, and of all else."""
+    stalls = {why.removeprefix("stall_"): n for why, n in row["counted"].items() if why.startswith("stall_")}
+    shares = {words: 100 * sum(stalls[name] for name in of) / sum(stalls.values()) for words, of in STANDS.items()}
+    return shares | {"all else": 100 - sum(shares.values())}
+
+
+def where_warps_stand(counters: dict, *names: str) -> None:
+    """Print `stands` of rungs, by their numbers."""
+    rungs = counted_rungs(counters)
+    columns = {f"rung {ORDER.index(name)}": stands(rungs[name]) for name in names}
+    print(f"{'a warp, percent of its time':<42}", "".join(f"{title:>9}" for title in columns))
+    for words in (*STANDS, "all else"):
+        print(f"{words:<42}", "".join(f"{of[words]:>9.0f}" for of in columns.values()))
+
+
+ALU = "FSETP", "ISETP", "FMNMX", "IADD3", "VIADD", "LEA", "SHF", "LOP3", "FSEL", "SEL", "PLOP3", "F2FP"
+
+
+def alu(counters: dict) -> None:
+    """Print how busy the unit ALU is by ncu, and by two clocks for each of its instructions, without and with FSEL."""
+    print(f"{'ALU busy, %':<23}counted   by the listing   without FSEL")
+    for name, row in counted_rungs(counters).items():
+        job = "forward", *SHOWN, _turn_of(name)
+        of = {op: 200 * issued(op, *job) / _counted(name, row) for op in ALU}
+        both = sum(of.values()), sum(of.values()) - of["FSEL"]
+        print("{:<23}{:>7.0f}{:>17.0f}{:>15.0f}".format(name, row["counted"]["alu"], *both))
+
+
 def repriced(counters: dict, record: dict, prices: dict[str, dict[str, int]]) -> None:
     """Print gains in clocks beside the counted ones, if instructions take other clocks than one; and how many of the
     forward gains in time, in all cases, are met.
