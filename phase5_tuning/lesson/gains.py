@@ -362,14 +362,17 @@ def where_warps_stand(counters: dict, *names: str) -> None:
 ALU = "FSETP", "ISETP", "FMNMX", "IADD3", "VIADD", "LEA", "SHF", "LOP3", "FSEL", "SEL", "PLOP3", "F2FP"
 
 
-def alu(counters: dict) -> None:
-    """Print how busy the unit ALU is by ncu, and by two clocks for each of its instructions, without and with FSEL."""
-    print(f"{'ALU busy, %':<23}counted   by the listing   without FSEL")
+def busy(counters: dict) -> None:
+    """Print how busy schedulers and ALU are by ncu, and by the listing; the latter without FSEL, too."""
+    print(f"{'percent of the clocks':<23}{'schedulers':>16}{'ALU':>16}{'ALU without FSEL':>20}")
+    print(f"{'':<23}{'ncu  listing':>16}{'ncu  listing':>16}{'listing':>20}")
     for name, row in counted_rungs(counters).items():
-        job = "forward", *SHOWN, _turn_of(name)
-        of = {op: 200 * issued(op, *job) / _counted(name, row) for op in ALU}
-        both = sum(of.values()), sum(of.values()) - of["FSEL"]
-        print("{:<23}{:>7.0f}{:>17.0f}{:>15.0f}".format(name, row["counted"]["alu"], *both))
+        job, ncu = ("forward", *SHOWN, _turn_of(name)), row["counted"]
+        of = {op: 100 * issued(op, *job) / _counted(name, row) for op in turn(*job)}
+        in_alu = 2 * sum(of.get(op, 0) for op in ALU)
+        pairs = (ncu["issue"], sum(of.values())), (ncu["alu"], in_alu)
+        columns = "".join(f"{a:>7.0f}{b:>9.0f}" for a, b in pairs)
+        print(f"{name:<23}{columns}{in_alu - 2 * of['FSEL']:>20.0f}")
 
 
 def repriced(counters: dict, record: dict, prices: dict[str, dict[str, int]]) -> None:

@@ -128,6 +128,13 @@ def test_counted_clocks_stand_between_those_of_the_exercise(capsys):
     assert last[-1] == "100"  # one of 64 x 128
 
 
+def test_warps_of_the_last_rung_wait_for_data_most_of_all():
+    rungs = gains.counted_rungs(limits.load("h100_counters"))
+    shares = gains.stands(rungs["descriptors"])
+    assert sum(shares.values()) == pytest.approx(100)
+    assert max(shares, key=shares.get) == "waits for data (long scoreboard)"
+
+
 @interpreted_only
 def test_an_answer_that_has_passed_is_compiled_from_its_own_file(tmp_path):
     own = tmp_path / "own_split_causal_loop.py"
