@@ -222,3 +222,20 @@ def hidden(body: list[Instruction]) -> tuple[int, int]:
     products = [(first, last) for name, first, last in under_way(body) if name != "copy"]
     at = [n for n, x in enumerate(body) if x.what == "exponential"]
     return sum(any(a < n < b for a, b in products) for n in at), len(at)
+
+
+def beside_products(body: list[Instruction]) -> int:
+    """How many instructions of a turn that skips its masks stand between the start of a product and the wait for it,
+    which may be in the next turn."""
+    code, under, found = executed(body), False, 0
+    for n, x in enumerate(2 * code):
+        under = x.what == "product" or (under and not (x.what == "wait for products" and not x.still_under_way))
+        found += n >= len(code) and under and x.what != "product"
+    return found
+
+
+def wait_for_last(body: list[Instruction]) -> int:
+    """The place, from 1, of the instruction that waits for a turn's last product. It may be the next turn's."""
+    last = max(n for n, x in enumerate(body) if x.what == "product")
+    ends = [n for n, x in enumerate(body) if x.what == "wait for products" and not x.still_under_way]
+    return 1 + next((n for n in ends if n > last), ends[0])

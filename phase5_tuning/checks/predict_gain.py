@@ -4,30 +4,29 @@ import functools
 import itertools
 import random
 
-from common.learn.check.require import reject
 from common.measure import records
 from phase5_tuning.checks import require_function
 
-# The forward pass's turns, counted in what Triton 3.7.1 makes of each rung for sm_90, under the
-# mask of the case: block_m, block_n, num_warps, and the opcodes in this order.
-OPCODES = ("HGMMA", "MUFU", "FMUL", "FADD", "FFMA", "FMNMX", "FSEL", "FSETP", "ISETP", "IMAD", "others")
+# The forward pass's turns, counted in what Triton 3.7.1 makes of each rung for sm_90, under the mask of the case:
+# block_m, block_n, num_warps, then HGMMA, MUFU and all others. Which others go with a rung is the chapter's question.
 TURNS = {
     (128, True): {
-        "tiles": (64, 64, 4, (12, 34, 198, 68, 0, 36, 64, 36, 78, 65, 183)),
-        "base 2": (64, 64, 4, (12, 34, 66, 36, 34, 36, 64, 0, 78, 72, 176)),
-        "late sums": (64, 64, 4, (12, 34, 66, 30, 36, 36, 64, 0, 82, 74, 162)),
-        "masks at edges": (64, 64, 4, (12, 34, 66, 30, 36, 36, 0, 0, 14, 69, 153)),
-        "descriptors": (64, 128, 4, (16, 66, 66, 62, 68, 68, 0, 0, 8, 10, 126)),
+        "tiles": (64, 64, 4, (12, 34, 728)),
+        "base 2": (64, 64, 4, (12, 34, 562)),
+        "late sums": (64, 64, 4, (12, 34, 550)),
+        "masks at edges": (64, 64, 4, (12, 34, 404)),
+        "descriptors": (64, 128, 4, (16, 66, 408)),
     },
     (64, False): {
-        "tiles": (128, 64, 4, (16, 68, 332, 136, 0, 72, 68, 72, 0, 24, 177)),
-        "base 2": (128, 64, 4, (16, 68, 68, 72, 68, 72, 68, 0, 0, 33, 171)),
-        "late sums": (128, 64, 4, (16, 68, 68, 60, 72, 72, 68, 0, 0, 33, 163)),
-        "masks at edges": (128, 64, 4, (16, 68, 68, 60, 72, 72, 0, 0, 0, 26, 166)),
-        "descriptors": (64, 128, 4, (12, 66, 34, 62, 68, 68, 0, 0, 7, 0, 114)),
+        "tiles": (128, 64, 4, (16, 68, 881)),
+        "base 2": (128, 64, 4, (16, 68, 552)),
+        "late sums": (128, 64, 4, (16, 68, 536)),
+        "masks at edges": (128, 64, 4, (16, 68, 464)),
+        "descriptors": (64, 128, 4, (12, 66, 353)),
     },
 }
-BOUND = 0.10  # between the gain by the model and the recorded one
+OPCODES = ("HGMMA", "MUFU", "FMUL", "FADD", "FFMA", "FMNMX", "FSEL", "FSETP", "ISETP", "IMAD")
+NEAR = 0.05  # between the gain by the model and the recorded one
 
 
 def check(answer):
@@ -53,7 +52,7 @@ def _cases(make):
 
 def _turn(make, *sizes_and_counts):
     *sizes, counts = sizes_and_counts
-    return make(*sizes, dict(zip(OPCODES, counts, strict=True)))
+    return make(*sizes, dict(zip(("HGMMA", "MUFU", "others"), counts, strict=True)))
 
 
 def _terms(turn, head_dim):
@@ -124,25 +123,21 @@ def _gain_mistakes(before, after, head_dim):
 
 
 def _beside_the_record(answer):
-    """How far the learner's gains are from the record's; rejects one that is further away than it may be."""
+    """How many of the learner's gains are near the record's. Which rung is missed is asked later in the chapter."""
     times = {
         (r["provider"], r["head_dim"], r["is_causal"]): r["ms"]
         for r in records.load("phase5_tuning", "h100_ladder")["rows"]
         if (r["mode"], r["seq"]) == ("fwd", 16384)
     }
-    found = []
+    apart = []
     for (d, causal), rungs in TURNS.items():
         for old, new in itertools.pairwise(rungs):
             # "Heavy first", before the last one, changes no turn.
             names = ("rung: heavy first", "ours") if new == "descriptors" else (f"rung: {old}", f"rung: {new}")
             before, after = (times[name, d, causal] for name in names)
             gain = answer.gain(_turn(answer.Turn, *rungs[old]), _turn(answer.Turn, *rungs[new]), d)
-            apart, said = abs(gain * after / before - 1), f"{gain:.2f} by the model, {before / after:.2f} recorded"
-            if apart > BOUND:
-                reject(f"model and record are further apart than {BOUND:.0%}: {new}, D {d}: {said}")
-            found.append((apart, f"{new}, D {d} {'causal' if causal else 'full'}: {said}"))
-    apart, worst = max(found)
+            apart.append(abs(gain * after / before - 1))
     return (
-        f"your model is within {apart:.0%} of {len(found)} recorded gains, though it knows no memory, no waits and no "
-        f"other programs. It misses most at {worst}; the D 128 full case, where it misses more, is not among them"
+        f"your model is within {NEAR:.0%} of {sum(x <= NEAR for x in apart)} of {len(apart)} recorded gains, in two of "
+        "four cases forward. Section 3.8 counts all of them, and backward: there it misses more"
     )

@@ -170,30 +170,6 @@ def barcode(turns: Mapping[str, Sequence[sass.Instruction]]) -> None:
     style.show(fig, alt=f"A line for each instruction, colored by kind. {'; '.join(said)}.")
 
 
-def eight_sums() -> None:
-    """Which of four threads holds which logits of a row of 64, in lines of eight; and the eight sums of a row."""
-    shades, edge = ("white", "#E0E0E0", "#C0C0C0", "#9C9C9C"), COLORS["ink"]
-    fig, ax = style.drawing(6.4, 3.3)
-    look = dict(height=0.9, edge=edge, line=0.6, size=8)
-    for column in range(64):
-        line, place = divmod(column, 8)
-        style.box(ax, place, -line, str(column), color=shades[place // 2], **look)
-    for place in range(8):
-        style.box(ax, place, -9, "sum", color=shades[place // 2], **look)
-    for thread in range(4):
-        ax.text(2 * thread + 1, 1.3, f"thread {thread}", ha="center", fontsize=9)
-    style.arrow(ax, (8.4, 0.9), (8.4, -8.5))
-    ax.text(8.6, -3.8, "in every turn:\neach thread adds\nits own", fontsize=9, va="center")
-    style.arrow(ax, (0, -9.6), (8, -9.6))
-    ax.text(8.6, -9.4, "after the loop:\nfour threads exchange", fontsize=9, va="center")
-    ax.set(xlim=(-0.2, 12), ylim=(-10.2, 2))
-    style.show(
-        fig,
-        alt="The 64 logits of a row in eight lines of eight. In each line thread 0 holds the first two, thread 1 the "
-        "next two, and so on. Below are eight sums, one for each column of the picture: each lies with one thread.",
-    )
-
-
 def schedules(runs: Mapping[str, Sequence[tuple[int, float, float, int]]], tiles: int) -> None:
     """Programs of causal tiles on a few slots: who runs when. runs: title -> (slot, start, end, tile)."""
     longest = max(end for bars in runs.values() for _, _, end, _ in bars)

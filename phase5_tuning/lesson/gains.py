@@ -39,11 +39,24 @@ for _before, _rung in itertools.pairwise(LADDER):
     STEPS["bwd"] += [_rung.name] * (_tuned or (_rung.dkdv, _rung.dq) != (_before.dkdv, _before.dq))
 
 
-def first_lines(text: str, *patterns: str, width: int = 100) -> str:
-    """The first line of a listing that matches each pattern, shortened."""
-    found = [next(line for line in text.splitlines() if re.search(pattern, line)) for pattern in patterns]
-    lines = [re.sub(r"\s+", " ", line).split("/* 0x")[0].strip() for line in found]
-    return "\n".join(line if len(line) <= width else line[: width - 4] + " ..." for line in lines)
+UNITS = "HGMMA", "WARPGROUP", "LDGSTS", "LDGDEPBAR", "DEPBAR", "BAR"  # what starts other units' work, or waits
+
+
+def landmarks(body: list[sass.Instruction]) -> str:
+    """The lines of a turn that start other units' work or wait, with their places; of a row the first and the last."""
+    found = [(n, x) for n, x in enumerate(body, start=1) if x.name in UNITS]
+    lines = []
+    for _, group in itertools.groupby(found, lambda line: line[1].name):
+        first, *rest = group
+        lines.append(f"{first[0]:>5}  {_shortened(first[1])}")
+        lines += [f"{'':>7}({len(rest) - 1} more)"] * (len(rest) > 1)
+        lines += [f"{n:>5}  {_shortened(x)}" for n, x in rest[-1:]]
+    return "\n".join(lines)
+
+
+def _shortened(x: sass.Instruction) -> str:
+    """An instruction without flags that the chapter does not explain."""
+    return re.sub(r"\.reuse|\.DEFER_BLOCKING|\.E\.BYPASS|, !U?PT|\bPT, |, 0x1f$", "", x.text)
 
 
 WAY = {  # of a logit through a turn: what is done -> its instruction; {x} is the register that held it last
@@ -71,8 +84,7 @@ def way_of_a_logit(body: list[sass.Instruction]) -> str:
         lines.append((at, what))
         if len(lines) == 2:
             lines += [(n, FOUR) for n, text in code if n > at and text.startswith("SHFL")][:2]
-    texts = {n: re.sub(r"\.reuse|, !U?PT", "", body[n].text) for n, _ in lines}
-    return "\n".join(f"{n + 1:>5}  {texts[n]:<54}{what}" for n, what in sorted(lines))
+    return "\n".join(f"{n + 1:>5}  {_shortened(body[n]):<54}{what}" for n, what in sorted(lines))
 
 
 # --- by the model ---------------------------------------------------------------------------------------------------
@@ -167,10 +179,10 @@ def _gains(record: dict, name: str, modes: list[str]) -> list[str]:
 
 
 def report(record: dict, name: str, *kinds: str) -> str:
-    """A table of the gains of a rung, and of what it changes at D 128, causal: clocks for 64 x 128 logits, and kinds of
-    instructions.
+    """A table of the gains of a rung, and of what it changes at D 128, causal, for 64 x 128 logits: clocks, and
+    instructions that a scheduler issues.
 
-    kinds: instructions, counted in a turn; "programs": those that fit on a multiprocessor.
+    kinds: instructions; "programs": those that fit on a multiprocessor.
     """
     modes = [mode for mode in STEPS if name in STEPS[mode]]
     lines = _gains(record, name, modes)
@@ -181,14 +193,18 @@ def report(record: dict, name: str, *kinds: str) -> str:
         lines += ["", " ".join([f"{'before -> after':<27}", *(f"{head:<14}" for head in ("clocks", *kinds))])]
     for kernel in kernels:
         jobs = [(kernel, *SHOWN, rung) for rung in (before(name, kernel), name)]
-        old, new = ([round(sum(clocks(*job).values())), *(_number_of(kind, job) for kind in kinds)] for job in jobs)
+        old, new = ([round(sum(clocks(*job).values())), *(issued(kind, *job) for kind in kinds)] for job in jobs)
         label = f"{dict(dkdv='dK/dV', dq='dQ').get(kernel, kernel)}, {case_name(*SHOWN)}"
         lines.append(" ".join([f"{label:<27}", *(f"{f'{a} -> {b}':<14}" for a, b in zip(old, new, strict=True))]))
     return "\n".join(lines)
 
 
-def _number_of(kind: str, job: tuple[str, int, bool, str]) -> int:
-    return programs(ladder()[job], tile_of(*job)) if kind == "programs" else turn(*job)[kind]
+def issued(kind: str, *job) -> int:
+    """How many instructions of a kind a scheduler issues for 64 x 128 logits; of "programs": how many fit."""
+    tile = tile_of(*job)
+    if kind == "programs":
+        return programs(ladder()[job], tile)
+    return turn(*job)[kind] * tile.num_warps // 4 * 64 * 128 // (tile.BLOCK_M * tile.BLOCK_N)
 
 
 def orders() -> str:
@@ -230,14 +246,17 @@ def serialized() -> None:
         print(f"{name:<24}{hgmma:>15}{c.sass.count('WARPGROUP.ARRIVE'):>23}{c.serialized!s:>13}")
 
 
-def assumption(*lines: tuple[str, bool]) -> str:
-    """A table of the ARRIVE of dK/dV at head_dim 64, by (rung, whether it has the line `tl.assume`)."""
+def assumption() -> tuple[str, str]:
+    """What alone keeps dK/dV at head_dim 64, full, from being serialized: "masks", "line", "either" or "neither"; and a
+    table of the ARRIVE, without and with the line `tl.assume`."""
     made, table = assumed(), [f"{'dK/dV, D 64':<40}ARRIVE, full   ARRIVE, causal"]
-    for name, has in lines:
+    for name, has in itertools.product(("base 2", "masks at edges"), (False, True)):
         full, causal = (made[name, c, has].sass.count("WARPGROUP.ARRIVE") for c in (False, True))
         label = f"{name}, {'with' if has else 'without'} tl.assume"
         table.append(f"{label:<40}{full:>12}{causal:>17}")
-    return "\n".join(table)
+    alone = {"masks": made["masks at edges", False, False], "line": made["base 2", False, True]}
+    enough = [what for what, c in alone.items() if not c.serialized]
+    return "either" if len(enough) == 2 else "".join(enough) or "neither", "\n".join(table)
 
 
 def _near(pairs: list[tuple[float, float]]) -> int:
@@ -254,13 +273,13 @@ def _pairs(record: dict, mode: str, price: Mapping[str, int] = PLAIN) -> list[tu
 
 
 def whole(record: dict) -> None:
-    """Print how good the model is beside a single guess, and what all rungs gain together at seq 16384."""
-    print(f"{'within 5 % of the record':<26}the model   one guess for all, at best")
+    """Print how good the model is beside the best constant gain, and what all rungs gain together at seq 16384."""
+    print(f"{'within 5 % of the record':<26}the model   a constant gain")
     for mode, words in WORDS.items():
         pairs = _pairs(record, mode)
         guesses = {guess / 100: [(guess / 100, time) for _, time in pairs] for guess in range(100, 121)}
         best = max(guesses, key=lambda guess: _near(guesses[guess]))
-        print(f"  {words:<24}{_near(pairs):>3} of {len(pairs)}{_near(guesses[best]):>10} of {len(pairs)}, {best:.2f}")
+        print(f"  {words:<24}{_near(pairs):>3} of {len(pairs)}{_near(guesses[best]):>10} of {len(pairs)} ({best:.2f})")
     print()
     rows = by_case(record)
     print(" | ".join([f"{'time, all rungs':<20}", *(f"{case_name(*case):<12}" for case in CASES)]))
@@ -297,18 +316,63 @@ def clocks_and_time(counters: dict) -> None:
 
 
 def bounds(answer: ModuleType, counters: dict) -> None:
-    """Print the counted clocks of each rung between those of exercise 5.4, for 64 x 128 logits of the tiles visited.
+    """Print the counted clocks of each rung between those of exercise 5.4, and how many instructions stand beside a
+    product: for 64 x 128 logits of the tiles visited.
 
     answer: the module of exercise 5.4.
     """
-    print(f"{'clocks':<23}all overlaps   counted   nothing overlaps")
+    print(f"{'':<23}{'all':>9}{'':>10}{'nothing':>10}{'instructions':>18}")
+    print(f"{'':<23}{'overlaps':>9}{'counted':>10}{'overlaps':>10}{'beside a product':>18}")
     for name, row in counted_rungs(counters).items():
         tile = tile_of("forward", *SHOWN, _turn_of(name))
         count = dict(turn("forward", *SHOWN, _turn_of(name)))
         one = answer.Turn(tile.BLOCK_M, tile.BLOCK_N, tile.num_warps, count)
-        least, most = (of(one, SHOWN[0]) for of in (answer.overlapped_clocks, answer.serial_clocks))
-        turns = 64 * 128 / (tile.BLOCK_M * tile.BLOCK_N)
-        print(f"{name:<23}{turns * least:>12.0f}{_counted(name, row):>10.0f}{turns * most:>19.0f}")
+        turns = 64 * 128 // (tile.BLOCK_M * tile.BLOCK_N)
+        least, most = (turns * of(one, SHOWN[0]) for of in (answer.overlapped_clocks, answer.serial_clocks))
+        beside = turns * sass.beside_products(sass.turn(ladder()["forward", *SHOWN, _turn_of(name)].sass))
+        print(f"{name:<23}{least:>9.0f}{_counted(name, row):>10.0f}{most * _idle_end(name):>10.0f}{beside:>18}")
+
+
+STANDS = {  # where a warp stands: in words -> ncu's names
+    "issues": ("selected",),
+    "could issue; another warp does": ("not_selected",),
+    "waits for a result, a few clocks (wait)": ("wait",),
+    "held back (dispatch stall)": ("dispatch_stall",),
+    "waits for other warps (barrier)": ("barrier",),
+    "waits for data (long scoreboard)": ("long_scoreboard",),
+}
+
+
+def stands(row: dict) -> dict[str, float]:
+    """The shares of a row's `STANDS` in its warps' time, in percent, and of all else."""
+    stalls = {why.removeprefix("stall_"): n for why, n in row["counted"].items() if why.startswith("stall_")}
+    shares = {words: 100 * sum(stalls[name] for name in of) / sum(stalls.values()) for words, of in STANDS.items()}
+    return shares | {"all else": 100 - sum(shares.values())}
+
+
+def where_warps_stand(counters: dict, *names: str) -> None:
+    """Print `stands` of rungs, by their numbers."""
+    rungs = counted_rungs(counters)
+    columns = {f"rung {ORDER.index(name)}": stands(rungs[name]) for name in names}
+    print(f"{'a warp, percent of its time':<42}", "".join(f"{title:>9}" for title in columns))
+    for words in (*STANDS, "all else"):
+        print(f"{words:<42}", "".join(f"{of[words]:>9.0f}" for of in columns.values()))
+
+
+ALU = "FSETP", "ISETP", "FMNMX", "IADD3", "VIADD", "LEA", "SHF", "LOP3", "FSEL", "SEL", "PLOP3", "F2FP"
+
+
+def busy(counters: dict) -> None:
+    """Print how busy schedulers and ALU are by ncu, and by the listing; the latter without FSEL, too."""
+    print(f"{'percent of the clocks':<23}{'schedulers':>16}{'ALU':>16}{'ALU without FSEL':>20}")
+    print(f"{'':<23}{'ncu  listing':>16}{'ncu  listing':>16}{'listing':>20}")
+    for name, row in counted_rungs(counters).items():
+        job, ncu = ("forward", *SHOWN, _turn_of(name)), row["counted"]
+        of = {op: 100 * issued(op, *job) / _counted(name, row) for op in turn(*job)}
+        in_alu = 2 * sum(of.get(op, 0) for op in ALU)
+        pairs = (ncu["issue"], sum(of.values())), (ncu["alu"], in_alu)
+        columns = "".join(f"{a:>7.0f}{b:>9.0f}" for a, b in pairs)
+        print(f"{name:<23}{columns}{in_alu - 2 * of['FSEL']:>20.0f}")
 
 
 def repriced(counters: dict, record: dict, prices: dict[str, dict[str, int]]) -> None:
@@ -329,10 +393,12 @@ def repriced(counters: dict, record: dict, prices: dict[str, dict[str, int]]) ->
 
 def with_queue(name: str, price: Mapping[str, int]) -> float:
     """The model's clocks of 64 x 128 logits at D 128, causal; with the idle end of the queue, until heavy is first."""
-    light_first = ORDER.index(name) < ORDER.index("heavy first")
-    return _all_clocks("forward", *SHOWN, _turn_of(name), price) * (
-        by_model("heavy first", *SHOWN) if light_first else 1
-    )
+    return _all_clocks("forward", *SHOWN, _turn_of(name), price) * _idle_end(name)
+
+
+def _idle_end(name: str) -> float:
+    """The simulated time of a rung's queue / that of heavy tiles first."""
+    return by_model("heavy first", *SHOWN) if ORDER.index(name) < ORDER.index("heavy first") else 1.0
 
 
 def _turn_of(name: str) -> str:
@@ -395,17 +461,15 @@ def two_changes(record: dict, deadends: dict) -> None:
         sum_ = 64 * 128 * sum(sass.turn_clocks(count, PRODUCTS["forward"], *sizes, 128).values())
         gain = f"{before_it[0] / sum_:>14.2f}{before_it[1] / taken:>7.2f}" if before_it[0] else ""
         fits = f"{tile.num_stages:>6}{programs(c, tile):>10}"
-        of_turns = f"{64 * 128 // (sizes[0] * sizes[1])} x {sum(count.values())}"
-        print(f"{step:<24}{f'{sizes[0]} x {sizes[1]}':<11}{fits}{of_turns:>14}{sum_:>9.0f}{gain}")
+        issued = 64 * 128 // (sizes[0] * sizes[1]) * sum(count.values())
+        print(f"{step:<24}{f'{sizes[0]} x {sizes[1]}':<11}{fits}{issued:>14}{sum_:>9.0f}{gain}")
         before_it = sum_, taken
 
 
-def beside_learners(attention: Callable, name: str, **tile: int) -> str:
-    """A learner's forward kernel, tile 64 x 64, beside phase 3's and a rung: D 128, causal, clocks for 64 x 128 logits.
-
-    tile: block_m and block_n, where `attention` takes them.
-    """
-    made = of_learner(attention, **tile)
+def beside_learners(attention: Callable) -> str:
+    """A learner's "masks at edges", tile 64 x 64, beside phase 3's kernel and the rung: D 128, causal, clocks for
+    64 x 128 logits."""
+    made, name = of_learner(attention, block_m=64, block_n=64), "masks at edges"
     kinds = sass.turn_clocks(sass.counted(sass.turn(made.sass)), PRODUCTS["forward"], 64, 64, 4, 128)
     found = {"phase 3's": clocks("forward", 128, True, FORWARD[0])}
     found |= {f"the course's, {name}": clocks("forward", 128, True, name)}

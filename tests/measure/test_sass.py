@@ -38,6 +38,15 @@ def test_products_are_under_way_until_they_are_waited_for():
     body = sass.turn(SASS)
     assert sass.under_way(body) == [("copy", 0, 1), ("S", 2, 10), ("PV", 6, 21)]
     assert sass.hidden(body) == (10, 20)
+    assert sass.beside_products(body) == 11  # the exponentials, and the wait for all but one group
+
+
+def test_a_product_may_be_waited_for_in_the_next_turn():
+    texts = ["IADD3", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "FADD", "HGMMA", "FMUL", "HGMMA", "IMAD"]
+    body = [sass.Instruction(16 * n, text) for n, text in enumerate(texts)]
+    assert sass.beside_products(body) == 3  # FMUL, IMAD, IADD3
+    assert sass.wait_for_last(body) == 2
+    assert sass.wait_for_last(sass.turn(SASS)) == 2 + 8 + 12
 
 
 def test_a_mask_is_what_a_branch_skips():

@@ -92,6 +92,17 @@ def test_a_logit_is_followed_from_register_to_register():
     assert [int(line.split()[0]) for line in lines] == [1, 2, 3, 5, 7, 8, 9, 10]
 
 
+def test_of_a_row_of_products_the_first_and_the_last_are_shown():
+    texts = [
+        "WARPGROUP.ARRIVE",
+        *["HGMMA.64x64x16.F32 R24, gdesc[UR4], RZ, !UPT"] * 4,
+        "FADD R1, R1, R6",
+        "BAR.SYNC 0x0",
+    ]
+    body = [sass.Instruction(16 * n, text) for n, text in enumerate(texts)]
+    assert [line.split()[0] for line in gains.landmarks(body).splitlines()] == ["1", "2", "(2", "5", "7"]
+
+
 def test_a_price_counts_once_for_each_instruction():
     count = Counter(HGMMA=12, MUFU=34, FSEL=100)
     with mock.patch.object(gains, "turn", return_value=count), mock.patch.object(gains, "slots", return_value=264):
@@ -104,10 +115,24 @@ def test_a_price_counts_once_for_each_instruction():
 
 def test_counted_clocks_stand_between_those_of_the_exercise(capsys):
     count = Counter(HGMMA=12, MUFU=34, FADD=682)
-    with mock.patch.object(gains, "turn", return_value=count):
+    with (
+        mock.patch.object(gains, "turn", return_value=count),
+        mock.patch.object(gains, "slots", return_value=264),
+        mock.patch.object(gains, "ladder"),
+        mock.patch.object(gains.sass, "turn"),
+        mock.patch.object(gains.sass, "beside_products", return_value=100),
+    ):
         gains.bounds(predict_gain, limits.load("h100_counters"))
-    first, *_ = (line.split() for line in capsys.readouterr().out.splitlines()[1:])
-    assert first[-3:] == ["1456", "3037", "2956"]  # two turns of 64 x 64
+    first, *_, last = (line.split()[-4:] for line in capsys.readouterr().out.splitlines()[2:])
+    assert first == ["1456", "3037", "3145", "200"]  # two turns of 64 x 64, and the idle end of the queue
+    assert last[-1] == "100"  # one of 64 x 128
+
+
+def test_warps_of_the_last_rung_wait_for_data_most_of_all():
+    rungs = gains.counted_rungs(limits.load("h100_counters"))
+    shares = gains.stands(rungs["descriptors"])
+    assert sum(shares.values()) == pytest.approx(100)
+    assert max(shares, key=shares.get) == "waits for data (long scoreboard)"
 
 
 @interpreted_only
