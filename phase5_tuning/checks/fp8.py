@@ -375,7 +375,10 @@ def _check_rotated(rotated, columns):
 
 
 def _check_rotated_attention(answer):
+    """On a q and a k with large elements that meet: without them a rotation is hardly seen in o."""
     q, k, v = make_qkv(1, 2, 100, 64, seq_k=150, dtype=FP32)
+    q[..., 3] *= 8
+    k[..., 3] *= 8
     o, still = answer.attention_fp8(q, k, v, rotate=True), answer.attention_fp8(q, k, v)
     if torch.equal(o, still):
         reject("attention_fp8: rotate=True changes nothing")
@@ -389,6 +392,22 @@ def _check_rotated_attention(answer):
     z = rounding_z(o, *turned[:2], v)
     if not z <= Z_MAX:
         mistakes = {sentence: naive_attention(*qkv)[0] for sentence, qkv in wrong.items()}
+        hidden = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        for sentence, twice in (
+            ("q and k are rounded before they are rotated: rotate them as they are", _rounded_rotated),
+            ("codes are rotated: rotate q and k, and quantize what comes of it", _codes_rotated),
+        ):
+            rounded = *(twice(t, answer.rotated) for t in (q, k)), restored(*quantized(v))
+            mistakes[sentence] = _attention(*rounded, 1 / q.shape[3] ** 0.5, hidden)
         nearest = min(mistakes, key=lambda sentence: (o - mistakes[sentence]).norm())
         near = (o - mistakes[nearest]).norm() < 0.3 * (o - right).norm()
         reject(f"attention_fp8, rotate=True: {nearest if near else f'o is {z:.1f} times as far off as it may be'}")
+
+
+def _rounded_rotated(t, rotated):
+    return restored(*quantized(rotated(restored(*quantized(t)).float())))
+
+
+def _codes_rotated(t, rotated):
+    codes, scales = quantized(t)
+    return restored(rotated(codes).to(FP8), scales)

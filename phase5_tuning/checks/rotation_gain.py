@@ -85,6 +85,10 @@ def _wrong(q, k, rotate):
         wrong["|q|^2 |k|^2 / d: there are d products, each of |q|^2 / d and |k|^2 / d"] = right * d**0.5
         wrong["there are d products, and this is the error of one"] = right / d**0.5
         wrong["rotated, large elements do not stay where they are"] = _expected(q, k, False)
+        turned = (t @ rotation(d) for t in (q, k))
+        wrong["each element of a rotated row counts as much as their root mean square, so no matrix is needed"] = (
+            _expected(*turned, False)
+        )
     else:
         wrong["not rotated, a row's elements are as large as they are"] = _expected(q, k, True)
     return wrong

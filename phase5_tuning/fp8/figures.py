@@ -62,6 +62,24 @@ def rows_rotated(rows: Mapping[str, torch.Tensor]) -> None:
     style.show(fig, f"Bars for the elements of a row. {said}.")
 
 
+def columns(heads: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    """The root mean square of each column of q, upwards, and of k, downwards; heads: title -> (q, k), one head each."""
+    fig, axes = style.new(9, 2.6, columns=len(heads), sharey=True)
+    said = []
+    for ax, (title, of) in zip(axes, heads.items(), strict=True):
+        for name, t, sign in zip("qk", of, (1, -1), strict=True):
+            sizes = t[0, 0].square().mean(0).sqrt()
+            ax.bar(range(len(sizes)), sign * sizes, width=1.0, color=COLORS[name], label=name)
+            most = sizes.argsort(descending=True)[:2].tolist()
+            said.append(f"{title}, {name}: the largest are {most[0]} ({sizes[most[0]]:.1f}) and {most[1]}")
+        ax.axhline(0, color=COLORS["ink"], lw=0.8)
+        ax.set_title(title, fontsize=9)
+        ax.set(xlabel="column", xticks=range(0, 65, 8))
+        ax.yaxis.set_major_formatter(lambda y, _: f"{abs(y):g}")
+    axes[0].legend()
+    style.show(fig, f"Bars for the columns of q and k. {'; '.join(said)}.")
+
+
 def held(order: Sequence[int] | None = None) -> None:
     """Which thread holds which logit of 16 keys, and which place of the left operand; order: which key passes for which
     place.
@@ -128,7 +146,7 @@ def model_mistakes(found: Mapping[str, Mapping[str, Mapping[float, float]]]) -> 
 def lost(model: Mapping[int, float], record: dict) -> None:
     """By how much o is too small where all values have one sign; model: keys -> share. Points: the record's errors."""
     fig, ax = style.new(7.5, 3.2)
-    ax.plot([*model], [100 * share for share in model.values()], "--", color=COLORS["s"], label="13 bits, computed")
+    ax.plot([*model], [100 * share for share in model.values()], "--", color=COLORS["s"], label="computed")
     rows = [r for r in record["rows"] if r["part"] == "errors" and (r["inputs"], r["head_dim"]) == ("one sign", 128)]
     ours = dict(provider="exact", scales="tile", rotate=True)
     named = {"FlashAttention-3, e4m3": dict(provider="fa3 fp8"), "this course": ours}

@@ -5,7 +5,7 @@ Producer, consumers, ring and queue are those of hopper/forward.py. What is diff
     scales     a logit is code * code * scale of its queries * scale of its keys: one factor a tile.
                PV of a tile is multiplied by the scale of its values as it is added to acc
     P          e4m3 too, as 2^TOP p: 1 would waste the range above it. Row sums are of the codes, by a product with ones
-    acc        is added up in fp32, tile by tile. A product in e4m3 keeps 13 bits of the largest number that it adds,
+    acc        is added up in fp32, tile by tile. A product in e4m3 keeps 14 bits of the largest number that it adds,
                the sum before among them: with acc in it, o is 7 % too small after 4,096 values of one sign
     maximum    follows a larger logit only when P would grow by more than 2^ROOM; so acc is seldom rescaled
     V          transposed, keys in the order of a thread's logits (quantize.py, parts.py)

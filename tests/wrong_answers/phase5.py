@@ -566,6 +566,27 @@ WRONG = {
         ),
         Wrong("nothing is rotated", {"q, k = rotated(q), rotated(k)": "pass"}, "rotate=True changes nothing"),
         Wrong(
+            "rounded, rotated, rounded",
+            {
+                "q, k = rotated(q), rotated(k)": (
+                    "q, k = (rotated(c.float() * s.repeat_interleave(BLOCK, dim=2)[:, :, : c.shape[2], None]) "
+                    "for c, s in (quantize(q), quantize(k)))"
+                )
+            },
+            "q and k are rounded before they are rotated",
+        ),
+        Wrong(
+            "codes are rotated",
+            {
+                "q, k = rotated(q), rotated(k)": (
+                    "(q8, sq), (k8, sk) = quantize(q), quantize(k)\n"
+                    "        q8, k8 = rotated(q8).to(FP8), rotated(k8).to(FP8)\n"
+                    "        return attention_quantized(q8, sq, k8, sk, *quantize(v), is_causal, scale)"
+                )
+            },
+            "codes are rotated",
+        ),
+        Wrong(
             "the scale of q in Q, fp16",
             {
                 "scale_s = scale * tl.load(q_scales_ptr + pid_m)": "scale_s = scale",
@@ -2329,6 +2350,16 @@ WRONG = {
         Wrong("no rounding", {"ROUNDING * (2": "(2"}, "ROUNDING is missing"),
         Wrong("not spread", {" / q.shape[3]\n    else": "\n    else"}, "there are d products, each of"),
         Wrong("one product", {" / q.shape[3]\n    else": " / q.shape[3] ** 2\n    else"}, "the error of one"),
+        Wrong(
+            "by the matrix",
+            {
+                "squares = q.square().sum(3)[..., :, None] * k.square().sum(3)[..., None, :] / q.shape[3]": (
+                    "turned = [t @ rotation(t.shape[3]) for t in (q, k)]\n"
+                    "        squares = turned[0].square() @ turned[1].square().mT"
+                )
+            },
+            "no matrix is needed",
+        ),
         Wrong("the same twice", {"    if rotate:\n": "    if False:\n"}, "large elements do not stay where they are"),
         Wrong("always spread", {"    if rotate:\n": "    if True:\n"}, "elements are as large as they are"),
         Wrong("q alone", {"rounded(k @ m)": "rounded(k)"}, "one is rotated and the other is not"),
