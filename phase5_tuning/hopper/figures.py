@@ -71,17 +71,14 @@ def page_data() -> dict:
     texts, runs = {}, {}
     for d, consumers, stages, overlap in product((64, 128), (1, 2, 3), (1, 2, 4), (False, True)):
         run = model.simulate(model.forward(d, consumers, stages, overlap, TILES_N))
-        tflops = model.predicted_tflops(d, consumers, stages, overlap)
-        runs[f"forward {d} {consumers} {stages} {overlap:d}"] = _rows(run, tflops, texts)
+        runs[f"forward {d} {consumers} {stages} {overlap:d}"] = _rows(run, texts)
     for d, programs in product((64, 128), (1, 2, 3, 4)):
         run = model.simulate(model.plain(d, programs, stages=1, tiles_n=TILES_N))
-        tflops = model.predicted_plain_tflops(d, programs, stages=1)
-        runs[f"plain {d} {programs}"] = _rows(run, tflops, texts)
-    limit = round(model.TENSOR * model.MULTIPROCESSORS / 1e6)
-    return dict(perMicrosecond=PER_MICROSECOND, limit=limit, texts=list(texts), runs=runs)
+        runs[f"plain {d} {programs}"] = _rows(run, texts)
+    return dict(perMicrosecond=PER_MICROSECOND, texts=list(texts), runs=runs)
 
 
-def _rows(run, tflops, texts):
+def _rows(run, texts):
     rows, before = {}, {}
     for interval in sorted(run.intervals, key=lambda i: (i.start, i.end)):
         shared = interval.row == "tensor cores"
@@ -91,7 +88,7 @@ def _rows(run, tflops, texts):
         number = texts.setdefault(text, len(texts))
         rows.setdefault(row, []).extend((number, start - before.get(row, 0), end - start))
         before[row] = start
-    return dict(tflops=round(tflops), total=round(run.total * PER_MICROSECOND), rows=rows)
+    return dict(total=round(run.total * PER_MICROSECOND), rows=rows)
 
 
 def as_json(data: dict) -> str:

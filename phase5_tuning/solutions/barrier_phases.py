@@ -6,15 +6,15 @@ chapter's in two points:
 
 - A consumer arrives once at every `empty` barrier before its first tile. So the consumers, not the barrier's first
   state, tell the producer that the slots are free.
-- The pair does several walks over the keys, one for each tile of queries, and `lengths` has how many tiles each walk
-  fetches. All walks go through the same ring.
+- The producer fetches tiles several times over, in several *walks*, and `lengths` has how many tiles each walk has.
+  All walks go through the same ring.
 
 The pair runs on the model of phase5_tuning/hopper/model.py, and as shipped it does not get done. Write
 
 1. `slot_and_lap`: the slot of a tile, and how often the ring has been filled before;
 2. `parities`: for which parity the producer waits at `empty`, and the consumers at `full`;
-3. in `consume`, what happens to the first `unseen` tiles of a walk. Under a causal mask a consumer of earlier queries
-   does not see the last keys, and the walk goes from right to left. The tiles come nevertheless, as others need them.
+3. in `consume`, what happens to the first `unseen` tiles of a walk: this consumer does not multiply with them. They
+   come nevertheless, as other consumers need them.
 
 A barrier counts phases 0, 1, 2, ...; `wait(barrier, parity)` passes if the phase that was completed last has this
 parity, and a fresh barrier lets parity 1 pass, as if a phase of that parity had been completed before. Right is a pair

@@ -451,7 +451,7 @@ def share(page, row):
 FORWARD = [(64, 3, 4, False), (128, 2, 2, True), (128, 1, 1, False)]
 
 
-def test_pipeline_shows_how_busy_the_units_are_and_the_speed(visit):
+def test_pipeline_shows_how_busy_the_units_are(visit):
     page = visit("pipeline")
     page.locator("#zoom").focus()
     page.keyboard.press("Home")  # the whole run
@@ -459,7 +459,6 @@ def test_pipeline_shows_how_busy_the_units_are_and_the_speed(visit):
         for name, value in (("head_dim", d), ("consumers", consumers), ("stages", stages)):
             page.locator(f"#{name}").select_option(str(value))
         page.locator("#overlap").set_checked(overlap)
-        assert shown(page, "tflops") == [round(hopper_model.predicted_tflops(d, consumers, stages, overlap))]
         run = hopper_model.simulate(hopper_model.forward(d, consumers, stages, overlap, figures.TILES_N))
         exponentials = consumers * figures.TILES_N * hopper_model.ROWS * hopper_model.BLOCK_N / hopper_model.MUFU
         expected = {"copy engine (TMA)": run.busy("TMA"), "tensor cores": run.busy("tensor cores")}
@@ -468,7 +467,6 @@ def test_pipeline_shows_how_busy_the_units_are_and_the_speed(visit):
             assert share(page, row) == pytest.approx(busy / run.total, abs=0.012), row
     page.locator("#kernel").select_option("plain")
     page.locator("#programs").select_option("3")
-    assert shown(page, "tflops") == [round(hopper_model.predicted_plain_tflops(128, 3, stages=1))]
     run = hopper_model.simulate(hopper_model.plain(128, 3, 1, figures.TILES_N))
     assert share(page, "tensor cores") == pytest.approx(run.busy("tensor cores") / run.total, abs=0.012)
 

@@ -109,6 +109,29 @@ def beside_others(record: dict) -> str:
     return "\n".join(lines)
 
 
+def speed(record: dict, provider: str) -> str:
+    """What a kernel reached in a record of `small.bench`: TFLOP/s, or TB/s of what it has to move."""
+    (row,) = (r for r in record["rows"] if r["provider"] == provider)
+    return f"{row['tflops']:.0f} TFLOP/s" if "tflops" in row else f"{row['bytes'] / row['ms'] / 1e9:.2f} TB/s"
+
+
+IDEAS = {
+    "hopper: one stage": "copies ahead",
+    "hopper: no overlap": "overlap inside a consumer, with RISE",
+    "hopper: one tile a program": "programs that stay",
+    "ours": "all of it, over the plain kernel",
+}
+
+
+def worth(speeds: dict) -> str:
+    """The gain of each idea in time, as a table. speeds: TFLOP/s by provider and whether the mask is causal."""
+    lines = [f"{'gain in time':<38}    full  causal"]
+    for provider, idea in IDEAS.items():
+        gains = (speeds["hopper", is_causal] / speeds[provider, is_causal] for is_causal in (False, True))
+        lines.append(f"{idea:<38}" + "".join(f"{gain:8.2f}" for gain in gains))
+    return "\n".join(lines)
+
+
 EXPONENTIALS = "    p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)\n    p16"
 MAXIMA = """        m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
         if BLOCK_N == 128:"""
@@ -127,16 +150,12 @@ def exponentials_under_pv(launch: RecordedLaunch, pinned: bool) -> RecordedLaunc
     return replace(launch, source=text)
 
 
-# (exponentials under PV, exponentials) of a step in FlashAttention-3's binary, by head_dim and mask: the wheel fa3-fwd
-# 0.0.3, taken apart once (notes/hopper_trials.md).
-FA3_UNDER_PV = {
-    ("128", "full"): (23, 90),
-    ("128", "causal"): (13, 66),
-    ("64", "full"): (0, 98),
-    ("64", "causal"): (14, 66),
-}
-
-
 def step(made: Compiled) -> list[Instruction]:
     """The instructions of a kernel's step: of the shortest of its loops."""
     return sass.turn(made.sass)
+
+
+def under_pv(body: list[Instruction]) -> int:
+    """How many exponentials of a step stand between the start of PV, its last product, and the wait for it."""
+    _, first, last = max(sass.under_way(body), key=lambda span: span[1])
+    return sum(x.what == "exponential" for x in body[first:last])
