@@ -116,7 +116,7 @@ def speed(record: dict, provider: str) -> str:
 
 
 IDEAS = {
-    "hopper: one stage": "copies ahead",
+    "hopper: one stage": "two slots, not one",
     "hopper: no overlap": "overlap inside a consumer, with RISE",
     "hopper: one tile a program": "programs that stay",
     "ours": "all of it, over the plain kernel",
