@@ -145,7 +145,7 @@ class _Alone:
             self._stop(place, f"it copies {part} before it has waited at dq_full[{place}]: the part may not be there")
         if (place, lap) in self.copied:
             self._stop(place, f"it copies {part} twice")
-        if self.ordered and tile not in self.turn:
+        if self.ordered and before and tile not in self.turn:
             self._stop(place, f"it copies {part} before its turn: others may not have added yet, and the bits vary")
         if adds and self.ordered and before == 0:
             self._stop(place, "the first program adds. Nobody has filled the sum with zeros: it must store")

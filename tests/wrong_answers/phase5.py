@@ -2419,6 +2419,12 @@ RIGHT = {
     ],
     "write_dq": [
         Wrong(
+            "the first waits for nobody",
+            {"if ORDERED:\n            await_count": "if ORDERED and before > 0:\n            await_count"},
+            "each step of 4 programs",
+            kind="passed",
+        ),
+        Wrong(
             "the turn after the parts",
             {
                 "        if ORDERED:\n            await_count(count_ptr, before)\n": "",
@@ -2429,7 +2435,7 @@ RIGHT = {
             },
             "each step of 4 programs",
             kind="passed",
-        )
+        ),
     ],
     "bring_home": [
         Wrong(
