@@ -18,7 +18,7 @@ TINY = 2.0**-126
 
 # P in e4m3, its largest near 2^7: rounded to 3 bits of mantissa, and below 2^-6 to a multiple of 2^-9.
 U8, H8 = 2.0**-4, 2.0**-10 / 2.0**7
-# Of sums of products of e4m3: Hopper's tensor cores keep 13 bits of the largest of 32 terms and the sum before.
+# Of sums of products of e4m3: Hopper's tensor cores keep 14 bits of the largest of 32 terms and the sum before.
 E8, TERMS8 = 2.0**-13, 32
 
 CHUNK_ELEMENTS = 2**21  # entries of S handled at once: keeps the fp64 temporaries near 300 MB
