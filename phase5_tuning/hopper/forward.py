@@ -37,12 +37,7 @@ from phase5_tuning.launch.plans import Launch, cdiv, descriptors_allowed
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 ROWS = gl.constexpr(64)  # queries of a consumer: the rows of one wgmma
 
@@ -318,7 +313,7 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.conste
     else:
         acc = add_rows(acc, p16, memory.values(slot))
         s = over_columns(q, memory.keys(slot), p)
-        done = warpgroup_mma_wait(0, deps=acc + (s,))
+        done = warpgroup_mma_wait(0, deps=acc + (s,))  # noqa: RUF005 (Triton unpacks nothing in a tuple)
         acc, s = done[:-1], done[-1]
         mbarrier.arrive(memory.kv_empty.index(slot))
         m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
@@ -345,7 +340,7 @@ def _last_values(memory, p16, acc, m_i, l_i, pair):
 
 @gluon.jit
 def _store_part(work, o, row, bh, first):
-    """Columns from first on of one part of the keys, in fp32: they are rounded once, when the parts have been merged."""
+    """Columns from first on of one part of the keys, in fp32: they are rounded once, when parts have been merged."""
     offs_m = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout)), 1)
     offs_d = gl.expand_dims(first + gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
     inside = (offs_m < work.seq_q) & (offs_d < work.O_DIM)
@@ -485,9 +480,10 @@ def columns_of(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-# Measured on an H200: with fewer tiles of 64 rows for each multiprocessor, the last rung's small
-# tiles are faster; up to this head_dim, its narrow ones.
-FEW = {64: 3.0, 128: 2.0}
+# Measured on an H100 and an H200: with fewer tiles of 64 queries for each multiprocessor, the last rung's small
+# tiles are faster (by the width of tiles: up to LONG queries, from there on); up to this head_dim, its narrow ones.
+FEW = {64: (3.0, 3.0), 128: (2.0, 1.2)}
+LONG = 2048
 NARROW = 32
 
 
@@ -513,13 +509,18 @@ def takes(*tensors: torch.Tensor, head_dims: range = range(8, 129, 8)) -> bool:
     )
 
 
-def pays(q: torch.Tensor, length: int, few: dict[int, float] = FEW) -> bool:
-    """True if the Hopper kernels are faster than the last rung on the current GPU. length: of the rows that programs
+def enough(q: torch.Tensor, length: int, few: float) -> bool:
+    """True if each multiprocessor of the current GPU has so many tiles of 64 rows. length: of the rows that programs
     share out, queries or keys.
     """
     tiles = q.shape[0] * q.shape[1] * cdiv(length, 64)
-    enough = tiles >= few[columns_of(q.shape[3])] * configs.multiprocessors(torch.cuda.current_device())
-    return q.shape[3] > NARROW and enough
+    return tiles >= few * configs.multiprocessors(torch.cuda.current_device())
+
+
+def pays(q: torch.Tensor) -> bool:
+    """True if this kernel is faster than the last rung on the current GPU."""
+    seq_q, head_dim = q.shape[2:]
+    return head_dim > NARROW and enough(q, seq_q, FEW[columns_of(head_dim)][seq_q >= LONG])
 
 
 @dataclass(frozen=True)

@@ -309,7 +309,7 @@ def _times(rows, factor, MOSTLY_ONE: gl.constexpr):
 
 @gluon.jit
 def times(rows, factor, MOSTLY_ONE: gl.constexpr = False):
-    """A sum of rows, in pieces, times a number for each row. MOSTLY_ONE: a warp skips it if all of its numbers are 1."""
+    """A sum of rows, in pieces, times a number for each row. MOSTLY_ONE: as `rescaled` multiplies."""
     products = ()
     for piece in gl.static_range(len(rows)):
         products += (_times(rows[piece], factor, MOSTLY_ONE),)
