@@ -24,7 +24,7 @@ from phase5_tuning.fp8.parts import as_operand, codes_of_powers, unpacked
 from phase5_tuning.fp8.quantize import KEYS, Quantized
 from phase5_tuning.hopper import tma
 from phase5_tuning.hopper.forward import CACHED, REGISTERS, ROWS, Memory, Work, _let_go, _produce
-from phase5_tuning.hopper.parts import aggregate, in_heads, rescaled
+from phase5_tuning.hopper.parts import aggregate, in_heads, over_columns, rescaled
 from phase5_tuning.ladder.forward import LOG2E
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Described, Launch, cdiv, head_tiles
@@ -95,7 +95,7 @@ def _first_tile(
     S: gl.constexpr = s.type.layout
     slot, parity = memory.slot(pair)
     mbarrier.wait(memory.kv_full.index(slot), parity)
-    s = warpgroup_mma(q, memory.keys(slot), s, use_acc=False, is_async=True)
+    s = over_columns(q, memory.keys(slot), s)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(memory.kv_empty.index(slot))
     if MASKED:
@@ -122,7 +122,7 @@ def _next_tile(memory, q, s, codes, pv, sums, ones, m_i, pair, factor, P: gl.con
     slot, parity = memory.slot(pair)
     mbarrier.wait(memory.kv_full.index(slot), parity)
     p = unpacked(codes, P)
-    s = warpgroup_mma(q, memory.keys(slot), s, use_acc=False, is_async=True)
+    s = over_columns(q, memory.keys(slot), s)
     pv = warpgroup_mma(p, _values(memory, slot), pv, use_acc=False, is_async=True)
     sums = warpgroup_mma(p, ones, sums, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(2, deps=(s,))
@@ -188,7 +188,7 @@ def _consume(
     while tile < work.tiles():
         tile_row, b, h = work.place(tile)
         row = tile_row + ME * ROWS
-        q = memory.q.index(turn % 2 * CONSUMERS + ME).reshape((ROWS, BLOCK_D))
+        q = memory.queries(turn % 2 * CONSUMERS + ME)
         tiles_n = work.tiles_n(row + ROWS, BLOCK_N)
         if work.IS_CAUSAL and CONSUMERS * ROWS > BLOCK_N:
             pair = _let_go(memory, pair, work.tiles_n(tile_row + CONSUMERS * ROWS, BLOCK_N) - tiles_n)

@@ -494,7 +494,7 @@ def _attn_bwd_hopper_kernel(
 
 
 BLOCK_M = {64: 128, 128: 64}  # by head_dim, padded
-FEW = {64: 1.5, 128: 1.5}  # as hopper_forward's
+FEW = 1.5  # tiles of 64 keys for each multiprocessor: with fewer the last rungs are faster
 STAGES = 2
 
 
@@ -547,8 +547,8 @@ def takes(q, k, v, do, *rows) -> bool:
 
 
 def pays(q, k) -> bool:
-    """True if the Hopper kernel is faster than the last rungs."""
-    return hopper_forward.pays(q, k.shape[2], FEW)
+    """True if the Hopper kernel is faster than the last rungs on the current GPU."""
+    return q.shape[3] > hopper_forward.NARROW and hopper_forward.enough(q, k.shape[2], FEW)
 
 
 def plan(

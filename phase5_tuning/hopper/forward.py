@@ -18,7 +18,18 @@ from dataclasses import dataclass
 
 from common import runtime
 from phase5_tuning.hopper import tma
-from phase5_tuning.hopper.parts import aggregate, in_heads, rescaled
+from phase5_tuning.hopper.parts import (
+    add_rows,
+    aggregate,
+    await_rows,
+    in_heads,
+    in_pieces,
+    no_rows,
+    over_columns,
+    rest_of,
+    store_rows,
+    times,
+)
 from phase5_tuning.ladder.forward import LOG2E
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Launch, cdiv, descriptors_allowed
@@ -26,12 +37,7 @@ from phase5_tuning.launch.plans import Launch, cdiv, descriptors_allowed
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 ROWS = gl.constexpr(64)  # queries of a consumer: the rows of one wgmma
 
@@ -122,12 +128,13 @@ class Memory:
     STAGES: gl.constexpr
     BLOCK_N: gl.constexpr
     BLOCK_D: gl.constexpr
+    REST: gl.constexpr  # columns of a tile's second piece, or 0 (parts.py)
 
     @gluon.constexpr_function
-    def __init__(self, q, k, v, tile, q_full, q_empty, kv_full, kv_empty, STAGES, BLOCK_N, BLOCK_D):
+    def __init__(self, q, k, v, tile, q_full, q_empty, kv_full, kv_empty, STAGES, BLOCK_N, BLOCK_D, REST=0):
         self.q, self.k, self.v, self.tile = q, k, v, tile
         self.q_full, self.q_empty, self.kv_full, self.kv_empty = q_full, q_empty, kv_full, kv_empty
-        self.STAGES = gl.constexpr(STAGES)
+        self.STAGES, self.REST = gl.constexpr(STAGES), gl.constexpr(REST)
         self.BLOCK_N, self.BLOCK_D = gl.constexpr(BLOCK_N), gl.constexpr(BLOCK_D)
 
     @gluon.jit
@@ -143,13 +150,16 @@ class Memory:
         return gl.max(self.tile.index(side).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
     @gluon.jit
+    def queries(self, place):
+        return in_pieces(self.q.index(place).reshape((ROWS, self.BLOCK_D)), self.REST)
+
+    @gluon.jit
     def keys(self, slot):
-        """A tile of keys, transposed: (BLOCK_D, BLOCK_N)."""
-        return self.k.index(slot).reshape((self.BLOCK_N, self.BLOCK_D)).permute((1, 0))
+        return in_pieces(self.k.index(slot).reshape((self.BLOCK_N, self.BLOCK_D)), self.REST)
 
     @gluon.jit
     def values(self, slot):
-        return self.v.index(slot).reshape((self.BLOCK_N, self.BLOCK_D))
+        return in_pieces(self.v.index(slot).reshape((self.BLOCK_N, self.BLOCK_D)), self.REST)
 
 
 @gluon.jit
@@ -264,7 +274,7 @@ def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED: gl.
     l_i = _thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S), BLOCK_N)
     slot, parity = memory.slot(pair)
     mbarrier.wait(memory.kv_full.index(slot), parity)
-    s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
+    s = over_columns(q, memory.keys(slot), p)
     tma.store_wait(0)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(memory.kv_empty.index(slot))
@@ -286,29 +296,28 @@ def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED: gl.
 def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.constexpr):
     """(p, p16, acc, m, l) after S of a tile and PV of the one before, whose P is p16. p: registers for S."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     # At head_dim 64 there is half as much to rescale: less than it takes to find out that nobody needs it.
     RISE: gl.constexpr = 8 if OVERLAP and memory.BLOCK_D == 128 else 0
     slot, parity = memory.slot(pair)
     mbarrier.wait(memory.kv_full.index(slot), parity)
     if OVERLAP:
-        s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
-        acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
-        s = warpgroup_mma_wait(1, deps=(s,))
+        s = over_columns(q, memory.keys(slot), p)
+        acc = add_rows(acc, p16, memory.values(slot))
+        s = warpgroup_mma_wait(len(acc), deps=(s,))
         m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
         if BLOCK_N == 128:  # fewer maxima are not worth another wait
             # It passes at once. But the assembler moves no wait for products over it, so maxima stay under PV.
             mbarrier.wait(memory.kv_full.index(slot), parity)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = await_rows(acc)
         mbarrier.arrive(memory.kv_empty.index(slot))
     else:
-        acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
-        s = warpgroup_mma(q, memory.keys(slot), p, use_acc=False, is_async=True)
-        acc, s = warpgroup_mma_wait(0, deps=(acc, s))
+        acc = add_rows(acc, p16, memory.values(slot))
+        s = over_columns(q, memory.keys(slot), p)
+        done = warpgroup_mma_wait(0, deps=acc + (s,))  # noqa: RUF005 (Triton unpacks nothing in a tuple)
+        acc, s = done[:-1], done[-1]
         mbarrier.arrive(memory.kv_empty.index(slot))
         m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
-    alpha_o = gl.convert_layout(alpha, O_ROWS, assert_trivial=True)
-    acc = rescaled(acc, alpha_o) if RISE > 0 else acc * gl.expand_dims(alpha_o, 1)
+    acc = times(acc, alpha, RISE > 0)
     p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
     p16 = gl.convert_layout(p.to(p16.dtype), p16.type.layout, assert_trivial=True)
     return p, p16, acc, m_i, l_i
@@ -317,24 +326,23 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.conste
 @gluon.jit
 def _last_values(memory, p16, acc, m_i, l_i, pair):
     """(o, LSE) after the product of the last P with its values."""
-    O_ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     slot, parity = memory.slot(pair)
     mbarrier.wait(memory.kv_full.index(slot), parity)
-    acc = warpgroup_mma(p16, memory.values(slot), acc, is_async=True)
+    acc = add_rows(acc, p16, memory.values(slot))
     l_row = gl.convert_layout(gl.sum(l_i, axis=1), m_i.type.layout, assert_trivial=True)
     l_row = gl.where(l_row == 0.0, 1.0, l_row)
     lse = (m_i + gl.log2(l_row)) / LOG2E
-    inverse = 1.0 / gl.convert_layout(l_row, O_ROWS, assert_trivial=True)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
+    inverse = 1.0 / l_row
+    acc = await_rows(acc)
     mbarrier.arrive(memory.kv_empty.index(slot))
-    return acc * gl.expand_dims(inverse, 1), lse
+    return times(acc, inverse), lse
 
 
 @gluon.jit
-def _store_part(work, o, row, bh):
-    """Rows of one part of the keys, in fp32: they are rounded once, when the parts have been merged."""
+def _store_part(work, o, row, bh, first):
+    """Columns from first on of one part of the keys, in fp32: they are rounded once, when parts have been merged."""
     offs_m = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout)), 1)
-    offs_d = gl.expand_dims(gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
+    offs_d = gl.expand_dims(first + gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
     inside = (offs_m < work.seq_q) & (offs_d < work.O_DIM)
     gl.store(work.o + (bh.to(gl.int64) * work.seq_q + offs_m) * work.O_DIM + offs_d, o, mask=inside)
 
@@ -343,11 +351,9 @@ def _store_part(work, o, row, bh):
 def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, ME: gl.constexpr):
     """Attend ROWS queries of each turn's tile to all keys that they see."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
-    BLOCK_D: gl.constexpr = memory.BLOCK_D
     CONSUMERS: gl.constexpr = work.CONSUMERS
     DTYPE: gl.constexpr = work.q.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     pair = 0
     p = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     turn = 0
@@ -356,17 +362,19 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
         tile_row, b, h = work.place(tile)
         row = tile_row + ME * ROWS
         q_slot = turn % 2 * CONSUMERS + ME
-        q_place = memory.q.index(q_slot).reshape((ROWS, BLOCK_D))
+        q_place = memory.queries(q_slot)
         q = q_place
         if CONSUMERS == 2:  # there are registers for it, so products fetch the keys alone
-            q = q_place.load(gl.DotOperandLayout(0, S, 2))
+            q = ()
+            for piece in gl.static_range(len(q_place)):
+                q += (q_place[piece].load(gl.DotOperandLayout(0, S, 2)),)
         tiles_n = work.tiles_n(row + ROWS, BLOCK_N)
         if work.IS_CAUSAL and CONSUMERS * ROWS > BLOCK_N:
             pair = _let_go(memory, pair, work.tiles_n(tile_row + CONSUMERS * ROWS, BLOCK_N) - tiles_n)
 
-        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O)
+        acc = no_rows(memory.BLOCK_D, memory.REST)
         p, m_i, l_i = _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED)
-        p16 = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
+        p16 = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, acc[0].type.layout, 2), assert_trivial=True)
         pair += 1
         for _ in range(1, tiles_n):
             p, p16, acc, m_i, l_i = _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP)
@@ -375,9 +383,10 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
         pair += 1
 
         if work.O_DIM:
-            _store_part(work, o, row, b * work.heads_q + h)
+            for piece in gl.static_range(len(o)):
+                _store_part(work, o[piece], row, b * work.heads_q + h, piece * o[0].shape[1])
         else:
-            q_place.store(o.to(DTYPE))
+            store_rows(q_place, o, 1.0)
             fence_async_shared()
             tma.async_copy_shared_to_global(work.o, [b, h, row, 0], memory.q.index(q_slot))
         offs_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
@@ -394,7 +403,7 @@ def _attn_fwd_hopper_kernel(
     heads_q, group, seq_q, seq_k, scale, heads, together,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     OVERLAP: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_DIM: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_DIM: gl.constexpr, REST: gl.constexpr,
 ):  # fmt: skip
     """O and LSE as `_attn_fwd_descriptors_kernel`. Grid: as many programs as multiprocessors, at most one for each tile
     of CONSUMERS x 64 queries. o: a descriptor; with O_DIM a pointer to contiguous fp32 (batch, heads_q, seq_q, O_DIM).
@@ -415,7 +424,7 @@ def _attn_fwd_hopper_kernel(
         gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
-        STAGES, BLOCK_N, BLOCK_D,
+        STAGES, BLOCK_N, BLOCK_D, REST,
     )  # fmt: skip
     for side in gl.static_range(2):
         mbarrier.init(memory.q_full.index(side), count=1)
@@ -471,9 +480,10 @@ def columns_of(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-# Measured on an H200: with fewer tiles of 64 rows for each multiprocessor, the last rung's small
-# tiles are faster; up to this head_dim, its narrow ones.
-FEW = {64: 3.0, 128: 2.0}
+# Measured on an H100 and an H200: with fewer tiles of 64 queries for each multiprocessor, the last rung's small
+# tiles are faster (by the width of tiles: up to LONG queries, from there on); up to this head_dim, its narrow ones.
+FEW = {64: (3.0, 3.0), 128: (2.0, 1.2)}
+LONG = 2048
 NARROW = 32
 
 
@@ -499,13 +509,18 @@ def takes(*tensors: torch.Tensor, head_dims: range = range(8, 129, 8)) -> bool:
     )
 
 
-def pays(q: torch.Tensor, length: int, few: dict[int, float] = FEW) -> bool:
-    """True if the Hopper kernels are faster than the last rung on the current GPU. length: of the rows that programs
+def enough(q: torch.Tensor, length: int, few: float) -> bool:
+    """True if each multiprocessor of the current GPU has so many tiles of 64 rows. length: of the rows that programs
     share out, queries or keys.
     """
     tiles = q.shape[0] * q.shape[1] * cdiv(length, 64)
-    enough = tiles >= few[columns_of(q.shape[3])] * configs.multiprocessors(torch.cuda.current_device())
-    return q.shape[3] > NARROW and enough
+    return tiles >= few * configs.multiprocessors(torch.cuda.current_device())
+
+
+def pays(q: torch.Tensor) -> bool:
+    """True if this kernel is faster than the last rung on the current GPU."""
+    seq_q, head_dim = q.shape[2:]
+    return head_dim > NARROW and enough(q, seq_q, FEW[columns_of(head_dim)][seq_q >= LONG])
 
 
 @dataclass(frozen=True)
@@ -561,7 +576,7 @@ def plan(q, k, v, is_causal: bool, scale: float, sign: int, parts: bool = False,
     shape = shape_of(columns, seq_q, seq_k, is_causal)
     sizes = dict(
         heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
-        BLOCK_D=columns, O_DIM=head_dim if parts else 0, IS_CAUSAL=is_causal,
+        BLOCK_D=columns, REST=rest_of(head_dim), O_DIM=head_dim if parts else 0, IS_CAUSAL=is_causal,
         programs=configs.multiprocessors(q.device.index), **shape,
     ) | changes  # fmt: skip
     block_n = sizes["BLOCK_N"]

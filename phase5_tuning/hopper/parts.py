@@ -299,6 +299,24 @@ def await_rows(rows):
 
 
 @gluon.jit
+def _times(rows, factor, MOSTLY_ONE: gl.constexpr):
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, rows.type.layout), assert_trivial=True)
+    if MOSTLY_ONE:
+        return rescaled(rows, factor)
+    else:
+        return rows * gl.expand_dims(factor, 1)
+
+
+@gluon.jit
+def times(rows, factor, MOSTLY_ONE: gl.constexpr = False):
+    """A sum of rows, in pieces, times a number for each row. MOSTLY_ONE: as `rescaled` multiplies."""
+    products = ()
+    for piece in gl.static_range(len(rows)):
+        products += (_times(rows[piece], factor, MOSTLY_ONE),)
+    return products
+
+
+@gluon.jit
 def store_rows(tile, rows, factor):
     """Rows times the factor, to a tile in shared memory; both in pieces."""
     tile[0].store((rows[0] * factor).to(tile[0].dtype))

@@ -130,9 +130,9 @@ def choose(given, converted, kernel=None, config: configs.Config | None = None, 
     if offset or (usual and not n and split_kv.pays(q, k)):
         return SPLIT
     # From a number of tiles on the Hopper kernels are faster than any rung (FEW and NARROW in hopper/forward.py).
-    if hopper and (n or hopper_forward.pays(q, q.shape[2])):
+    if hopper and (n or hopper_forward.pays(q)):
         return HOPPER
-    if usual and wide_forward.takes(*given) and hopper_forward.pays(q, q.shape[2]):
+    if usual and wide_forward.takes(*given) and wide_forward.pays(q):
         return WIDE
     if kernel not in (None, _attn_fwd_descriptors_kernel):
         return kernel

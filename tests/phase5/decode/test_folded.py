@@ -8,6 +8,7 @@ from common import make_qkv, verify_results
 from phase5_tuning.decode import folded, split_kv
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper import interpreter
+from phase5_tuning.hopper.wide import forward as wide_forward
 from phase5_tuning.passes import forward
 from phase5_tuning.passes.forward import FOLDED, HOPPER, SPLIT, attention_forward, choose
 
@@ -132,6 +133,7 @@ def test_what_takes_a_call_on_hopper():
         mock.patch.object(split_kv, "at_once", return_value=132),
         mock.patch.object(hopper_forward, "takes", return_value=True) as takes,
         mock.patch.object(hopper_forward, "pays", return_value=False),
+        mock.patch.object(wide_forward, "takes", return_value=False),
         mock.patch.object(forward, "descriptors_allowed", return_value=True),
     ):
         assert chosen(1, 32, 8, 64, 32768) == FOLDED

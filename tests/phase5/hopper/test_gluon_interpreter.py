@@ -195,10 +195,10 @@ FORWARD = {
     ),
     "keys and values are given back before the product's end": (
         {
-            """        acc = warpgroup_mma_wait(0, deps=(acc,))
+            """        acc = await_rows(acc)
         mbarrier.arrive(memory.kv_empty.index(slot))
 """: """        mbarrier.arrive(memory.kv_empty.index(slot))
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = await_rows(acc)
 """
         },
         {"Race"},
@@ -230,7 +230,7 @@ FORWARD = {
         {"        tile = memory.read_tile(turn)\n    tma.store_wait(0)\n": "        tile = memory.read_tile(turn)\n"},
         {"Race"},
     ),
-    "O is rescaled before the product's end": ({"        acc = warpgroup_mma_wait(0, deps=(acc,))\n": ""}, {"Race"}),
+    "O is rescaled before the product's end": ({"        acc = await_rows(acc)\n": ""}, {"Race"}),
     "queries are waited for with a wrong parity": (
         {"mbarrier.wait(self.q_full.index(side), turn // 2 & 1)": "mbarrier.wait(self.q_full.index(side), turn & 1)"},
         {"Race", "Deadlock"},

@@ -24,7 +24,11 @@ KERNELS = {
     "backward": "_attn_bwd_hopper_kernel",
 }
 # Bytes a thread, at most, by head_dim.
-SPILLS = {"forward": {64: 0, 128: 0}, "wide": {192: 0, 256: 0}, "backward": {64: 64, 80: 0, 96: 8, 128: 96}}
+SPILLS = {
+    "forward": {64: 0, 80: 0, 96: 0, 128: 0},
+    "wide": {192: 0, 256: 0},
+    "backward": {64: 64, 80: 0, 96: 8, 128: 96},
+}
 SIZES = list(itertools.product((64, 128), (False, True)))
 # Pass, head_dim, is_causal, what is special.
 CASES = [
@@ -33,7 +37,7 @@ CASES = [
     ("forward", 64, False, "ragged"),
     *(("wide", *sizes, "") for sizes in itertools.product((192, 256), (False, True))),
     *(("backward", *sizes, order) for sizes in SIZES for order in ("", "any order")),
-    *(("backward", *sizes, "") for sizes in itertools.product((80, 96), (False, True))),
+    *((which, *sizes, "") for which in ("forward", "backward") for sizes in itertools.product((80, 96), (False, True))),
 ]
 VARIANTS = [(*case, dtype) for dtype, case in itertools.product((FP16, BF16), CASES)]
 

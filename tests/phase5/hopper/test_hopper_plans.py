@@ -70,10 +70,12 @@ def test_wide_heads_have_a_forward_kernel_of_their_own():
             assert not wide_forward.takes(*(t[:, :1, :1] for t in tensors(head_dim)))  # one row, which no step aligns
 
 
-@pytest.mark.parametrize(("head_dim", "taker"), [(128, forward.HOPPER), (136, forward.WIDE), (256, forward.WIDE)])
-def test_what_takes_many_tiles_and_what_takes_few(head_dim, taker):
+@pytest.mark.parametrize(
+    ("head_dim", "taker", "most"), [(128, forward.HOPPER, 10), (136, forward.WIDE, 22), (256, forward.WIDE, 13)]
+)
+def test_what_takes_many_tiles_and_what_takes_few(head_dim, taker, most):
     q, k = (torch.empty(1, heads, 64, head_dim, dtype=torch.float16) for heads in (20, 10))
-    for multiprocessors, expected in ((10, taker), (11, forward._attn_fwd_descriptors_kernel)):
+    for multiprocessors, expected in ((most, taker), (most + 1, forward._attn_fwd_descriptors_kernel)):
         with on_a_gpu(multiprocessors=multiprocessors):
             assert forward.choose((q, k, k), (q, k, k)) == expected
 
@@ -99,29 +101,40 @@ def test_more_rows_than_a_coordinate_counts():
         assert not hopper_backward.takes(q.expand(1, 2**24, 1, 64), q, q, q)
 
 
-@pytest.mark.parametrize(("head_dim", "least"), [(64, 3.0), (128, 2.0), (40, 3.0), (96, 2.0)])
-def test_they_pay_from_so_many_tiles_of_64_rows_on(head_dim, least):
+@pytest.mark.parametrize(
+    ("head_dim", "short", "long"), [(64, 3.0, 3.0), (128, 2.0, 1.2), (40, 3.0, 3.0), (96, 2.0, 1.2)]
+)
+def test_they_pay_from_so_many_tiles_of_64_rows_on(head_dim, short, long):
+    for multiprocessors, tiles in ((10, short), (100, long)):  # 30 tiles at most are short, 120 at least long
+        rows = round(tiles * multiprocessors) * 64
+        with on_a_gpu(multiprocessors=multiprocessors):
+            assert hopper_forward.pays(torch.empty(1, 1, rows, head_dim))
+            assert not hopper_forward.pays(torch.empty(1, 1, rows - 64, head_dim))
     with on_a_gpu(multiprocessors=10):
-        rows = int(least * 10) * 64
-        shape = 1, 1, rows, head_dim
-        assert hopper_forward.pays(torch.empty(shape), rows)
-        assert not hopper_forward.pays(torch.empty(shape), rows - 64)
-        assert hopper_backward.pays(torch.empty(shape), torch.empty(1, 1, 15 * 64, head_dim))
-        assert not hopper_backward.pays(torch.empty(shape), torch.empty(1, 1, 14 * 64, head_dim))
+        q = torch.empty(1, 1, 640, head_dim)
+        assert hopper_backward.pays(q, torch.empty(1, 1, 15 * 64, head_dim))
+        assert not hopper_backward.pays(q, torch.empty(1, 1, 14 * 64, head_dim))
+
+
+@pytest.mark.parametrize(("head_dim", "least"), [(192, 0.9), (256, 1.5)])
+def test_wide_heads_pay_sooner(head_dim, least):
+    with on_a_gpu(multiprocessors=10):
+        rows = round(least * 10) * 64
+        assert wide_forward.pays(torch.empty(1, 1, rows, head_dim))
+        assert not wide_forward.pays(torch.empty(1, 1, rows - 64, head_dim))
 
 
 def test_tiles_are_counted_in_all_heads():
     with on_a_gpu(multiprocessors=8):
         for batch, heads in ((4, 1), (1, 4), (2, 2)):
-            q = torch.empty(batch, heads, 6 * 64, 64)
-            assert hopper_forward.pays(q, 6 * 64)
-            assert not hopper_forward.pays(q, 5 * 64)
+            assert hopper_forward.pays(torch.empty(batch, heads, 6 * 64, 64))
+            assert not hopper_forward.pays(torch.empty(batch, heads, 5 * 64, 64))
 
 
 def test_they_do_not_pay_for_narrow_heads():
     with on_a_gpu(multiprocessors=1):
-        assert not hopper_forward.pays(torch.empty(8, 8, 640, 32), 640)
-        assert hopper_forward.pays(torch.empty(8, 8, 640, 40), 640)
+        assert not hopper_forward.pays(torch.empty(8, 8, 640, 32))
+        assert hopper_forward.pays(torch.empty(8, 8, 640, 40))
 
 
 @contextlib.contextmanager
@@ -492,6 +505,7 @@ def test_trap38_a_call_is_planned_and_launched_on_the_gpu_of_its_tensors(head_di
             (launch.Launch, "compile", note("compile")),
             (launch.Launch, "__call__", note("launch")),
             (hopper_forward, "pays", lambda *_: hopper[0]),
+            (wide_forward, "pays", lambda *_: hopper[0]),
             (hopper_backward, "pays", lambda *_: hopper[1]),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
