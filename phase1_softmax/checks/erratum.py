@@ -12,6 +12,8 @@ ERRATA = {
     "C": "both terms are rescaled, but p2 is measured against the new maximum already",
     "D": "it is the old term that was measured against the old maximum, not the new one",
 }
+# Where each differs from the right one, at a new maximum.
+TELLS = {"A": "o1 is not 0", "C": "p2 v2 is not 0", "D": "o1 and p2 v2 differ"}
 
 
 def check(answer):
@@ -32,7 +34,6 @@ def check(answer):
 
     with after("update"):
         telling = answer.telling_input()
-    ask = "Does the second tile bring a new maximum in some row, and do o1 and p2 v2 differ there?"
     s1, v1, s2, v2 = _require_tiles("telling_input", telling)
     for letter, off in _errors(s1, v1, s2, v2).items():
         if off < 0.01:
@@ -41,7 +42,7 @@ def check(answer):
                 if off < 1e-9
                 else f"is off by {off:.1g} of the largest element: too little"
             )
-            reject(f"telling_input: {letter} {few}. {ask}")
+            reject(f"telling_input: {letter} {few}. Does s2 bring a new maximum in a row where {TELLS[letter]}?")
     ask = "For which factor exp(m1 - m2) does it not matter where it stands, and does every row have that factor then?"
     for letter, off in _errors(s2, v2, s1, v1).items():
         if not off < 1e-9:

@@ -40,7 +40,7 @@ def check(answer):
 def _cases():
     """(kind, logits, dtypes, what to ask where they fail)."""
     too_large = "NaN or 0: exp of a large logit is inf. What may be subtracted from a row without changing its weights?"
-    one_row = "some rows are all 0 or NaN: is the maximum that of each row, and not of the whole tensor or 0?"
+    one_row = "some rows are all 0 or NaN: is the maximum that of each row, and not of the whole tensor, of |x|, or 0?"
     of_the_row = "exp of the largest logit overflows: subtract the maximum of the row, no other statistic"
     all_masked = "NaN: no logit is left, so the maximum is -inf: -inf - (-inf) is NaN, and so is 0/0. Wanted: zeros"
     half = "the sum or the differences are rounded to 16 bits: is all of it computed in fp32, and rounded at the end?"

@@ -66,6 +66,7 @@ WRONG = {
         Wrong("-inf minus -inf", {"torch.where(m == -math.inf, 0.0, m)": "m"}, "no logit is left, so the maximum"),
         Wrong("0 divided by 0", {"torch.where(l == 0, 1.0, l)": "l"}, "and so is 0/0"),
         Wrong("the maximum of the whole tensor", {"s.amax(dim=-1, keepdim=True)": "s.max()"}, "that of each row"),
+        Wrong("the maximum of |x|", {"s.amax(": "s.abs().amax("}, "of |x|"),
         Wrong(
             "the maximum of the whole tensor, and no guard",
             {"torch.where(m == -math.inf, 0.0, m)": "x.float().max()", "torch.where(l == 0, 1.0, l)": "l"},
@@ -211,6 +212,16 @@ WRONG = {
             "a telling input that hides",
             {"torch.tensor([[3.0, 0.0]])": "torch.tensor([[1.5, 0.0]])"},
             "telling_input: A gives the right output too. Does",
+        ),
+        Wrong(
+            "a telling input without an old term",
+            {"v1, v2 = torch.tensor([[1.0], [2.0]])": "v1, v2 = torch.tensor([[0.0], [0.0]])"},
+            "A gives the right output too. Does s2 bring a new maximum in a row where o1 is not 0?",
+        ),
+        Wrong(
+            "a telling input without a new term",
+            {"torch.tensor([[-1.0], [4.0]])": "torch.tensor([[0.0], [0.0]])"},
+            "C gives the right output too. Does s2 bring a new maximum in a row where p2 v2 is not 0?",
         ),
         Wrong(
             "a telling input that hardly tells",
