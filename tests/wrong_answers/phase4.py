@@ -509,6 +509,17 @@ WRONG = {
     "varlen": [
         Wrong("length is the end", {"b + 1) - first": "b + 1)"}, "how long is a sequence"),
         Wrong(
+            "keys and dk begin where the queries do",
+            {
+                "return\n    q_ptr += (first_q * heads + h) * HEAD_DIM\n    k_ptr += (first_k": (
+                    "return\n    q_ptr += (first_q * heads + h) * HEAD_DIM\n    k_ptr += (first_q"
+                ),
+                "dk_ptr += (first_k": "dk_ptr += (first_q",
+            },
+            "o is wrong: k_ptr is moved by first_q, where first_k is right",
+            at_once=True,
+        ),
+        Wrong(
             "as many keys as queries",
             {
                 "all five pointers moved to this sequence and head\n    first_q, seq_q = sequence(cu_q_ptr, b)\n": (
