@@ -69,7 +69,10 @@ def _right_and_mistakes(q, k, v, do, is_causal):
     s = scale * q @ k.mT
     hidden = torch.ones_like(s, dtype=torch.bool).triu(1) if is_causal else torch.zeros_like(s, dtype=torch.bool)
 
-    def passes(s=s, *, cap=True, slope=lambda s, p: 1 - torch.tanh(s / CAP) ** 2, delta=True, scale=scale, loose=False):
+    def passes(
+        s=s, *, cap=True, slope=lambda s, p: 1 - torch.tanh(s / CAP) ** 2, delta=True, scale=scale, loose=False,
+        hidden=hidden,
+    ):  # fmt: skip
         c = CAP * torch.tanh(s / CAP) if cap else s
         p = torch.softmax(c.masked_fill(hidden, 0.0 if loose else float("-inf")), dim=-1)
         o, dp = p @ v, do @ v.mT
@@ -90,12 +93,17 @@ def _right_and_mistakes(q, k, v, do, is_causal):
         "the slope takes tanh(S / cap), which is C / cap; here it takes tanh(C)": passes(
             slope=lambda s, p: 1 - torch.tanh(CAP * torch.tanh(s / CAP)) ** 2
         ),
+        "the slope takes tanh(S / cap), which is C / cap; here it takes tanh(C / cap)": passes(
+            slope=lambda s, p: 1 - torch.tanh(torch.tanh(s / CAP)) ** 2
+        ),
         "delta is not subtracted": passes(delta=False),
         "the scale is missing in the gradient": passes(scale=1.0),
     }
     if is_causal:
         wrong["there is no causal mask"] = _full(q, k, v, do)
         wrong["hidden logits are 0: they are -inf"] = passes(loose=True)
+        of_tile = hidden[..., torch.arange(s.shape[-1]) % TILE]
+        wrong["the mask counts the keys of each tile from 0: add the tile's start"] = passes(hidden=of_tile)
     right = passes()
     mistakes = {name: {sentence: results[name] for sentence, results in wrong.items()} for name in right}
     c = (CAP * torch.tanh(s / CAP)).masked_fill(hidden, float("-inf"))

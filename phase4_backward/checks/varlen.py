@@ -65,7 +65,8 @@ def check_varlen(
 
     inputs = q, do, k, v = [packed(ends) for ends in (ends_q, ends_q, ends_k, ends_k)]
     results, lse = _packed_results(answer, q, k, v, do, cu_q, cu_k, is_causal, scale)
-    for b in range(len(lengths_q)) if neighbors is None else (1,):
+    sequences = range(len(lengths_q)) if neighbors is None else (1,)
+    for wanted, b in itertools.product(({"o"} & {*names}, names), sequences):  # first o of every sequence
         where = f"sequence {b} of lengths_q = {lengths_q}, lengths_k = {lengths_k}{', causal' if is_causal else ''}"
         of_q, of_k = (slice(*ends[b : b + 2]) for ends in (ends_q, ends_k))
         o, dq, dk, dv, q, do, k, v = (
@@ -73,12 +74,12 @@ def check_varlen(
             for t, rows in zip((*results, *inputs), (of_q, of_q, of_k, of_k) * 2, strict=True)
         )
         named = dict(o=o, dq=dq, dk=dk, dv=dv)
-        asked = {name: named[name] for name in named if name in names}
+        asked = {name: named[name] for name in named if name in wanted}
         _reject_unwritten(where, asked, lengths_q[b], lengths_k[b])
         alone, options = dict(q=q, k=k, v=v, do=do), dict(is_causal=is_causal, scale=scale)
         report = _report(named, alone, **options)
-        wrong = next((r.name for r in report.results if r.name in names and not r.passed), None)
-        if "o" in names and wrong != "o":
+        wrong = next((r.name for r in report.results if r.name in wanted and not r.passed), None)
+        if "o" in wanted and wrong != "o":
             _require_lse(where, lse[:, of_q], alone, **options)
         if wrong is None:
             continue

@@ -142,6 +142,11 @@ WRONG = {
             {"cap * t, 1 - t * t": "cap * t, 1 - torch.tanh(cap * t) ** 2"},
             "here it takes tanh(C)",
         ),
+        Wrong(
+            "the slope of tanh(C / cap)",
+            {"cap * t, 1 - t * t": "cap * t, 1 - torch.tanh(t) ** 2"},
+            "here it takes tanh(C / cap)",
+        ),
         Wrong("no cap", {"if cap is not None": "if False"}, "the logits are not capped"),
         Wrong("no scale", {" * q.shape[-1] ** -0.5\n    slope": "\n    slope"}, "not multiplied by the scale"),
         Wrong("no delta", {".mT - delta)": ".mT)"}, "delta is not subtracted"),
@@ -152,6 +157,12 @@ WRONG = {
         ),
         Wrong("dq without the scale", {"dq += scale *": "dq +="}, "the scale is missing in the gradient"),
         Wrong("no mask", {"    if is_causal:\n": "    if False:\n"}, "there is no causal mask"),
+        Wrong(
+            "the mask without the tile's start",
+            {"torch.arange(start, start + c.shape[-1]": "torch.arange(c.shape[-1]"},
+            "add the tile's start",
+            at_once=True,
+        ),
         Wrong("hidden logits are 0", {'keys, float("-inf"))': "keys, 0.0)"}, "they are -inf"),
         Wrong("acc not rescaled", {"alpha[..., None] * acc": "acc"}, "the accumulator is not rescaled"),
         Wrong(
@@ -497,6 +508,17 @@ WRONG = {
     ],
     "varlen": [
         Wrong("length is the end", {"b + 1) - first": "b + 1)"}, "how long is a sequence"),
+        Wrong(
+            "keys and dk begin where the queries do",
+            {
+                "return\n    q_ptr += (first_q * heads + h) * HEAD_DIM\n    k_ptr += (first_k": (
+                    "return\n    q_ptr += (first_q * heads + h) * HEAD_DIM\n    k_ptr += (first_q"
+                ),
+                "dk_ptr += (first_k": "dk_ptr += (first_q",
+            },
+            "o is wrong: k_ptr is moved by first_q, where first_k is right",
+            at_once=True,
+        ),
         Wrong(
             "as many keys as queries",
             {
