@@ -21,7 +21,6 @@ from common.measure import offline, sass
 from common.measure.offline import Compiled, RecordedLaunch
 from common.source import source
 from common.verify.inputs import make_qkv
-from phase5_tuning.hopper import backward as hopper_backward
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.ladder import dkdv
 from phase5_tuning.launch import configs
@@ -120,15 +119,6 @@ def hopper_launch(
         (launch,) = offline.record_launches(call)
     names = made[0].kernel.arg_names
     return launch, dict(zip(names[-len(made[0].rest) :], made[0].rest, strict=True))
-
-
-def hopper_backward_launch(head_dim: int) -> RecordedLaunch:
-    """The launch of the Hopper backward kernel, full mask, fp16."""
-    q = torch.empty(1, 4, 2048, head_dim, dtype=torch.float16, device=runtime.DEVICE)
-    saved = q, q, q, q, torch.empty(1, 4, 2048), q, None
-    with mock.patch.object(configs, "multiprocessors", return_value=SMS):
-        launches = offline.record_launches(lambda: hopper_backward.plan(*saved, False, head_dim**-0.5, 1)(*saved))
-    return next(launch for launch in launches if launch.name == "_attn_bwd_hopper_kernel")
 
 
 def compiled(launches: Mapping[object, RecordedLaunch]) -> dict[object, Compiled]:
