@@ -37,6 +37,7 @@ def consume(q_ptr, o_ptr, k, v, kv_full, kv_empty, tiles, scale, STAGES: gl.cons
     ROWS_OF: gl.constexpr = gl.SliceLayout(1, TILE)
     columns = gl.program_id(0) * D + gl.arange(0, D, gl.SliceLayout(0, TILE))
     q = gl.load(q_ptr + columns).to(gl.float32) * (scale * LOG2E)
+    # As in the loop, a maximum and a sum over rows: numbers that every thread holds.
     m_i = gl.max(gl.full([16], float("-inf"), gl.float32, ROWS_OF), axis=0)
     l_i = gl.sum(gl.zeros([16], gl.float32, ROWS_OF), axis=0)
     acc = gl.zeros([D], gl.float32, gl.SliceLayout(0, TILE))
@@ -48,6 +49,7 @@ def consume(q_ptr, o_ptr, k, v, kv_full, kv_empty, tiles, scale, STAGES: gl.cons
         alpha, p = gl.exp2(m_i - m_new), gl.exp2(s - m_new)
         pv = gl.sum(v.index(slot).load(TILE).to(gl.float32) * gl.expand_dims(p, 1), axis=0)
         fence_async_shared()  # the slot is read before the TMA writes to it again
+        # All threads meet, so all have read the slot; then one of them arrives.
         mbarrier.arrive(kv_empty.index(slot), count=1)
         m_i, l_i, acc = m_new, l_i * alpha + gl.sum(p, axis=0), acc * alpha + pv
     gl.store(o_ptr + columns, acc / l_i)

@@ -38,9 +38,11 @@ def produce(q_desc, k_desc, v_desc, q, k, v, q_full, kv_full, kv_empty, row, fir
 def consume(o_desc, q, k, v, q_full, kv_full, kv_empty, row, tiles, scale, STAGES: gl.constexpr, ME: gl.constexpr):
     BLOCK_N: gl.constexpr = k.shape[1]
     D: gl.constexpr = k.shape[2]
+    # Layouts of two sums. Hopper's is version 3.0: four warps, one below the other, each with 16 rows of so many
+    # columns. An instruction adds up 16 terms.
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)  # as a left factor in registers
+    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)  # the left factor, 0, of the product into O; a register holds 2
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     l_i = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
@@ -50,6 +52,7 @@ def consume(o_desc, q, k, v, q_full, kv_full, kv_empty, row, tiles, scale, STAGE
         slot, lap = i % STAGES, i // STAGES
         mbarrier.wait(kv_full.index(slot), lap & 1)
         s = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
+        # permute moves nothing: a right factor of 16 bits is read in both orders. use_acc=False: the sum begins at 0.
         s = warpgroup_mma(q.index(ME), k.index(slot).permute((1, 0)), s, use_acc=False)
         m_new = gl.maximum(m_i, gl.max(s, axis=1) * (scale * LOG2E))
         alpha = gl.exp2(m_i - m_new)

@@ -62,6 +62,7 @@ def produce(
 
 @gluon.jit
 def read_number(number, q_full, turn):
+    # A tile of one element: its maximum is that element, as a number in every thread.
     mbarrier.wait(q_full.index(turn % 2), turn // 2 & 1)
     return gl.max(number.index(turn % 2).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 

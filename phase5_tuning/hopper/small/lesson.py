@@ -12,6 +12,7 @@ from common.measure.offline import Compiled, RecordedLaunch
 from common.measure.sass import Instruction
 from phase5_tuning.hopper import forward, interpreter
 from phase5_tuning.hopper.interpreter import Deadlock, Race, Unfenced
+from phase5_tuning.hopper.model import Timeline
 from phase5_tuning.hopper.small import k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay, k6_pairs
 
 import numpy as np
@@ -109,17 +110,26 @@ def beside_others(record: dict) -> str:
     return "\n".join(lines)
 
 
-def speed(record: dict, provider: str) -> str:
-    """What a kernel reached in a record of `small.bench`: TFLOP/s, or TB/s of what it has to move."""
-    (row,) = (r for r in record["rows"] if r["provider"] == provider)
-    return f"{row['tflops']:.0f} TFLOP/s" if "tflops" in row else f"{row['bytes'] / row['ms'] / 1e9:.2f} TB/s"
+def leads(run: Timeline) -> list[float]:
+    """For each tile of keys by how many microseconds consumer 0 begins its exponentials before consumer 1."""
+    begins = ([interval.start for interval in run.of(f"consumer {c}", "exponentials")] for c in (0, 1))
+    return [second - first for first, second in zip(*begins, strict=True)]
+
+
+def speeds(of: dict, names: dict[str, str]) -> str:
+    """TFLOP/s as a table, by mask. of: by provider and whether the mask is causal. names: provider -> its line's."""
+    lines = [f"{'TFLOP/s':<8}    full  causal"]
+    for provider, name in names.items():
+        found = (of.get((provider, is_causal)) for is_causal in (False, True))
+        lines.append(f"{name:<8}" + "".join(f"{'' if speed is None else round(speed):>8}" for speed in found))
+    return "\n".join(lines)
 
 
 IDEAS = {
-    "hopper: one stage": "two slots, not one",
+    "hopper: one stage": "two slots: copies ahead, out of step",
     "hopper: no overlap": "overlap inside a consumer, with RISE",
     "hopper: one tile a program": "programs that stay",
-    "ours": "all of it, over the plain kernel",
+    "ours": "all of it, over plain",
 }
 
 

@@ -3,9 +3,10 @@
 import functools
 
 from common.measure import offline
+from phase5_tuning.hopper import model
 from phase5_tuning.hopper.interpreter import interpreted
 from phase5_tuning.hopper.small import bench, k1_copy, k2_ring, k3_roles, k4_consumers, k5_stay, k6_pairs
-from phase5_tuning.hopper.small.lesson import KERNELS, inputs, outcome, run, threads, truth
+from phase5_tuning.hopper.small.lesson import KERNELS, inputs, leads, outcome, run, speeds, threads, truth
 
 import numpy as np
 import pytest
@@ -168,3 +169,21 @@ def test_the_bench_launches_it(module, monkeypatch):
     torch.testing.assert_close(
         ours["out"].float(), pytorch["out"].float().view(ours["out"].shape), atol=2e-3, rtol=2e-3
     )
+
+
+def test_two_slots_let_consumers_fall_out_of_step_and_one_does_not(monkeypatch):
+    def grown(stages):
+        of = leads(model.simulate(model.forward(128, 2, stages, False, tiles_n=32)))
+        return of[9] - of[1]
+
+    instruction = model.WGMMA / model.TENSOR
+    assert grown(1) == pytest.approx(0)
+    assert grown(2) == pytest.approx(8 * instruction, rel=0.1)
+    for name in ("WGMMA", "PART"):
+        monkeypatch.setattr(model, name, getattr(model, name) // 8)
+    assert grown(2) == pytest.approx(instruction, rel=0.1), "an eighth of an instruction in each step"
+
+
+def test_a_table_of_speeds_leaves_open_what_was_not_measured():
+    lines = speeds({("a", False): 524.4, ("b", True): 449.6}, dict(a="plain", b="fifth")).splitlines()
+    assert [line.split() for line in lines] == [["TFLOP/s", "full", "causal"], ["plain", "524"], ["fifth", "450"]]
