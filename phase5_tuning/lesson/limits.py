@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 
 from common.measure import records, sass, timing, traffic
+from common.measure.offline import Compiled
 from common.phases import ROOT
 from phase4_backward.bill import attention_backward_bytes
 from phase5_tuning.launch.configs import Config
@@ -313,6 +314,11 @@ def units(record: dict) -> str:
         share = products / (products + exponentials)
         lines.append(f"head_dim {d:>3}{products:>23.0f}{exponentials:>15.0f}{share:>17.0%}")
     return "\n".join(lines)
+
+
+def programs(c: Compiled, config: Config) -> int:
+    """How many programs fit on a multiprocessor."""
+    return min(sass.programs_per_sm(c.registers, c.shared, config.num_warps))
 
 
 def slower(tile: Config, seq: int = 16384) -> float:
