@@ -88,24 +88,21 @@ def _steps(ax, values, gains):
 
 
 def power(record: dict, case: tuple, names: Mapping[str, str]) -> None:
-    """What the limit of power does to a kernel that runs for longer: frequency, time of a call.
+    """What the limit of power does to a kernel that runs for longer: the time of a call.
 
     case: (head_dim, is_causal, seq, mode). names: those drawn, provider in the record -> in the picture.
     """
-    fig, axes = style.new(8, 3.8, rows=2, sharex=True)
-    mhz, ms = axes
+    fig, ax = style.new(8, 2.8)
     said = []
     for row in (r for r in record["rows"] if _case(r) == case and r["provider"] in names):
-        look = LINES[row["provider"]] | dict(marker="", linewidth=2)
-        name = names[row["provider"]]
-        mhz.plot(row["at_ms"], row["mhz"], label=name, **look)
         at = [(n + 0.5) * row["window_ms"] for n in range(len(row["call_ms"]))]
-        ms.plot(at, [call or math.nan for call in row["call_ms"]], **look)
-        said.append(f"{name}: {row['rested_ms']:.1f} ms a call at first, {row['ms']:.1f} ms settled")
-    mhz.set(ylabel="MHz", title="A kernel at the limit of power is slowed down")
-    ms.set(ylabel="a call, ms", xlabel="milliseconds since the first call, on a GPU that had rested")
-    mhz.legend(ncols=2, loc="upper right")
-    style.show(fig, f"Frequency and milliseconds of a call over 1.5 s. {'; '.join(said)}.", describe(record))
+        look = LINES[row["provider"]] | dict(marker="", linewidth=2, label=names[row["provider"]])
+        ax.plot(at, [call or math.nan for call in row["call_ms"]], **look)
+        said.append(f"{names[row['provider']]}: {row['rested_ms']:.1f} ms at first, {row['ms']:.1f} ms settled")
+    ax.set(ylabel="a call, ms", xlabel="milliseconds since the first call, on a GPU that had rested")
+    ax.set_title("A kernel at the limit of power is slowed down")
+    ax.legend(ncols=2, loc="upper right")
+    style.show(fig, f"Milliseconds of a call over 1.5 s. {'; '.join(said)}.", describe(record))
 
 
 def _case(row: dict) -> tuple:

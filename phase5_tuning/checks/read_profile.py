@@ -25,6 +25,7 @@ def check(answer):
         _check_gains(answer, busy, less)
     for busy, _ in recorded:
         _check_ruled_out(answer, busy, changes)
+    _check_ruled_out(answer, _busy(0.5, 0.2, 0.3, 0.1, 0.1, 0.1), {"fewer exponentials": {"exponentials": 0.5}})
     gains = (f"{name} {limits.gain(counters, *pair):.2f}" for name, pair in limits.CHANGES.items())
     return f"recorded gains in clocks: {', '.join(gains)}"
 
@@ -117,6 +118,7 @@ def _check_gains(answer, busy, less):
         "units still have only the work that does not go": max(busy.values()),
         "L2, memory and shared memory bound the clocks, too": max(busy[step] - goes[step] for step in STEPS),
         "so much is left if nothing else changes, and more may": alone,
+        "units that are not named keep all of their work": max((busy[unit] - goes[unit] for unit in less), default=0.0),
     }
     _check_gain("at_most", what, busy, answer.at_most(profile, dict(less)), units, mistakes)
     mistakes = {
@@ -147,7 +149,9 @@ def _check_ruled_out(answer, busy, changes):
         if got == right:
             continue
         why = "at most they gain " + ", ".join(f"{name} {most:.2f}" for name, most in gains.items())
-        if got == [name for name in gains if name not in right]:
+        if got == [name for name, most in gains.items() if most <= wanted]:
+            why += ": what gains just as much as is wanted is not ruled out"
+        elif got == [name for name in gains if name not in right]:
             why += ": these can gain as much"
         elif isinstance(got, list) and sorted(map(str, got)) == sorted(right):
             why += ": keep the order of changes"

@@ -25,7 +25,7 @@ barriers as well). It prints the registers, the spills and the programs of each.
     Config     BLOCK_M, BLOCK_N, num_warps, num_stages
     itemsize   bytes of an element, 2 for fp16
 
-Notebook: phase5_tuning/measure.ipynb, section 3.3, "Exercise 5.2: Pick a tile that fits".
+Notebook: phase5_tuning/measure.ipynb, section 4.1, "Exercise 5.2: Pick a tile that fits".
 """
 
 from phase5_tuning.given import Config

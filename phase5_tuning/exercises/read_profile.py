@@ -20,7 +20,7 @@ A profile says for what share of a kernel's clocks each unit worked, and how man
     at_most, work_alone     floats: the clocks now, divided by those that are left
     ruled_out       names, in the order of `changes`. changes: name: its `less`; wanted: a gain, such as 1.2
 
-Notebook: phase5_tuning/measure.ipynb, section 3.4, "Exercise 5.3: Read a profile".
+Notebook: phase5_tuning/measure.ipynb, section 5.1, "Exercise 5.3: Read a profile".
 """
 
 from dataclasses import dataclass

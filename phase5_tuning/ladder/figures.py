@@ -116,6 +116,33 @@ def pipeline() -> None:
     )
 
 
+# When the units of three kernels work, in a stretch of 20 clocks: (begin, clocks) by unit. Drawn, not measured.
+TIMELINES = {
+    "one step after the other": {"tensor cores": (0, 8), "exponentials": (8, 5), "schedulers": (13, 7)},
+    "steps overlap, then all wait": {"tensor cores": (0, 8), "exponentials": (2, 5), "schedulers": (4, 7)},
+    "one after the other, then all wait": {"tensor cores": (0, 6), "exponentials": (6, 4), "schedulers": (10, 5)},
+}
+
+
+def shares(clocks: int = 20) -> None:
+    """`TIMELINES`, and the profile that each of them has."""
+    fig, axes = style.new(8.6, 4.2, rows=len(TIMELINES), sharex=True)
+    colors = {"tensor cores": COLORS["tiled"], "exponentials": COLORS["state"], "schedulers": COLORS["v"]}
+    said = []
+    for (title, units), ax in zip(TIMELINES.items(), axes, strict=True):
+        for y, (unit, (begin, width)) in enumerate(units.items()):
+            ax.barh(y, width, 0.7, left=begin, color=colors[unit])
+            ax.text(clocks + 0.6, y, f"{width / clocks:.0%}", va="center", ha="left", fontsize=9)
+        total = sum(width for _, width in units.values()) / clocks
+        end = max(begin + width for begin, width in units.values())
+        ax.axvspan(end, clocks, color=COLORS["faint"], alpha=0.5, linewidth=0)
+        ax.set(yticks=range(3), yticklabels=units, xlim=(0, clocks + 2), ylim=(2.6, -0.6))
+        ax.set_title(f"{title}: sum of the shares {total:.0%}", fontsize=10)
+        said.append(f"{title}: {', '.join(f'{u} {w / clocks:.0%}' for u, (_, w) in units.items())}, sum {total:.0%}")
+    axes[-1].set(xlabel="clocks (drawn, not measured); grey: no step is at work", xticks=range(0, clocks + 1, 5))
+    style.show(fig, alt=f"Three kernels in {clocks} clocks. {'. '.join(said)}. The first two have the same shares.")
+
+
 def _bar(ax, x, width, y, kind, text, height=0.7):
     ink = COLORS["ink"] if kind == "load K, V" else "white"
     style.box(ax, x, y, text, width=width, height=height, color=STEP_COLORS[kind], ink=ink, size=8)

@@ -1,4 +1,4 @@
-"""The tables of measure.ipynb: speeds, power, what is counted, bytes, units, and tiles."""
+"""The tables of measure.ipynb: speeds, power, what is counted, bytes, units, tiles, and profiles."""
 
 import itertools
 import re
@@ -13,15 +13,15 @@ from phase4_backward.bill import attention_backward_bytes
 from phase5_tuning.launch.configs import Config
 from phase5_tuning.lesson.compiled import chosen, last_rung
 
-import triton
-import triton.language as tl
-
 SMS = 132  # multiprocessors of an H100 or H200
-# Tiles that were timed beside those of the last rung, by the name that they have in a record.
-SLOWER = {
-    "128x128 by 8 warps": Config(128, 128, 8, 2),
-    "64x64 in 3 stages": Config(64, 64, 4, 3),
-    "64x64 in 1 stage": Config(64, 64, 4, 1),
+# The tuned forward kernel's tiles that were timed at D 64, causal: a record, and the name there.
+TILES = {
+    Config(64, 128, 4, 1, maxnreg=128): ("h100_registers", "ours"),
+    Config(64, 128, 4, 1): ("h100_registers", "64x128 in 1 stage"),
+    Config(64, 128, 4, 2): ("h100_registers", "64x128 in 2 stages"),
+    Config(64, 64, 4, 1): ("h100_deadends", "64x64 in 1 stage"),
+    Config(64, 64, 4, 3): ("h100_deadends", "64x64 in 3 stages"),
+    Config(128, 128, 8, 2): ("h100_deadends", "128x128 by 8 warps"),
 }
 NAMES = {"sdpa-cudnn": "cuDNN", "ours": "tuned"}  # of providers in records
 ZEROS = {"ours": "tuned", "ours on zeros": "tuned, on zeros"}
@@ -36,7 +36,6 @@ PROFILED = {  # provider, mode, head_dim, is_causal, dtype, seq
     "phase 3": ("phase 4", "fwd", 128, True, "fp16", 16384),  # phase 4's forward pass is phase 3's kernel
     "tuned": ("ours", "fwd", 128, True, "fp16", 16384),
     "Hopper": ("hopper", "fwd", 128, True, "fp16", 16384),
-    "Hopper bwd": ("hopper", "bwd", 64, True, "bf16", 1024),
 }
 STALLS = {  # ncu's name: what it stands for, by NVIDIA's guide
     "selected": "it issues",
@@ -49,11 +48,6 @@ CHANGES = {  # two kernels of the forward call of PROFILED: before and after
     "fewer instructions": ("phase 4", "ours"),
     "overlap": ("ours", "hopper"),
     "few heads at a time": ("hopper: all heads together", "hopper"),
-}
-OF_64 = {
-    "four": Config(64, 128, 4, 1, maxnreg=128),
-    "1 stage": Config(64, 128, 4, 1),
-    "2 stages": Config(64, 128, 4, 2),
 }
 
 
@@ -190,14 +184,6 @@ def highest_peak(record: dict) -> float:
     return SMS * sass.TENSOR * 1e6 * highest_mhz(record)
 
 
-def asked_and_reached(points: Mapping[str, tuple[float, float, float]], bandwidth: float) -> None:
-    print(f"{'':<21}FLOP for a byte   TFLOP/s if memory   TFLOP/s   TB/s")
-    print(f"{'':<21}  asked for         answered all      reached   asked for")
-    for name, (asked, _, reached) in points.items():
-        print(f"{name:<21}{asked:>9.0f}{asked * bandwidth / 1e12:>18.0f}{reached / 1e12:>16.0f}", end="")
-        print(f"{reached / asked / 1e12:>8.1f}")
-
-
 def call_counted(counters: dict, call: tuple) -> dict:
     """The row of a call of `PROFILED`."""
     key = "provider", "mode", "head_dim", "is_causal", "dtype", "seq"
@@ -249,7 +235,7 @@ def profile(counters: dict, call: tuple) -> tuple[dict[str, float], float]:
 
 def profiles(counters: dict) -> None:
     """Print clocks, the time without ncu, frequency, warps and units of the calls of `PROFILED`."""
-    rows = {name: [] for name in ("million clocks", "ms without ncu", "MHz", *UNITS, "memory", "warps")}
+    rows = {name: [] for name in ("million clocks", *UNITS, "memory", "warps", "ms without ncu", "MHz")}
     for call in PROFILED.values():
         row, (shares, warps) = call_counted(counters, call), profile(counters, call)
         rows["million clocks"].append(f"{row['counted']['clocks'] / 1e6:.2f}")
@@ -291,53 +277,22 @@ def less(counters: dict, before: str, after: str) -> dict[str, float]:
     return {unit: share for unit, share in gone.items() if share > 0.01}
 
 
-def beside_the_record(counters: dict, reading) -> None:
-    """Print what `CHANGES` gained, beside an answer of exercise 5.3; and how it fares on all neighbors recorded."""
+def beside_the_record(counters: dict, reading) -> str:
+    """A table of what `CHANGES` gained beside an answer of exercise 5.3, and how that fares on all neighbors."""
 
     def said(before, after):
         of = reading.Profile(*profile(counters, forward(before))), less(counters, before, after)
         return reading.at_most(*of), reading.work_alone(*of), gain(counters, before, after)
 
-    print(f"{'gain in clocks':<24}at most   by work alone   recorded")
-    for name, (before, after) in CHANGES.items():
-        print("{:<24}{:>7.2f}{:>16.2f}{:>11.2f}".format(name, *said(before, after)))
+    lines = [f"{'':<24}at most   by work alone   in clocks   in time"]
+    for name, pair in CHANGES.items():
+        numbers = *said(*pair), gain(counters, *pair, "ms")
+        lines.append("{:<24}{:>7.2f}{:>16.2f}{:>12.2f}{:>10.2f}".format(name, *numbers))
     ladder = list(dict.fromkeys(r["provider"] for r in counters["rows"] if "rung" in r["provider"]))
     rungs = [said(*pair) for pair in itertools.pairwise(["phase 4", *ladder, "ours"])]
     ratios = [recorded / alone for _, alone, recorded in rungs]
-    print(f"recorded / by work alone, in the next chapter's {len(rungs)} rungs: {min(ratios):.2f} to {max(ratios):.2f}")
-
-
-@triton.jit
-def idle_kernel(seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Does nothing, in place of a kernel whose times are recorded."""
-
-
-class RecordedTrial:
-    """What `triton.autotune` wants, with times of the tuned forward pass, full mask, from a record.
-
-    configs: the tiles that were timed. timed: (seq, tile) of each time that was looked up, in order.
-    """
-
-    def __init__(self, record: dict, head_dim: int):
-        self.timed, self._rows, self._head_dim = [], by_case(record), head_dim
-        self._names = {chosen("forward", head_dim, False): "ours"} | {tile: name for name, tile in SLOWER.items()}
-        self.configs = [
-            triton.Config(
-                c.tiles, num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.maxnreg, pre_hook=self._note
-            )
-            for c in self._names
-        ]
-
-    def _note(self, args: dict) -> None:
-        self._at = args["seq"], tuple(args[name] for name in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"))
-
-    def do_bench(self, call: Callable, quantiles: tuple) -> list[float]:
-        """Recorded milliseconds."""
-        call()
-        self.timed.append(self._at)
-        seq, tile = self._at
-        (name,) = (name for c, name in self._names.items() if (c.BLOCK_M, c.BLOCK_N, c.num_warps, c.num_stages) == tile)
-        return [self._rows[name, self._head_dim, False, seq, "fwd"]["ms"]] * len(quantiles)
+    span = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return "\n".join([*lines, f"in clocks / by work alone, in the next chapter's {len(rungs)} rungs: {span}"])
 
 
 def highest_mhz(record: dict) -> int:
@@ -366,55 +321,27 @@ def programs(c: Compiled, config: Config) -> int:
     return min(sass.programs_per_sm(c.registers, c.shared, config.num_warps))
 
 
-def fits(of: Callable[[int, int, int], int], head_dim: int, *configs: Config) -> None:
-    """Print registers and shared memory of the tuned forward kernel, full mask, and what `of` makes of them.
+def slower(tile: Config, seq: int = 16384) -> float:
+    """The time of one of TILES, divided by that of the tile that ships, by the record that has both."""
+    name, provider = TILES[tile]
+    rows = by_case(load(name))
+    return rows[provider, 64, True, seq, "fwd"]["ms"] / rows["ours", 64, True, seq, "fwd"]["ms"]
+
+
+def tiles(of: Callable[[int, int, int], int], seqs: tuple[int, ...] = (1024, 4096, 16384)) -> str:
+    """A table of TILES, the fastest first: registers, programs, and `slower`.
 
     of: registers of a thread, bytes of shared memory, warps -> programs on a multiprocessor.
     """
-    for (*_, config), c in last_rung((head_dim, False, config) for config in configs).items():
-        count = of(c.registers, c.shared, config.num_warps)
-        print(f"{config}, full mask: {c.registers} registers, {c.shared} B shared, programs: {count}")
-
-
-def slower(record: dict, provider: str, head_dim: int, is_causal: bool, seq: int = 16384) -> float:
-    """The forward time of a tile, by the name that it has in the record, divided by that of the tile that ships."""
-    rows = by_case(record)
-    return rows[provider, head_dim, is_causal, seq, "fwd"]["ms"] / rows["ours", head_dim, is_causal, seq, "fwd"]["ms"]
-
-
-def of_64(record: dict, *names: str) -> str:
-    """A table of tiles of `OF_64` at D 64, causal: programs that fit, and the time by that with four of them."""
-    made = last_rung((64, True, OF_64[name]) for name in names)
-    lengths = sorted({r["seq"] for r in record["rows"]})
-    lengths_said = f"seq {lengths[0]} to {lengths[-1]}"
-    lines = [f"{'64 x 128, 4 warps':<24}registers  programs   time / that with four, causal, {lengths_said}"]
-    for name, ((*_, config), c) in zip(names, made.items(), strict=True):
-        provider = "ours" if config.maxnreg else f"64x128 in {name}"
-        times = [slower(record, provider, 64, True, seq) for seq in lengths]
-        label = "1 stage, at most 128" if config.maxnreg else name
-        lines.append(f"{label:<24}{c.registers:>9}{programs(c, config):>10}   {min(times):.2f} to {max(times):.2f}")
-    off = max(abs(r[key] / r["ms"] - 1) for r in record["rows"] for key in ("ms_min", "ms_max"))
-    lines.append(f"single calls: within {off:.1%} of their median")
-    return "\n".join(lines)
-
-
-def other_tiles(record: dict, *others: str) -> str:
-    """A table of tiles of `SLOWER` beside those of the last rung: programs that fit, and recorded time."""
-    names = {"ours": None} | {name: SLOWER[name] for name in others}
-    tiles = {(d, name): config or chosen("forward", d, False) for d in (64, 128) for name, config in names.items()}
-    made = last_rung((d, False, config) for (d, _), config in tiles.items())
     lines = [
-        "forward, full mask, 16384 tokens; time / that of the tuned kernel's own tile",
-        " " * 22 + "".join(f" {f'D {d}: programs   time':<24}" for d in (64, 128)),
+        f"{'D 64, causal':<47}time / that of the first line, seq",
+        f"{'tile':<11}warps  stages  registers  programs" + "".join(f"{seq:>10}" for seq in seqs),
     ]
-    for name in names:
-        line = f"{'its own tile' if name == 'ours' else name:<22}"
-        for d in (64, 128):
-            fit = programs(made[d, False, tiles[d, name]], tiles[d, name])
-            line += f"{fit:>14}{slower(record, name, d, False):>7.2f}    "
-        lines.append(line)
-    cases = {(r["head_dim"], r["is_causal"], r["seq"]) for r in record["rows"]}
-    for name in others:
-        of = [slower(record, name, *case) for case in cases]
-        lines.append(f"{name} in all {len(of)} cases: {min(of):.2f} to {max(of):.2f}")
-    return "\n".join(lines)
+    for tile in sorted(TILES, key=slower):
+        (c,) = last_rung([(64, True, tile)]).values()
+        name = f"{tile.BLOCK_M} x {tile.BLOCK_N}"
+        registers = f"{c.registers}{'*' if tile.maxnreg else ' '}"
+        line = f"{name:<11}{tile.num_warps:>5}{tile.num_stages:>8}{registers:>12}"
+        line += f"{of(c.registers, c.shared, tile.num_warps):>9}"
+        lines.append(line + "".join(f"{slower(tile, seq):>10.2f}" for seq in seqs))
+    return "\n".join([*lines, "* a launch that allows a thread 128 registers, `maxnreg`: the tuned kernel's own"])

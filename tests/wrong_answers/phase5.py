@@ -1278,7 +1278,17 @@ WRONG = {
             "all overlaps", {"return 1 / (1 - sum(": "return at_most(profile, less) or (1 - sum("}, "all else overlaps"
         ),
         Wrong("what is left", {"1 / (1 - sum(": "(1 - sum("}, "upside down"),
+        Wrong(
+            "named units alone bound",
+            {
+                "max(share * (1 - less.get(unit, 0.0)) for unit, share in profile.busy.items())": (
+                    "max((profile.busy[unit] * (1 - less[unit]) for unit in less), default=max(profile.busy.values()))"
+                )
+            },
+            "not named keep all",
+        ),
         Wrong("those that can", {"< wanted": ">= wanted"}, "these can gain as much"),
+        Wrong("those that gain just as much", {"< wanted": "<= wanted"}, "just as much as is wanted is not ruled out"),
         Wrong("sorted", {"return [name": "return sorted([name", "< wanted]": "< wanted])"}, "order of changes"),
     ],
     "merge_ranks": [

@@ -10,7 +10,7 @@ from common.learn.check import answer
 from common.measure import sass, timing
 from phase5_tuning.launch.configs import Config, candidates
 from phase5_tuning.lesson import compiled, gains, limits, timer, trial
-from phase5_tuning.solutions import predict_gain, read_profile, split_causal_loop
+from phase5_tuning.solutions import pick_tiles, predict_gain, read_profile, split_causal_loop
 
 import pytest
 import torch
@@ -166,23 +166,22 @@ def test_the_reasons_of_a_warp_add_up_to_its_clocks_by_littles_law(capsys):
         assert float(said) == pytest.approx(clocks, rel=0.07)
 
 
-def test_recorded_changes_and_what_the_chapter_says_of_them(capsys):
+def test_recorded_changes_and_what_the_chapter_says_of_them():
     counters, ladder = limits.load("h100_counters"), limits.load("h100_ladder")
-    limits.beside_the_record(counters, read_profile)
-    _, *changes, rungs = capsys.readouterr().out.splitlines()
+    _, *changes, rungs = limits.beside_the_record(counters, read_profile).splitlines()
     for line in changes:
-        most, alone, recorded = (float(number) for number in line.split()[-3:])
-        assert alone <= recorded <= most
+        most, alone, in_clocks, _ = (float(number) for number in line.split()[-4:])
+        assert alone <= in_clocks <= most
     assert rungs.endswith("6 rungs: 0.93 to 1.12")
     assert round(limits.highest_peak(ladder) / limits.slopes(ladder, counters)["memory"]) == 355
 
 
-def test_a_trial_by_recorded_times_is_charged_for_each_length():
-    trial = limits.RecordedTrial(limits.load("h100_deadends"), head_dim=64)
-    args = dict(seq=1024, BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=1)
-    assert len(trial.configs) == 4
-    assert trial.do_bench(lambda: trial.configs[0].pre_hook(args), (0.5, 0.2)) == [pytest.approx(0.429, abs=1e-3)] * 2
-    assert trial.timed == [(1024, (64, 64, 4, 1))]
+@interpreted_only
+def test_the_largest_tile_is_the_slowest_and_most_programs_do_not_win():
+    _, _, *rows, _ = (line.replace(" x ", "x").split() for line in limits.tiles(pick_tiles.programs).splitlines())
+    assert [row[0] for row in rows] == ["64x128", "64x128", "64x64", "64x128", "64x64", "128x128"]
+    assert [int(row[4]) for row in rows] == [4, 3, 3, 3, 5, 1]
+    assert [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
 
 
 def host_timer(gpu, call):
