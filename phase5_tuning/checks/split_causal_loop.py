@@ -87,7 +87,7 @@ def _onlooker(walk, where, k, v, tiles_m, block_n, walks, fresh):
             if strides != t.stride():
                 reject(f"{where}: `walk` receives {strides} as {name}, which is {t.stride()}")
         masked = bool(getattr(given["MASKED"], "value", given["MASKED"]))
-        walks[program] += [(start_n, masked) for start_n in range(start, end, block_n)]
+        walks[program] += [(start_n, masked, end) for start_n in range(start, end, block_n)]
         state = tuple(given[name] for name in ("m_i", "l_i", "acc"))
         before = returned.get(program, state)
         if any(t is not old for t, old in zip(state, before, strict=True)):
@@ -99,22 +99,25 @@ def _onlooker(walk, where, k, v, tiles_m, block_n, walks, fresh):
 
 
 def _require_tiles(where, visited, first, block_m, block_n, seq_q, seq_k, is_causal):
-    """visited: (first key, whether masked) of the tiles that the queries from `first` on meet."""
+    """visited: (first key, whether masked, end of the walk) of the tiles that the queries from `first` on meet."""
     last = first + block_m - 1
     ends = first, last, min(last, seq_q - 1)
     seen_by_first, seen_by_last, needed = (min(seq_k, i + 1) if is_causal else seq_k for i in ends)
     queries = f"{where}: the queries {first} ... {last}"
-    for start_n, masked in visited:
+    for start_n, masked, end in visited:
         end_n = start_n + block_n
         keys = f"{queries} visit the keys {start_n} ... {end_n - 1}"
         if start_n >= seen_by_last:
             reject(f"{keys}, and see none of them: where does the walk end?")
         if end_n > seen_by_first and not masked:
             why = "they do not all exist" if end_n > seq_k else f"query {first} does not see them all"
-            reject(f"{keys} without a mask, but {why}: where does the part without a mask end?")
+            asked = "where does the part without a mask end?"
+            if end < end_n:
+                asked = f"the part without a mask ends at {end}, so you did not round down to a multiple of {block_n}"
+            reject(f"{keys} without a mask, but {why}: {asked}")
         if end_n <= seen_by_first and masked:
             reject(f"{keys} with a mask, and see all of them: this tile belongs to the part without one")
-    starts = sorted(start_n for start_n, _ in visited)
+    starts = sorted(start_n for start_n, *_ in visited)
     missing = set(range(needed)).difference(*(range(n, n + block_n) for n in starts))
     if missing:
         hint = "" if visited else " (the walks are to be done by `walk`)"

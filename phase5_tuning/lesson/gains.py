@@ -3,13 +3,12 @@
 import heapq
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 
 from common.measure import sass, timing
 from phase5_tuning.bench import figures
 from phase5_tuning.lesson.compiled import (
-    BACKWARD,
     CASES,
     FORWARD,
     LAST,
@@ -27,11 +26,11 @@ from phase5_tuning.lesson.limits import SMS, by_case, case_name, programs
 from phase5_tuning.passes.rungs import LADDER
 
 SHOWN = 128, True  # the case that is followed rung by rung
-PLAIN = {}  # prices: every instruction takes the model's clocks
 PROVIDER = {rung.name: f"rung: {rung.name}" for rung in LADDER}
 PROVIDER |= {LADDER[0].name: "phase 4", LADDER[-1].name: "ours"}
 ORDER = list(PROVIDER)
 WORDS = {"fwd": "forward", "bwd": "backward"}
+WORDS_OF = {"forward": "forward", "dkdv": "dK/dV", "dq": "dQ"}
 STEPS = {"fwd": [], "bwd": []}  # the rungs that change a pass
 for _before, _rung in itertools.pairwise(LADDER):
     _tuned = _rung.tuned != _before.tuned
@@ -103,34 +102,15 @@ def before(name: str, kernel: str) -> str:
     return RUNGS[kernel][RUNGS[kernel].index(name) - 1]
 
 
-def _all_clocks(kernel: str, head_dim: int, is_causal: bool, name: str, price: Mapping[str, int]) -> float:
-    """The sum of `clocks`, if the instructions in `price` take other clocks than one."""
-    tile, count = tile_of(kernel, head_dim, is_causal, name), turn(kernel, head_dim, is_causal, name)
-    more = sum((each - 1) * count[op] for op, each in price.items()) * tile.num_warps / 4
-    both = sum(clocks(kernel, head_dim, is_causal, name).values())
-    return both + more * 64 * 128 / (tile.BLOCK_M * tile.BLOCK_N)
-
-
-def by_model(name: str, head_dim: int, is_causal: bool, mode: str = "fwd", price: Mapping[str, int] = PLAIN) -> float:
+def by_model(name: str, head_dim: int, is_causal: bool, mode: str = "fwd") -> float:
     """The gain in clocks; of "heavy first", which changes no turn, that of the queue at seq 16384."""
     if name == "heavy first":
         queue = 256, 2048 // head_dim, slots(head_dim)
         return finish(*queue, False) / finish(*queue, True) if is_causal else 1.0
     kernels, case = PASSES[mode], (head_dim, is_causal)
-    old = sum(_all_clocks(kernel, *case, before(name, kernel), price) for kernel in kernels)
-    return old / sum(_all_clocks(kernel, *case, name, price) for kernel in kernels)
-
-
-def with_shared_memory(head_dim: int, is_causal: bool) -> float:
-    """What "transposed dK, dV" may gain, by the listing of the rung before it: an STSM or LDSM takes shared memory's
-    clocks, 512 bytes at 128 a clock, and all those of dK/dV go."""
-    both, gone, name = 0.0, 0.0, "masks at edges"
-    for kernel in PASSES["bwd"]:
-        count, tile = turn(kernel, head_dim, is_causal, name), tile_of(kernel, head_dim, is_causal, name)
-        moves = 64 * 128 * (count["STSM"] + count["LDSM"]) * tile.num_warps / (tile.BLOCK_M * tile.BLOCK_N)
-        both += sum(clocks(kernel, head_dim, is_causal, name).values()) + moves * (512 / 128 - 1 / 4)
-        gone += moves * 512 / 128 * (kernel == "dkdv")
-    return both / (both - gone)
+    rungs = ({kernel: before(name, kernel) for kernel in kernels}, dict.fromkeys(kernels, name))
+    old, new = (sum(sum(clocks(kernel, *case, of[kernel]).values()) for kernel in kernels) for of in rungs)
+    return old / new
 
 
 def schedule(tiles: int, heads: int, slots: int, heavy_first: bool) -> list[tuple[int, int, int, int]]:
@@ -194,7 +174,7 @@ def report(record: dict, name: str, *kinds: str) -> str:
     for kernel in kernels:
         jobs = [(kernel, *SHOWN, rung) for rung in (before(name, kernel), name)]
         old, new = ([round(sum(clocks(*job).values())), *(issued(kind, *job) for kind in kinds)] for job in jobs)
-        label = f"{dict(dkdv='dK/dV', dq='dQ').get(kernel, kernel)}, {case_name(*SHOWN)}"
+        label = f"{WORDS_OF[kernel]}, {case_name(*SHOWN)}"
         lines.append(" ".join([f"{label:<27}", *(f"{f'{a} -> {b}':<14}" for a, b in zip(old, new, strict=True))]))
     return "\n".join(lines)
 
@@ -224,8 +204,9 @@ def waterfall(record: dict, mode: str, signed: bool = True) -> None:
     figures.waterfall(record, names, cases, gains, signed)
 
 
-def noise(record: dict) -> None:
-    """Print the gains of rungs in a pass that they do not change: two runs of one program."""
+def noise(record: dict, counters: dict) -> None:
+    """Print the gains of rungs in a pass that they do not change: one program, timed twice in a run; and by how much
+    the gains of two runs differ."""
     found = [
         recorded(record, name, d, c, mode, seq)
         for name, masks, mode in (
@@ -234,16 +215,20 @@ def noise(record: dict) -> None:
         )
         for d, c, seq in itertools.product((64, 128), masks, (4096, 16384))
     ]  # fmt: skip
-    print(f"one program, run twice, in {len(found)} pairs: {min(found):.2f} to {max(found):.2f}")
+    print(f"one program, timed twice in a run, {len(found)} pairs: {min(found):.2f} to {max(found):.2f}")
+    rungs = counted_rungs(counters)
+    times = {name: _of_pair(rungs[old], rungs[name])[1] for old, name in itertools.pairwise(rungs)}
+    again = [time / recorded(record, name, *SHOWN) for name, time in times.items()]
+    print(f"one rung's gain, in two runs, {len(again)} pairs: {min(again):.2f} to {max(again):.2f}")
 
 
-def serialized() -> None:
-    """Print which rungs' dK/dV have a wait around every HGMMA."""
-    print(f"{'dK/dV, D 64, full':<24}HGMMA in a turn   ARRIVE in the kernel   serialized")
-    for name in BACKWARD:
-        c = ladder()["dkdv", 64, False, name]
-        hgmma = turn("dkdv", 64, False, name)["HGMMA"]
-        print(f"{name:<24}{hgmma:>15}{c.sass.count('WARPGROUP.ARRIVE'):>23}{c.serialized!s:>13}")
+def tiles() -> None:
+    """Print the tile, the warps and the stages of each kernel on rungs 0 and 1."""
+    print(" | ".join([f"{'tile, warps, stages':<20}", *(f"{case_name(*case):<14}" for case in CASES)]))
+    for (kernel, words), (rung, name) in itertools.product(WORDS_OF.items(), enumerate(FORWARD[:2])):
+        found = (tile_of(kernel, *case, name) for case in CASES)
+        cells = (f"{t.BLOCK_M:>3} x {t.BLOCK_N}, {t.num_warps}, {t.num_stages}" for t in found)
+        print(" | ".join([f"{f'{words}, rung {rung}':<20}", *cells]))
 
 
 def assumption() -> tuple[str, str]:
@@ -264,19 +249,12 @@ def _near(pairs: list[tuple[float, float]]) -> int:
     return sum(abs(model / record - 1) <= 0.05 for model, record in pairs)
 
 
-def _pairs(record: dict, mode: str, price: Mapping[str, int] = PLAIN) -> list[tuple[float, float]]:
-    """(by the model, recorded) of each rung in each case, at seq 16384."""
-    return [
-        (by_model(name, *case, mode, price), recorded(record, name, *case, mode))
-        for case, name in itertools.product(CASES, STEPS[mode])
-    ]
-
-
 def whole(record: dict) -> None:
     """Print how good the model is beside the best constant gain, and what all rungs gain together at seq 16384."""
     print(f"{'within 5 % of the record':<26}the model   a constant gain")
     for mode, words in WORDS.items():
-        pairs = _pairs(record, mode)
+        steps = itertools.product(STEPS[mode], CASES)
+        pairs = [(by_model(name, *case, mode), recorded(record, name, *case, mode)) for name, case in steps]
         guesses = {guess / 100: [(guess / 100, time) for _, time in pairs] for guess in range(100, 121)}
         best = max(guesses, key=lambda guess: _near(guesses[guess]))
         print(f"  {words:<24}{_near(pairs):>3} of {len(pairs)}{_near(guesses[best]):>10} of {len(pairs)} ({best:.2f})")
@@ -316,13 +294,13 @@ def clocks_and_time(counters: dict) -> None:
 
 
 def bounds(answer: ModuleType, counters: dict) -> None:
-    """Print the counted clocks of each rung between those of exercise 5.4, and how many instructions stand beside a
-    product: for 64 x 128 logits of the tiles visited.
+    """Print the counted clocks of each rung beside those of exercise 5.4, the simulated idle end of the queue, and how
+    many instructions stand beside a product: for 64 x 128 logits of the tiles visited.
 
     answer: the module of exercise 5.4.
     """
-    print(f"{'':<23}{'all':>9}{'':>10}{'nothing':>10}{'instructions':>18}")
-    print(f"{'':<23}{'overlaps':>9}{'counted':>10}{'overlaps':>10}{'beside a product':>18}")
+    print(f"{'':<23}{'all':>9}{'':>10}{'nothing':>10}{'idle end of':>14}{'instructions':>18}")
+    print(f"{'':<23}{'overlaps':>9}{'counted':>10}{'overlaps':>10}{'the queue':>14}{'beside a product':>18}")
     for name, row in counted_rungs(counters).items():
         tile = tile_of("forward", *SHOWN, _turn_of(name))
         count = dict(turn("forward", *SHOWN, _turn_of(name)))
@@ -330,7 +308,8 @@ def bounds(answer: ModuleType, counters: dict) -> None:
         turns = 64 * 128 // (tile.BLOCK_M * tile.BLOCK_N)
         least, most = (turns * of(one, SHOWN[0]) for of in (answer.overlapped_clocks, answer.serial_clocks))
         beside = turns * sass.beside_products(sass.turn(ladder()["forward", *SHOWN, _turn_of(name)].sass))
-        print(f"{name:<23}{least:>9.0f}{_counted(name, row):>10.0f}{most * _idle_end(name):>10.0f}{beside:>18}")
+        idle = most * (_idle_end(name) - 1)
+        print(f"{name:<23}{least:>9.0f}{_counted(name, row):>10.0f}{most:>10.0f}{idle:>14.0f}{beside:>18}")
 
 
 STANDS = {  # where a warp stands: in words -> ncu's names
@@ -350,50 +329,15 @@ def stands(row: dict) -> dict[str, float]:
     return shares | {"all else": 100 - sum(shares.values())}
 
 
-def where_warps_stand(counters: dict, *names: str) -> None:
-    """Print `stands` of rungs, by their numbers."""
+def where_warps_stand(counters: dict, *names: str) -> tuple[int, str]:
+    """The rung of these on which warps wait for data for the largest share of their time; a table of their `stands`."""
     rungs = counted_rungs(counters)
-    columns = {f"rung {ORDER.index(name)}": stands(rungs[name]) for name in names}
-    print(f"{'a warp, percent of its time':<42}", "".join(f"{title:>9}" for title in columns))
+    columns = {ORDER.index(name): stands(rungs[name]) for name in names}
+    lines = [f"{'a warp, percent of its time':<42} " + "".join(f"{f'rung {n}':>9}" for n in columns)]
     for words in (*STANDS, "all else"):
-        print(f"{words:<42}", "".join(f"{of[words]:>9.0f}" for of in columns.values()))
-
-
-ALU = "FSETP", "ISETP", "FMNMX", "IADD3", "VIADD", "LEA", "SHF", "LOP3", "FSEL", "SEL", "PLOP3", "F2FP"
-
-
-def busy(counters: dict) -> None:
-    """Print how busy schedulers and ALU are by ncu, and by the listing; the latter without FSEL, too."""
-    print(f"{'percent of the clocks':<23}{'schedulers':>16}{'ALU':>16}{'ALU without FSEL':>20}")
-    print(f"{'':<23}{'ncu  listing':>16}{'ncu  listing':>16}{'listing':>20}")
-    for name, row in counted_rungs(counters).items():
-        job, ncu = ("forward", *SHOWN, _turn_of(name)), row["counted"]
-        of = {op: 100 * issued(op, *job) / _counted(name, row) for op in turn(*job)}
-        in_alu = 2 * sum(of.get(op, 0) for op in ALU)
-        pairs = (ncu["issue"], sum(of.values())), (ncu["alu"], in_alu)
-        columns = "".join(f"{a:>7.0f}{b:>9.0f}" for a, b in pairs)
-        print(f"{name:<23}{columns}{in_alu - 2 * of['FSEL']:>20.0f}")
-
-
-def repriced(counters: dict, record: dict, prices: dict[str, dict[str, int]]) -> None:
-    """Print gains in clocks beside the counted ones, if instructions take other clocks than one; and how many of the
-    forward gains in time, in all cases, are met.
-
-    prices: title -> the clocks of those instructions that are named. The end of the queue counts as clocks, too.
-    """
-    rungs = counted_rungs(counters)
-    print(f"{'D 128, causal':<23}counted", "".join(f"{title:>14}" for title in prices))
-    for old, name in itertools.pairwise(rungs):
-        gains = (with_queue(old, price) / with_queue(name, price) for price in prices.values())
-        print(f"{name:<23}{_of_pair(rungs[old], rungs[name])[0]:>7.2f}", "".join(f"{gain:>14.2f}" for gain in gains))
-    met = (_pairs(record, "fwd", price) for price in prices.values())
-    met = (f"{_near(pairs)} of {len(pairs)}" for pairs in met)
-    print(f"{'all cases, in time, within 5 %':<30}", "".join(f"{of:>14}" for of in met))
-
-
-def with_queue(name: str, price: Mapping[str, int]) -> float:
-    """The model's clocks of 64 x 128 logits at D 128, causal; with the idle end of the queue, until heavy is first."""
-    return _all_clocks("forward", *SHOWN, _turn_of(name), price) * _idle_end(name)
+        lines.append(f"{words:<42} " + "".join(f"{of[words]:>9.0f}" for of in columns.values()))
+    data = "waits for data (long scoreboard)"
+    return max(columns, key=lambda n: columns[n][data]), "\n".join(lines)
 
 
 def _idle_end(name: str) -> float:

@@ -266,7 +266,9 @@ WRONG = {
     ],
     "split_causal_loop": [
         Wrong(
-            "only the diagonal counts", {"full_n, end_n = seq_k // BLOCK_N * BLOCK_N": "full_n, end_n = seq_k"}, "exist"
+            "only the diagonal counts",
+            {"full_n, end_n = seq_k // BLOCK_N * BLOCK_N": "full_n, end_n = seq_k"},
+            "did not round down",
         ),
         Wrong(
             "from the tile's last query",
@@ -276,7 +278,7 @@ WRONG = {
         Wrong(
             "right if BLOCK_N divides BLOCK_M",
             {"(pid_m * BLOCK_M + 1) // BLOCK_N * BLOCK_N)": "pid_m * BLOCK_M)"},
-            "does not see them all",
+            "did not round down",
         ),
         Wrong(
             "a tile too early",

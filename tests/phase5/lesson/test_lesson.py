@@ -103,16 +103,6 @@ def test_of_a_row_of_products_the_first_and_the_last_are_shown():
     assert [line.split()[0] for line in gains.landmarks(body).splitlines()] == ["1", "2", "(2", "5", "7"]
 
 
-def test_a_price_counts_once_for_each_instruction():
-    count = Counter(HGMMA=12, MUFU=34, FSEL=100)
-    with mock.patch.object(gains, "turn", return_value=count), mock.patch.object(gains, "slots", return_value=264):
-        queue = gains.by_model("heavy first", 128, True)
-        for name, factor in (("tiles", queue), ("heavy first", 1)):
-            one, two = (gains.with_queue(name, price) for price in ({}, {"FSEL": 2}))
-            assert one == pytest.approx(factor * (1024 + 2 * (12 + 8 * 34 + 100)))  # two turns of 64 x 64
-            assert two - one == pytest.approx(factor * 2 * 100)
-
-
 def test_counted_clocks_stand_between_those_of_the_exercise(capsys):
     count = Counter(HGMMA=12, MUFU=34, FADD=682)
     with (
@@ -123,8 +113,9 @@ def test_counted_clocks_stand_between_those_of_the_exercise(capsys):
         mock.patch.object(gains.sass, "beside_products", return_value=100),
     ):
         gains.bounds(predict_gain, limits.load("h100_counters"))
-    first, *_, last = (line.split()[-4:] for line in capsys.readouterr().out.splitlines()[2:])
-    assert first == ["1456", "3037", "3145", "200"]  # two turns of 64 x 64, and the idle end of the queue
+    first, *_, last = (line.split()[-5:] for line in capsys.readouterr().out.splitlines()[2:])
+    assert first == ["1456", "3037", "2956", "189", "200"]  # two turns of 64 x 64
+    assert last[-2] == "0", "heavy tiles have come first"
     assert last[-1] == "100"  # one of 64 x 128
 
 
