@@ -41,7 +41,7 @@ def check(answer):
             f"with an outlier in the last block the rows before it are {ours:.1%} off, with one scale for the whole "
             f"tensor {one_scale:.1%}: does a block's scale depend on its own rows only?"
         )
-    with after("codes, scales and the kernel, which is the first stage"), explained_in("3.2"):
+    with after("codes, scales and the kernel, which is the first stage"), explained_in("3.3"):
         for columns in (64, 128):
             _check_rotated(answer.rotated, columns)
         _check_rotated_attention(answer)

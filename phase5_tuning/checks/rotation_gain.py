@@ -52,8 +52,8 @@ def inputs(columns=64):
     q, k = normal(96), normal(160)
     row = torch.where(torch.arange(160) == 50, 30.0, 1.0)[:, None]
     return dict(
-        few=(few(q), few(k)), meet=(column(q, 8), column(k, 8)), avoid=(column(q, 32), column(k, 1 / 32)),
-        keys=(q, column(k, 30)), row=(q, k * row),
+        few=(few(q), few(k)), both=(column(q, 8), column(k, 8)),
+        opposite=(column(q, 32), column(k, 1 / 32)), keys=(q, column(k, 30)), row=(q, k * row),
     )  # fmt: skip
 
 

@@ -1,11 +1,11 @@
 """Pictures of the chapter on eight bits, what it counts for them, and the small kernel whose listing it shows."""
 
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 
 from common import style
-from common.measure import offline, records
-from common.speak.gpt import GPT
-from common.speak.text import encode, lines
+from common.measure import offline, records, sass
 from common.style import COLORS, TINT
 from phase5_tuning.fp8.forward import CENTRE
 from phase5_tuning.fp8.parts import as_operand, codes_of_powers, holders, unpacked
@@ -101,6 +101,14 @@ def held(order: Sequence[int] | None = None) -> None:
                f"the left operand: {_said(of_places)}.{arrows}")  # fmt: skip
 
 
+def arrows(found: ModuleType) -> None:
+    """`held` with the arrows of an order of keys that has passed; of the course's only a sentence."""
+    if found.__name__.startswith("phase5_tuning.solutions."):
+        print("The arrows of your order stand here once 5.20 has passed.")
+    else:
+        held(found.value_order(16))
+
+
 def _said(threads: Sequence[int]) -> str:
     return " ".join(map(str, threads))
 
@@ -126,23 +134,6 @@ def line() -> None:
                f"that are one apart for {share:.0%} of x, and the same code elsewhere.")  # fmt: skip
 
 
-def model_mistakes(found: Mapping[str, Mapping[str, Mapping[float, float]]]) -> None:
-    """Wrong characters of the small GPT, of all; found: title -> way -> {factor: share}."""
-    fig, axes = style.new(9, 3.2, columns=len(found), sharey=True)
-    said = []
-    for ax, (title, ways) in zip(axes, found.items(), strict=True):
-        for (way, shares), look in zip(ways.items(), ("s--", "o-"), strict=True):
-            color = COLORS["state" if look == "s--" else "q"]
-            ax.plot([*shares], [100 * share for share in shares.values()], look, color=color, markersize=5, label=way)
-            said.append(f"{title}, {way}: {100 * max(shares.values()):.0f} % at most")
-        ax.set_xscale("log", base=2)
-        ax.set_title(title, fontsize=10)
-        ax.set(xlabel="factor")
-    axes[0].set(ylabel="wrong characters, %")
-    axes[0].legend()
-    style.show(fig, f"Wrong characters over the factor. {'; '.join(said)}.")
-
-
 def lost(model: Mapping[int, float], record: dict) -> None:
     """By how much o is too small where all values have one sign; model: keys -> share. Points: the record's errors."""
     fig, ax = style.new(7.5, 3.2)
@@ -163,24 +154,31 @@ def lost(model: Mapping[int, float], record: dict) -> None:
     )
 
 
-# --- counts ----------------------------------------------------------------------------------------------------------
+# --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def wrong_characters(model: GPT, attention: Callable, count: int = 64) -> float:
-    """The share of characters that the model gets wrong, given all before them: of the words of numbers that it has not
-    seen.
-    """
-    texts = lines(held_out=True)[:count]
-    tokens = torch.zeros(count, max(map(len, texts)), dtype=torch.long)
-    words = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, of_words, text in zip(tokens, words, texts, strict=True):
-        row[: len(text)] = encode(text)
-        of_words[text.index(" ") + 1 : len(text)] = True
-    for block in model.blocks:
-        block.attention = attention
-    with torch.no_grad():
-        said = model(tokens[:, :-1]).argmax(dim=-1)
-    return (said != tokens[:, 1:])[words[:, 1:]].float().mean().item()
+def errors_by_inputs(found: Mapping[tuple[str, str, bool], float]) -> str:
+    """Errors of o in %; found: (inputs, "formula", "bf16" or what shares a scale, rotated) -> error."""
+    widths = dict(formula=10, tensor=8, head=6, tile=6)
+    lines = [f"{'error of o, %':<37}{'not rotated':>17}{'rotated':>31}"]
+    lines += [f"{'scale of a':<26}{'bf16':>6}" + 2 * "".join(f"{way:>{width}}" for way, width in widths.items())]
+    for name in dict.fromkeys(name for name, *_ in found):
+        cells = (
+            f"{100 * found[name, way, rotate]:>{width}.1f}" for rotate in (False, True) for way, width in widths.items()
+        )
+        lines.append(f"{name:<26}{100 * found[name, 'bf16', False]:>6.1f}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def errors_of_heads(found: Mapping[int, tuple[float, Sequence[float], float, Sequence[float]]]) -> str:
+    """Errors of o in %; found: layer -> (bf16, formula without and with the rotation, plain, rotated of each draw)."""
+    lines = [f"{'error of o, %':<16}{'not rotated':>18}{'rotated':>18}{'of ten draws':>24}"]
+    lines += [f"{'':<8}{'bf16':>6}" + 2 * f"{'formula':>9}{'measured':>10}" + f"{'least':>8}{'most':>6}{'smaller':>9}"]
+    for layer, (bf16, formula, plain, draws) in found.items():
+        of = bf16, formula[0], plain, formula[1], sum(draws) / len(draws), min(draws), max(draws)
+        cells = (f"{100 * error:>{width}.1f}" for error, width in zip(of, (6, 9, 10, 9, 10, 8, 6), strict=True))
+        lines.append(f"layer {layer:>2}" + "".join(cells) + f"{sum(error < plain for error in draws):>9}")
+    return "\n".join(lines)
 
 
 # --- a listing -------------------------------------------------------------------------------------------------------
@@ -216,8 +214,36 @@ def listings(keys: int = 128) -> dict[str, str]:
     return {way: one.sass for way, one in zip(WAYS, made, strict=True)}
 
 
+def counted(titles: Mapping[str, str]) -> None:
+    """How many instructions make 64 numbers of P, in some of WAYS; titles: way -> what stands in its line."""
+    names = dict(SHFL="shuffles", SEL="selects", PRMT="bytes picked", MUFU="exponentials", F2FP="conversions")
+    print(f"{'of 64 numbers of a thread':<26}" + "".join(f"{what:>14}" for what in names.values()))
+    made = listings()
+    for way, title in titles.items():
+        count = sass.counted(sass.instructions(made[way]))
+        print(f"{title:<26}" + "".join(f"{count[name]:>14}" for name in names))
+
+
+# --- what the record has ---------------------------------------------------------------------------------------------
+
+
+def errors(record: dict) -> str:
+    """The error of o for few large elements, in %: this course's kernel as its operator calls it, and others."""
+    found = {
+        (r["head_dim"], r["seq"], r["provider"]): 100 * r["rms"]
+        for r in record["rows"]
+        if r["part"] == "errors" and r["inputs"] == "spread outliers"
+        if (r.get("scales", "tile") == "tile" and r.get("rotate", True)) or r["provider"] == "fa3 fp8"
+    }
+    lines = [f"{'head_dim, keys':<16}{'bf16':>7}{'exact':>7}{'line':>7}{'FA3':>7}"]
+    for head_dim, keys in sorted({case[:2] for case in found}):
+        of = (found[head_dim, keys, provider] for provider in ("bf16", "exact", "line", "fa3 fp8"))
+        lines.append(f"{head_dim:>8}{keys:>8}" + "".join(f"{error:>7.1f}" for error in of))
+    return "\n".join(lines)
+
+
 def speeds(record: dict) -> str:
-    """TFLOP/s of the kernels, and of calls with bf16 inputs, which are quantized first."""
+    """TFLOP/s of the kernels, and of calls with bf16 inputs, which are quantized first; then how it was measured."""
     alone = {"exact": "exact", "line": "line", "fa3 fp8": "FA3"}
     quantized = {"exact, quantized": "exact", "line, quantized": "line", "fa3 fp8, cast": "FA3"}
     groups = {"the kernel alone": alone, "with quantising": quantized, "": {"bf16": "bf16"}}
@@ -231,4 +257,4 @@ def speeds(record: dict) -> str:
         case = f"{head_dim:>3}  {'causal' if is_causal else 'full':<8}{seq:>6}"
         rates = ("  " + "".join(f"{of[p]:>7.0f}" for p in providers) for providers in groups.values())
         lines.append(f"{case:<26}" + "".join(rates))
-    return "\n".join(lines)
+    return "\n".join([*lines, textwrap.fill(records.describe(record), 110)])

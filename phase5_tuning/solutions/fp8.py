@@ -31,7 +31,7 @@ Second stage, after section 3 of the chapter. Write
 
 4. in `attention_fp8`, what is rotated.
 
-Notebook: phase5_tuning/fp8.ipynb, section 2.2.
+Notebook: phase5_tuning/fp8.ipynb, section 2.
 """
 
 from common import runtime, validate

@@ -12,12 +12,12 @@ that what a logit q k^T is off by. (The scale of the softmax is left out.) Write
    larger ("hurts"), or neither ("same": by less than a fifth)? Afterwards put right what was wrong. The inputs:
 
     few           q and k have elements ten times as large, in random places, one in a thousand
-    meet          column 3 of q and column 3 of k are 8 times as large as the others
-    avoid         column 3 of q is 32 times as large, column 3 of k 32 times as small
+    both          column 3 of q and column 3 of k are 8 times as large as the others
+    opposite      column 3 of q is 32 times as large, column 3 of k 32 times as small
     keys          column 3 of k is 30 times as large, q has no outliers
     row           one key is 30 times as large as the others
 
-Notebook: phase5_tuning/fp8.ipynb, section 3.3.
+Notebook: phase5_tuning/fp8.ipynb, section 3.4.
 """
 
 from phase5_tuning.given import rotation, rounded
@@ -28,8 +28,8 @@ ROUNDING = 0.0265
 
 PREDICTED = dict(
     # your code: "helps", "hurts" or "same"
-    #| few="?", meet="?", avoid="?", keys="?", row="?"
-    few="same", meet="helps", avoid="hurts", keys="same", row="same"
+    #| few="?", both="?", opposite="?", keys="?", row="?"
+    few="same", both="helps", opposite="hurts", keys="same", row="same"
     # end of your code
 )  # fmt: skip
 

@@ -2393,7 +2393,12 @@ WRONG = {
         ),
         Wrong("a tensor", {".sqrt().item()": ".sqrt()"}, "expected a float, got Tensor"),
         Wrong("outliers are spread", {'few="same"': 'few="helps"'}, "'few'] is 'helps', but with the rotation"),
-        Wrong("a rotation does no harm", {'avoid="hurts"': 'avoid="same"'}, "'avoid'] is 'same', but", at_once=True),
+        Wrong(
+            "a rotation does no harm",
+            {'opposite="hurts"': 'opposite="same"'},
+            "'opposite'] is 'same', but",
+            at_once=True,
+        ),
         Wrong("not said", {'keys="same"': 'keys="?"'}, "PREDICTED['keys'] is '?': one of"),
     ],
     "key_order": [
