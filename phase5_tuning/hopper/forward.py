@@ -481,7 +481,8 @@ def columns_of(head_dim: int) -> int:
 
 
 # Measured on an H100 and an H200: with fewer tiles of 64 queries for each multiprocessor, the last rung's small
-# tiles are faster (by the width of tiles: up to LONG queries, from there on); up to this head_dim, its narrow ones.
+# tiles are faster, by the width of tiles, with fewer than LONG queries and with more; up to this head_dim, its
+# narrow ones.
 FEW = {64: (3.0, 3.0), 128: (2.0, 1.2)}
 LONG = 2048
 NARROW = 32
