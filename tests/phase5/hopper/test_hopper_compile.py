@@ -95,8 +95,9 @@ ALL_BUT = "wgmma.wait_group.sync.aligned "
 
 def forward_words(head_dim, special):
     shapes = {(64, ""): (3, 4, 128), (64, "short"): (2, 4, 64), (64, "ragged"): (2, 4, 128), (128, ""): (2, 2, 128)}
-    consumers, stages, block_n = shapes[head_dim, special]
-    tile = block_n * head_dim * 2
+    columns, pieces = (64 if head_dim == 64 else 128), (2 if head_dim in (80, 96) else 1)
+    consumers, stages, block_n = shapes[columns, special]
+    tile = block_n * columns * 2
     words = {
         "atom.global.gpu.relaxed.add.u32 , [ + 0 ],": 1,  # the queue
         FENCE: 1 + consumers,  # when barriers begin; O
@@ -106,9 +107,9 @@ def forward_words(head_dim, special):
         ALL_BUT + "0": consumers * 3,
     }
     if consumers == 2:
-        words[ALL_BUT + "1"] = consumers  # S, while PV is computed
+        words[ALL_BUT + f"{pieces}"] = consumers  # S, while PV is computed
     # Queries; keys or values alone at the ends of a walk; both.
-    return words | Counter(f"{EXPECT}{size}" for size in (consumers * 64 * head_dim * 2, tile, tile, 2 * tile))
+    return words | Counter(f"{EXPECT}{size}" for size in (consumers * 64 * columns * 2, tile, tile, 2 * tile))
 
 
 def wide_words(head_dim, is_causal):
