@@ -174,7 +174,7 @@ HOLDS = {  # by a record's name without its card: what it holds, and the chapter
     "parts": ("one query, with any number of parts of the keys", "decode"),
     "power": ("how a GPU's clock and power settle", "measure"),
     "registers": ("one tile with and without a limit of registers", "measure"),
-    "small": ("the five small Gluon kernels beside PyTorch", "hopper_forward"),
+    "small": ("the six small Gluon kernels beside PyTorch", "hopper_forward"),
     "turns": ("the order of heads in the backward pass, counted and timed", ""),
 }
 OF_SHAPES = "models", "grouped"  # records whose rows are listed below

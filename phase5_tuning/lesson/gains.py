@@ -30,7 +30,7 @@ PROVIDER = {rung.name: f"rung: {rung.name}" for rung in LADDER}
 PROVIDER |= {LADDER[0].name: "phase 4", LADDER[-1].name: "ours"}
 ORDER = list(PROVIDER)
 WORDS = {"fwd": "forward", "bwd": "backward"}
-WORDS_OF = {"forward": "forward", "dkdv": "dK/dV", "dq": "dQ"}
+KERNEL_WORDS = {"forward": "forward", "dkdv": "dK/dV", "dq": "dQ"}
 STEPS = {"fwd": [], "bwd": []}  # the rungs that change a pass
 for _before, _rung in itertools.pairwise(LADDER):
     _tuned = _rung.tuned != _before.tuned
@@ -174,7 +174,7 @@ def report(record: dict, name: str, *kinds: str) -> str:
     for kernel in kernels:
         jobs = [(kernel, *SHOWN, rung) for rung in (before(name, kernel), name)]
         old, new = ([round(sum(clocks(*job).values())), *(issued(kind, *job) for kind in kinds)] for job in jobs)
-        label = f"{WORDS_OF[kernel]}, {case_name(*SHOWN)}"
+        label = f"{KERNEL_WORDS[kernel]}, {case_name(*SHOWN)}"
         lines.append(" ".join([f"{label:<27}", *(f"{f'{a} -> {b}':<14}" for a, b in zip(old, new, strict=True))]))
     return "\n".join(lines)
 
@@ -225,7 +225,7 @@ def noise(record: dict, counters: dict) -> None:
 def tiles() -> None:
     """Print the tile, the warps and the stages of each kernel on rungs 0 and 1."""
     print(" | ".join([f"{'tile, warps, stages':<20}", *(f"{case_name(*case):<14}" for case in CASES)]))
-    for (kernel, words), (rung, name) in itertools.product(WORDS_OF.items(), enumerate(FORWARD[:2])):
+    for (kernel, words), (rung, name) in itertools.product(KERNEL_WORDS.items(), enumerate(FORWARD[:2])):
         found = (tile_of(kernel, *case, name) for case in CASES)
         cells = (f"{t.BLOCK_M:>3} x {t.BLOCK_N}, {t.num_warps}, {t.num_stages}" for t in found)
         print(" | ".join([f"{f'{words}, rung {rung}':<20}", *cells]))
