@@ -5,7 +5,8 @@ would leave half empty, and read keys once for all heads of a group.
 Keys (batch, heads, seq, head_dim), seen with other strides, are (parts, batch x heads, seq / parts, head_dim), and
 queries are seen as often as there are parts, with a stride of 0. So the kernel of hopper/forward.py splits, and
 knows of it only that o is in fp32. What the parts leave over at the end, keys that do not divide or the triangle of a
-causal mask, is a part of its own by split_kv's kernel, and split_kv's merge makes one of all.
+causal mask, is a part of its own by split_kv's kernel, and split_kv's merge makes one of all. Where one part is enough
+and heads fill their tiles, the kernel takes the call as it is, whatever the mask.
 
 Builds on: `hopper.forward` and this folder's `split_kv`.
 """
@@ -26,32 +27,44 @@ KEY_NS = {(64, 2): 8.3, (64, 3): 10.8, (128, 2): 12.1}
 MERGED, MERGE_US = 0.375e6, 3.0
 
 
+def tiles(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int]:
+    """Consumers of a tile, and how many tiles a group's rows fill, and the rows of its heads one by one."""
+    (_, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
+    group = heads_q // heads_kv
+    shape = hopper_forward.shape_of(hopper_forward.columns_of(head_dim), group * seq_q, seq_k, False)
+    block = shape["CONSUMERS"] * hopper_forward.ROWS.value
+    return shape["CONSUMERS"], cdiv(group * seq_q, block), group * cdiv(seq_q, block)
+
+
+def packs(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether the rows of a group fill clearly fewer tiles than those of its heads."""
+    _, of_group, of_heads = tiles(q, k)
+    return of_group < 0.9 * of_heads
+
+
 def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, offset: int) -> int:
-    """In how many parts to cut the keys that all queries see; 0 where other kernels are faster.
+    """In how many parts the Hopper kernel is to attend to the keys that all queries see; 0 where other rules decide.
 
     Programs take turns in rounds of one for each multiprocessor. With more parts a round is shorter, and more is
     merged.
     """
     (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
-    columns, group = hopper_forward.columns_of(head_dim), heads_q // heads_kv
-    keys, rows = offset + 1 if is_causal else k.shape[2], group * seq_q
-    if rows <= 64 or head_dim <= hopper_forward.NARROW:  # one tile of split_kv's; narrow heads
+    columns = hopper_forward.columns_of(head_dim)
+    if heads_q // heads_kv * seq_q <= 64 or head_dim <= hopper_forward.NARROW:  # one tile of split_kv's; narrow heads
         return 0
-    consumers = hopper_forward.shape_of(columns, rows, keys, False)["CONSUMERS"]
-    block, most = consumers * hopper_forward.ROWS.value, split_kv.at_once(q)
-    tiles = batch * heads_kv * cdiv(rows, block)
-    if tiles > 2 * most and is_causal:  # enough for any kernel; the triangle is split_kv's
-        return int(keys >= LEAST_KEYS[columns])
-    if tiles > 2 * most:  # rows of a group may fill fewer tiles
-        return int(0.9 * group * cdiv(seq_q, block) > cdiv(rows, block))
+    keys, most = offset + 1 if is_causal else k.shape[2], split_kv.at_once(q)
+    consumers, of_group, _ = tiles(q, k)
+    of_all = batch * heads_kv * of_group
+    if of_all > 2 * most:  # enough for any kernel
+        return int(packs(q, k) and (keys >= LEAST_KEYS[columns] or not is_causal))
 
     def us(n):
-        walks = cdiv(tiles * n, most) * keys / n * KEY_NS[columns, consumers] / 1e3
+        walks = cdiv(of_all * n, most) * keys / n * KEY_NS[columns, consumers] / 1e3
         return walks + (n > 1) * (MERGE_US + n * q.numel() / MERGED)
 
     counts = range(1, MOST + 1) if all(_joined(t) for t in (k, v)) else (1,)
     n = min(counts, key=us)
-    busy = tiles * n / (cdiv(tiles * n, most) * most)
+    busy = of_all * n / (cdiv(of_all * n, most) * most)
     return n if busy > 0.75 and keys >= n * LEAST_KEYS[columns] else 0
 
 

@@ -23,6 +23,7 @@ from phase5_tuning.hopper.parts import (
     aggregate,
     await_rows,
     in_heads,
+    in_pairs,
     in_pieces,
     no_rows,
     over_columns,
@@ -40,6 +41,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 ROWS = gl.constexpr(64)  # queries of a consumer: the rows of one wgmma
+EDGE = gl.constexpr(128)  # a multiple of ROWS and of every tile of keys
 
 
 @aggregate
@@ -58,25 +60,35 @@ class Work:
     seq_k: gl.tensor
     heads: gl.tensor  # batch x heads_q
     together: gl.tensor  # heads whose tiles take turns
+    offset: gl.tensor | gl.constexpr  # under a causal mask, query i sees keys 0 ... i + offset
     IS_CAUSAL: gl.constexpr
     CONSUMERS: gl.constexpr
     O_DIM: gl.constexpr
+    LOWER_RIGHT: gl.constexpr  # whether offset is known to a running kernel only, else it is 0
 
     @gluon.constexpr_function
     def __init__(
         self, q, k, v, o, lse_ptr, taken_ptr, heads_q, group, seq_q, seq_k, heads, together, IS_CAUSAL, CONSUMERS,
-        O_DIM=0,
+        O_DIM=0, offset=0, LOWER_RIGHT=False,
     ):  # fmt: skip
         self.q, self.k, self.v, self.o = q, k, v, o
         self.lse_ptr, self.taken_ptr = lse_ptr, taken_ptr
         self.heads_q, self.group, self.seq_q, self.seq_k = heads_q, group, seq_q, seq_k
         self.heads, self.together = heads, together
         self.IS_CAUSAL, self.CONSUMERS = gl.constexpr(IS_CAUSAL), gl.constexpr(CONSUMERS)
-        self.O_DIM = gl.constexpr(O_DIM)
+        self.O_DIM, self.LOWER_RIGHT = gl.constexpr(O_DIM), gl.constexpr(LOWER_RIGHT)
+        self.offset = offset if LOWER_RIGHT else gl.constexpr(0)
+
+    @gluon.jit
+    def before(self):
+        """Rows before the first query. With them the edge of the mask goes through tiles of keys as if offset were 0,
+        so that a walk still needs a mask in its first tile alone.
+        """
+        return self.offset % EDGE
 
     @gluon.jit
     def tiles_m(self):
-        return gl.cdiv(self.seq_q, self.CONSUMERS * ROWS)
+        return gl.cdiv(self.before() + self.seq_q, self.CONSUMERS * ROWS)
 
     @gluon.jit
     def tiles(self):
@@ -97,14 +109,14 @@ class Work:
         if self.IS_CAUSAL:
             m = tiles_m - 1 - m
         bh = first + within % heads
-        return m * (self.CONSUMERS * ROWS), bh // self.heads_q, bh % self.heads_q
+        return m * (self.CONSUMERS * ROWS) - self.before(), bh // self.heads_q, bh % self.heads_q
 
     @gluon.jit
     def tiles_n(self, end_m, BLOCK_N: gl.constexpr):
         """Tiles of keys that a query before end_m can see."""
         end_n = self.seq_k
         if self.IS_CAUSAL:
-            end_n = gl.minimum(end_m, self.seq_k)
+            end_n = gl.minimum(end_m + self.offset, self.seq_k)
         return gl.cdiv(end_n, BLOCK_N)
 
 
@@ -254,6 +266,12 @@ def _softmax_step(s, m_i, l_i, scale, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _rounded(p, DTYPE: gl.constexpr, IN_PAIRS: gl.constexpr):
+    """P for its product with the values."""
+    return in_pairs(p, DTYPE) if IN_PAIRS else p.to(DTYPE)
+
+
+@gluon.jit
 def _let_go(memory, pair, count):
     """Let tiles go that only consumers of later queries see. Returns the pair behind them."""
     for _ in range(count):
@@ -286,14 +304,14 @@ def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED: gl.
         offs_n = gl.expand_dims(start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S)), 0)
         visible = offs_n < work.seq_k
         if work.IS_CAUSAL:
-            visible = visible & (offs_m >= offs_n)
+            visible = visible & (offs_m + work.offset >= offs_n)
         s = gl.where(visible, s, float("-inf"))
     p, m_i, l_i, _ = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
     return p, m_i, l_i
 
 
 @gluon.jit
-def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.constexpr):
+def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.constexpr, IN_PAIRS: gl.constexpr):
     """(p, p16, acc, m, l) after S of a tile and PV of the one before, whose P is p16. p: registers for S."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
     # At head_dim 64 there is half as much to rescale: less than it takes to find out that nobody needs it.
@@ -319,8 +337,7 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.conste
         m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
     acc = times(acc, alpha, RISE > 0)
     p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
-    p16 = gl.convert_layout(p.to(p16.dtype), p16.type.layout, assert_trivial=True)
-    return p, p16, acc, m_i, l_i
+    return p, _rounded(p, p16.dtype, IN_PAIRS), acc, m_i, l_i
 
 
 @gluon.jit
@@ -354,6 +371,7 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
     CONSUMERS: gl.constexpr = work.CONSUMERS
     DTYPE: gl.constexpr = work.q.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    IN_PAIRS: gl.constexpr = OVERLAP and work.O_DIM > 0  # else the compiler does it
     pair = 0
     p = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     turn = 0
@@ -374,10 +392,10 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
 
         acc = no_rows(memory.BLOCK_D, memory.REST)
         p, m_i, l_i = _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED)
-        p16 = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, acc[0].type.layout, 2), assert_trivial=True)
+        p16 = _rounded(p, DTYPE, IN_PAIRS)
         pair += 1
         for _ in range(1, tiles_n):
-            p, p16, acc, m_i, l_i = _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP)
+            p, p16, acc, m_i, l_i = _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP, IN_PAIRS)
             pair += 1
         o, lse = _last_values(memory, p16, acc, m_i, l_i, pair)
         pair += 1
@@ -391,7 +409,10 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
             tma.async_copy_shared_to_global(work.o, [b, h, row, 0], memory.q.index(q_slot))
         offs_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
-        gl.store(lse_row + offs_m, lse, mask=offs_m < work.seq_q)
+        inside = offs_m < work.seq_q
+        if work.LOWER_RIGHT:
+            inside = inside & (offs_m >= 0)
+        gl.store(lse_row + offs_m, lse, mask=inside)
         turn += 1
         tile = memory.read_tile(turn)
     tma.store_wait(0)
@@ -400,20 +421,22 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
 @gluon.jit
 def _attn_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, o, lse_ptr, taken_ptr,
-    heads_q, group, seq_q, seq_k, scale, heads, together,
+    heads_q, group, seq_q, seq_k, scale, heads, together, offset,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     OVERLAP: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_DIM: gl.constexpr, REST: gl.constexpr,
+    LOWER_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """O and LSE as `_attn_fwd_descriptors_kernel`. Grid: as many programs as multiprocessors, at most one for each tile
     of CONSUMERS x 64 queries. o: a descriptor; with O_DIM a pointer to contiguous fp32 (batch, heads_q, seq_q, O_DIM).
+    offset: 0 without LOWER_RIGHT.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     work = Work(
         q_desc, k_desc, v_desc, o, lse_ptr, taken_ptr, gl.to_tensor(heads_q), gl.to_tensor(group),
         gl.to_tensor(seq_q), gl.to_tensor(seq_k), gl.to_tensor(heads), gl.to_tensor(together), IS_CAUSAL, CONSUMERS,
-        O_DIM,
+        O_DIM, gl.to_tensor(offset), LOWER_RIGHT,
     )  # fmt: skip
     memory = Memory(
         gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout),
@@ -560,9 +583,11 @@ def shape_of(columns: int, seq_q: int, seq_k: int, is_causal: bool) -> dict:
     return min((long, *SHORT), key=us) if columns == 64 else long
 
 
-def plan(q, k, v, is_causal: bool, scale: float, sign: int, parts: bool = False, **changes) -> HopperForwardPlan:
+def plan(
+    q, k, v, is_causal: bool, scale: float, sign: int, parts: bool = False, offset: int = 0, **changes
+) -> HopperForwardPlan:
     """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied by. parts: its launch
-    writes o in fp32, contiguous.
+    writes o in fp32, contiguous. offset: under a causal mask, query i sees keys 0 ... i + offset; at least 0.
 
     changes: to the arguments of the kernel, or `programs`, for measurements.
     """
@@ -574,16 +599,17 @@ def plan(q, k, v, is_causal: bool, scale: float, sign: int, parts: bool = False,
     if is_causal:
         of_a_head = max(1, 2 * seq_k * columns * q.itemsize // group)
         together = min(heads, max(1, CACHED // of_a_head))
-    shape = shape_of(columns, seq_q, seq_k, is_causal)
+    shape = shape_of(columns, seq_q, seq_k, is_causal and offset == 0)
     sizes = dict(
         heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
+        offset=offset, LOWER_RIGHT=offset > 0,
         BLOCK_D=columns, REST=rest_of(head_dim), O_DIM=head_dim if parts else 0, IS_CAUSAL=is_causal,
         programs=configs.multiprocessors(q.device.index), **shape,
     ) | changes  # fmt: skip
     block_n = sizes["BLOCK_N"]
     sizes["MASKED"] = is_causal or seq_k % block_n != 0
     options = dict(num_warps=4, maxnreg=sizes.pop("maxnreg"))
-    programs = min(sizes.pop("programs"), cdiv(seq_q, sizes["CONSUMERS"] * ROWS.value) * heads)
+    programs = min(sizes.pop("programs"), cdiv(offset % EDGE.value + seq_q, sizes["CONSUMERS"] * ROWS.value) * heads)
     o = torch.empty(q.shape, dtype=torch.float32 if parts else q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)

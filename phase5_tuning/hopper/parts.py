@@ -124,14 +124,15 @@ def release_count(count_ptr):
 
 @gluon.jit
 def in_pairs(x, DTYPE: gl.constexpr):
-    """fp32 as DTYPE, two numbers an instruction. Where the result is also needed in fp32, the compiler would convert to
-    bf16 one by one, on the unit that computes exponentials.
+    """fp32 as fp16 or bf16, two numbers an instruction. The compiler at times converts them one by one, and bf16 on the
+    unit that computes exponentials.
     """
     if gl.bfloat16 == DTYPE:
         code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
         return gl.inline_asm_elementwise(code, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
     else:
-        return x.to(DTYPE)
+        code: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        return gl.inline_asm_elementwise(code, "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit

@@ -48,8 +48,8 @@ def attention_forward(
     """softmax(scale q k^T) v and its LSE: arguments, results and errors as phase 3's `attention_forward`.
 
     lower_right: the causal mask is aligned with the last query and the last key, not with the first ones; without
-    is_causal it has no effect. Where that differs, decode's kernels take the call; with kernel or config it is a
-    ValueError.
+    is_causal it has no effect. Where that differs, decode's kernels or the Hopper kernel take the call; with kernel or
+    config it is a ValueError.
     kernel: a rung of the ladder; None: the split kernel for few queries, a Hopper kernel where one takes the call,
     else the last rung. config: tiles to use instead of the chosen ones, and then on a rung.
     fp32 is computed to fp32 accuracy, or with TF32 where PyTorch's own switch allows it
@@ -125,13 +125,15 @@ def choose(given, converted, kernel=None, config: configs.Config | None = None, 
     hopper = usual and hopper_forward.takes(*given)
     # Few queries leave multiprocessors idle, or read keys once a head instead of once a group (decode/).
     n = folded.parts(q, k, v, is_causal, offset) if hopper else 0
-    if n > 1 or (n and (offset or q.shape[1] > k.shape[1])):
+    if n > 1 or (n and folded.packs(q, k)):
         return FOLDED
-    if offset or (usual and not n and split_kv.pays(q, k)):
+    if usual and not n and split_kv.pays(q, k):
         return SPLIT
     # From a number of tiles on the Hopper kernels are faster than any rung (FEW and NARROW in hopper/forward.py).
-    if hopper and (n or hopper_forward.pays(q)):
+    if hopper and offset >= 0 and (n or hopper_forward.pays(q)):
         return HOPPER
+    if offset:
+        return SPLIT
     if usual and wide_forward.takes(*given) and wide_forward.pays(q):
         return WIDE
     if kernel not in (None, _attn_fwd_descriptors_kernel):
@@ -165,7 +167,7 @@ def _plan(q, k, v, is_causal, scale, kernel, config, lower_right) -> Callable:
         if kernel == NOTHING:
             return _nothing_to_see
         if kernel == HOPPER:
-            return hopper_forward.plan(q, k, v, is_causal, scale, sign)
+            return hopper_forward.plan(q, k, v, is_causal, scale, sign, offset=offset)
         if kernel == WIDE:
             return wide_forward.plan(q, k, v, is_causal, scale, sign)
         q, k, v = converted

@@ -19,8 +19,8 @@ from helpers import guards, interpreted_only, without_plans
 
 
 def in_parts(n, last=None):
-    """attention_forward in n parts, as verify_results calls it. last: under a causal mask, of the last so many queries;
-    the others by other kernels.
+    """attention_forward in n parts, as verify_results calls it; 0: by the Hopper kernel as it is. last: under a causal
+    mask, of the last so many queries; the others by other kernels.
     """
 
     def attention(q, k, v, *, is_causal, scale, enable_gqa):
@@ -29,7 +29,7 @@ def in_parts(n, last=None):
             interpreter.interpreted(),
             guards(),
             without_plans(),
-            mock.patch.object(forward, "choose", return_value=FOLDED),
+            mock.patch.object(forward, "choose", return_value=FOLDED if n else HOPPER),
             mock.patch.object(folded, "parts", return_value=n),
         ):
             q = q[:, :, -last:] if last else q
@@ -62,9 +62,21 @@ def test_parts_as_a_batch(batch, heads_q, heads_kv, seq_q, seq_k, head_dim, memo
 
 
 @interpreted_only
-@pytest.mark.parametrize(("batch", "seq", "last", "n"), [(1, 230, 30, 2), (2, 130, 70, 1), (2, 231, 10, 4)])
-def test_the_triangle_at_the_end_is_a_part_of_its_own(batch, seq, last, n):
-    q, k, v = make_qkv(batch, 2, seq, 128, heads_kv=1)
+@pytest.mark.parametrize(
+    ("batch", "seq", "last", "head_dim", "n"),
+    [
+        (1, 230, 30, 128, 2),
+        (2, 130, 70, 128, 1),
+        (2, 231, 10, 128, 4),
+        (2, 430, 129, 128, 0),  # 45 rows before the first query
+        (1, 384, 256, 80, 0),  # none
+        (1, 399, 144, 128, 0),  # 127, and a third tile for one query
+        (1, 650, 260, 64, 0),  # three consumers
+        (2, 577, 70, 64, 0),  # two
+    ],
+)
+def test_the_last_queries_see_all_keys_before_them(batch, seq, last, head_dim, n):
+    q, k, v = make_qkv(batch, 2, seq, head_dim, heads_kv=1)
     verify_results(in_parts(n, last), q, k, v, is_causal=True, enable_gqa=True, compare_sdpa=False).check()
 
 
@@ -132,18 +144,25 @@ def test_what_takes_a_call_on_hopper():
     with (
         mock.patch.object(split_kv, "at_once", return_value=132),
         mock.patch.object(hopper_forward, "takes", return_value=True) as takes,
-        mock.patch.object(hopper_forward, "pays", return_value=False),
+        mock.patch.object(hopper_forward, "pays", return_value=False) as pays,
         mock.patch.object(wide_forward, "takes", return_value=False),
         mock.patch.object(forward, "descriptors_allowed", return_value=True),
     ):
         assert chosen(1, 32, 8, 64, 32768) == FOLDED
         assert chosen(16, 32, 8, 32, 4096) == FOLDED  # one part, of a group's rows
         assert chosen(16, 8, 8, 128, 4096) == HOPPER
-        assert chosen(1, 32, 8, 512, 32768, is_causal=True, offset=32256) == FOLDED  # and the triangle
-        assert chosen(1, 32, 8, 4096, 8192, is_causal=True, offset=4096) == FOLDED
-        assert chosen(1, 32, 8, 4096, 4200, is_causal=True, offset=104) == SPLIT  # few keys before the triangle
+        assert chosen(1, 32, 8, 512, 32768) == HOPPER  # heads fill their tiles
+        assert chosen(1, 32, 8, 512, 32768, is_causal=True, offset=32256) == HOPPER
+        assert chosen(1, 32, 8, 256, 32768, is_causal=True, offset=32512) == FOLDED  # in parts, and the triangle
+        assert chosen(8, 32, 8, 300, 8192, is_causal=True, offset=7892) == FOLDED  # 10 tiles of a group for 12
+        assert chosen(8, 32, 8, 300, 1000, is_causal=True, offset=700) == SPLIT  # few keys before the triangle
+        assert chosen(1, 32, 8, 4096, 4000, is_causal=True, offset=-96) == SPLIT  # some queries see nothing
         assert chosen(1, 32, 8, 512, 32768, is_causal=True) not in (FOLDED, HOPPER, SPLIT)
         assert chosen(1, 32, 8, 1, 32768) == SPLIT
         assert chosen(1, 32, 8, 64, 4096) == SPLIT
+        pays.return_value = True
+        assert chosen(1, 32, 8, 4096, 4200, is_causal=True, offset=104) == HOPPER
+        assert chosen(1, 32, 8, 4096, 4000, is_causal=True, offset=-96) == SPLIT
+        assert chosen(512, 8, 8, 1, 4096, is_causal=True, offset=4095) == SPLIT
         takes.return_value = False
         assert chosen(1, 32, 8, 64, 32768) == SPLIT

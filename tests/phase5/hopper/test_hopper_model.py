@@ -271,20 +271,21 @@ def test_an_order_with_a_gap_or_a_turn_given_twice_deadlocks(order):
 
 
 def check_places(place, tiles_m_of):
-    for seq_q, batch, heads_q, together, consumers, is_causal in itertools.product(
-        (1, 128, 129, 1000), (1, 2), (1, 3, 4), (1, 2, 3, 7), (2, 3), (False, True)
+    for seq_q, batch, heads_q, together, consumers, (is_causal, before) in itertools.product(
+        (1, 128, 129, 1000), (1, 2), (1, 3, 4), (1, 2, 3, 7), (2, 3), ((False, 0), (True, 0), (True, 70))
     ):
         heads = batch * heads_q
         if together > heads:
             continue
         work = SimpleNamespace(
-            seq_q=seq_q, heads=heads, heads_q=heads_q, together=together, CONSUMERS=consumers, IS_CAUSAL=is_causal
-        )
+            seq_q=seq_q, heads=heads, heads_q=heads_q, together=together, CONSUMERS=consumers, IS_CAUSAL=is_causal,
+            before=lambda before=before: before,
+        )  # fmt: skip
         work.tiles_m = lambda work=work: tiles_m_of(work)
-        tiles_m = cdiv(seq_q, consumers * ROWS)
+        tiles_m = cdiv(before + seq_q, consumers * ROWS)
         assert work.tiles_m() == tiles_m
         places = [place(work, tile) for tile in range(tiles_m * heads)]
-        rows = [m * consumers * ROWS for m in range(tiles_m)]
+        rows = [m * consumers * ROWS - before for m in range(tiles_m)]
         assert sorted(places) == sorted(itertools.product(rows, range(batch), range(heads_q)))
         if is_causal:  # of the heads that are done together, the last queries come first
             for first in range(0, heads, together):
@@ -317,9 +318,11 @@ def test_a_mistake_in_the_queue_is_found(old, new):
 
 def test_a_walk_takes_the_tiles_of_keys_that_are_seen_and_no_other():
     tiles_n, tiles = as_python(hopper_forward.Work.tiles_n), as_python(hopper_forward.Work.tiles)
-    for seq_k, end_m, is_causal in itertools.product((1, 127, 128, 129, 300), (64, 128, 192, 448), (False, True)):
-        seen = min(seq_k, end_m) if is_causal else seq_k
-        work = SimpleNamespace(seq_k=seq_k, IS_CAUSAL=is_causal, heads=6, tiles_m=lambda: 5)
+    for seq_k, end_m, (is_causal, offset) in itertools.product(
+        (1, 127, 128, 129, 300), (64, 128, 192, 448), ((False, 0), (True, 0), (True, 100))
+    ):
+        seen = min(seq_k, end_m + offset) if is_causal else seq_k
+        work = SimpleNamespace(seq_k=seq_k, IS_CAUSAL=is_causal, offset=offset, heads=6, tiles_m=lambda: 5)
         assert tiles_n(work, end_m, BLOCK_N) == len(range(0, seen, BLOCK_N))
         assert tiles(work) == 30
 

@@ -145,7 +145,7 @@ def everything_is_taken():
         for module in (hopper_forward, hopper_backward):
             for name in ("takes", "pays"):
                 stack.enter_context(mock.patch.object(module, name, return_value=True))
-            stop = lambda *_, module=module: planned.append(module) or (lambda *tensors: tensors)  # noqa: E731
+            stop = lambda *_, module=module, **__: planned.append(module) or (lambda *tensors: tensors)  # noqa: E731
             stack.enter_context(mock.patch.object(module, "plan", stop))
         stack.enter_context(mock.patch("phase5_tuning.launch.plans._plans", {}))
         yield planned
