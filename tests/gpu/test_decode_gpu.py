@@ -10,7 +10,7 @@ from phase5_tuning.attention import FlashAttention
 from phase5_tuning.decode import folded, split_kv
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.passes import forward
-from phase5_tuning.passes.forward import FOLDED, SPLIT, attention_forward
+from phase5_tuning.passes.forward import FOLDED, HOPPER, SPLIT, attention_forward
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ hopper_only = pytest.mark.skipif(not HAS_HOPPER, reason="needs compute capabilit
 
 @contextlib.contextmanager
 def taken_by(which, **replaced):
-    """Inside it, calls are split, or folded. replaced: functions of the module, by what they return."""
+    """Inside it, which takes calls. replaced: functions of its module, by what they return."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_plans())
         stack.enter_context(mock.patch.object(forward, "choose", return_value=which))
@@ -119,12 +119,13 @@ def of_last_queries(n, which, **replaced):
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-@pytest.mark.parametrize("n", [3, 100])
-def test_a_mask_aligned_with_the_last_key(n, dtype):
-    q, k, v = make_qkv(1, 8, 2000, 128, heads_kv=2, dtype=dtype)
+@pytest.mark.parametrize(("n", "head_dim"), [(3, 128), (100, 128), (1040, 128), (129, 80), (700, 64), (90, 64)])
+def test_a_mask_aligned_with_the_last_key(n, head_dim, dtype):
+    q, k, v = make_qkv(1, 8, 2000, head_dim, heads_kv=2, dtype=dtype)
     verify(of_last_queries(n, SPLIT), q, k, v, is_causal=True)
     if HAS_HOPPER:
         verify(of_last_queries(n, FOLDED, parts=3), q, k, v, is_causal=True)
+        verify(of_last_queries(n, HOPPER), q, k, v, is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
