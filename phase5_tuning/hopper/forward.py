@@ -51,7 +51,7 @@ class Work:
     q: tma.tensor_descriptor  # tiles (1, 1, ROWS, BLOCK_D)
     k: tma.tensor_descriptor  # tiles (1, 1, BLOCK_N, BLOCK_D), as v's
     v: tma.tensor_descriptor
-    o: tma.tensor_descriptor | gl.tensor  # with O_DIM a pointer to rows in fp32
+    o: tma.tensor_descriptor | gl.tensor  # with O_DIM a pointer to contiguous rows
     lse_ptr: gl.tensor
     taken_ptr: gl.tensor  # how many tiles programs have taken besides their first
     heads_q: gl.tensor
@@ -85,6 +85,14 @@ class Work:
         so that a walk still needs a mask in its first tile alone.
         """
         return self.offset % EDGE
+
+    @gluon.jit
+    def has(self, offs_m):
+        """Which rows are queries."""
+        queries = offs_m < self.seq_q
+        if self.LOWER_RIGHT:
+            queries = queries & (offs_m >= 0)
+        return queries
 
     @gluon.jit
     def tiles_m(self):
@@ -356,11 +364,13 @@ def _last_values(memory, p16, acc, m_i, l_i, pair):
 
 
 @gluon.jit
-def _store_part(work, o, row, bh, first):
-    """Columns from first on of one part of the keys, in fp32: they are rounded once, when parts have been merged."""
+def _store_by_pointer(work, o, row, bh, first):
+    """Columns from first on of O. Of a part of the keys they are fp32: they are rounded once, when parts are merged.
+    Under a mask with an offset, a tile may begin before the first query, and the TMA stores no such tile.
+    """
     offs_m = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout)), 1)
     offs_d = gl.expand_dims(first + gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
-    inside = (offs_m < work.seq_q) & (offs_d < work.O_DIM)
+    inside = work.has(offs_m) & (offs_d < work.O_DIM)
     gl.store(work.o + (bh.to(gl.int64) * work.seq_q + offs_m) * work.O_DIM + offs_d, o, mask=inside)
 
 
@@ -402,17 +412,14 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
 
         if work.O_DIM:
             for piece in gl.static_range(len(o)):
-                _store_part(work, o[piece], row, b * work.heads_q + h, piece * o[0].shape[1])
+                _store_by_pointer(work, o[piece], row, b * work.heads_q + h, piece * o[0].shape[1])
         else:
             store_rows(q_place, o, 1.0)
             fence_async_shared()
             tma.async_copy_shared_to_global(work.o, [b, h, row, 0], memory.q.index(q_slot))
         offs_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
-        inside = offs_m < work.seq_q
-        if work.LOWER_RIGHT:
-            inside = inside & (offs_m >= 0)
-        gl.store(lse_row + offs_m, lse, mask=inside)
+        gl.store(lse_row + offs_m, lse, mask=work.has(offs_m))
         turn += 1
         tile = memory.read_tile(turn)
     tma.store_wait(0)
@@ -428,8 +435,8 @@ def _attn_fwd_hopper_kernel(
     LOWER_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """O and LSE as `_attn_fwd_descriptors_kernel`. Grid: as many programs as multiprocessors, at most one for each tile
-    of CONSUMERS x 64 queries. o: a descriptor; with O_DIM a pointer to contiguous fp32 (batch, heads_q, seq_q, O_DIM).
-    offset: 0 without LOWER_RIGHT.
+    of CONSUMERS x 64 queries. o: a descriptor; with O_DIM a pointer to contiguous (batch, heads_q, seq_q, O_DIM).
+    offset: 0 without LOWER_RIGHT, and with it there is O_DIM.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -599,11 +606,11 @@ def plan(
     if is_causal:
         of_a_head = max(1, 2 * seq_k * columns * q.itemsize // group)
         together = min(heads, max(1, CACHED // of_a_head))
-    shape = shape_of(columns, seq_q, seq_k, is_causal and offset == 0)
+    shape, by_pointer = shape_of(columns, seq_q, seq_k, is_causal and offset == 0), parts or offset > 0
     sizes = dict(
         heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
-        offset=offset, LOWER_RIGHT=offset > 0,
-        BLOCK_D=columns, REST=rest_of(head_dim), O_DIM=head_dim if parts else 0, IS_CAUSAL=is_causal,
+        offset=offset, LOWER_RIGHT=offset > 0, O_DIM=head_dim if by_pointer else 0,
+        BLOCK_D=columns, REST=rest_of(head_dim), IS_CAUSAL=is_causal,
         programs=configs.multiprocessors(q.device.index), **shape,
     ) | changes  # fmt: skip
     block_n = sizes["BLOCK_N"]
@@ -614,7 +621,7 @@ def plan(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
     rows = ROWS.value
-    tiles = [(q, rows), (k, block_n), (v, block_n), *([] if parts else [(o, rows)])]
+    tiles = [(q, rows), (k, block_n), (v, block_n), *([] if by_pointer else [(o, rows)])]
     boxes = [in_heads(t, n, columns) for t, n in tiles]
     launch = Launch(_attn_fwd_hopper_kernel, programs, sizes, options, boxes)
     with runtime.on_device_of(q):

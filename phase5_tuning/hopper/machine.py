@@ -215,6 +215,8 @@ class Store(UnderWay):
     """The TMA's copy of a tile out of shared memory. It reads first, and writes or adds later."""
 
     def __init__(self, descriptor, place, shared, adds: bool):
+        if min(place) < 0:
+            raise IndexError(f"the TMA stores no tile that begins before its tensor, at {[int(at) for at in place]}")
         self.descriptor, self.place, self.shared, self.adds = descriptor, place, shared, adds
         self.held = None
         super().__init__(reads=(shared,))

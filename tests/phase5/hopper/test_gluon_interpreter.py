@@ -654,6 +654,8 @@ def test_an_index_outside_is_no_index_from_the_end():
     Interpreted(_outside)[(1,)](torch.zeros(1), 3)
     with pytest.raises(IndexError, match="expected an index from 0 to 3, got -1"):
         Interpreted(_outside)[(1,)](torch.zeros(1), -1)
+    with pytest.raises(IndexError, match=r"no tile that begins before its tensor, at \[3, -1\]"):
+        machine.Store(None, [3, -1], None, False)
     with pytest.raises(ValueError, match=r"expected a grid of one axis, got \(2, 2\)"):
         Interpreted(_outside)[(2, 2)](torch.zeros(1), 0)
 
