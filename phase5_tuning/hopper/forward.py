@@ -41,7 +41,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 ROWS = gl.constexpr(64)  # queries of a consumer: the rows of one wgmma
-EDGE = gl.constexpr(128)  # a multiple of ROWS and of every tile of keys
 
 
 @aggregate
@@ -51,7 +50,7 @@ class Work:
     q: tma.tensor_descriptor  # tiles (1, 1, ROWS, BLOCK_D)
     k: tma.tensor_descriptor  # tiles (1, 1, BLOCK_N, BLOCK_D), as v's
     v: tma.tensor_descriptor
-    o: tma.tensor_descriptor | gl.tensor  # with O_DIM a pointer to contiguous rows
+    o: tma.tensor_descriptor | gl.tensor  # with O_DIM a pointer to rows in fp32
     lse_ptr: gl.tensor
     taken_ptr: gl.tensor  # how many tiles programs have taken besides their first
     heads_q: gl.tensor
@@ -80,23 +79,8 @@ class Work:
         self.offset = offset if LOWER_RIGHT else gl.constexpr(0)
 
     @gluon.jit
-    def before(self):
-        """Rows before the first query. With them the edge of the mask goes through tiles of keys as if offset were 0,
-        so that a walk still needs a mask in its first tile alone.
-        """
-        return self.offset % EDGE
-
-    @gluon.jit
-    def has(self, offs_m):
-        """Which rows are queries."""
-        queries = offs_m < self.seq_q
-        if self.LOWER_RIGHT:
-            queries = queries & (offs_m >= 0)
-        return queries
-
-    @gluon.jit
     def tiles_m(self):
-        return gl.cdiv(self.before() + self.seq_q, self.CONSUMERS * ROWS)
+        return gl.cdiv(self.seq_q, self.CONSUMERS * ROWS)
 
     @gluon.jit
     def tiles(self):
@@ -117,7 +101,7 @@ class Work:
         if self.IS_CAUSAL:
             m = tiles_m - 1 - m
         bh = first + within % heads
-        return m * (self.CONSUMERS * ROWS) - self.before(), bh // self.heads_q, bh % self.heads_q
+        return m * (self.CONSUMERS * ROWS), bh // self.heads_q, bh % self.heads_q
 
     @gluon.jit
     def tiles_n(self, end_m, BLOCK_N: gl.constexpr):
@@ -126,6 +110,11 @@ class Work:
         if self.IS_CAUSAL:
             end_n = gl.minimum(end_m + self.offset, self.seq_k)
         return gl.cdiv(end_n, BLOCK_N)
+
+    @gluon.jit
+    def seen_by_all(self, row, BLOCK_N: gl.constexpr):
+        """Tiles of keys of which query `row` sees every key."""
+        return gl.minimum(row + self.offset + 1, self.seq_k) // BLOCK_N
 
 
 @aggregate
@@ -291,6 +280,17 @@ def _let_go(memory, pair, count):
 
 
 @gluon.jit
+def _masked(work, s, row, start_n):
+    """s with -inf for keys that a query does not see. start_n: the first key of its tile."""
+    offs_m = gl.expand_dims(row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), 1)
+    offs_n = gl.expand_dims(start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
+    visible = offs_n < work.seq_k
+    if work.IS_CAUSAL:
+        visible = visible & (offs_m + work.offset >= offs_n)
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
 def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED: gl.constexpr):
     """(p, m, l) of the last tile of keys, where the walk begins: the one that may need a mask. p: registers for S."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
@@ -307,20 +307,19 @@ def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED: gl.
     # The turn before has left its side.
     mbarrier.arrive(memory.q_empty.index(turn % 2 ^ 1), pred=turn > 0)
     if MASKED:
-        start_n = (tiles_n - 1) * BLOCK_N
-        offs_m = gl.expand_dims(row + gl.arange(0, ROWS, S_ROWS), 1)
-        offs_n = gl.expand_dims(start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S)), 0)
-        visible = offs_n < work.seq_k
-        if work.IS_CAUSAL:
-            visible = visible & (offs_m + work.offset >= offs_n)
-        s = gl.where(visible, s, float("-inf"))
+        s = _masked(work, s, row, (tiles_n - 1) * BLOCK_N)
     p, m_i, l_i, _ = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
     return p, m_i, l_i
 
 
 @gluon.jit
-def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.constexpr, IN_PAIRS: gl.constexpr):
-    """(p, p16, acc, m, l) after S of a tile and PV of the one before, whose P is p16. p: registers for S."""
+def _next_tile(
+    work, memory, q, p, p16, acc, m_i, l_i, pair, row, start_n, scale,
+    OVERLAP: gl.constexpr, IN_PAIRS: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """(p, p16, acc, m, l) after S of a tile and PV of the one before, whose P is p16. p: registers for S. row, start_n:
+    of the tile, if it is MASKED.
+    """
     BLOCK_N: gl.constexpr = memory.BLOCK_N
     # At head_dim 64 there is half as much to rescale: less than it takes to find out that nobody needs it.
     RISE: gl.constexpr = 8 if OVERLAP and memory.BLOCK_D == 128 else 0
@@ -330,6 +329,8 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.conste
         s = over_columns(q, memory.keys(slot), p)
         acc = add_rows(acc, p16, memory.values(slot))
         s = warpgroup_mma_wait(len(acc), deps=(s,))
+        if MASKED:
+            s = _masked(work, s, row, start_n)
         m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
         if BLOCK_N == 128:  # fewer maxima are not worth another wait
             # It passes at once. But the assembler moves no wait for products over it, so maxima stay under PV.
@@ -342,6 +343,8 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP: gl.conste
         done = warpgroup_mma_wait(0, deps=acc + (s,))  # noqa: RUF005 (Triton unpacks nothing in a tuple)
         acc, s = done[:-1], done[-1]
         mbarrier.arrive(memory.kv_empty.index(slot))
+        if MASKED:
+            s = _masked(work, s, row, start_n)
         m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
     acc = times(acc, alpha, RISE > 0)
     p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
@@ -364,13 +367,11 @@ def _last_values(memory, p16, acc, m_i, l_i, pair):
 
 
 @gluon.jit
-def _store_by_pointer(work, o, row, bh, first):
-    """Columns from first on of O. Of a part of the keys they are fp32: they are rounded once, when parts are merged.
-    Under a mask with an offset, a tile may begin before the first query, and the TMA stores no such tile.
-    """
+def _store_part(work, o, row, bh, first):
+    """Columns from first on of one part of the keys, in fp32: they are rounded once, when parts have been merged."""
     offs_m = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout)), 1)
     offs_d = gl.expand_dims(first + gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
-    inside = work.has(offs_m) & (offs_d < work.O_DIM)
+    inside = (offs_m < work.seq_q) & (offs_d < work.O_DIM)
     gl.store(work.o + (bh.to(gl.int64) * work.seq_q + offs_m) * work.O_DIM + offs_d, o, mask=inside)
 
 
@@ -381,7 +382,8 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
     CONSUMERS: gl.constexpr = work.CONSUMERS
     DTYPE: gl.constexpr = work.q.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    IN_PAIRS: gl.constexpr = OVERLAP and work.O_DIM > 0  # else the compiler does it
+    # Where P's conversion is not in pairs by itself.
+    IN_PAIRS: gl.constexpr = work.LOWER_RIGHT or (OVERLAP and work.O_DIM > 0)
     pair = 0
     p = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
     turn = 0
@@ -397,29 +399,40 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
             for piece in gl.static_range(len(q_place)):
                 q += (q_place[piece].load(gl.DotOperandLayout(0, S, 2)),)
         tiles_n = work.tiles_n(row + ROWS, BLOCK_N)
-        if work.IS_CAUSAL and CONSUMERS * ROWS > BLOCK_N:
+        if work.IS_CAUSAL and (CONSUMERS * ROWS > BLOCK_N or work.LOWER_RIGHT):
             pair = _let_go(memory, pair, work.tiles_n(tile_row + CONSUMERS * ROWS, BLOCK_N) - tiles_n)
 
         acc = no_rows(memory.BLOCK_D, memory.REST)
         p, m_i, l_i = _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED)
         p16 = _rounded(p, DTYPE, IN_PAIRS)
         pair += 1
-        for _ in range(1, tiles_n):
-            p, p16, acc, m_i, l_i = _next_tile(memory, q, p, p16, acc, m_i, l_i, pair, scale, OVERLAP, IN_PAIRS)
+        masked_n = 1
+        if work.LOWER_RIGHT:  # the mask's edge may go through a second tile
+            masked_n = gl.maximum(1, tiles_n - work.seen_by_all(row, BLOCK_N))
+            for i in range(1, masked_n):
+                p, p16, acc, m_i, l_i = _next_tile(
+                    work, memory, q, p, p16, acc, m_i, l_i, pair, row, (tiles_n - 1 - i) * BLOCK_N, scale,
+                    OVERLAP, IN_PAIRS, True,
+                )  # fmt: skip
+                pair += 1
+        for _ in range(masked_n, tiles_n):
+            p, p16, acc, m_i, l_i = _next_tile(
+                work, memory, q, p, p16, acc, m_i, l_i, pair, row, 0, scale, OVERLAP, IN_PAIRS, False
+            )  # fmt: skip
             pair += 1
         o, lse = _last_values(memory, p16, acc, m_i, l_i, pair)
         pair += 1
 
         if work.O_DIM:
             for piece in gl.static_range(len(o)):
-                _store_by_pointer(work, o[piece], row, b * work.heads_q + h, piece * o[0].shape[1])
+                _store_part(work, o[piece], row, b * work.heads_q + h, piece * o[0].shape[1])
         else:
             store_rows(q_place, o, 1.0)
             fence_async_shared()
             tma.async_copy_shared_to_global(work.o, [b, h, row, 0], memory.q.index(q_slot))
         offs_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
-        gl.store(lse_row + offs_m, lse, mask=work.has(offs_m))
+        gl.store(lse_row + offs_m, lse, mask=offs_m < work.seq_q)
         turn += 1
         tile = memory.read_tile(turn)
     tma.store_wait(0)
@@ -435,8 +448,8 @@ def _attn_fwd_hopper_kernel(
     LOWER_RIGHT: gl.constexpr,
 ):  # fmt: skip
     """O and LSE as `_attn_fwd_descriptors_kernel`. Grid: as many programs as multiprocessors, at most one for each tile
-    of CONSUMERS x 64 queries. o: a descriptor; with O_DIM a pointer to contiguous (batch, heads_q, seq_q, O_DIM).
-    offset: 0 without LOWER_RIGHT, and with it there is O_DIM.
+    of CONSUMERS x 64 queries. o: a descriptor; with O_DIM a pointer to contiguous fp32 (batch, heads_q, seq_q, O_DIM).
+    offset: 0 without LOWER_RIGHT.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -606,22 +619,22 @@ def plan(
     if is_causal:
         of_a_head = max(1, 2 * seq_k * columns * q.itemsize // group)
         together = min(heads, max(1, CACHED // of_a_head))
-    shape, by_pointer = shape_of(columns, seq_q, seq_k, is_causal and offset == 0), parts or offset > 0
+    shape = shape_of(columns, seq_q, seq_k, is_causal and offset == 0)
     sizes = dict(
         heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
-        offset=offset, LOWER_RIGHT=offset > 0, O_DIM=head_dim if by_pointer else 0,
-        BLOCK_D=columns, REST=rest_of(head_dim), IS_CAUSAL=is_causal,
+        offset=offset, LOWER_RIGHT=offset > 0,
+        BLOCK_D=columns, REST=rest_of(head_dim), O_DIM=head_dim if parts else 0, IS_CAUSAL=is_causal,
         programs=configs.multiprocessors(q.device.index), **shape,
     ) | changes  # fmt: skip
     block_n = sizes["BLOCK_N"]
     sizes["MASKED"] = is_causal or seq_k % block_n != 0
     options = dict(num_warps=4, maxnreg=sizes.pop("maxnreg"))
-    programs = min(sizes.pop("programs"), cdiv(offset % EDGE.value + seq_q, sizes["CONSUMERS"] * ROWS.value) * heads)
+    programs = min(sizes.pop("programs"), cdiv(seq_q, sizes["CONSUMERS"] * ROWS.value) * heads)
     o = torch.empty(q.shape, dtype=torch.float32 if parts else q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device)
     rows = ROWS.value
-    tiles = [(q, rows), (k, block_n), (v, block_n), *([] if by_pointer else [(o, rows)])]
+    tiles = [(q, rows), (k, block_n), (v, block_n), *([] if parts else [(o, rows)])]
     boxes = [in_heads(t, n, columns) for t, n in tiles]
     launch = Launch(_attn_fwd_hopper_kernel, programs, sizes, options, boxes)
     with runtime.on_device_of(q):

@@ -221,4 +221,4 @@ def test_what_takes_a_call_here():
         q, k, v = make_qkv(1, 32, seq_q, 128, heads_kv=heads_kv, seq_k=seq_k, dtype=BF16)
         chosen.append(forward.choose((q, k, v), (q, k, v)))
         assert hopper_forward.takes(q, k, v)
-    assert chosen == [SPLIT, SPLIT, FOLDED, FOLDED, forward.HOPPER]
+    assert chosen == [SPLIT, SPLIT, FOLDED, HOPPER, HOPPER]

@@ -68,9 +68,9 @@ def test_parts_as_a_batch(batch, heads_q, heads_kv, seq_q, seq_k, head_dim, memo
         (1, 230, 30, 128, 2),
         (2, 130, 70, 128, 1),
         (2, 231, 10, 128, 4),
-        (2, 430, 129, 128, 0),  # 45 rows before the first query
-        (1, 384, 256, 80, 0),  # none
-        (1, 399, 144, 128, 0),  # 127, and a third tile for one query
+        (2, 430, 129, 128, 0),  # the edge of the mask goes through two tiles of keys
+        (1, 384, 256, 80, 0),  # through one
+        (1, 447, 255, 128, 0),  # consumers of a program see different numbers of tiles
         (1, 650, 260, 64, 0),  # three consumers
         (2, 577, 70, 64, 0),  # two
     ],
