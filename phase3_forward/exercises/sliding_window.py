@@ -5,10 +5,10 @@ keys j < 0 and j >= seq_k do not exist. S is then a band along the diagonal, and
 tiles of keys that touch the band and over no others, on either side. That is what makes the cost grow like
 seq * window instead of seq^2.
 
-Write where the walk begins and ends, both in keys, and what is visible in each tile: a mask
-(BLOCK_M, BLOCK_N). The loop, its loads and phase 2's attention_tile_step are there. The late rows of
-a tile may see no key of the first tile visited, so that their maximum is still -inf
-when their first key arrives. The window may be as long as 2^31 - 1, the largest number of 32 bits.
+Write where the walk begins and ends, both in keys, and what is visible in each tile: a mask (BLOCK_M, BLOCK_N). The
+loop, its loads and phase 2's attention_tile_step are there. The late rows of a tile may see no key of the first tile
+visited, so that their maximum is still -inf when their first key arrives. The window may be as long as 2^31 - 1, the
+largest number of 32 bits.
 
 Notebook: phase3_forward/forward.ipynb, section 4.3; `finish` stores o and lse.
 """
