@@ -76,6 +76,7 @@ def _programs_mistakes(*case):
     registers, shared, num_warps = case
     return {
         "registers are handed out in eights: round up": _programs(*case, handed=1),
+        "a multiple of eight is not rounded up: 128 stay 128": _programs(registers + 1, shared, num_warps),
         "each program takes 1 KiB of shared memory more": _programs(*case, reserved=0),
         "a multiprocessor has 228 KiB; 227 are the most that one program may have": _programs(*case, kib=227),
         "there is room for 64 warps": _programs(*case, warps=10**6),
@@ -159,6 +160,8 @@ def _registers_mistakes(config, head_dim):
         "a warp has 32 threads": acc_and_s // config.num_warps,
         "all the program's threads share them: num_warps warps": acc_and_s // 32,
         "S is missing, (BLOCK_M, BLOCK_N)": config.BLOCK_M * padded // threads,
+        "acc has head_dim columns, S has BLOCK_N": 2 * config.BLOCK_M * padded // threads,
+        "S has BLOCK_N columns, acc has head_dim": 2 * p // threads,
         "acc is missing, (BLOCK_M, head_dim)": config.BLOCK_M * config.BLOCK_N // threads,
         "a register has 4 bytes, as has an element of fp32": acc_and_s * 4 // threads,
         "acc and S alone: P, in 16 bits, makes do with the rest": (acc_and_s + p // 2) // threads,

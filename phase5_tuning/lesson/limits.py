@@ -82,7 +82,7 @@ def beside_cudnn(ours: dict, peers: dict) -> None:
 
 
 def small_call(record: dict) -> dict:
-    """The row of the tuned forward pass of 512 tokens, 32 heads on 8 key heads, head_dim 128, causal."""
+    """The row of the operator's forward pass of 512 tokens, 32 heads on 8 key heads, head_dim 128, causal."""
     key = "provider", "mode", "shape"
     (row,) = (r for r in record["rows"] if tuple(r[name] for name in key) == ("ours", "fwd", "llama-short"))
     return row
