@@ -109,13 +109,13 @@ def _count_products(step, m, l, s, scale):
     products = [x for x in made if x.shape == s.shape]
     if len(products) > 1:
         reject(
-            f"the step multiplies or divides the tile {len(products)} times. The multiplication by log2(e) is the one to "
-            "remove: with log2(e) in the scale, s * scale is enough"
+            f"the step multiplies or divides the tile {len(products)} times. The multiplication by log2(e) is the one "
+            "to remove: with log2(e) in the scale, s * scale is enough"
         )
     if any(x is product for x in powers for product in products):
         reject(
-            "the tile is multiplied after the subtraction, and a multiply-add multiplies first: compiled, these are two "
-            "instructions for each logit. Subtract m' from s * scale"
+            "the tile is multiplied after the subtraction, and a multiply-add multiplies first: compiled, these are "
+            "two instructions for each logit. Subtract m' from s * scale"
         )
 
 
