@@ -2,8 +2,8 @@
 
 A turn is one pass through a kernel's loop over keys, or over queries. The listing has no times. It has an order, and
 from it follows what can be under way at once: a product is under way from its HGMMA to the DEPBAR that waits for it, a
-copy from its UTMALDG to the PHASECHK that waits for its bytes. From counts of instructions follow clocks, if nothing
-overlaps; none is fitted to a measured time.
+copy from its UTMALDG to the PHASECHK that waits for its bytes, or from the first LDGSTS of a group to its DEPBAR. From
+counts of instructions follow clocks, if nothing overlaps; none is fitted to a measured time.
 """
 
 import math
@@ -68,8 +68,8 @@ class Instruction:
 
     @property
     def still_under_way(self) -> int:
-        """For a wait for products: how many groups may still be under way after it."""
-        return int(re.search(r"gsb0, (0x[0-9a-f]+)", self.text)[1], 16)
+        """For a wait for products or LDGSTS: how many groups may still be under way after it."""
+        return int(re.search(r"(?:gsb0|SB0), (0x[0-9a-f]+)", self.text)[1], 16)
 
 
 def instructions(sass: str) -> list[Instruction]:
@@ -197,8 +197,8 @@ def under_way(body: list[Instruction]) -> list[tuple[str, int, int]]:
     """(name, first, last) of each group of products and each copy: positions in the turn between which it may be under
     way. A group is "PV" if its left factors are in registers, else "S".
     """
-    spans, groups, copies = [], [], []
-    opened = None
+    spans, groups, copies, loads = [], [], [], []
+    opened, first_load = None, None
     for n, x in enumerate(body):
         if x.what == "product":
             if opened is None or opened[1] != x.left_in_registers:
@@ -214,6 +214,15 @@ def under_way(body: list[Instruction]) -> list[tuple[str, int, int]]:
             copies.append(n)
         elif x.what == "wait at an mbarrier" and copies:
             spans.append(("copy", copies.pop(0), n))
+        elif x.name == "LDGSTS" and first_load is None:
+            first_load = n
+        elif x.name == "LDGDEPBAR" and first_load is not None:
+            loads.append(first_load)
+            first_load = None
+        elif x.name == "DEPBAR":
+            done = loads[: len(loads) - x.still_under_way]
+            spans += [("copy", first, n) for first in done]
+            loads = loads[len(done) :]
     return spans
 
 

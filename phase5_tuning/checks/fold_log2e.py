@@ -70,20 +70,25 @@ def _step(answer, m, l, s, scale):
 
 
 def _count_products(step, m, l, s, scale):
-    """Reject a step that multiplies or divides a tile more than once, or takes the maximum of the product."""
+    """Reject a step that multiplies or divides a tile more than once or last, or takes the maximum of the product."""
     if not runtime.INTERPRETED:
         return
     from triton.runtime.interpreter import ReduceOps
     from triton.runtime.interpreter import interpreter_builder as builder
 
-    shapes, reduced, min_max = [], [], ReduceOps.min_max
+    made, powers, reduced, min_max = [], [], [], ReduceOps.min_max
 
     def counting(operation):
-        def counted(a, b, *args, **kwargs):
-            shapes.append(max(a.data.shape, b.data.shape, key=len))
-            return operation(a, b, *args, **kwargs)
+        def counted(*args, **kwargs):
+            product = operation(*args, **kwargs)
+            made.append(product.data)
+            return product
 
         return counted
+
+    def power(x, exp2=builder.create_exp2):
+        powers.append(x.data)
+        return exp2(x)
 
     def watched(self, tile, *args, **kwargs):
         reduced.append(torch.from_numpy(tile.handle.data.copy()))
@@ -94,17 +99,23 @@ def _count_products(step, m, l, s, scale):
         for name in ("create_fmul", "create_fdiv"):
             replaced = counting(getattr(builder, name))
             stack.enter_context(mock.patch.object(builder, name, replaced))
+        stack.enter_context(mock.patch.object(builder, "create_exp2", power))
         step(m, l, s, scale)
     if any(tile.shape == s.shape and torch.equal(tile, s * scale) for tile in reduced):
         reject(
             "the maximum is taken of the scaled tile. Compiled, each logit then costs a multiplication beside its "
             "multiply-add: scale the maximum of a row, not the row before its maximum"
         )
-    products = shapes.count(tuple(s.shape))
-    if products > 1:
+    products = [x for x in made if x.shape == s.shape]
+    if len(products) > 1:
         reject(
-            f"the step multiplies or divides the tile {products} times. The multiplication by log2(e) is the one to "
-            "remove: with log2(e) in the scale, s * scale is enough"
+            f"the step multiplies or divides the tile {len(products)} times. The multiplication by log2(e) is the one "
+            "to remove: with log2(e) in the scale, s * scale is enough"
+        )
+    if any(x is product for x in powers for product in products):
+        reject(
+            "the tile is multiplied after the subtraction, and a multiply-add multiplies first: compiled, these are "
+            "two instructions for each logit. Subtract m' from s * scale"
         )
 
 

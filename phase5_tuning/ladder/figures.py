@@ -246,10 +246,10 @@ def turns(bodies: Mapping[str, Sequence[sass.Instruction]], names: Sequence[str]
             ax.set_xlim(0, sass.starts(body)[-1])
         ax.tick_params(axis="y", length=0)
         ax.set_title(title, fontsize=10)
-    clocks = "clocks of one turn, one thing after the other"
+    clocks = "clocks, one thing after the other"
     axes[-1, 0].set_xlabel("instruction, in the order of the listing" if names else clocks)
-    looks = (LEFT_FACTORS if names else PRODUCTS).values()
-    handles = [Patch(**look, edgecolor="white", label=label) for look, label in zip(looks, LEGEND, strict=True)]
+    looks = dict(zip(LEGEND, LEFT_FACTORS.values(), strict=True)) if names else PRODUCTS
+    handles = [Patch(**look, edgecolor="white", label=label) for label, look in looks.items()]
     fig.legend(handles=handles, loc="outside lower right", ncols=2, fontsize=8)
     style.show(fig, alt=" ".join(_said(*item, names) for item in bodies.items()))
 

@@ -330,14 +330,13 @@ def stands(row: dict) -> dict[str, float]:
 
 
 def where_warps_stand(counters: dict, *names: str) -> tuple[int, str]:
-    """The rung of these on which warps wait for data for the largest share of their time; a table of their `stands`."""
+    """The percent of their time in which rung 1's warps wait for data; a table of what `stands` says of these rungs."""
     rungs = counted_rungs(counters)
     columns = {ORDER.index(name): stands(rungs[name]) for name in names}
     lines = [f"{'a warp, percent of its time':<42} " + "".join(f"{f'rung {n}':>9}" for n in columns)]
     for words in (*STANDS, "all else"):
         lines.append(f"{words:<42} " + "".join(f"{of[words]:>9.0f}" for of in columns.values()))
-    data = "waits for data (long scoreboard)"
-    return max(columns, key=lambda n: columns[n][data]), "\n".join(lines)
+    return round(columns[1]["waits for data (long scoreboard)"]), "\n".join(lines)
 
 
 def _idle_end(name: str) -> float:

@@ -49,6 +49,21 @@ def test_a_product_may_be_waited_for_in_the_next_turn():
     assert sass.wait_for_last(sass.turn(SASS)) == 2 + 8 + 12
 
 
+def test_copies_of_threads_are_under_way_until_their_group_is_waited_for():
+    texts = [
+        "LDGSTS",
+        "LDGSTS",
+        "LDGDEPBAR",
+        "LDGSTS",
+        "LDGDEPBAR",
+        "DEPBAR.LE SB0, 0x1",
+        "IADD3",
+        "DEPBAR.LE SB0, 0x0",
+    ]
+    body = [sass.Instruction(16 * n, text) for n, text in enumerate(texts)]
+    assert sass.under_way(body) == [("copy", 0, 5), ("copy", 3, 7)]
+
+
 def test_a_mask_is_what_a_branch_skips():
     texts = ["@!P0 BRA 0x240", "ISETP.GE.AND P1, PT, R2, R3, PT", *["FSEL R5, R5, -INF, P1"] * 34, "MUFU.EX2 R5, R5"]
     code = [sass.Instruction(16 * n, text) for n, text in enumerate(texts)]

@@ -222,6 +222,11 @@ WRONG = {
             {"tl.exp2(s * scale - shift[:, None])": "tl.exp2((s * (scale / LOG2E) - shift[:, None] / LOG2E) * LOG2E)"},
             "is the one to remove",
         ),
+        Wrong(
+            "multiplied last",
+            {"tl.exp2(s * scale - shift[:, None])": "tl.exp2((s - (shift / scale)[:, None]) * scale)"},
+            "a multiply-add multiplies first",
+        ),
         Wrong("no row without a key", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "m_new"}, "-inf minus -inf"),
         Wrong("a floor", {'tl.where(m_new == float("-inf"), 0.0, m_new)': "tl.maximum(m_new, -1e5)"}, "above a floor"),
         Wrong(
