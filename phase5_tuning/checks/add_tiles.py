@@ -64,8 +64,8 @@ def _why(answer, error, tiles):
     parities = [n for what, _, n in done if what == "wait"]
     if arrivals != tiles:
         return (
-            f". `full` counts one arrival in a phase, and gets {arrivals} in {tiles}: each `expect` is one, for the bytes "
-            "of both tiles"
+            f". `full` counts one arrival in a phase, and gets {arrivals} in {tiles}: each `expect` is one, for the "
+            "bytes of both tiles"
         )
     if number["expect"] != number["copy"]:
         return (
