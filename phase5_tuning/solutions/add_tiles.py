@@ -1,8 +1,8 @@
 """Add tiles that come in pairs under one barrier.
 
 You write Gluon. Each program adds `tiles` tiles of x to those of y, one after the other. It has room for one tile of x
-and one of y, and one barrier, `full`, which counts one arrival in a phase. The copies of both tiles of a pair share it.
-Write the body of the loop: tile i begins at `row`.
+and one of y, and one barrier, `full`, which counts one arrival in a phase. Both copies of a pair share it. Write the
+loop's body: tile i begins at `row`.
 
     fence_async_shared()                    what threads stored before comes before what the TMA reads afterwards
     mbarrier.expect(barrier, nbytes)        one arrival, and so many bytes that will come
