@@ -654,19 +654,25 @@ WRONG = {
             {
                 "    mbarrier.expect(full, 2 * x_desc.block_type.nbytes)\n": (
                     "    mbarrier.expect(full, x_desc.block_type.nbytes)\n"
-                    "    mbarrier.expect(full, y_desc.block_type.nbytes)\n"
+                    "        mbarrier.expect(full, y_desc.block_type.nbytes)\n"
                 )
             },
-            "counts one arrival, and gets 2",
+            "counts one arrival in a phase, and gets 2 in 1",
         ),
         Wrong("one tile's bytes", {"2 * x_desc": "x_desc"}, "the copies bring 4096"),
         Wrong("bytes that never come", {"2 * x_desc": "3 * x_desc"}, "6144 bytes are announced"),
-        Wrong("no wait", {"    mbarrier.wait(full, 0)\n": ""}, "Nobody waits for `full`"),
-        Wrong("parity 1", {"wait(full, 0)": "wait(full, 1)"}, "A fresh barrier lets parity 1 pass"),
-        Wrong("no fence", {"REGISTERS))\n    fence_async_shared()\n": "REGISTERS))\n"}, "without a fence"),
-        Wrong("it ends too early", {"    tma.store_wait(0)\n": ""}, "still reads the program's shared memory"),
+        Wrong("no wait", {"        mbarrier.wait(full, i & 1)\n": ""}, "Nobody waits for `full`"),
+        Wrong("parity 1", {"i & 1": "1"}, "A fresh barrier lets parity 1 pass"),
+        Wrong("parity 0", {"i & 1": "0"}, "Waits name parities 0, 0, 0: tile i ends phase i"),
+        Wrong("no fence", {"REGISTERS))\n        fence_async_shared()\n": "REGISTERS))\n"}, "without a fence"),
+        Wrong("it ends too early", {"        tma.store_wait(0)\n": ""}, "still reads the program's shared memory"),
+        Wrong(
+            "the next tile of x comes too early",
+            {"        tma.store_wait(0)\n": "        if i == tiles - 1:\n            tma.store_wait(0)\n"},
+            "the copy into x of program 0 writes to x while the copy out of x of program 0 is under way",
+        ),
         Wrong("only x", {"x.load(REGISTERS) + y.load(REGISTERS)": "x.load(REGISTERS)"}, "row 0 is x"),
-        Wrong("all programs have the first tile", {"row = gl.program_id(0) * ROWS": "row = 0"}, "is NaN"),
+        Wrong("all programs have the first tiles", {"gl.program_id(0) * tiles + i": "i"}, "is NaN"),
     ],
     "write_producer": [
         Wrong(
