@@ -314,7 +314,7 @@ STEP = {  # what lies under what in a step of a consumer: lane: (text, from, to,
     "consumer": [
         ("waits for S", 0, 1, None), ("P: a part", 1, 1.7, "state"), ("waits", 1.7, 2.4, None),
         ("P: the rest; dS, stored", 2.4, 4.6, "state"), ("meets", 4.6, 5.3, None), ("waits for dQ", 5.3, 6.7, None),
-        ("stores dQ", 6.7, 7.4, "state"), ("", 7.4, 8, None),
+        ("stores dQ", 6.7, 7.4, "state"), ("waits", 7.4, 8, None),
     ],
     "its writers": [("add dQ of the two steps before", 0, 7.4, "v"), ("dQ", 7.4, 8, "v")],
 }  # fmt: skip

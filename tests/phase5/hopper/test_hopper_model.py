@@ -188,7 +188,7 @@ def test_a_gpu_does_not_end_with_a_few_long_walks():
 
     def total(heads, together, slots, all_from_the_diagonal):
         def take_tile(ticket):
-            return hopper_order.take_tile(ticket, 8, heads + together, together, True)  # no head is among the last
+            return hopper_order.take_tile(ticket, 8, heads, together, True, toward=1)  # no head is among the last
 
         sizes = dict(tiles_m=16, tiles_n=8, block_m=64, is_causal=True, slots=slots, heads=heads, together=together)
         return dq_schedule(**sizes, take_tile=take_tile if all_from_the_diagonal else None).total
@@ -197,6 +197,12 @@ def test_a_gpu_does_not_end_with_a_few_long_walks():
         for slots in (2, 5, 8, 13):
             assert total(heads, together, slots, False) <= total(heads, together, slots, True)
     assert total(4, 2, 16, True) / total(4, 2, 16, False) > 1.2
+
+
+def test_a_long_call_on_an_h100_has_the_kernels_tiles():
+    for head_dim, block_m in hopper_backward.BLOCK_M.items():
+        schedule = dq_schedule(16384 // block_m, 128, block_m, is_causal=True, heads=4, together=2, hop=0.8)
+        assert hopper_order.on_h100(head_dim, 4, True) == schedule.total
 
 
 def test_every_tile_of_queries_has_a_counter_of_its_own():
