@@ -18,6 +18,7 @@ ALL, TILE, FIRST, MERGE, EACH = 3.0e6, 0.9, 3.0, 1.2, 0.02  # as in the task
 
 TILE_BYTES = 2**16  # 128 keys and values of 128 columns
 ROUNDS, RAGGED, MEMORY = (10, 64, TILE_BYTES), (2, 10, TILE_BYTES), (2, 64, 4 * TILE_BYTES)
+SHORTEST = 2, 1, TILE_BYTES
 CASES = [  # (n, *call, multiprocessors)
     *((n, *ROUNDS, SMALL) for n in (1, 2, 7, 64)),
     *((n, *RAGGED, SMALL) for n in (1, 4, 10)),
@@ -32,7 +33,8 @@ def check(answer):
     _check_times(answer)
     record = figures.by_case(records.load("phase5_tuning", "h100_parts"), "parts").items()
     calls = [(figures.call_of(case), LARGE, {n: row["ms"] * 1e3 for n, row in of.items()}) for case, of in record]
-    calls.append((ROUNDS, SMALL, {n: _times(n, *ROUNDS, SMALL)[""] for n in range(1, ROUNDS[1] + 1)}))
+    for call in (ROUNDS, SHORTEST):
+        calls.append((call, SMALL, {n: _times(n, *call, SMALL)[""] for n in range(1, call[1] + 1)}))
     slowest = max(_check_choice(answer, *call) for call in calls)
     return f"the model's times; with your number of parts at most {slowest - 1:.0%} slower than with the best"
 
@@ -48,6 +50,9 @@ def _times(n, programs, tiles, tile_bytes, multiprocessors):
         "programs run in rounds, of as many as there are multiprocessors": max(all_bytes, FIRST + own) + merge,
         "a round that is not full takes as long as a full one: round up": (
             max(all_bytes, n * programs / multiprocessors * (FIRST + own)) + merge
+        ),
+        "a round that is not full takes as long as a full one, also after the first: round up": (
+            max(all_bytes, max(1, n * programs / multiprocessors) * (FIRST + own)) + merge
         ),
         "the longest program has ceil(tiles / n) tiles": (max(all_bytes, rounds * (FIRST + tiles / n * TILE)) + merge),
         "the memory delivers to all programs while each gets its tiles: the slower of the two counts, not their sum": (

@@ -48,10 +48,10 @@ def operators_parts(case: tuple) -> int:
 PEERS = {"SDPA": "sdpa", "FlashAttention-3": "flash-attn-3"}  # and how their providers' names begin
 
 
-def best(providers: Mapping[str, dict]) -> dict[str, float]:
+def best(providers: Mapping[str, dict], clock: str = "ms") -> dict[str, float]:
     """Milliseconds: ours, those of SDPA's fastest backend, and of other peers that were measured."""
-    named = {name: [row["ms"] for p, row in providers.items() if p.startswith(of)] for name, of in PEERS.items()}
-    return {"ours": providers["ours"]["ms"]} | {name: min(ms) for name, ms in named.items() if ms}
+    named = {name: [row[clock] for p, row in providers.items() if p.startswith(of)] for name, of in PEERS.items()}
+    return {"ours": providers["ours"][clock]} | {name: min(ms) for name, ms in named.items() if ms}
 
 
 def step(text: str, after: str) -> None:

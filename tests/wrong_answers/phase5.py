@@ -2310,6 +2310,12 @@ WRONG = {
             "no rounds", {"rounds, share = -(-n * programs // multiprocessors)": "rounds, share = 1"}, "run in rounds"
         ),
         Wrong("half a round", {"-(-n * programs // multiprocessors)": "n * programs / multiprocessors"}, "round up"),
+        Wrong(
+            "half a round after the first",
+            {"-(-n * programs // multiprocessors)": "max(1, n * programs / multiprocessors)"},
+            "also after the first",
+        ),
+        Wrong("no call of one tile", {CHOSEN: CHOSEN.replace("tiles + 1", "tiles")}, "empty", kind="error"),
         Wrong("half a tile", {"-(-tiles // n)": "tiles / n"}, "the longest program has ceil(tiles / n) tiles"),
         Wrong(
             "for another machine",
