@@ -36,7 +36,7 @@ def _check_work(rank):
         said = ", ".join(f"{queries} x {keys}" for queries, keys in rank.attended)
         reject(
             f"{rank.ranks} ranks: rank {rank.number} attends with {said} rows (queries x keys), where "
-            f"{sum(expected)} pairs are enough: are there chunks among them that see nothing?"
+            f"{sum(expected)} pairs are enough: which of them see nothing, or are computed twice?"
         )
 
 

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from common import style
-from common.measure import records
 from common.style import COLORS, TINT
 
 from matplotlib.patches import Rectangle
@@ -81,22 +80,6 @@ def homeward(ranks: int, kv: float, sums: float) -> None:
         fig,
         alt=f"Three lanes of a rank, of {ranks}: products, transfers of K and V, transfers of sums. {'; '.join(said)}.",
     )
-
-
-def efficiencies(lengths: Sequence[int], of: Mapping[str, Sequence[float]], record: dict) -> None:
-    """How near two GPUs come to twice the speed of one, by the length of the sequence; of: way -> at each length."""
-    fig, ax = style.new(8.0, 3.8)
-    colors = (COLORS[name] for name in ("tiled", "k", "state", "ink"))
-    for (name, values), look, color in zip(of.items(), ("o-", "s--", "^:", "D-."), colors, strict=True):
-        ax.plot(lengths, values, look, color=color, label=name)
-    ax.axhline(1.0, color=COLORS["ink"], lw=0.8)
-    ax.set_xscale("log", base=2)
-    ax.set(xticks=lengths, xticklabels=[f"{seq:,}" for seq in lengths], ylim=(0.4, 1.1))
-    ax.set(xlabel="tokens", ylabel="efficiency of two GPUs")
-    ax.legend(fontsize=8, loc="lower right")
-    said = "; ".join(f"{name}: {', '.join(f'{e:.2f}' for e in values)}" for name, values in of.items())
-    alt = f"Efficiency at {', '.join(f'{seq:,}' for seq in lengths)} tokens. {said}."
-    style.show(fig, alt, records.describe(record))
 
 
 def predicted(

@@ -154,13 +154,6 @@ def measured_lines(name: str) -> list[str]:
     return lines
 
 
-def show_measured() -> None:
-    """The efficiencies as a picture."""
-    record, of = measured()
-    by_way = {name: [of[seq, way]["efficiency"] for seq in LENGTHS] for way, name in WAYS.items()}
-    figures.efficiencies(LENGTHS, by_way, record)
-
-
 def parts(seq: int) -> dict[str, float]:
     """What the ring's time of a forward and a backward pass is made of, and its whole, in ms.
 

@@ -1551,7 +1551,12 @@ WRONG = {
                     "part = rank.attend(q, kv)\n            merge_(o[late], lse[late], part[0][late], part[1][late])"
                 )
             },
-            "chunks among them that see nothing",
+            "which of them see nothing",
+        ),
+        Wrong(
+            "own keys twice",
+            {"o, lse = rank.attend(q, kv, True)": "o, lse = [rank.attend(q, kv, True) for _ in range(2)][1]"},
+            "are computed twice",
         ),
         Wrong("keys sent in the last step too", {"step + 1 == rank.ranks": "step == rank.ranks"}, "nobody needs them"),
         Wrong(
