@@ -303,6 +303,7 @@ def _require_traffic(what, s, v, moved):
     signs = {
         "no kernel has read anything: is it launched?": not moved.loaded,
         "the kernel reads a copy of s: pass s itself, and its strides": times == 0,
+        f"only {times:.0%} of the logits are read: does the loop go on to the end of the row?": times < 1,
         f"every logit is read {times:g} times: once is enough, as l divides at the end": times != 1,
         "the kernel reads something besides s and v: did it store weights or sums?": moved.loaded_from["other"],
         f"{written} bytes are written, o and lse have {wanted}: store after the loop": written != wanted,

@@ -446,6 +446,11 @@ WRONG = {
             "first 64 logits: does the loop go on?",
         ),
         Wrong(
+            "only the first tile, a long one",
+            {"range(0, n, BLOCK_N)": "range(0, BLOCK_N, BLOCK_N)", "BLOCK_N=64": "BLOCK_N=1024"},
+            "only 20% of the logits are read",
+        ),
+        Wrong(
             "bf16 is interpreted",
             {"s, v = runtime.to_kernel_dtype(s, v)": "s, v = s, v"},
             "by runtime.to_kernel_dtype?",
