@@ -85,18 +85,7 @@ def diagnoses() -> tuple[str, ...]:
         "bca",
         "b: the sum has a term e^(0 - m) for each column that does not exist; at m = 100 it is lost in rounding",
         "c: -inf - (-inf) is NaN, as long as a row has seen nothing but -inf",
-        "a: after a fall from 200 to 50, e^(200 - 50) overflows; a smaller fall does no harm, as l is right for any m",
-    )
-
-
-def two_passes() -> tuple[str, ...]:
-    """Which result needs two passes over a row, and why each does or does not."""
-    return (
-        "weights",
-        "weights: each is written once, but the last logit changes the first weight, and a state of constant size",
-        "         cannot keep n exponentials until then",
-        "LSE:     m + log l is corrected as the logits arrive",
-        "output:  the division by l stands outside the sum, and happens once, after the last key",
+        "a: after a fall from 200 to 50, e^(200 - 50) overflows; a small fall does no harm, as l is right for any m",
     )
 
 

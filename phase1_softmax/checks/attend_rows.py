@@ -57,24 +57,27 @@ def _require_tiles(answer):
 
 # Cases are (kind, s, v, dtypes, what to ask where it fails).
 ONE, ALL = (torch.float32,), runtime.DTYPES
+LONG = 5000  # logits in a row, so that tiles of 4096 make a loop, too
 RESCALE = "the same rows falling are right: is everything that was summed under an old maximum rescaled?"
+FALLEN = "is m the maximum of the newest tile alone?"
 STRIDES = "is every element found by its own tensor's strides?"
 SECTIONS = {RESCALE: "4.4", STRIDES: "3.3"}
 
 
 def _cases():
-    v, w = _apart(randn(100, 24, seed=1), more=106), _apart(randn(400, 8, seed=2))
+    v, w = _apart(randn(100, 24, seed=1), more=106), _apart(randn(LONG, 8, seed=2))
     falling = _apart(randn(5, 100).sort(descending=True).values)
-    ramp = torch.linspace(-30, 30, 400).expand(2, 400)
+    ramp = torch.linspace(-30, 30, LONG).expand(2, LONG)
     seen = randn(4, 100)
     seen[0, 30:] = seen[1, :70] = seen[3] = -INF
     column_major = _apart(randn(24, 100, seed=1)).t()
     five, wide = randn(70, 5, seed=1), randn(70, 200, seed=1)
     return [
         ("5 rows of 100 falling logits", falling, v, ALL, "what does the second tile do to m, l and acc?"),
-        ("400 falling logits a row", ramp.flip(1), w, ONE, "is the end of the row reached?"),
-        ("400 rising logits a row", ramp, w, ONE, RESCALE),
-        ("400 logits a row", randn(2, 400), w, ALL, RESCALE),
+        (f"{LONG} falling logits a row", ramp.flip(1), w, ONE, "is the end of the row reached?"),
+        (f"{LONG} rising logits a row", ramp, w, ONE, RESCALE),
+        ("logits from 0 down to -200", ramp.flip(1) * 10 / 3 - 100, w, ONE, FALLEN),
+        ("400 logits a row", randn(2, 400), w[:400], ALL, RESCALE),
         ("logits near 1000", randn(2, 100) + 1000, v, ONE, "is the maximum subtracted before exp?"),
         ("logits near -10000", randn(2, 100) - 10000, v, ONE, "does m start from -inf?"),
         ("logits near -20000", randn(2, 100) - 20000, v, ONE, "what is subtracted: is -1e4 larger than m?"),
@@ -143,7 +146,8 @@ def _require_padded(what, got, right, attend, s, v):
             f"{what}: a load has a mask but no `other`: what it returns beyond the end is undefined, here NaN, and "
             "0 * NaN is NaN. Which number changes neither sum?"
         )
-    if not spoiled[1] and got[0].isnan().all() and not _nan(attend(randn(1, 1024).to(s), randn(1024, 16).to(v))[0]):
+    padded = got[1].isfinite().all() and got[0].isnan().all()
+    if padded and not _nan(attend(randn(1, 1024).to(s), randn(1024, 16).to(v))[0]):
         reject(
             f"{what}: o is NaN, but not for 1024 logits, which fill their tiles: what is `other` of the load of v? "
             "Beyond the end of a row the weight is 0, and 0 * inf is NaN: pad v with 0"
@@ -171,7 +175,7 @@ def _require_right(what, s, v, got, right, question):
         "this is -inf: is m updated in the loop?": torch.full_like(lse, -INF),
         **_own_maximum(wide),
     }
-    for n in (2**k for k in range(4, 11) if 2**k < s.shape[1]):
+    for n in (2**k for k in range(4, 13) if 2**k < s.shape[1]):
         first = f"this is the lse of the first {n} logits: does the loop go on?"
         of_lse[first] = torch.logsumexp(wide[:, :n], 1)
     padded = "columns that do not exist count as logits of 0: what is `other` of the load?"
@@ -221,7 +225,7 @@ def _require(what, actual, right, question, **options):
 def _wrong_loops(s, v):
     """What comes of a wrong update of acc, for tiles of every size."""
     results = {}
-    for cols in (2**k for k in range(4, 11)):
+    for cols in (2**k for k in range(4, 13)):
         m = s.new_full((s.shape[0], 1), -INF)
         l = torch.zeros_like(m)
         rescaled = divided = shrunk = s.new_zeros(s.shape[0], v.shape[1])
@@ -249,7 +253,7 @@ def _wrong_loops(s, v):
 def _own_maximum(s):
     """The lse if each tile is measured against its own maximum, for tiles of every size."""
     top, results = s.amax(1) if s.shape[1] else s.new_zeros(0), {}
-    for cols in (2**k for k in range(4, 11) if 2**k < s.shape[1]):
+    for cols in (2**k for k in range(4, 13) if 2**k < s.shape[1]):
         m, l = torch.full_like(top, -INF), torch.zeros_like(top)
         for tile in s.split(cols, 1):
             own = tile.amax(1)
@@ -299,6 +303,7 @@ def _require_traffic(what, s, v, moved):
     signs = {
         "no kernel has read anything: is it launched?": not moved.loaded,
         "the kernel reads a copy of s: pass s itself, and its strides": times == 0,
+        f"only {times:.0%} of the logits are read: does the loop go on to the end of the row?": times < 1,
         f"every logit is read {times:g} times: once is enough, as l divides at the end": times != 1,
         "the kernel reads something besides s and v: did it store weights or sums?": moved.loaded_from["other"],
         f"{written} bytes are written, o and lse have {wanted}: store after the loop": written != wanted,

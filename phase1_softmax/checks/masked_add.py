@@ -23,6 +23,7 @@ def check(answer):
             answer._masked_add_kernel[(-(-n // answer.BLOCK),)](x, y, out, n, BLOCK=answer.BLOCK)
         mistakes = {
             "this is x + y; wanted is 2 x + y": x + y,
+            "this is x + 2 y; wanted is 2 x + y": x + 2 * y,
             "this is x: the kernel adds, not the launcher": x,
             "this is y: the kernel adds, not the launcher": y,
             "this is 2 x: the kernel adds, not the launcher": 2 * x,

@@ -83,6 +83,7 @@ def _require_merged(what, got, expected, a, b, tolerance):
         "the weights do not add up to 1: divide by the sum of both": e_a * o_a + e_b * o_b,
         "this is the plain average; which part has seen the larger logits?": (o_a + o_b) / 2,
         "this is the sum of both; each counts with its share of exp(lse)": o_a + o_b,
+        "the weights are upside down: none of them exceeds 1": o_a / w_a + o_b / w_b,
         "the weights are swapped": w_b * o_a + w_a * o_b,
         "this is the part with the larger lse alone": torch.where((lse_a >= lse_b)[..., None], o_a, o_b),
         "this weighs by lse itself, not by its exponential": by_lse / (lse_a + lse_b)[..., None],

@@ -12,7 +12,7 @@ is o = 0 and lse = -inf again. A NaN in lse or o makes that row NaN.
     lse_a, lse_b   (...), the same dtype
     returns        o and lse, of these shapes and of this dtype
 
-This very function merges the parts of a long context in phase 3, and keys on several GPUs in phase 5.
+The same formula merges the parts of a long context in phase 3, and keys on several GPUs in phase 5.
 
 Notebook: phase1_softmax/softmax.ipynb, section 6.2, "One number to keep".
 """

@@ -15,6 +15,7 @@ WRONG = {
             {"2 * x + y, mask=inside": "x, mask=inside", "    return out\n": "    return 2 * out + y\n"},
             "this is x: the kernel adds, not the launcher",
         ),
+        Wrong("2 at the wrong vector", {"2 * x + y, mask": "x + 2 * y, mask"}, "this is x + 2 y"),
         Wrong("one element too many", {"offsets < n": "offsets <= n"}, "offsets < n, not <= n"),
         Wrong(
             "no tl.load",
@@ -258,6 +259,11 @@ WRONG = {
             {"torch.where(lse == -math.inf, 0.0, lse)": "lse"},
             "both: o is NaN, in a row where neither part saw a key",
         ),
+        Wrong(
+            "weights upside down",
+            {"w_a[..., None] * o_a": "o_a / w_a[..., None]", "w_b[..., None] * o_b": "o_b / w_b[..., None]"},
+            "none of them exceeds 1",
+        ),
         Wrong("no column", {"w_a[..., None] * o_a": "w_a * o_a"}, "x[..., None] makes it a column", kind="error"),
         Wrong(
             "a quotient of exponentials of the logits' size",
@@ -336,6 +342,21 @@ WRONG = {
             section="4.4",
         ),
         Wrong("l is not rescaled", {"l = alpha * l + tl": "l = l + tl"}, "the same rows falling are right"),
+        Wrong(
+            "acc is not rescaled, in long tiles",
+            {"acc = alpha * acc + tl": "acc = acc + tl", "BLOCK_N=64": "BLOCK_N=4096"},
+            "the same rows falling are right",
+        ),
+        Wrong(
+            "the newest tile's maximum",
+            {"tl.maximum(m, tl.max(s, axis=0))": "tl.max(s, axis=0)"},
+            "is m the maximum of the newest tile alone?",
+        ),
+        Wrong(
+            "the newest tile's maximum, in long tiles",
+            {"tl.maximum(m, tl.max(s, axis=0))": "tl.max(s, axis=0)", "BLOCK_N=64": "BLOCK_N=4096"},
+            "is m the maximum of the newest tile alone?",
+        ),
         Wrong(
             "padding of 0",
             {'mask=offs_n < n, other=float("-inf")': "mask=offs_n < n, other=0.0"},
@@ -423,6 +444,11 @@ WRONG = {
             "only the first tile",
             {"range(0, n, BLOCK_N)": "range(0, BLOCK_N, BLOCK_N)"},
             "first 64 logits: does the loop go on?",
+        ),
+        Wrong(
+            "only the first tile, a long one",
+            {"range(0, n, BLOCK_N)": "range(0, BLOCK_N, BLOCK_N)", "BLOCK_N=64": "BLOCK_N=1024"},
+            "only 20% of the logits are read",
         ),
         Wrong(
             "bf16 is interpreted",
