@@ -241,6 +241,7 @@ WRONG = {
         Wrong("ds first", {"return p, p * (dp - delta[:, None])": "return p * (dp - delta[:, None]), p"}, "exchanged"),
         Wrong("no guard", {'tl.where(lse == float("-inf"), 0.0, lse)': "lse"}, "-inf - (-inf) is NaN", at_once=True),
         Wrong("no mask", {'    s = tl.where(visible, s, float("-inf"))\n': ""}, "not 0 where `visible` is false"),
+        Wrong("a finite mask", {'s, float("-inf"))\n': "s, -1e4)\n"}, "does a finite number such as -1e4"),
         Wrong(
             "masked by a factor",
             {
