@@ -127,6 +127,10 @@ WRONG = {
         Wrong("dlse of head 0", {"dlse_ptr + pid_bh * seq_q": "dlse_ptr"}, "the dlse of head 0"),
     ],
     "capped": [
+        Wrong("a finite mask", {'< keys, float("-inf"))': "< keys, -1e4)"}, "does a finite number such as -1e4"),
+        Wrong(
+            "a finite m", {'q.shape[:-1], float("-inf"))': "q.shape[:-1], -1e4)"}, "does a finite number such as -1e4"
+        ),
         Wrong("the cap's slope forgotten", {"ds = slope * p": "ds = p"}, "lacks the cap's slope"),
         Wrong(
             "slope after hiding",
