@@ -38,6 +38,7 @@ EDITS = {
         ("_attn_bwd_dq_kernel", "visible = (offs_n < seq_k)[None, :]", "visible = (offs_n >= 0)[None, :]")
     ],
     "delta = 0": [("_delta_kernel", "o.to(tl.float32) * do", "0.0 * do")],
+    "dS in fp16": [("_attn_bwd_dq_kernel", "ds.to(k.dtype)", "ds.to(tl.float16).to(k.dtype)")],
     "dV = dS^T dO": [(DKDV, "tl.trans(p.to(do.dtype))", "tl.trans(ds.to(do.dtype))")],
     "dV / 100": [(DKDV, "HEAD_DIM, dv)", "HEAD_DIM, dv / 100)")],
     "dQ = dK = 0": [

@@ -19,6 +19,7 @@ def check(answer):
     attention = answer.capped_attention
     for is_causal in (False, True):
         _check_cap(attention, is_causal, gradients=False)
+    _check_low(attention)
     with after("o"):
         _check_gradients(attention)
     _check_compiled(answer)
@@ -61,6 +62,14 @@ def _check_cap(attention, is_causal, *, gradients):
         require(what, actual, right[name], mistakes=mistakes[name], signs=signs, rtol=1e-9, atol=1e-9)
         if actual.dtype != torch.float64:
             reject(f"{what}: it is computed in {actual.dtype}, where q is in torch.float64")
+
+
+def _check_low(attention):
+    """All logits are -20000, so that o is the mean of the rows of v that a query sees."""
+    q, k, v = (torch.zeros_like(t) for t in _leaves(1, 1, 40, 16))
+    q[..., 0], k[..., 0], v[..., 0] = 400, -200, torch.arange(40)  # the scale is 1/4
+    if not torch.allclose(attention(q, k, v, None, True)[..., 0], v[..., 0] / 2):
+        reject("o, no cap, causal, logits of -20000: does a finite number such as -1e4 stand for -inf?")
 
 
 def _right_and_mistakes(q, k, v, do, is_causal):

@@ -27,6 +27,7 @@ def check(answer):
         _check_tile(answer.one_tile, dtype, "normal")
     _check_tile(answer.one_tile, torch.float16, "peaked")
     _check_tile(answer.one_tile, torch.float32, "low")
+    _check_hidden(answer.one_tile)
     return "p and ds in fp16, bf16 and fp32, pairs that do not count, queries without a key, logits far below zero"
 
 
@@ -57,6 +58,18 @@ def _check_tile(one_tile, dtype, kind):
         tolerance = dict(rtol=exact, atol=exact * right[name].abs().max().item())
         hidden = {"it is not 0 where `visible` is false": actual[~inputs[-1]].any()}
         require(what, actual, right[name], mistakes=mistakes[name], signs=hidden, **tolerance)
+
+
+def _check_hidden(one_tile):
+    """Hidden pairs whose logits, like all others, are -20000."""
+    q, k, v, do, _, delta, _, visible = _inputs(torch.float32, "normal")
+    lse = torch.where(visible.any(dim=1), -20000.0, float("-inf"))
+    q, k = torch.zeros_like(q), torch.zeros_like(k)
+    q[:, 0], k[:, 0] = 100, -200
+    for name, actual in zip(("p", "ds"), one_tile(q, k, v, do, lse, delta, 1.0, visible), strict=True):
+        if actual[~visible].any():
+            finite = "does a finite number such as -1e4 stand for -inf?"
+            reject(f"{name}, logits of -20000: it is not 0 where `visible` is false: {finite}")
 
 
 def _right_and_mistakes(q, k, v, do, lse, delta, scale, visible):

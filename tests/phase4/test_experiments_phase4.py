@@ -73,6 +73,7 @@ def test_a_rounded_delta_shows_on_positive_inputs_alone():
 def test_a_difference_quotient_tells_right_kernels_from_wrong_ones_in_fp32():
     assert lesson.quotient_error(1e-2) < 1e-3
     assert lesson.quotient_error(1e-2, "delta = 0") > 0.1
+    assert lesson.quotient_error(1e-2, "dS in fp16") < 1e-3, "a mistake of precision hardly shows"
 
 
 def test_training_fails_with_seven_mistakes_of_logic_and_the_others_end_above_the_right_runs():

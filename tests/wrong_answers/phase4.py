@@ -127,6 +127,10 @@ WRONG = {
         Wrong("dlse of head 0", {"dlse_ptr + pid_bh * seq_q": "dlse_ptr"}, "the dlse of head 0"),
     ],
     "capped": [
+        Wrong("a finite mask", {'< keys, float("-inf"))': "< keys, -1e4)"}, "does a finite number such as -1e4"),
+        Wrong(
+            "a finite m", {'q.shape[:-1], float("-inf"))': "q.shape[:-1], -1e4)"}, "does a finite number such as -1e4"
+        ),
         Wrong("the cap's slope forgotten", {"ds = slope * p": "ds = p"}, "lacks the cap's slope"),
         Wrong(
             "slope after hiding",
@@ -241,6 +245,7 @@ WRONG = {
         Wrong("ds first", {"return p, p * (dp - delta[:, None])": "return p * (dp - delta[:, None]), p"}, "exchanged"),
         Wrong("no guard", {'tl.where(lse == float("-inf"), 0.0, lse)': "lse"}, "-inf - (-inf) is NaN", at_once=True),
         Wrong("no mask", {'    s = tl.where(visible, s, float("-inf"))\n': ""}, "not 0 where `visible` is false"),
+        Wrong("a finite mask", {'s, float("-inf"))\n': "s, -1e4)\n"}, "does a finite number such as -1e4"),
         Wrong(
             "masked by a factor",
             {
