@@ -12,16 +12,16 @@ from phase5_tuning.launch.plans import cdiv
 CASE = "batch", "heads_q", "heads_kv", "seq_q", "seq_k", "head_dim"
 
 
-def by_case(record: dict, key: str, provider: str = "ours") -> dict[tuple, dict]:
-    """The timed rows of a record under a full mask: {(batch, heads_q, heads_kv, seq_q, seq_k, head_dim): {row[key]:
+def by_case(record: dict, key: str, provider: str = "ours", mask: str = "full") -> dict[tuple, dict]:
+    """The timed rows of a record under this mask: {(batch, heads_q, heads_kv, seq_q, seq_k, head_dim): {row[key]:
     row}}.
 
-    key: "provider", or "parts" of this provider's rows.
+    key: "provider", or "parts" of this provider's rows. mask: "full", or "lower right".
     """
     cases = {}
     for row in record["rows"]:
         wanted = key == "provider" or row["provider"] == provider
-        if "ms" in row and key in row and wanted and case_of(row) and row.get("mask", "full") == "full":
+        if "ms" in row and key in row and wanted and case_of(row) and row.get("mask", "full") == mask:
             cases.setdefault(case_of(row), {})[row[key]] = row
     return cases
 
