@@ -24,7 +24,7 @@ from phase5_tuning.fp8.parts import as_operand, codes_of_powers, unpacked
 from phase5_tuning.fp8.quantize import KEYS, Quantized
 from phase5_tuning.hopper import tma
 from phase5_tuning.hopper.forward import CACHED, REGISTERS, ROWS, Memory, Work, _let_go, _produce
-from phase5_tuning.hopper.parts import aggregate, in_heads, over_columns, rescaled
+from phase5_tuning.hopper.parts import aggregate, in_heads, masked, over_columns, rescaled
 from phase5_tuning.ladder.forward import LOG2E
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Described, Launch, cdiv, head_tiles
@@ -92,20 +92,13 @@ def _first_tile(
 ):
     """(s, codes, m) of the last tile of keys, where the walk begins and may need a mask. s: registers for S."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
-    S: gl.constexpr = s.type.layout
     slot, parity = memory.slot(pair)
     mbarrier.wait(memory.kv_full.index(slot), parity)
     s = over_columns(q, memory.keys(slot), s)
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(memory.kv_empty.index(slot))
     if MASKED:
-        start_n = (tiles_n - 1) * BLOCK_N
-        offs_m = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, S)), 1)
-        offs_n = gl.expand_dims(start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S)), 0)
-        visible = offs_n < work.seq_k
-        if work.IS_CAUSAL:
-            visible = visible & (offs_m >= offs_n)
-        s = gl.where(visible, s, float("-inf"))
+        s = masked(work, s, row, (tiles_n - 1) * BLOCK_N)
     m = gl.max(s, axis=1) * factor
     return s, _codes(s, m, factor, P, LINE), m
 

@@ -22,13 +22,18 @@ from phase5_tuning.hopper.parts import (
     add_rows,
     aggregate,
     await_rows,
+    exponentials,
     in_heads,
     in_pairs,
     in_pieces,
+    masked,
+    maxima,
     no_rows,
     over_columns,
     rest_of,
+    softmax_step,
     store_rows,
+    thread_sums,
     times,
 )
 from phase5_tuning.ladder.forward import LOG2E
@@ -227,48 +232,6 @@ def _produce(work, memory):
 
 
 @gluon.jit
-def _thread_sums(p, BLOCK_N: gl.constexpr):
-    """Sums of p's rows, (ROWS, 4): of the keys that each of the four threads of a row holds."""
-    return gl.sum(gl.sum(p.reshape([ROWS, BLOCK_N // 8, 4, 2]), axis=3), axis=1)
-
-
-@gluon.jit
-def _maxima(s, m_i, scale, RISE: gl.constexpr):
-    """(m, shift, alpha): the new maxima, what logits are measured against, and what older sums are multiplied by.
-
-    RISE: a maximum counts if it is higher by so much. So P is at most 2^RISE, and alpha is 1 in most tiles.
-    """
-    m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale)
-    if RISE > 0:
-        m_new = gl.where(m_new > m_i + RISE, m_new, m_i)
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
-    return m_new, shift, gl.exp2(m_i - shift)
-
-
-@gluon.jit
-def _exponentials(s, shift, alpha, l_i, scale, BLOCK_N: gl.constexpr):
-    """(p, l) of one tile of logits."""
-    p = gl.exp2(s * scale - gl.expand_dims(shift, 1))
-    sums = _thread_sums(p, BLOCK_N)
-    of_sums: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-    return p, l_i * gl.expand_dims(gl.convert_layout(alpha, of_sums, assert_trivial=True), 1) + sums
-
-
-@gluon.jit
-def _softmax_step(s, m_i, l_i, scale, BLOCK_N: gl.constexpr):
-    """(p, m, l, alpha) of one tile of logits, as in `_attn_fwd_descriptors_kernel`."""
-    m_i, shift, alpha = _maxima(s, m_i, scale, 0)
-    p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
-    return p, m_i, l_i, alpha
-
-
-@gluon.jit
-def _rounded(p, DTYPE: gl.constexpr, IN_PAIRS: gl.constexpr):
-    """P for its product with the values."""
-    return in_pairs(p, DTYPE) if IN_PAIRS else p.to(DTYPE)
-
-
-@gluon.jit
 def _let_go(memory, pair, count):
     """Let tiles go that only consumers of later queries see. Returns the pair behind them."""
     for _ in range(count):
@@ -280,24 +243,13 @@ def _let_go(memory, pair, count):
 
 
 @gluon.jit
-def _masked(work, s, row, start_n):
-    """s with -inf for keys that a query does not see. start_n: the first key of its tile."""
-    offs_m = gl.expand_dims(row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), 1)
-    offs_n = gl.expand_dims(start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
-    visible = offs_n < work.seq_k
-    if work.IS_CAUSAL:
-        visible = visible & (offs_m + work.offset >= offs_n)
-    return gl.where(visible, s, float("-inf"))
-
-
-@gluon.jit
 def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED: gl.constexpr):
     """(p, m, l) of the last tile of keys, where the walk begins: the one that may need a mask. p: registers for S."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
     S: gl.constexpr = p.type.layout
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
-    l_i = _thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S), BLOCK_N)
+    l_i = thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S), BLOCK_N)
     slot, parity = memory.slot(pair)
     mbarrier.wait(memory.kv_full.index(slot), parity)
     s = over_columns(q, memory.keys(slot), p)
@@ -307,8 +259,8 @@ def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED: gl.
     # The turn before has left its side.
     mbarrier.arrive(memory.q_empty.index(turn % 2 ^ 1), pred=turn > 0)
     if MASKED:
-        s = _masked(work, s, row, (tiles_n - 1) * BLOCK_N)
-    p, m_i, l_i, _ = _softmax_step(s, m_i, l_i, scale, BLOCK_N)
+        s = masked(work, s, row, (tiles_n - 1) * BLOCK_N)
+    p, m_i, l_i, _ = softmax_step(s, m_i, l_i, scale, BLOCK_N)
     return p, m_i, l_i
 
 
@@ -330,8 +282,8 @@ def _next_tile(
         acc = add_rows(acc, p16, memory.values(slot))
         s = warpgroup_mma_wait(len(acc), deps=(s,))
         if MASKED:
-            s = _masked(work, s, row, start_n)
-        m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
+            s = masked(work, s, row, start_n)
+        m_i, shift, alpha = maxima(s, m_i, scale, RISE)
         if BLOCK_N == 128:  # fewer maxima are not worth another wait
             # It passes at once. But the assembler moves no wait for products over it, so maxima stay under PV.
             mbarrier.wait(memory.kv_full.index(slot), parity)
@@ -344,11 +296,12 @@ def _next_tile(
         acc, s = done[:-1], done[-1]
         mbarrier.arrive(memory.kv_empty.index(slot))
         if MASKED:
-            s = _masked(work, s, row, start_n)
-        m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
+            s = masked(work, s, row, start_n)
+        m_i, shift, alpha = maxima(s, m_i, scale, RISE)
     acc = times(acc, alpha, RISE > 0)
-    p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
-    return p, _rounded(p, p16.dtype, IN_PAIRS), acc, m_i, l_i
+    p, l_i = exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
+    p16 = in_pairs(p, p16.dtype) if IN_PAIRS else p.to(p16.dtype)
+    return p, p16, acc, m_i, l_i
 
 
 @gluon.jit
@@ -404,7 +357,7 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
 
         acc = no_rows(memory.BLOCK_D, memory.REST)
         p, m_i, l_i = _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED)
-        p16 = _rounded(p, DTYPE, IN_PAIRS)
+        p16 = in_pairs(p, DTYPE) if IN_PAIRS else p.to(DTYPE)
         pair += 1
         masked_n = 1
         if work.LOWER_RIGHT:  # the mask's edge may go through a second tile

@@ -1,7 +1,8 @@
 """What Gluon has no public word for in the releases this course runs on (3.6.0 and 3.7.1).
 
-Most functions wrap one instruction or a few. The others describe tiles to descriptors, and spread a row over a
-product's layout. Gluon 3.8.0 adds a TMA reduction of its own; it has no named barriers up to 3.9.0.
+Most functions wrap one instruction or a few. The others describe tiles to descriptors, spread a row over a product's
+layout, and are what forward passes have in common: the online softmax of a tile, and products in pieces. Gluon 3.8.0
+adds a TMA reduction of its own; it has no named barriers up to 3.9.0.
 """
 
 import inspect
@@ -229,6 +230,56 @@ def under_all_rows(row, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     odd = gl.join(gl.join(_eighth(part, 1), _eighth(part, 5)), gl.join(_eighth(part, 3), _eighth(part, 7)))
     rows = gl.join(even, odd).reshape([64, COLUMNS // 64, 8, 8]).permute((0, 1, 3, 2))
     return gl.convert_layout(rows.reshape([64, COLUMNS]), LAYOUT, assert_trivial=True)
+
+
+# The online softmax of a tile of logits S, whose rows are 64 queries.
+
+
+@gluon.jit
+def masked(work, s, row, start_n):
+    """s with -inf for keys that a query does not see. start_n: the first key of its tile."""
+    offs_m = gl.expand_dims(row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), 1)
+    offs_n = gl.expand_dims(start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
+    visible = offs_n < work.seq_k
+    if work.IS_CAUSAL:
+        visible = visible & (offs_m + work.offset >= offs_n)
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def thread_sums(p, BLOCK_N: gl.constexpr):
+    """Sums of p's rows, (ROWS, 4): of the keys that each of the four threads of a row holds."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], BLOCK_N // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def maxima(s, m_i, scale, RISE: gl.constexpr):
+    """(m, shift, alpha): the new maxima, what logits are measured against, and what older sums are multiplied by.
+
+    RISE: a maximum counts if it is higher by so much. So P is at most 2^RISE, and alpha is 1 in most tiles.
+    """
+    m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale)
+    if RISE > 0:
+        m_new = gl.where(m_new > m_i + RISE, m_new, m_i)
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)
+    return m_new, shift, gl.exp2(m_i - shift)
+
+
+@gluon.jit
+def exponentials(s, shift, alpha, l_i, scale, BLOCK_N: gl.constexpr):
+    """(p, l) of one tile of logits."""
+    p = gl.exp2(s * scale - gl.expand_dims(shift, 1))
+    sums = thread_sums(p, BLOCK_N)
+    of_sums: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    return p, l_i * gl.expand_dims(gl.convert_layout(alpha, of_sums, assert_trivial=True), 1) + sums
+
+
+@gluon.jit
+def softmax_step(s, m_i, l_i, scale, BLOCK_N: gl.constexpr):
+    """(p, m, l, alpha) of one tile of logits, as in `_attn_fwd_descriptors_kernel`."""
+    m_i, shift, alpha = maxima(s, m_i, scale, 0)
+    p, l_i = exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
+    return p, m_i, l_i, alpha
 
 
 # Tiles have 64, 128 or 256 columns. Where head_dim is well below that, products are of the columns that exist: a tile

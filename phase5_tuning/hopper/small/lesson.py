@@ -142,11 +142,11 @@ def worth(speeds: dict) -> str:
     return "\n".join(lines)
 
 
-EXPONENTIALS = "    p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)\n    return"
-MAXIMA = """        m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
+EXPONENTIALS = "    p, l_i = exponentials(s, shift, alpha, l_i, scale, BLOCK_N)\n    p16"
+MAXIMA = """        m_i, shift, alpha = maxima(s, m_i, scale, RISE)
         if BLOCK_N == 128:"""
-UNDER_PV = """        m_i, shift, alpha = _maxima(s, m_i, scale, RISE)
-        p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
+UNDER_PV = """        m_i, shift, alpha = maxima(s, m_i, scale, RISE)
+        p, l_i = exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
         if PINNED:"""
 
 
@@ -155,7 +155,7 @@ def exponentials_under_pv(launch: RecordedLaunch, pinned: bool) -> RecordedLaunc
     for the pair between the two, over which the assembler moves nothing; else without any.
     """
     text = Path(forward.__file__).read_text()
-    text = replaced(text, EXPONENTIALS, "    return", inside="_next_tile", of="forward.py")
+    text = replaced(text, EXPONENTIALS, "    p16", inside="_next_tile", of="forward.py")
     text = replaced(text, MAXIMA, UNDER_PV.replace("PINNED", str(pinned)), inside="_next_tile", of="forward.py")
     return replace(launch, source=text)
 

@@ -17,8 +17,8 @@ Builds on: `_attn_fwd_hopper_kernel`, whose queue and walk it keeps.
 from common import runtime
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper import tma
-from phase5_tuning.hopper.forward import CACHED, ROWS, HopperForwardPlan, Work, _exponentials, _maxima, _thread_sums
-from phase5_tuning.hopper.parts import aggregate, come, in_heads, meet, times
+from phase5_tuning.hopper.forward import CACHED, ROWS, HopperForwardPlan, Work
+from phase5_tuning.hopper.parts import aggregate, come, exponentials, in_heads, masked, maxima, meet, thread_sums, times
 from phase5_tuning.ladder.forward import LOG2E
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Launch, cdiv
@@ -197,7 +197,7 @@ def _first_tile(work, memory, q, p, number, of_q, row, tiles_n, scale, MASKED: g
     S: gl.constexpr = p.type.layout
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
     m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
-    l_i = _thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S), BLOCK_N)
+    l_i = thread_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, S), BLOCK_N)
     slot = memory.filled(number)
     _await_other(ME)
     s = _logits(memory, q, slot, p)
@@ -207,15 +207,9 @@ def _first_tile(work, memory, q, p, number, of_q, row, tiles_n, scale, MASKED: g
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(memory.kv_empty.index(slot))
     if MASKED:
-        start_n = (tiles_n - 1) * BLOCK_N
-        offs_m = gl.expand_dims(row + gl.arange(0, ROWS, S_ROWS), 1)
-        offs_n = gl.expand_dims(start_n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, S)), 0)
-        visible = offs_n < work.seq_k
-        if work.IS_CAUSAL:
-            visible = visible & (offs_m >= offs_n)
-        s = gl.where(visible, s, float("-inf"))
-    m_i, shift, alpha = _maxima(s, m_i, scale, 0)
-    p, l_i = _exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
+        s = masked(work, s, row, (tiles_n - 1) * BLOCK_N)
+    m_i, shift, alpha = maxima(s, m_i, scale, 0)
+    p, l_i = exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
     return p, m_i, l_i
 
 
@@ -232,17 +226,17 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, number, scale, RESCALES_FIRST: 
     _release_other(ME)
     s = warpgroup_mma_wait(memory.PIECES, deps=(s,))
     mbarrier.arrive(memory.kv_empty.index(of_k))
-    m_i, shift, alpha = _maxima(s, m_i, scale, 0)
+    m_i, shift, alpha = maxima(s, m_i, scale, 0)
     if RESCALES_FIRST:
         # It passes at once. But the assembler moves no wait for products over it, so the maxima stay under PV.
         memory.filled(number + 1)
     else:
-        p, l_i = _exponentials(s, shift, alpha, l_i, scale, memory.BLOCK_N)
+        p, l_i = exponentials(s, shift, alpha, l_i, scale, memory.BLOCK_N)
     acc = warpgroup_mma_wait(0, deps=acc)
     mbarrier.arrive(memory.kv_empty.index(of_v))
     acc = times(acc, alpha)
     if RESCALES_FIRST:
-        p, l_i = _exponentials(s, shift, alpha, l_i, scale, memory.BLOCK_N)
+        p, l_i = exponentials(s, shift, alpha, l_i, scale, memory.BLOCK_N)
     p16 = gl.convert_layout(p.to(p16.dtype), p16.type.layout, assert_trivial=True)
     return p, p16, acc, m_i, l_i
 
