@@ -28,7 +28,7 @@ MERGED, MERGE_US = 0.375e6, 3.0
 
 
 def tiles(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, int]:
-    """Consumers of a tile, and how many tiles a group's rows fill, and the rows of its heads one by one."""
+    """A tile's consumers, and how many tiles a group needs if its heads share them, and if each has its own."""
     (_, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
     group = heads_q // heads_kv
     shape = hopper_forward.shape_of(hopper_forward.columns_of(head_dim), group * seq_q, seq_k, False)

@@ -10,7 +10,7 @@ takes one tile of queries after another.
                  consumer 0, 1, (2)  ----> O (in Q's place), LSE
 
 Builds on: `_attn_fwd_descriptors_kernel`, whose descriptors, base 2 and late sums it keeps. The walk over the keys runs
-from right to left, so that only its first tile needs a mask.
+from right to left, so that only its first tile needs a mask, or two where the mask ends with the last key.
 """
 
 import os
