@@ -68,7 +68,7 @@ class Work:
     IS_CAUSAL: gl.constexpr
     CONSUMERS: gl.constexpr
     O_DIM: gl.constexpr
-    LOWER_RIGHT: gl.constexpr  # whether offset is known to a running kernel only, else it is 0
+    LOWER_RIGHT: gl.constexpr  # the mask ends with the last key: offset is an argument, else the constant 0
 
     @gluon.constexpr_function
     def __init__(
@@ -335,7 +335,7 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
     CONSUMERS: gl.constexpr = work.CONSUMERS
     DTYPE: gl.constexpr = work.q.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    # Where P's conversion is not in pairs by itself.
+    # Elsewhere the compiler makes the pairs by itself (notes/compilers.md).
     IN_PAIRS: gl.constexpr = work.LOWER_RIGHT or (OVERLAP and work.O_DIM > 0)
     pair = 0
     p = gl.zeros([ROWS, BLOCK_N], gl.float32, S)
