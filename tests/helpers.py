@@ -65,12 +65,12 @@ def without_plans():
 @contextlib.contextmanager
 def hopper_at_any_size():
     """Inside it, the Hopper kernels take small calls too, and no plan from before is used."""
-    few = {64: (0, 0), 128: (0, 0)}
+    few = dict.fromkeys(((64, False), (64, True), (128, False), (128, True)), (0, 0))
     with (
         mock.patch("phase5_tuning.hopper.forward.NARROW", 0),
         mock.patch("phase5_tuning.hopper.order.MOST_TOGETHER", 2),  # few heads walk in both ways
         mock.patch.dict("phase5_tuning.hopper.forward.FEW", few),
-        mock.patch.dict("phase5_tuning.hopper.wide.forward.FEW", {3: 0, 4: 0}),
+        mock.patch.dict("phase5_tuning.hopper.wide.forward.FEW", {3: (0, 0), 4: (0, 0)}),
         mock.patch("phase5_tuning.hopper.backward.FEW", 0),
         without_plans() as plans,
     ):

@@ -4,9 +4,9 @@ Queries (batch, heads_q, seq, head_dim), seen as (batch, heads_kv, group x seq, 
 would leave half empty, and read keys once for all heads of a group.
 Keys (batch, heads, seq, head_dim), seen with other strides, are (parts, batch x heads, seq / parts, head_dim), and
 queries are seen as often as there are parts, with a stride of 0. So the kernel of hopper/forward.py splits, and
-knows of it only that o is in fp32. What the parts leave over at the end, keys that do not divide or the triangle of a
-causal mask, is a part of its own by split_kv's kernel, and split_kv's merge makes one of all. Where one part is enough
-and heads fill their tiles, the kernel takes the call as it is, whatever the mask.
+knows of it only that o is in fp32, and that the last part has the keys that do not divide. The triangle of a causal
+mask is a part of its own by split_kv's kernel, and split_kv's merge makes one of all. Where one part is enough and
+heads fill their tiles, the kernel takes the call as it is, whatever the mask.
 
 Builds on: `hopper.forward` and this folder's `split_kv`.
 """
@@ -83,7 +83,7 @@ class FoldedLaunch:
     """
 
     views: tuple
-    attend: Launch
+    attend: hopper_forward.HopperForwardPlan
     first: int
     rest: Launch | None
     merge: Launch | None
@@ -91,9 +91,10 @@ class FoldedLaunch:
 
     def __call__(self, q, k, v, o, lse):
         o_parts, lse_parts = split_kv.room(self.parts, q) if self.merge else (o, lse)
-        taken = torch.zeros(1, dtype=torch.int32, device=q.device)
+        taken = torch.zeros(1, dtype=torch.int32, device=q.device) if self.attend.queued else None
         tensors = q.contiguous(), k, v, o_parts
-        self.attend(*(t.as_strided(*view) for t, view in zip(tensors, self.views, strict=True)), lse_parts, taken)
+        views = (t.as_strided(*view) for t, view in zip(tensors, self.views, strict=True))
+        self.attend.launch(*views, lse_parts, taken)
         if self.rest:
             ends = k[:, :, self.first :], v[:, :, self.first :]
             self.rest(*ends, q, o, lse, o_parts[-1:], lse_parts[-1:])
@@ -107,15 +108,15 @@ def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float, n: int) ->
     is_causal: query i sees keys 0 ... i + offset.
     """
     (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
-    share = (offset + 1 if is_causal else k.shape[2]) // n
-    first = n * share
+    first = offset + 1 if is_causal else k.shape[2]
+    share, more = divmod(first, n)  # the last part has more
     rows = heads_q // heads_kv * seq_q
     outer, heads = (batch, heads_kv) if n == 1 else (n, batch * heads_kv)
     of_rows, strides = (outer, heads, rows, head_dim), (rows * head_dim, head_dim, 1)
     of_o = of_rows, (heads * rows * head_dim, *strides)
     of_q = of_o if n == 1 else (of_rows, (0, *strides))
     of_k, of_v = (
-        ((outer, heads, share, head_dim), (t.stride(0) if n == 1 else share * t.stride(2), *t.stride()[1:]))
+        ((outer, heads, share + more, head_dim), (t.stride(0) if n == 1 else share * t.stride(2), *t.stride()[1:]))
         for t in (k, v)
     )
     views = [t.as_strided(*view) for t, view in ((q.contiguous(), of_q), (k, of_k), (v, of_v))]
@@ -127,6 +128,6 @@ def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float, n: int) ->
         ends, tried = (k[:, :, first:], v[:, :, first:]), split_kv.tiles(rows, head_dim, q.itemsize)
         into = [t[-1:] for t in of_parts]
         of_rest = split_kv.attending(q, *ends, o, lse, into, is_causal, offset - first, scale, tried)
-    attend = hopper_forward.plan(*views, False, scale, 1, parts=n + rest > 1).launch
+    attend = hopper_forward.plan(*views, False, scale, 1, parts=n + rest > 1, more=more)
     merge = split_kv.merging(*of_parts, o, lse) if of_parts else None
     return FoldedLaunch((of_q, of_k, of_v, of_o), attend, first, of_rest, merge, shape)

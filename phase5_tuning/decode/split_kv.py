@@ -234,7 +234,9 @@ def pays(q: torch.Tensor, k: torch.Tensor) -> bool:
     programs = batch * heads_kv * cdiv(rows, tiles(rows, head_dim, q.itemsize)[0].BLOCK_M)
     if rows <= FEW_ROWS or seq_q < rows <= 64:
         return True
-    return programs <= most and seq_k >= (512 if 2 * programs <= most else 4096)
+    if 2 * programs <= most:
+        return seq_k >= 1024
+    return programs <= most and seq_k >= 4096 and head_dim <= 128
 
 
 @dataclass(frozen=True)

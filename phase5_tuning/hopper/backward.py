@@ -548,7 +548,7 @@ def takes(q, k, v, do, *rows) -> bool:
 
 def pays(q, k) -> bool:
     """True if the Hopper kernel is faster than the last rungs on the current GPU."""
-    return q.shape[3] > hopper_forward.NARROW and hopper_forward.enough(q, k.shape[2], FEW)
+    return q.shape[3] > hopper_forward.NARROW and configs.tiles_each(q, k.shape[2]) >= FEW
 
 
 def plan(

@@ -13,6 +13,7 @@ Builds on: `_attn_fwd_descriptors_kernel`, whose descriptors, base 2 and late su
 from right to left, so that only its first tile needs a mask, or two where the mask ends with the last key.
 """
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ from phase5_tuning.hopper.parts import (
     over_columns,
     rest_of,
     softmax_step,
+    store_part,
     store_rows,
     thread_sums,
     times,
@@ -57,7 +59,7 @@ class Work:
     v: tma.tensor_descriptor
     o: tma.tensor_descriptor | gl.tensor  # with O_DIM a pointer to rows in fp32
     lse_ptr: gl.tensor
-    taken_ptr: gl.tensor  # how many tiles programs have taken besides their first
+    taken_ptr: gl.tensor | gl.constexpr  # if QUEUED, how many tiles programs have taken besides their first
     heads_q: gl.tensor
     group: gl.tensor
     seq_q: gl.tensor
@@ -65,23 +67,27 @@ class Work:
     heads: gl.tensor  # batch x heads_q
     together: gl.tensor  # heads whose tiles take turns
     offset: gl.tensor | gl.constexpr  # under a causal mask, query i sees keys 0 ... i + offset
+    more: gl.tensor | gl.constexpr  # keys that only the last batch entry has, with O_DIM
     IS_CAUSAL: gl.constexpr
     CONSUMERS: gl.constexpr
     O_DIM: gl.constexpr
     LOWER_RIGHT: gl.constexpr  # the mask ends with the last key: offset is an argument, else the constant 0
+    QUEUED: gl.constexpr  # else a program's tiles are fixed
 
     @gluon.constexpr_function
     def __init__(
         self, q, k, v, o, lse_ptr, taken_ptr, heads_q, group, seq_q, seq_k, heads, together, IS_CAUSAL, CONSUMERS,
-        O_DIM=0, offset=0, LOWER_RIGHT=False,
+        O_DIM=0, offset=0, LOWER_RIGHT=False, more=0,
     ):  # fmt: skip
         self.q, self.k, self.v, self.o = q, k, v, o
-        self.lse_ptr, self.taken_ptr = lse_ptr, taken_ptr
+        self.lse_ptr, self.QUEUED = lse_ptr, gl.constexpr(taken_ptr is not None)
+        self.taken_ptr = taken_ptr if self.QUEUED else gl.constexpr(0)
         self.heads_q, self.group, self.seq_q, self.seq_k = heads_q, group, seq_q, seq_k
         self.heads, self.together = heads, together
         self.IS_CAUSAL, self.CONSUMERS = gl.constexpr(IS_CAUSAL), gl.constexpr(CONSUMERS)
         self.O_DIM, self.LOWER_RIGHT = gl.constexpr(O_DIM), gl.constexpr(LOWER_RIGHT)
         self.offset = offset if LOWER_RIGHT else gl.constexpr(0)
+        self.more = more if O_DIM else gl.constexpr(0)
 
     @gluon.jit
     def tiles_m(self):
@@ -109,9 +115,23 @@ class Work:
         return m * (self.CONSUMERS * ROWS), bh // self.heads_q, bh % self.heads_q
 
     @gluon.jit
-    def tiles_n(self, end_m, BLOCK_N: gl.constexpr):
+    def after(self, tile):
+        """The tile that a program takes next."""
+        if self.QUEUED:
+            tile = gl.atomic_add(self.taken_ptr, 1, sem="relaxed")
+        return gl.num_programs(0) + tile
+
+    @gluon.jit
+    def keys_of(self, b):
+        keys = self.seq_k
+        if self.O_DIM and (b + 1) * self.heads_q < self.heads:
+            keys -= self.more
+        return keys
+
+    @gluon.jit
+    def tiles_n(self, end_m, BLOCK_N: gl.constexpr, b=0):
         """Tiles of keys that a query before end_m can see."""
-        end_n = self.seq_k
+        end_n = self.keys_of(b)
         if self.IS_CAUSAL:
             end_n = gl.minimum(end_m + self.offset, self.seq_k)
         return gl.cdiv(end_n, BLOCK_N)
@@ -205,7 +225,7 @@ def _produce(work, memory):
     while tile < work.tiles():
         row, b, h = work.place(tile)
         h_kv = h // work.group
-        tiles_n = work.tiles_n(row + CONSUMERS * ROWS, memory.BLOCK_N)
+        tiles_n = work.tiles_n(row + CONSUMERS * ROWS, memory.BLOCK_N, b)
         start_n = (tiles_n - 1) * memory.BLOCK_N
         _fetch_pair(work, memory, pair, b, h_kv, start_n, True, False)
 
@@ -224,7 +244,7 @@ def _produce(work, memory):
         _fetch_pair(work, memory, pair + tiles_n, b, h_kv, -memory.BLOCK_N, False, True)
         pair += tiles_n + 1
         turn += 1
-        tile = gl.num_programs(0) + gl.atomic_add(work.taken_ptr, 1, sem="relaxed")
+        tile = work.after(tile)
     side = turn % 2
     mbarrier.wait(memory.q_empty.index(side), turn // 2 & 1 ^ 1)
     memory.tile.index(side).store(gl.full([1], tile, gl.int32, ONE))
@@ -243,7 +263,7 @@ def _let_go(memory, pair, count):
 
 
 @gluon.jit
-def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED: gl.constexpr):
+def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, seq_k, scale, MASKED: gl.constexpr):
     """(p, m, l) of the last tile of keys, where the walk begins: the one that may need a mask. p: registers for S."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
     S: gl.constexpr = p.type.layout
@@ -259,7 +279,7 @@ def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED: gl.
     # The turn before has left its side.
     mbarrier.arrive(memory.q_empty.index(turn % 2 ^ 1), pred=turn > 0)
     if MASKED:
-        s = masked(work, s, row, (tiles_n - 1) * BLOCK_N)
+        s = masked(work, s, row, (tiles_n - 1) * BLOCK_N, seq_k)
     p, m_i, l_i, _ = softmax_step(s, m_i, l_i, scale, BLOCK_N)
     return p, m_i, l_i
 
@@ -282,7 +302,7 @@ def _next_tile(
         acc = add_rows(acc, p16, memory.values(slot))
         s = warpgroup_mma_wait(len(acc), deps=(s,))
         if MASKED:
-            s = masked(work, s, row, start_n)
+            s = masked(work, s, row, start_n, work.seq_k)
         m_i, shift, alpha = maxima(s, m_i, scale, RISE)
         if BLOCK_N == 128:  # fewer maxima are not worth another wait
             # It passes at once. But the assembler moves no wait for products over it, so maxima stay under PV.
@@ -296,7 +316,7 @@ def _next_tile(
         acc, s = done[:-1], done[-1]
         mbarrier.arrive(memory.kv_empty.index(slot))
         if MASKED:
-            s = masked(work, s, row, start_n)
+            s = masked(work, s, row, start_n, work.seq_k)
         m_i, shift, alpha = maxima(s, m_i, scale, RISE)
     acc = times(acc, alpha, RISE > 0)
     p, l_i = exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
@@ -317,15 +337,6 @@ def _last_values(memory, p16, acc, m_i, l_i, pair):
     acc = await_rows(acc)
     mbarrier.arrive(memory.kv_empty.index(slot))
     return times(acc, inverse), lse
-
-
-@gluon.jit
-def _store_part(work, o, row, bh, first):
-    """Columns from first on of one part of the keys, in fp32: they are rounded once, when parts have been merged."""
-    offs_m = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, o.type.layout)), 1)
-    offs_d = gl.expand_dims(first + gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
-    inside = (offs_m < work.seq_q) & (offs_d < work.O_DIM)
-    gl.store(work.o + (bh.to(gl.int64) * work.seq_q + offs_m) * work.O_DIM + offs_d, o, mask=inside)
 
 
 @gluon.jit
@@ -351,12 +362,12 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
             q = ()
             for piece in gl.static_range(len(q_place)):
                 q += (q_place[piece].load(gl.DotOperandLayout(0, S, 2)),)
-        tiles_n = work.tiles_n(row + ROWS, BLOCK_N)
+        tiles_n = work.tiles_n(row + ROWS, BLOCK_N, b)
         if work.IS_CAUSAL and (CONSUMERS * ROWS > BLOCK_N or work.LOWER_RIGHT):
             pair = _let_go(memory, pair, work.tiles_n(tile_row + CONSUMERS * ROWS, BLOCK_N) - tiles_n)
 
         acc = no_rows(memory.BLOCK_D, memory.REST)
-        p, m_i, l_i = _first_tile(work, memory, q, p, pair, turn, row, tiles_n, scale, MASKED)
+        p, m_i, l_i = _first_tile(work, memory, q, p, pair, turn, row, tiles_n, work.keys_of(b), scale, MASKED)
         p16 = in_pairs(p, DTYPE) if IN_PAIRS else p.to(DTYPE)
         pair += 1
         masked_n = 1
@@ -378,7 +389,7 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
 
         if work.O_DIM:
             for piece in gl.static_range(len(o)):
-                _store_part(work, o[piece], row, b * work.heads_q + h, piece * o[0].shape[1])
+                store_part(work, o[piece], row, b * work.heads_q + h, piece * o[0].shape[1])
         else:
             store_rows(q_place, o, 1.0)
             fence_async_shared()
@@ -391,10 +402,10 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["more"])
 def _attn_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, o, lse_ptr, taken_ptr,
-    heads_q, group, seq_q, seq_k, scale, heads, together, offset,
+    heads_q, group, seq_q, seq_k, scale, heads, together, offset, more,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     OVERLAP: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_DIM: gl.constexpr, REST: gl.constexpr,
@@ -402,14 +413,14 @@ def _attn_fwd_hopper_kernel(
 ):  # fmt: skip
     """O and LSE as `_attn_fwd_descriptors_kernel`. Grid: as many programs as multiprocessors, at most one for each tile
     of CONSUMERS x 64 queries. o: a descriptor; with O_DIM a pointer to contiguous fp32 (batch, heads_q, seq_q, O_DIM).
-    offset: 0 without LOWER_RIGHT.
+    offset: 0 without LOWER_RIGHT. more: 0 without O_DIM. taken_ptr: a 0, or None if no queue is needed.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     work = Work(
         q_desc, k_desc, v_desc, o, lse_ptr, taken_ptr, gl.to_tensor(heads_q), gl.to_tensor(group),
         gl.to_tensor(seq_q), gl.to_tensor(seq_k), gl.to_tensor(heads), gl.to_tensor(together), IS_CAUSAL, CONSUMERS,
-        O_DIM, gl.to_tensor(offset), LOWER_RIGHT,
+        O_DIM, gl.to_tensor(offset), LOWER_RIGHT, gl.to_tensor(more),
     )  # fmt: skip
     memory = Memory(
         gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout),
@@ -454,9 +465,8 @@ def _attn_fwd_hopper_kernel(
         )
 
 
-# By head_dim, padded: at 128, two consumers with 240 registers a thread, queries among them. PV of a
-# tile runs under the maxima of the next. At 64 three consumers of 160 registers fit, and one's products
-# overlap the exponentials of another.
+# By head_dim, padded: at 128, two consumers with 240 registers a thread, queries among them. PV of a tile is under the
+# maxima of the next. At 64 three consumers of 160 registers fit; one's products overlap the exponentials of another.
 SHAPES = {
     64: dict(CONSUMERS=3, STAGES=4, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32),
     128: dict(CONSUMERS=2, STAGES=2, OVERLAP=True, CONSUMER_REGISTERS=240, PRODUCER_REGISTERS=24),
@@ -465,8 +475,8 @@ REGISTERS = {64: 128, 128: 168}  # at launch, for each of 16 or 12 warps
 BLOCK_N = 128
 # At head_dim 64, two consumers take fewer queries at once, and pad less of a short sequence.
 SHORT = tuple(SHAPES[128] | dict(STAGES=4, BLOCK_N=n, maxnreg=REGISTERS[128]) for n in (128, 64))
-# Microseconds of a multiprocessor for 64 queries at head_dim 64: for a tile, and for each of its
-# turns. By consumers and keys; fitted to calls with 77 to 16384 keys on an H100.
+# Microseconds of a multiprocessor for 64 queries at head_dim 64, by consumers and keys: for a tile, and for each of its
+# turns. Fitted to calls with 77 to 16384 keys on an H100.
 US = {(3, 128): (0.80, 0.48), (2, 128): (0.80, 0.565), (2, 64): (0.62, 0.31)}
 CACHED = 16 * 2**20  # bytes of keys and values in use at once: a quarter of an H200's L2
 
@@ -476,11 +486,11 @@ def columns_of(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128
 
 
-# Measured on an H100 and an H200: with fewer tiles of 64 queries for each multiprocessor, the last rung's small
-# tiles are faster, by the width of tiles, with fewer than LONG queries and with more; up to this head_dim, its
-# narrow ones.
-FEW = {64: (3.0, 3.0), 128: (2.0, 1.2)}
-LONG = 2048
+# Measured on an H100: with fewer tiles of 64 queries for each multiprocessor the last rung is faster, by the width of
+# tiles and the mask, where a query sees fewer than LONG keys and where it sees more; up to NARROW columns it always is.
+# None: programs come in rounds; the rung's, of two tiles a multiprocessor, take 5/6 of the time of three tiles here.
+FEW = {(64, False): (4.0, None), (64, True): (2.4, 2.8), (128, False): (2.0, 1.2), (128, True): (2.5, 1.2)}
+LONG = {64: 1024, 128: 512}
 NARROW = 32
 
 
@@ -506,35 +516,29 @@ def takes(*tensors: torch.Tensor, head_dims: range = range(8, 129, 8)) -> bool:
     )
 
 
-def enough(q: torch.Tensor, length: int, few: float) -> bool:
-    """True if each multiprocessor of the current GPU has so many tiles of 64 rows. length: of the rows that programs
-    share out, queries or keys.
-    """
-    tiles = q.shape[0] * q.shape[1] * cdiv(length, 64)
-    return tiles >= few * configs.multiprocessors(torch.cuda.current_device())
-
-
-def pays(q: torch.Tensor) -> bool:
-    """True if this kernel is faster than the last rung on the current GPU."""
-    seq_q, head_dim = q.shape[2:]
-    return head_dim > NARROW and enough(q, seq_q, FEW[columns_of(head_dim)][seq_q >= LONG])
+def pays(q: torch.Tensor, is_causal: bool, seen: int) -> bool:
+    """True if this kernel is faster than the last rung on the current GPU. seen: keys that a query sees, on average."""
+    seq_q, columns = q.shape[2], columns_of(q.shape[3])
+    few = FEW[columns, is_causal][seen >= LONG[columns]]
+    rounds, of_rung = (math.ceil(configs.tiles_each(q, seq_q, rows)) for rows in (192, 128))
+    enough = 6 * rounds < 5 * of_rung if few is None else configs.tiles_each(q, seq_q) >= few
+    return q.shape[3] > NARROW and enough
 
 
 @dataclass(frozen=True)
 class HopperForwardPlan:
-    """A function of q, k and v for all calls of one kind. sign: of the scale."""
+    """A function of q, k and v for all calls of one kind. sign: of the scale. queued: whether tiles are in a queue."""
 
     launch: Launch
     sign: int
+    queued: bool
 
     def __call__(self, q, k, v):
-        given = q
-        if self.sign != 1:
-            q = self.sign * q
+        given, q = q, q if self.sign == 1 else self.sign * q
         o = torch.empty_like(given, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         # The queue belongs to one call: another may run at the same time on another stream.
-        taken = torch.zeros(1, dtype=torch.int32, device=q.device)
+        taken = torch.zeros(1, dtype=torch.int32, device=q.device) if self.queued else None
         with runtime.on_device_of(q):
             self.launch(q, k, v, o, lse, taken)
         return o, lse
@@ -557,17 +561,17 @@ def shape_of(columns: int, seq_q: int, seq_k: int, is_causal: bool) -> dict:
 
 
 def plan(
-    q, k, v, is_causal: bool, scale: float, sign: int, parts: bool = False, offset: int = 0, **changes
+    q, k, v, is_causal: bool, scale: float, sign: int, parts: bool = False, offset: int = 0, more: int = 0, **changes
 ) -> HopperForwardPlan:
-    """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied by. parts: its launch
-    writes o in fp32, contiguous. offset: under a causal mask, query i sees keys 0 ... i + offset; at least 0.
+    """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied by. offset: under a
+    causal mask, query i sees keys 0 ... i + offset; at least 0. parts: batch entries are parts of the keys, and the
+    launch writes o in fp32, contiguous. Only the last of them has the last `more` keys.
 
     changes: to the arguments of the kernel, or `programs`, for measurements.
     """
     q = q if sign == 1 else sign * q
     (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
-    columns = columns_of(head_dim)
-    heads, group = batch * heads_q, heads_q // heads_kv
+    heads, group, columns, rows = batch * heads_q, heads_q // heads_kv, columns_of(head_dim), ROWS.value
     together = 1
     if is_causal:
         of_a_head = max(1, 2 * seq_k * columns * q.itemsize // group)
@@ -575,22 +579,22 @@ def plan(
     shape = shape_of(columns, seq_q, seq_k, is_causal and offset == 0)
     sizes = dict(
         heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
-        offset=offset, LOWER_RIGHT=offset > 0,
+        offset=offset, more=more, LOWER_RIGHT=offset > 0,
         BLOCK_D=columns, REST=rest_of(head_dim), O_DIM=head_dim if parts else 0, IS_CAUSAL=is_causal,
         programs=configs.multiprocessors(q.device.index), **shape,
     ) | changes  # fmt: skip
     block_n = sizes["BLOCK_N"]
-    sizes["MASKED"] = is_causal or seq_k % block_n != 0
+    sizes["MASKED"] = is_causal or seq_k % block_n != 0 or more > 0
     options = dict(num_warps=4, maxnreg=sizes.pop("maxnreg"))
-    programs = min(sizes.pop("programs"), cdiv(seq_q, sizes["CONSUMERS"] * ROWS.value) * heads)
+    tiles, programs = cdiv(seq_q, sizes["CONSUMERS"] * rows) * heads, sizes.pop("programs")
+    queued = tiles > programs and not parts  # parts take equally long
     o = torch.empty(q.shape, dtype=torch.float32 if parts else q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
-    rows = ROWS.value
-    tiles = [(q, rows), (k, block_n), (v, block_n), *([] if parts else [(o, rows)])]
-    boxes = [in_heads(t, n, columns) for t, n in tiles]
-    launch = Launch(_attn_fwd_hopper_kernel, programs, sizes, options, boxes)
+    taken = torch.zeros(1, dtype=torch.int32, device=q.device) if queued else None
+    boxes = [(q, rows), (k, block_n), (v, block_n), *([] if parts else [(o, rows)])]
+    boxes = [in_heads(t, n, columns) for t, n in boxes]
+    launch = Launch(_attn_fwd_hopper_kernel, min(programs, tiles), sizes, options, boxes)
     with runtime.on_device_of(q):
         if not runtime.recording:
             launch.compile(q, k, v, o, lse, taken)
-    return HopperForwardPlan(launch, sign)
+    return HopperForwardPlan(launch, sign, queued)

@@ -236,11 +236,11 @@ def under_all_rows(row, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def masked(work, s, row, start_n):
+def masked(work, s, row, start_n, seq_k):
     """s with -inf for keys that a query does not see. start_n: the first key of its tile."""
     offs_m = gl.expand_dims(row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), 1)
     offs_n = gl.expand_dims(start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
-    visible = offs_n < work.seq_k
+    visible = offs_n < seq_k
     if work.IS_CAUSAL:
         visible = visible & (offs_m + work.offset >= offs_n)
     return gl.where(visible, s, float("-inf"))
@@ -374,3 +374,12 @@ def store_rows(tile, rows, factor):
     tile[0].store((rows[0] * factor).to(tile[0].dtype))
     if len(rows) == 2:
         tile[1].store((rows[1] * factor).to(tile[1].dtype))
+
+
+@gluon.jit
+def store_part(work, o, row, bh, first):
+    """o of one part of the keys, from column `first` on, in fp32: it is rounded once, when parts have been merged."""
+    offs_m = gl.expand_dims(row + gl.arange(0, o.shape[0], gl.SliceLayout(1, o.type.layout)), 1)
+    offs_d = gl.expand_dims(first + gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout)), 0)
+    inside = (offs_m < work.seq_q) & (offs_d < work.O_DIM)
+    gl.store(work.o + (bh.to(gl.int64) * work.seq_q + offs_m) * work.O_DIM + offs_d, o, mask=inside)

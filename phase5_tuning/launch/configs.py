@@ -213,3 +213,10 @@ def capability(device: int | None = None) -> tuple[int, int]:
 def multiprocessors(device: int) -> int:
     """How many programs, at least, run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def tiles_each(q: torch.Tensor, length: int, rows: int = 64) -> float:
+    """Tiles of so many rows for each multiprocessor of the current GPU. length: of what programs share out, queries or
+    keys.
+    """
+    return q.shape[0] * q.shape[1] * -(-length // rows) / multiprocessors(torch.cuda.current_device())

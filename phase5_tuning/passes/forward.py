@@ -130,11 +130,12 @@ def choose(given, converted, kernel=None, config: configs.Config | None = None, 
     if usual and not n and split_kv.pays(q, k):
         return SPLIT
     # From a number of tiles on the Hopper kernels are faster than any rung (FEW and NARROW in hopper/forward.py).
-    if hopper and offset >= 0 and (n or hopper_forward.pays(q)):
+    seen = min(k.shape[2], offset + q.shape[2] // 2) if is_causal else k.shape[2]
+    if hopper and offset >= 0 and (n or hopper_forward.pays(q, is_causal, seen)):
         return HOPPER
     if offset:
         return SPLIT
-    if usual and wide_forward.takes(*given) and wide_forward.pays(q):
+    if usual and wide_forward.takes(*given) and wide_forward.pays(q, seen):
         return WIDE
     if kernel not in (None, _attn_fwd_descriptors_kernel):
         return kernel

@@ -143,7 +143,7 @@ def _produce(work, memory):
         number += 2 * tiles_n
         _fetch(work.v, memory, number - 1, b, h_kv, 0)
         turn += 1
-        tile = gl.num_programs(0) + gl.atomic_add(work.taken_ptr, 1, sem="relaxed")
+        tile = work.after(tile)
     for i in gl.static_range(CONSUMERS):  # there is no more: consumers read it and stop
         mbarrier.arrive(_announce(memory, CONSUMERS * turn + i, tile), count=1)
 
@@ -207,7 +207,7 @@ def _first_tile(work, memory, q, p, number, of_q, row, tiles_n, scale, MASKED: g
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(memory.kv_empty.index(slot))
     if MASKED:
-        s = masked(work, s, row, (tiles_n - 1) * BLOCK_N)
+        s = masked(work, s, row, (tiles_n - 1) * BLOCK_N, work.seq_k)
     m_i, shift, alpha = maxima(s, m_i, scale, 0)
     p, l_i = exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
     return p, m_i, l_i
@@ -373,12 +373,14 @@ SHAPES = {
 }
 
 
-FEW = {3: 0.9, 4: 1.5}  # by pieces, as hopper_forward's; measured on an H100
+# By pieces, as hopper_forward's; measured on an H100.
+FEW = {3: (0.9, 0.2), 4: (1.5, 0.9)}
+LONG = 256
 
 
-def pays(q: torch.Tensor) -> bool:
+def pays(q: torch.Tensor, seen: int) -> bool:
     """As `hopper_forward.pays`."""
-    return hopper_forward.enough(q, q.shape[2], FEW[cdiv(q.shape[3], PIECE.value)])
+    return configs.tiles_each(q, q.shape[2]) >= FEW[cdiv(q.shape[3], PIECE.value)][seen >= LONG]
 
 
 def takes(*tensors: torch.Tensor) -> bool:
@@ -410,13 +412,13 @@ def plan(q, k, v, is_causal: bool, scale: float, sign: int, **changes) -> Hopper
     ) | changes  # fmt: skip
     block_n = sizes["BLOCK_N"]
     sizes["MASKED"] = is_causal or seq_k % block_n != 0
-    programs = min(configs.multiprocessors(q.device.index), cdiv(seq_q, CONSUMERS.value * rows) * heads)
+    tiles, programs = cdiv(seq_q, CONSUMERS.value * rows) * heads, configs.multiprocessors(q.device.index)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    taken = torch.zeros(1, dtype=torch.int32, device=q.device)
+    taken = torch.zeros(1, dtype=torch.int32, device=q.device) if tiles > programs else None
     boxes = [in_heads(t, n, PIECE.value) for t, n in ((q, rows), (k, block_n), (v, block_n), (o, rows))]
-    launch = Launch(_attn_fwd_hopper_wide_kernel, programs, sizes, dict(num_warps=4, maxnreg=168), boxes)
+    launch = Launch(_attn_fwd_hopper_wide_kernel, min(programs, tiles), sizes, dict(num_warps=4, maxnreg=168), boxes)
     with runtime.on_device_of(q):
         if not runtime.recording:
             launch.compile(q, k, v, o, lse, taken)
-    return HopperForwardPlan(launch, sign)
+    return HopperForwardPlan(launch, sign, tiles > programs)

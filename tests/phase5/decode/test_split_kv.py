@@ -265,8 +265,8 @@ def test_tiles_fit_the_rows():
         (128, 32, 8, 16, 100, True),  # 64 rows, keys read once a group
         (128, 32, 8, 17, 8192, False),
         (128, 32, 32, 64, 8192, False),  # one head a group: nothing is read twice
-        (1, 32, 8, 64, 512, True),  # few programs
-        (1, 32, 8, 64, 511, False),
+        (1, 32, 8, 64, 1024, True),  # few programs
+        (1, 32, 8, 64, 1023, False),
         (1, 32, 8, 256, 4096, True),  # 128 programs
         (1, 32, 8, 256, 4095, False),
         (1, 33, 11, 256, 4096, True),
@@ -278,6 +278,14 @@ def test_which_calls_are_split(batch, heads_q, heads_kv, seq_q, seq_k, expected)
     q, k = torch.empty(batch, heads_q, seq_q, 8, **like), torch.empty(batch, heads_kv, seq_k, 8, **like)
     with mock.patch.object(split_kv, "at_once", return_value=132):
         assert split_kv.pays(q, k) == expected
+
+
+@pytest.mark.parametrize(("head_dim", "expected"), [(128, True), (136, False)])
+def test_wide_heads_are_split_only_if_half_of_the_multiprocessors_would_be_idle(head_dim, expected):
+    q, k = (torch.empty(1, 1, seq, head_dim, dtype=FP16, device="meta") for seq in (67 * 64, 8192))
+    with mock.patch.object(split_kv, "at_once", return_value=132):
+        assert split_kv.pays(q, k) == expected
+        assert split_kv.pays(q[:, :, : 66 * 64], k)
 
 
 def test_fp32_is_split_where_its_smaller_tiles_are_few():

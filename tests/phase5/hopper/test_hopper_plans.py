@@ -102,39 +102,62 @@ def test_more_rows_than_a_coordinate_counts():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "short", "long"), [(64, 3.0, 3.0), (128, 2.0, 1.2), (40, 3.0, 3.0), (96, 2.0, 1.2)]
+    ("head_dim", "is_causal", "seen", "few"),
+    [
+        (64, False, 1023, 4.0),
+        (64, True, 1023, 2.4),
+        (64, True, 1024, 2.8),
+        (40, True, 1024, 2.8),
+        (128, False, 511, 2.0),
+        (128, False, 512, 1.2),
+        (128, True, 511, 2.5),
+        (128, True, 512, 1.2),
+        (96, True, 512, 1.2),
+    ],
 )
-def test_they_pay_from_so_many_tiles_of_64_rows_on(head_dim, short, long):
-    for multiprocessors, tiles in ((10, short), (100, long)):  # 30 tiles at most are short, 120 at least long
-        rows = round(tiles * multiprocessors) * 64
+def test_they_pay_from_so_many_tiles_of_64_rows_on(head_dim, is_causal, seen, few):
+    for multiprocessors in (10, 100):
+        rows = round(few * multiprocessors) * 64
         with on_a_gpu(multiprocessors=multiprocessors):
-            assert hopper_forward.pays(torch.empty(1, 1, rows, head_dim))
-            assert not hopper_forward.pays(torch.empty(1, 1, rows - 64, head_dim))
+            assert hopper_forward.pays(torch.empty(1, 1, rows, head_dim), is_causal, seen)
+            assert not hopper_forward.pays(torch.empty(1, 1, rows - 64, head_dim), is_causal, seen)
+
+
+def test_without_a_mask_at_head_dim_64_the_rounds_of_programs_decide():
     with on_a_gpu(multiprocessors=10):
-        q = torch.empty(1, 1, 640, head_dim)
-        assert hopper_backward.pays(q, torch.empty(1, 1, 15 * 64, head_dim))
-        assert not hopper_backward.pays(q, torch.empty(1, 1, 14 * 64, head_dim))
+        pay = [rows for rows in range(10, 101) if hopper_forward.pays(torch.empty(1, 1, 64 * rows, 64), False, 1024)]
+        assert pay == [*range(21, 31), *range(41, 101)]  # three tiles in one round, not two; then two rounds, not three
 
 
-@pytest.mark.parametrize(("head_dim", "least"), [(192, 0.9), (256, 1.5)])
-def test_wide_heads_pay_sooner(head_dim, least):
+def test_the_backward_pass_counts_tiles_of_keys():
+    with on_a_gpu(multiprocessors=10):
+        q = torch.empty(1, 1, 640, 64)
+        assert hopper_backward.pays(q, torch.empty(1, 1, 15 * 64, 64))
+        assert not hopper_backward.pays(q, torch.empty(1, 1, 14 * 64, 64))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "seen", "least"), [(192, 255, 0.9), (192, 256, 0.2), (256, 255, 1.5), (256, 256, 0.9)]
+)
+def test_wide_heads_pay_sooner(head_dim, seen, least):
     with on_a_gpu(multiprocessors=10):
         rows = round(least * 10) * 64
-        assert wide_forward.pays(torch.empty(1, 1, rows, head_dim))
-        assert not wide_forward.pays(torch.empty(1, 1, rows - 64, head_dim))
+        assert wide_forward.pays(torch.empty(1, 1, rows, head_dim), seen)
+        assert not wide_forward.pays(torch.empty(1, 1, rows - 64, head_dim), seen)
 
 
 def test_tiles_are_counted_in_all_heads():
     with on_a_gpu(multiprocessors=8):
         for batch, heads in ((4, 1), (1, 4), (2, 2)):
-            assert hopper_forward.pays(torch.empty(batch, heads, 6 * 64, 64))
-            assert not hopper_forward.pays(torch.empty(batch, heads, 5 * 64, 64))
+            assert hopper_forward.pays(torch.empty(batch, heads, 5 * 64, 64), True, 160)
+            assert not hopper_forward.pays(torch.empty(batch, heads, 4 * 64, 64), True, 160)
 
 
 def test_they_do_not_pay_for_narrow_heads():
     with on_a_gpu(multiprocessors=1):
-        assert not hopper_forward.pays(torch.empty(8, 8, 640, 32))
-        assert hopper_forward.pays(torch.empty(8, 8, 640, 40))
+        for is_causal in (False, True):
+            assert not hopper_forward.pays(torch.empty(8, 8, 640, 32), is_causal, 640)
+            assert hopper_forward.pays(torch.empty(8, 8, 640, 40), is_causal, 640)
 
 
 @contextlib.contextmanager
@@ -296,7 +319,7 @@ def test_a_forward_call_allocates_what_its_kernel_writes(sign):
     q, k, v = make_qkv(1, 2, 40, 64, layout="bshd")
     taken = []
     note = lambda *tensors: taken.append([t.clone() for t in tensors]) or tensors[-1].add_(5)  # noqa: E731
-    plan = hopper_forward.HopperForwardPlan(note, sign)
+    plan = hopper_forward.HopperForwardPlan(note, sign, True)
     for _ in range(2):
         o, lse = plan(q, k, v)
         assert o.is_contiguous()
@@ -306,6 +329,13 @@ def test_a_forward_call_allocates_what_its_kernel_writes(sign):
         assert torch.equal(given_k, k)
         assert torch.equal(given_v, v)
         assert queue.tolist() == [0]  # in every call
+
+
+@pytest.mark.parametrize(("module", "head_dim"), [(hopper_forward, 128), (wide_forward, 192)])
+def test_there_is_a_queue_if_there_are_more_tiles_than_programs(module, head_dim):
+    for seq, queued in ((4 * 128, False), (4 * 128 + 1, True)):
+        plan, sizes, programs = forward_plan(1, 1, seq, head_dim, multiprocessors=4, module=module)
+        assert (plan.queued, programs) == (queued, 4)
 
 
 def plan_backward(*sizes, is_causal=False, sign=1, multiprocessors=132, **others):
@@ -456,7 +486,7 @@ def test_a_backward_call_allocates_what_its_kernels_write():
 def test_what_a_call_allocates_is_on_the_device_of_its_tensors():
     plan, _ = plan_backward(1, 2, 300, 64, seq_k=400, is_causal=True)
     taken = []
-    forward_call = hopper_forward.HopperForwardPlan(lambda *given: taken.append(given), -1)
+    forward_call = hopper_forward.HopperForwardPlan(lambda *given: taken.append(given), -1, True)
     q, k, v = make_qkv(1, 2, 40, 64)
     elsewhere = torch.device("meta")  # where what names no device lands
     with elsewhere:
