@@ -71,7 +71,7 @@ def hopper_at_any_size():
         mock.patch("phase5_tuning.hopper.order.MOST_TOGETHER", 2),  # few heads walk in both ways
         mock.patch.dict("phase5_tuning.hopper.forward.FEW", few),
         mock.patch.dict("phase5_tuning.hopper.wide.forward.FEW", {3: (0, 0), 4: (0, 0)}),
-        mock.patch("phase5_tuning.hopper.backward.FEW", 0),
+        mock.patch.dict("phase5_tuning.hopper.backward.FEW", few),
         without_plans() as plans,
     ):
         yield plans

@@ -64,6 +64,6 @@ def produce(work, memory):
         # your code: send the queries and the tile's number, then tiles_n + 1 pairs
         raise NotImplementedError
         turn += 1
-        tile = gl.num_programs(0) + gl.atomic_add(work.taken_ptr, 1, sem="relaxed")
+        tile = work.after(tile)  # a queue hands it out, if there are more tiles than programs
     # your code: announce `tile`, which is past the end, to consumers that wait for queries
     raise NotImplementedError

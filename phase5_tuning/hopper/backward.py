@@ -494,7 +494,9 @@ def _attn_bwd_hopper_kernel(
 
 
 BLOCK_M = {64: 128, 128: 64}  # by head_dim, padded
-FEW = 1.5  # tiles of 64 keys for each multiprocessor: with fewer the last rungs are faster
+# Measured on an H100: with fewer tiles of 64 keys for each multiprocessor the last rungs are faster, by columns and
+# mask, with few keys and with many.
+FEW = {(64, False): (4.1, 2.1), (64, True): (3.4, 1.0), (128, False): (2.1, 2.1), (128, True): (1.2, 1.2)}
 STAGES = 2
 
 
@@ -521,11 +523,9 @@ class HopperBackwardPlan:
     parts: tuple[int, int, int, int]  # shape of dK and of dV, a head once for each part of its group
 
     def __call__(self, q, k, v, o, lse, do, dlse):
-        if dlse is not None:
-            dlse = dlse.contiguous()
+        dlse = dlse if dlse is None else dlse.contiguous()
         dq, dk, dv = (torch.empty(s, dtype=q.dtype, device=q.device) for s in (q.shape, self.parts, self.parts))
-        if self.sign != 1:
-            q = self.sign * q
+        q = q if self.sign == 1 else self.sign * q
         row_lse, delta = (torch.empty(self.padded_rows, dtype=torch.float32, device=q.device) for _ in range(2))
         dq_sum = torch.empty(self.padded_rows, self.sum_columns, dtype=torch.float32, device=q.device)
         count = torch.empty(self.tiles + 1, dtype=torch.int32, device=q.device)
@@ -546,9 +546,12 @@ def takes(q, k, v, do, *rows) -> bool:
     return fits and hopper_forward.takes(q, k, v, do) and not any(t.is_neg() for t in rows)
 
 
-def pays(q, k) -> bool:
+def pays(q, k, is_causal: bool) -> bool:
     """True if the Hopper kernel is faster than the last rungs on the current GPU."""
-    return q.shape[3] > hopper_forward.NARROW and configs.tiles_each(q, k.shape[2]) >= FEW
+    (seq_q, head_dim), seq_k = q.shape[2:], k.shape[2]
+    many = min(seq_q, seq_k) >= 1024 if is_causal else seq_k >= 2048
+    few = FEW[columns_of(head_dim), is_causal][many]
+    return head_dim > hopper_forward.NARROW and configs.tiles_each(q, seq_k) >= few
 
 
 def plan(
@@ -560,12 +563,10 @@ def plan(
     """
     q = q if sign == 1 else sign * q
     (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
-    columns, rest = columns_of(head_dim), rest_of(head_dim)
-    sum_columns = 96 if rest else columns
-    block_m, block_n = BLOCK_M[columns], (CONSUMERS * ROWS).value
+    columns, rest, block_n = columns_of(head_dim), rest_of(head_dim), (CONSUMERS * ROWS).value
+    sum_columns, block_m = 96 if rest else columns, BLOCK_M[columns]
     seen_k = min(seq_k, seq_q) if is_causal else seq_k
-    tiles_m, tiles_n = cdiv(seq_q, block_m), cdiv(seen_k, block_n)
-    padded_q = tiles_m * block_m
+    tiles_m, tiles_n, padded_q = cdiv(seq_q, block_m), cdiv(seen_k, block_n), cdiv(seq_q, block_m) * block_m
     row_bytes, programs = 2 * head_dim * q.itemsize + 4 * sum_columns, configs.multiprocessors(q.device.index)
     split = split_group(heads_q // heads_kv, row_bytes, is_causal, batch * heads_kv * tiles_n, programs)
     parts = batch, heads_kv * split, seq_k, head_dim
@@ -577,10 +578,9 @@ def plan(
     count = torch.empty(tiles + 1, dtype=torch.int32, device=q.device)
     tile = dict(HEAD_DIM=head_dim, BLOCK_D=columns, SUM_D=sum_columns, REST=rest, BLOCK_M=block_m)
     common = dict(heads_q=heads_q, seq_q=seq_q, padded_q=padded_q, ORDERED=in_order() if ordered is None else ordered)
-    rows_sizes = tile | common | dict(stride_o=o.stride(), stride_do=do.stride())
-    rows = Launch(_attn_bwd_hopper_rows_kernel, tiles, rows_sizes, {})
-    dq_sizes = tile | common | dict(stride_dq=dq.stride(), scale=sign * scale)
-    dq_launch = Launch(_attn_bwd_hopper_dq_kernel, tiles, dq_sizes, {})
+    given, made = dict(stride_o=o.stride(), stride_do=do.stride()), dict(stride_dq=dq.stride(), scale=sign * scale)
+    rows = Launch(_attn_bwd_hopper_rows_kernel, tiles, tile | common | given, {})
+    dq_launch = Launch(_attn_bwd_hopper_dq_kernel, tiles, tile | common | made, {})
     sizes = tile | common | dict(
         heads_kv=parts[1], group=group, split=split, seq_k=seen_k, tiles_m=tiles_m, tiles_n=tiles_n, heads=heads,
         together=turns(heads, group, seq_q * row_bytes, tiles_n, is_causal, programs), scale=scale,

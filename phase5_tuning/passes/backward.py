@@ -112,22 +112,22 @@ class BackwardPlan:
         return dq, dk, dv
 
 
-def choose(given, converted, lower_right: bool, needs, kernels, tiles):
+def choose(given, converted, is_causal: bool, lower_right: bool, needs, kernels, tiles):
     """What takes a call: NOTHING, HOPPER, WIDE, or the kernels of a rung (dK and dV's, dQ's).
 
-    given: the saved tensors as they came. converted: as plain kernels take them. lower_right: the mask is aligned with
-    the last query and the last key, which the last two rungs alone know. needs: whether dq is wanted, whether dk and dv
-    are. kernels, tiles: of both kernels, as for `attention_backward`.
+    given: the saved tensors as they came. converted: as plain kernels take them. lower_right: the causal mask is
+    aligned with the last query and the last key, which the last two rungs alone know. needs: whether dq is wanted,
+    whether dk and dv are. kernels, tiles: of both kernels, as for `attention_backward`.
     """
     q, k, v, o, lse, do, dlse = given
     if lse.numel() == 0 or k.shape[2] == 0:
         return NOTHING
-    # From a number of tiles on the Hopper kernels are faster than any rung; the fused one makes all gradients at once.
+    # Hopper kernels make all gradients at once, and are faster than any rung: wide ones always, others with many tiles.
     as_usual = all(needs) and not lower_right and not any((*kernels, *tiles))
     rows = (o, lse) if dlse is None else (o, lse, dlse)
-    if as_usual and hopper_backward.takes(q, k, v, do, *rows) and hopper_backward.pays(q, k):
+    if as_usual and hopper_backward.takes(q, k, v, do, *rows) and hopper_backward.pays(q, k, is_causal):
         return HOPPER
-    if as_usual and wide_backward.takes(q, k, v, do, *rows) and hopper_backward.pays(q, k):
+    if as_usual and wide_backward.takes(q, k, v, do, *rows):
         return WIDE
     # The rungs before fetch tiles by pointers, which may have any stride and alignment.
     q, k, v, _, _, do, _ = converted
@@ -176,7 +176,7 @@ def seen_keys(q, k, upper_left: bool) -> int:
 def _plan(q, k, v, o, lse, do, dlse, is_causal, lower_right, scale, needs, kernels, tiles) -> Callable:
     given, converted = (q, k, v, o, lse, do, dlse), _as_kernels_take(q, k, v, o, lse, do, dlse)
     with runtime.on_device_of(q):
-        kernels = choose(given, converted, lower_right, needs, kernels, tiles)
+        kernels = choose(given, converted, is_causal, lower_right, needs, kernels, tiles)
         if kernels == NOTHING:
             return partial(_nothing_depends, needs=needs)
         if kernels == HOPPER:

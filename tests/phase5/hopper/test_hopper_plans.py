@@ -129,11 +129,27 @@ def test_without_a_mask_at_head_dim_64_the_rounds_of_programs_decide():
         assert pay == [*range(21, 31), *range(41, 101)]  # three tiles in one round, not two; then two rounds, not three
 
 
-def test_the_backward_pass_counts_tiles_of_keys():
-    with on_a_gpu(multiprocessors=10):
-        q = torch.empty(1, 1, 640, 64)
-        assert hopper_backward.pays(q, torch.empty(1, 1, 15 * 64, 64))
-        assert not hopper_backward.pays(q, torch.empty(1, 1, 14 * 64, 64))
+@pytest.mark.parametrize(
+    ("head_dim", "is_causal", "keys", "few"),
+    [
+        (64, False, 2047, 4.1),
+        (64, False, 2048, 2.1),
+        (40, True, 1023, 3.4),
+        (64, True, 1024, 1.0),
+        (128, False, 100, 2.1),
+        (96, True, 100, 1.2),
+        (128, True, 4096, 1.2),
+    ],
+)
+def test_the_backward_pass_counts_tiles_of_keys(head_dim, is_causal, keys, few):
+    each = -(-keys // 64)
+    for multiprocessors in (10, 100):
+        heads = math.ceil(few * multiprocessors / each)
+        with on_a_gpu(multiprocessors=heads * each / few):
+            q, k = torch.empty(1, heads, 4096, head_dim), torch.empty(1, 1, keys, head_dim)
+            assert hopper_backward.pays(q, k, is_causal)
+        with on_a_gpu(multiprocessors=heads * each / few + 0.1):
+            assert not hopper_backward.pays(q, k, is_causal)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +350,7 @@ def test_a_forward_call_allocates_what_its_kernel_writes(sign):
 @pytest.mark.parametrize(("module", "head_dim"), [(hopper_forward, 128), (wide_forward, 192)])
 def test_there_is_a_queue_if_there_are_more_tiles_than_programs(module, head_dim):
     for seq, queued in ((4 * 128, False), (4 * 128 + 1, True)):
-        plan, sizes, programs = forward_plan(1, 1, seq, head_dim, multiprocessors=4, module=module)
+        plan, _, programs = forward_plan(1, 1, seq, head_dim, multiprocessors=4, module=module)
         assert (plan.queued, programs) == (queued, 4)
 
 
@@ -500,7 +516,7 @@ def test_what_a_call_allocates_is_on_the_device_of_its_tensors():
 @pytest.mark.parametrize("known", [True, False], ids=["tiles shipped", "tiles measured"])
 @pytest.mark.parametrize(
     ("head_dim", "hopper"),
-    [(64, (True, True)), (192, (True, False)), (64, (False, False))],
+    [(64, (True, True)), (192, (True, True)), (64, (False, False))],
     ids=["hopper", "wide", "last rung"],
 )
 def test_trap38_a_call_is_planned_and_launched_on_the_gpu_of_its_tensors(head_dim, hopper, known):

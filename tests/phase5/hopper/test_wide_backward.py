@@ -233,17 +233,18 @@ def on_a_gpu(multiprocessors=132):
 
 
 def test_which_calls_take_the_kernels():
-    def taker(head_dim, keys=40 * 64, needs=(True, True), tile=None, dtype=FP16, lower_right=False):
+    def taker(head_dim, keys=54 * 64, needs=(True, True), tile=None, dtype=FP16, lower_right=False):
         q, k = (torch.empty(1, heads, n, head_dim, dtype=dtype) for heads, n in ((4, 100), (2, keys)))
         given = q, k, k, q, torch.empty(1, 4, 100), q, None
         with on_a_gpu(multiprocessors=100):
-            return passes.choose(given, given, lower_right, needs, (None, None), (tile, None))
+            return passes.choose(given, given, False, lower_right, needs, (None, None), (tile, None))
 
     assert {taker(head_dim) for head_dim in (136, 192, 256)} == {passes.WIDE}
     assert taker(128) == passes.HOPPER
     rungs = taker(256, needs=(True, False))
     assert all(callable(kernel.fn) for kernel in rungs)
-    assert taker(256, keys=37 * 64) == rungs  # too few for each multiprocessor
+    assert taker(128, keys=52 * 64) == rungs  # too few for each multiprocessor
+    assert taker(256, keys=64) == passes.WIDE
     assert taker(256, tile=configs.Config(16, 16, 4, 1)) == rungs
     assert taker(256, lower_right=True) == taker(128, lower_right=True) == rungs
     assert passes.WIDE not in (taker(264), taker(256, dtype=torch.float32))
