@@ -587,7 +587,7 @@ def plan(
     sizes["MASKED"] = is_causal or seq_k % block_n != 0 or more > 0
     options = dict(num_warps=4, maxnreg=sizes.pop("maxnreg"))
     tiles, programs = cdiv(seq_q, sizes["CONSUMERS"] * rows) * heads, sizes.pop("programs")
-    queued = tiles > programs and not parts  # parts take equally long
+    queued = tiles > configs.multiprocessors(q.device.index) and not parts  # parts take equally long
     o = torch.empty(q.shape, dtype=torch.float32 if parts else q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     taken = torch.zeros(1, dtype=torch.int32, device=q.device) if queued else None

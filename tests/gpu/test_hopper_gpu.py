@@ -194,7 +194,8 @@ def test_which_calls_take_them(monkeypatch):
 
 
 def test_few_tiles_and_narrow_heads_take_the_last_rung():
-    with mock.patch.dict(hopper_forward.FEW, {64: (3.0, 3.0)}), mock.patch.object(hopper_backward, "FEW", 1.5):
+    few = {(64, False): (4.0, 4.0)}
+    with mock.patch.dict(hopper_forward.FEW, few), mock.patch.dict(hopper_backward.FEW, few):
         assert kinds_of(*make_qkv(1, 1, 1000, 64)) == [forward_module.ForwardPlan, backward_module.BackwardPlan]
         assert kinds_of(*make_qkv(8, 16, 1000, 64)) == [HopperForwardPlan, HopperBackwardPlan]
     with mock.patch.object(hopper_forward, "NARROW", 32):
