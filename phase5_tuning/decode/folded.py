@@ -4,9 +4,10 @@ Queries (batch, heads_q, seq, head_dim), seen as (batch, heads_kv, group x seq, 
 would leave half empty, and read keys once for all heads of a group.
 Keys (batch, heads, seq, head_dim), seen with other strides, are (parts, batch x heads, seq / parts, head_dim), and
 queries are seen as often as there are parts, with a stride of 0. So the kernel of hopper/forward.py splits, and
-knows of it only that o is in fp32, and that the last part has the keys that do not divide. The triangle of a causal
-mask is a part of its own by split_kv's kernel, and split_kv's merge makes one of all. Where one part is enough and
-heads fill their tiles, the kernel takes the call as it is, whatever the mask.
+knows of it only that o is in fp32, and that the last part alone has the keys that do not divide. (Other parts multiply
+as many keys past their end by 0: an infinite value there becomes NaN.) The triangle of a causal mask is a part of its
+own by split_kv's kernel, and split_kv's merge makes one of all. Where one part is enough and heads fill their tiles,
+the kernel takes the call as it is, whatever the mask.
 
 Builds on: `hopper.forward` and this folder's `split_kv`.
 """

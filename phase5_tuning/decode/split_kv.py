@@ -227,7 +227,8 @@ def pays(q: torch.Tensor, k: torch.Tensor) -> bool:
     """True if these kernels are faster than a program for each tile of 64 queries of a head.
 
     Measured on an H100: with few rows a group, of which other kernels waste most of a tile; with one tile of rows, if
-    that reads keys for several heads at once; and where there are fewer programs than multiprocessors, and keys to cut.
+    that reads keys for several heads at once; and with keys to cut, where programs are at most half as many as
+    multiprocessors, or, up to 128 columns, as many.
     """
     (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
     rows, most = heads_q // heads_kv * seq_q, at_once(q)
