@@ -213,14 +213,17 @@ def share_from_memory(counters: dict) -> float:
 
 
 def from_cache(counters: dict) -> str:
-    """At which rate K and V came, and how much of it from memory."""
-    row, asked = of_counted(counters, "ours"), asked_bytes()
-    return (
-        f"memory: {row['dram_bytes'] / 1e9:.2f} GB by NVIDIA's profiler ncu, Q, O and LSE among them\n"
-        f"L2: {row['l2_bytes'] / 1e9:.1f} GB by ncu, {row['l2']:.0f} % of what it can move in that time\n"
-        f"asked for: {asked / 1e9:.1f} GB in {row['ns'] / 1e6:.2f} ms under ncu, {asked / row['ns'] / 1e3:.1f} TB/s\n"
-        "Why L2 counts less than is asked for is not known."
-    )
+    """A table of the bytes of a call: those asked for, and those that L2 and memory moved."""
+    row, (shares, _) = of_counted(counters, "ours"), profile(counters, PROFILED["tuned"])
+    call = f"a call of {row['ns'] / 1e6:.2f} ms under ncu"
+    lines = [f"{call:<32}{'GB':>6}{'TB/s':>8}{'of its slope':>15}"]
+    for what, size, share in (
+        ("asked for: K and V", asked_bytes(), ""),
+        ("L2, by ncu", row["l2_bytes"], f"{shares['L2']:.0%}"),
+        ("memory, by ncu; Q, O, LSE, too", row["dram_bytes"], f"{shares['memory']:.0%}"),
+    ):
+        lines.append(f"{what:<32}{size / 1e9:>6.2f}{size / row['ns'] / 1e3:>8.2f}{share:>15}".rstrip())
+    return "\n".join([*lines, "Why L2 counts less than is asked for is not known."])
 
 
 def profile(counters: dict, call: tuple) -> tuple[dict[str, float], float]:
@@ -284,7 +287,10 @@ def beside_the_record(counters: dict, reading) -> str:
         of = reading.Profile(*profile(counters, forward(before))), less(counters, before, after)
         return reading.at_most(*of), reading.work_alone(*of), gain(counters, before, after)
 
-    lines = [f"{'':<24}at most   by work alone   in clocks   in time"]
+    lines = [
+        f"{'':<24}from the profile before         recorded",
+        f"{'change':<24}at most   by work alone   in clocks   in time",
+    ]
     for name, pair in CHANGES.items():
         numbers = *said(*pair), gain(counters, *pair, "ms")
         lines.append("{:<24}{:>7.2f}{:>16.2f}{:>12.2f}{:>10.2f}".format(name, *numbers))
@@ -292,7 +298,7 @@ def beside_the_record(counters: dict, reading) -> str:
     rungs = [said(*pair) for pair in itertools.pairwise(["phase 4", *ladder, "ours"])]
     ratios = [recorded / alone for _, alone, recorded in rungs]
     span = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    return "\n".join([*lines, f"in clocks / by work alone, in the next chapter's {len(rungs)} rungs: {span}"])
+    return "\n".join([*lines, f"in clocks / by work alone, of the next chapter's {len(rungs)} changes: {span}"])
 
 
 def highest_mhz(record: dict) -> int:
