@@ -103,7 +103,7 @@ def edit(path, change):
 
 WHICH = 'predict(\'Which needs two passes over the row: "weights", "LSE" or "output"?\', yours={})'
 PADDED = 'predict("Ten logits of -3, padded with 0 to 16: what do the ten weights add up to?", yours={})'
-SECTORS = 'predict("How many times as many sectors does softmax_fused ask for of t as of x?", yours={})'
+SECTORS = 'predict("For t, softmax_fused asks for how many times as many sectors as for x?", yours={})'
 EARLY = 'predict("Which tile is the first that may be read too early: 0, 1, 2, 3 or 4?", yours={})'
 UNDER_PV = 'predict("66 of 66 exponentials stand under PV in PTX. How many in the machine code?", yours={})'
 

@@ -221,7 +221,7 @@ WRONG = {
         ),
         Wrong(
             "a telling input without a new term",
-            {"torch.tensor([[-1.0], [4.0]])": "torch.tensor([[0.0], [0.0]])"},
+            {"torch.tensor([[1.0], [4.0]])": "torch.tensor([[0.0], [0.0]])"},
             "C gives the right output too. Does s2 bring a new maximum in a row where p2 v2 is not 0?",
         ),
         Wrong(
@@ -243,7 +243,7 @@ WRONG = {
             },
             "its tiles exchanged: A is wrong (by",
         ),
-        Wrong("a second tile of zeros", {"[[-1.0], [4.0]]": "[[0.0], [0.0]]"}, "C gives the right output too"),
+        Wrong("a second tile of zeros", {"[[1.0], [4.0]]": "[[0.0], [0.0]]"}, "C gives the right output too"),
         Wrong("two tensors", {"    return s1, v1, s2, v2\n": "    return s1, v1\n"}, "expected four tensors"),
         Wrong("v1 lies down", {"return s1, v1, s2, v2\n": "return s1, v1.T, s2, v2\n"}, "do not fit together"),
         Wrong("v2 is wider", {"return s1, v1, s2, v2\n": "return s1, v1, s2, v2.repeat(1, 2)\n"}, "different head_dim"),
