@@ -260,7 +260,7 @@ def whole(record: dict) -> None:
         print(f"  {words:<24}{_near(pairs):>3} of {len(pairs)}{_near(guesses[best]):>10} of {len(pairs)} ({best:.2f})")
     print()
     rows = by_case(record)
-    print(" | ".join([f"{'time, all rungs':<20}", *(f"{case_name(*case):<12}" for case in CASES)]))
+    print(" | ".join([f"{'gain in time, all':<20}", *(f"{case_name(*case):<12}" for case in CASES)]))
     for mode, words in WORDS.items():
         pairs = ([rows[p, *case, 16384, mode]["ms"] for p in ("phase 4", "ours")] for case in CASES)
         print(" | ".join([f"{words:<20}", *(f"{old / new:>12.2f}" for old, new in pairs)]))
@@ -277,6 +277,11 @@ def counted_rungs(counters: dict) -> dict[str, dict]:
     return {name: of[PROVIDER[name]] for name in (ORDER[0], *STEPS["fwd"])}
 
 
+def numbered(name: str) -> str:
+    """A rung with its number."""
+    return f"{ORDER.index(name)} {name}"
+
+
 def clocks_and_time(counters: dict) -> None:
     """Print the gains of each rung by the model, in counted clocks, and in time; and the GPU's own clock."""
     rungs, product = counted_rungs(counters), 1.0
@@ -286,7 +291,7 @@ def clocks_and_time(counters: dict) -> None:
         if old:
             found = by_model(name, *SHOWN), *_of_pair(rungs[old], r)
             product, gains = product * found[0], [f"{gain:.2f}" for gain in found]
-        print("{:<23}{:>7}{:>11}{:>9}".format(name, *gains), f"{r['mhz']:>5.0f} MHz")
+        print("{:<23}{:>7}{:>11}{:>9}".format(numbered(name), *gains), f"{r['mhz']:>5.0f} MHz")
     first, *_, last = rungs.values()
     print("{:<23}{:>7.2f}{:>11.2f}{:>9.2f}".format("all rungs together", product, *_of_pair(first, last)))
     watts = [r["watts"] for r in rungs.values()]
@@ -309,7 +314,7 @@ def bounds(answer: ModuleType, counters: dict) -> None:
         least, most = (turns * of(one, SHOWN[0]) for of in (answer.overlapped_clocks, answer.serial_clocks))
         beside = turns * sass.beside_products(sass.turn(ladder()["forward", *SHOWN, _turn_of(name)].sass))
         idle = most * (_idle_end(name) - 1)
-        print(f"{name:<23}{least:>9.0f}{_counted(name, row):>10.0f}{most:>10.0f}{idle:>14.0f}{beside:>18}")
+        print(f"{numbered(name):<23}{least:>9.0f}{_counted(name, row):>10.0f}{most:>10.0f}{idle:>14.0f}{beside:>18}")
 
 
 STANDS = {  # where a warp stands: in words -> ncu's names
