@@ -288,7 +288,7 @@ def beside_the_record(counters: dict, reading) -> str:
         return reading.at_most(*of), reading.work_alone(*of), gain(counters, before, after)
 
     lines = [
-        f"{'':<24}from the profile before         recorded",
+        f"{'':<24}given the work that went        recorded",
         f"{'change':<24}at most   by work alone   in clocks   in time",
     ]
     for name, pair in CHANGES.items():

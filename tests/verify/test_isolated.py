@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import linecache
 import os
 import signal
 import sys
@@ -114,10 +115,15 @@ def test_what_is_printed_is_printed_once_and_no_exit_handler_runs(tmp_path, monk
 
 
 def test_ctrl_c_ends_the_child_too(tmp_path):
+    me = threading.get_ident()
+
+    def waits():
+        frame = sys._current_frames()[me]
+        return "waitpid" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+
     def interrupt():
-        while not (tmp_path / "started").exists():
-            time.sleep(0.01)
-        time.sleep(1)  # the parent may be in the hooks of its fork yet, which swallow an exception
+        while not (waits() and (tmp_path / "started").exists()):  # the hooks of a fork swallow an exception
+            time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
 
     def takes_long():

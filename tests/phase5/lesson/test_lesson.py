@@ -159,11 +159,11 @@ def test_the_reasons_of_a_warp_add_up_to_its_clocks_by_littles_law(capsys):
 
 def test_recorded_changes_and_what_the_chapter_says_of_them():
     counters, ladder = limits.load("h100_counters"), limits.load("h100_ladder")
-    _, *changes, rungs = limits.beside_the_record(counters, read_profile).splitlines()
+    _, _, *changes, rungs = limits.beside_the_record(counters, read_profile).splitlines()
     for line in changes:
         most, alone, in_clocks, _ = (float(number) for number in line.split()[-4:])
         assert alone <= in_clocks <= most
-    assert rungs.endswith("6 rungs: 0.93 to 1.12")
+    assert rungs.endswith("6 changes: 0.93 to 1.12")
     assert round(limits.highest_peak(ladder) / limits.slopes(ladder, counters)["memory"]) == 355
 
 
