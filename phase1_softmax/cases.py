@@ -85,7 +85,7 @@ def diagnoses() -> tuple[str, ...]:
         "bca",
         "b: the sum has a term e^(0 - m) for each column that does not exist; at m = 100 it is lost in rounding",
         "c: -inf - (-inf) is NaN, as long as a row has seen nothing but -inf",
-        "a: after a fall from 200 to 100, e^(200 - 100) overflows; a small fall does no harm, as l is right for any m",
+        "a: m falls from 200 to 100, and l overflows at e^88.7; a small fall does no harm, as l is right for any m",
     )
 
 

@@ -12,7 +12,7 @@ mask.
     kv       (2, 2 n, head_dim)
     returns  (o, lse) of this rank's rows, (2 n, head_dim) and (2 n,)
 
-No pair of chunks in which nothing is visible may be computed: then every step from the second on has the same work.
+From the second step on, compute no pair of chunks in which nothing is visible: then these steps have the same work.
 
 Notebook: phase5_tuning/context_parallel.ipynb, section 3.2.
 """

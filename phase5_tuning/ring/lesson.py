@@ -218,7 +218,7 @@ def show_predicted(rate: float, within: float) -> None:
     by = (
         f"Predicted, not measured: {rate / 1e12:.0f}e12 operations a second; hosts of {model.HOST} GPUs, "
         f"{within / 1e9:.0f} GB/s within a host, {model.BETWEEN / 1e9:.0f} GB/s between hosts; causal, 16 heads of 128 "
-        f"columns. Hatched: fewer than {fewest:,} rows of a GPU: too high."
+        f"columns. Hatched: fewer than {fewest:,} rows of a GPU: may be too high."
     )
     of = {
         name: [[model.efficiency(way, w, n, rate, within) for w in gpus] for n in tokens]
