@@ -262,7 +262,7 @@ def test_pictures_move_inside_their_chapters(site, browser, chapter):
         picture = page.locator("iframe.picture").nth(k).content_frame
         before = picture.locator("#say").inner_text()
         picture.get_by_role("button", name="Step").click()
-        assert picture.locator("#say").inner_text() != before
+        sync_api.expect(picture.locator("#say")).not_to_have_text(before)
     assert not errors
     assert not elsewhere
     page.context.close()
