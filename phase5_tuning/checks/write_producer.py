@@ -32,6 +32,8 @@ def check(answer):
     borrowed = OURS & {*answer.produce.fn.__code__.co_names}
     if borrowed:
         reject(f"produce calls {min(borrowed)} of hopper_forward: write it out")
+    if "taken_ptr" in answer.produce.fn.__code__.co_names:
+        reject("the next tile is work.after(tile): tiles are counted only where they are more than programs")
     for case in CASES:
         _check_case(answer, case)
     _check_ahead(answer)

@@ -676,6 +676,11 @@ WRONG = {
     ],
     "write_producer": [
         Wrong(
+            "a tile that is always counted",
+            {"work.after(tile)": 'gl.num_programs(0) + gl.atomic_add(work.taken_ptr, 1, sem="relaxed")'},
+            "the next tile is work.after(tile)",
+        ),
+        Wrong(
             "the readers' parity",
             {"kv_empty.index(slot), parity ^ 1)": "kv_empty.index(slot), parity)"},
             "a fresh barrier lets parity 1 pass",
