@@ -22,7 +22,7 @@ moves them: producers give some back, consumers take more. Write
 A shape fits if nothing is spilled in its kernel, and no product waits for the one before (ptxas calls that
 serialized). Right is a shape that fits and has
 
-- two stages or more: with one, both consumers wait for each other and for every copy;
+- two stages or more: with one, consumers wait for each other and for every copy;
 - as many consumers as fit: while one exponentiates, others multiply;
 - OVERLAP, if with so many consumers it fits as well.
 
