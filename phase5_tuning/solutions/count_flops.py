@@ -1,4 +1,4 @@
-"""Count the FLOPs: those that a table of speeds divides by, and those that the kernels execute.
+"""Count the FLOPs: those that a table of speeds counts, and those that the kernels execute.
 
 1. `flops`, by the convention of the field. A product of an (a, b) and a (b, c) matrix is 2 a b c operations. The
    forward pass has two products; the backward pass counts for 2.5 times as much, five products, and "both" for the
