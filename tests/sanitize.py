@@ -144,10 +144,22 @@ def verdict(tool: str) -> bool:
     return not run.returncode
 
 
-def call_hopper(which: str, head_dim: int, change: str) -> None:
-    """One call of a Hopper kernel, with a change of CHANGES, causal, with grouped heads: three tiles of keys."""
-    from common.verify.reference import naive_attention
+def planned(which: str, change: str):
+    """`plan` of hopper/forward.py or backward.py, with a change of CHANGES."""
     from phase5_tuning.hopper.interpreter import changed
+
+    module = importlib.import_module(f"phase5_tuning.hopper.{which}")
+    return (changed(module, CHANGES[change]) if CHANGES[change] else module).plan
+
+
+def call_hopper(which: str, head_dim: int, change: str) -> None:
+    """One call of a Hopper kernel, with a change of CHANGES, causal, with grouped heads: three tiles of keys.
+
+    which: "forward", "backward", "parts" (keys in three, no mask) or "e4m3".
+    """
+    from common.verify.reference import naive_attention
+    from phase5_tuning.decode import folded
+    from phase5_tuning.fp8.attention import attention_forward_fp8
 
     import torch
     import triton
@@ -159,12 +171,15 @@ def call_hopper(which: str, head_dim: int, change: str) -> None:
     o, lse, _ = naive_attention(q.float(), k.float(), v.float(), is_causal=True)
     o = o.half()
     q, k, v, do, o, lse = (t.cuda() for t in (q, k, v, do, o, lse))
-    module = importlib.import_module(f"phase5_tuning.hopper.{which}")
-    plan = (changed(module, CHANGES[change]) if CHANGES[change] else module).plan
-    if which == "forward":
-        plan(q, k, v, True, scale, 1)(q, k, v)
+    if which == "e4m3":
+        for line in (False, True):
+            attention_forward_fp8(q, k, v, is_causal=True, enable_gqa=True, line=line)
+    elif which == "parts":
+        folded.plan(q, k, v, o, lse, False, 0, scale, 3)(q, k, v, o, lse)
+    elif which == "forward":
+        planned(which, change)(q, k, v, True, scale, 1)(q, k, v)
     else:
-        plan(q, k, v, o, lse, do, None, True, scale, 1)(q, k, v, o, lse, do, None)
+        planned(which, change)(q, k, v, o, lse, do, None, True, scale, 1)(q, k, v, o, lse, do, None)
     torch.cuda.synchronize()
 
 
@@ -173,7 +188,7 @@ def consan() -> bool:
     them, and the mistake in the copy.
     """
     env = os.environ | dict(TRITON_INSTRUMENTATION_MODE="consan")
-    wanted = {("forward", head_dim, "as it is"): True for head_dim in (64, 128)}
+    wanted = {(which, head_dim, "as it is"): True for which in ("forward", "parts", "e4m3") for head_dim in (64, 128)}
     wanted |= {("backward", head_dim, "with an mbarrier"): True for head_dim in (64, 128)}
     wanted["forward", 64, "without a wait"] = False
     runs = {}
