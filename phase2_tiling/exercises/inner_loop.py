@@ -8,7 +8,7 @@ chapter has the step of the loop as a formula; `online_softmax_step` is phase 1'
 - Keys that do not exist must neither be read nor get any weight.
 - Without any keys, o is 0.
 - Tiles of s and p are not kept: the next tile may overwrite them.
-- Products run on the tensor cores in the dtype of the inputs, and fp32 inputs are not cut to TF32.
+- Products take the dtype of the inputs, so 16-bit ones run on the tensor cores; fp32 inputs are not cut to TF32.
 
     q, k, v   fp16, bf16 or fp32, (seq_q, head_dim) and (seq_k, head_dim), any strides; any seq_q and seq_k
 

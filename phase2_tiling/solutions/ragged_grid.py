@@ -1,8 +1,8 @@
 """Make a tiled kernel right for lengths that are no multiples of its tiles.
 
 For every query the kernel finds its largest logit, out_i = max over j of scale * q_i . k_j. As it stands it is right if
-seq_q is a multiple of 64 and seq_k of 32. At seq_q = 150 and seq_k = 70 it leaves queries out, reads and writes what
-belongs to somebody else, and takes keys into account that do not exist. Repair the marked places, so that
+seq_q is a multiple of 64 and seq_k of 32. At seq_q = 150 and seq_k = 70 it leaves queries out, reads past the last key,
+and takes keys into account that do not exist. Repair the marked places, so that
 
 - there is a program for every query, and none without one,
 - nothing is read or written outside of the tensors, and
