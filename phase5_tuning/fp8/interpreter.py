@@ -9,7 +9,6 @@ from phase5_tuning.fp8 import attention as fp8_attention
 from phase5_tuning.fp8 import forward as fp8_forward
 from phase5_tuning.fp8 import parts
 from phase5_tuning.hopper import interpreter, machine
-from phase5_tuning.hopper.parts import rescaled
 
 import torch
 
@@ -20,14 +19,9 @@ def _codes_of_powers(x, factor, start, line):
     return machine.tile(torch.exp2(x * factor + start).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-def _rescaled(acc, factor):
-    return acc * factor.unsqueeze(1)
-
-
 STAND_INS = [
     (parts.codes_of_powers, _codes_of_powers),
     (parts.unpacked, lambda codes, layout: machine.tile(codes.view(torch.float8_e4m3fn))),
-    (rescaled, _rescaled),
 ]
 
 
