@@ -41,7 +41,7 @@ def attention(rotate=True, line=False, **options) -> Callable:
     def attention(q, k, v, *, is_causal, scale, enable_gqa):
         scale = check_qkv(q, k, v, scale, is_causal, enable_gqa)
         with (
-            mock.patch.object(fp8_attention, "_has_wgmma", return_value=True),
+            mock.patch.object(fp8_attention.hopper_forward, "available", return_value=True),
             mock.patch.object(fp8_attention, "forward", module),
             interpreted(**options),
         ):
