@@ -68,9 +68,10 @@ _backward_op.register_autograd(_no_second_derivative)
 
 
 class FlashAttention(torch.autograd.Function):
-    """`FlashAttention.apply(q, k, v, is_causal, scale)` -> (o, lse), both differentiable.
+    """`FlashAttention.apply(q, k, v, is_causal=False, scale=None, enable_gqa=True, lower_right=False)` -> (o, lse).
 
-    Arguments and what is saved as in phase 4's. lower_right: as for `attention_forward`.
+    Both are differentiable. Arguments and what is saved as in phase 4's; lower_right as for `attention_forward`.
+    enable_gqa is on by default here, off in `flash_attention` and `attention_forward`.
     """
 
     @staticmethod

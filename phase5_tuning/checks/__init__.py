@@ -68,10 +68,6 @@ def finite(m):
     return torch.where(m == -INF, 0.0, m)
 
 
-def padded_dim(head_dim):
-    return 2 ** max(4, math.ceil(math.log2(head_dim)))
-
-
 @contextlib.contextmanager
 def on_model(what, why=lambda: ""):
     """Inside, a deadlock, a race or a write without a fence is rejected."""

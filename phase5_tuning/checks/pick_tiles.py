@@ -7,7 +7,8 @@ from unittest import mock
 from common import runtime
 from common.learn.check.require import reject
 from common.measure import offline
-from phase5_tuning.checks import padded_dim, require_function
+from common.runtime import padded_dim
+from phase5_tuning.checks import require_function
 from phase5_tuning.ladder import forward
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.configs import Config

@@ -119,18 +119,16 @@ def over_parts(record: dict, lines: Mapping[str, Mapping[int, float]], levels: M
     style.show(fig, f"Time over parts; a ring marks the fastest. {'; '.join(said)}.", describe(record))
 
 
-def model_beside_times(
-    record: dict, cases: Sequence[tuple], microseconds: Callable[..., float], multiprocessors: int = 132
-) -> None:
+def model_beside_times(record: dict, cases: Sequence[tuple], microseconds: Callable[..., float]) -> None:
     """Measured times by the number of parts, the model's, and the model's if all programs ran in one round.
 
-    microseconds: of exercise 5.17.
+    microseconds: of exercise 5.17. The model has 132 multiprocessors.
     """
     fig, axes = style.new(9, 3.4, columns=len(cases))
     said = []
     for ax, case in zip(axes, cases, strict=True):
         call, of = call_of(case), by_case(record, "parts")[case]
-        model, once = ([microseconds(n, *call, many) for n in of] for many in (multiprocessors, max(of) * call[0]))
+        model, once = ([microseconds(n, *call, many) for n in of] for many in (132, max(of) * call[0]))
         ax.plot([*of], once, "--", color=COLORS["limit"], label="the model, in one round")
         ax.plot([*of], model, color=COLORS["tiled"], label="the model")
         times = [row["ms"] * 1e3 for row in of.values()]

@@ -112,7 +112,7 @@ def _plan(q, k, v, is_causal, scale, rotate, line):
     with runtime.on_device_of(q):
         launch = quantize.plan(q, k, v, *how) if _has_e4m3() else None
         quantized = codes(launch, q, k, v, *how) if launch is None else quantize.room(q, k, how[0])
-        hopper = _has_wgmma()
+        hopper = hopper_forward.available()
         _, out = _room(given, given.dtype if hopper else q.dtype)
         make = forward.plan if hopper else plain.plan
         attend = make(quantized, out, is_causal, scale, line)
@@ -122,11 +122,6 @@ def _plan(q, k, v, is_causal, scale, rotate, line):
 def _has_e4m3() -> bool:
     """Whether kernels can convert to e4m3 here: in the interpreter, and on NVIDIA's GPUs from Ada on."""
     return runtime.INTERPRETED or (torch.version.hip is None and configs.capability() >= (8, 9))
-
-
-def _has_wgmma() -> bool:
-    known = hopper_forward.enabled() and not runtime.INTERPRETED and torch.version.hip is None
-    return known and configs.capability() == (9, 0)
 
 
 @torch.library.custom_op("flash_attention_course::fp8_forward", mutates_args=())

@@ -22,18 +22,18 @@ WAYS = "natural order", "exact", "line"
 # --- pictures ------------------------------------------------------------------------------------------------------
 
 
-def number_line(end: float = 64) -> None:
-    """The numbers of e4m3, and those of an int8 with the same largest number, from 0 to end."""
+def number_line() -> None:
+    """The numbers of e4m3, and those of an int8 with the same largest number, from 0 to 64."""
     codes = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
-    rows = {"e4m3": codes[codes <= end].tolist(), "int8": [n * 448 / 127 for n in range(128) if n * 448 / 127 <= end]}
+    rows = {"e4m3": codes[codes <= 64].tolist(), "int8": [n * 448 / 127 for n in range(128) if n * 448 / 127 <= 64]}
     fig, ax = style.new(9, 1.9)
     for y, (name, numbers) in enumerate(rows.items()):
         ax.vlines(numbers, -y - 0.35, -y + 0.35, color=COLORS["q" if y == 0 else "state"], lw=1.1)
         ax.text(-1.5, -y, name, ha="right", va="center")
-    ax.set(yticks=[], xlim=(-1, end + 1), xticks=[0, 1, 2, 4, 8, 16, 32, 64])
+    ax.set(yticks=[], xlim=(-1, 65), xticks=[0, 1, 2, 4, 8, 16, 32, 64])
     ax.spines["left"].set_visible(False)
     counts = ", ".join(f"{name} {len(numbers)}" for name, numbers in rows.items())
-    style.show(fig, f"A stroke for each number from 0 to {end:g}, of 448. Of e4m3, dense near 0, twice as far apart "
+    style.show(fig, "A stroke for each number from 0 to 64, of 448. Of e4m3, dense near 0, twice as far apart "
                f"after each power of two; of int8, all 3.5 apart. Numbers: {counts}.")  # fmt: skip
 
 
@@ -202,12 +202,12 @@ def _make_p_kernel(
     gl.store(p_ptr + gl.expand_dims(rows, 1) * KEYS + gl.expand_dims(columns, 0), p)
 
 
-def listings(keys: int = 128) -> dict[str, str]:
+def listings() -> dict[str, str]:
     """The assembler's listing for sm_90 of `_make_p_kernel`, in each of WAYS."""
-    logits, codes = torch.empty(ROWS, keys), torch.empty(ROWS, keys, dtype=E4M3)
+    logits, codes = torch.empty(ROWS, 128), torch.empty(ROWS, 128, dtype=E4M3)
 
     def call(way):
-        _make_p_kernel[(1,)](logits, codes, 0.1, keys, way == "natural order", way == "line", num_warps=4)
+        _make_p_kernel[(1,)](logits, codes, 0.1, 128, way == "natural order", way == "line", num_warps=4)
 
     launches = [offline.record_launches(lambda way=way: call(way))[0] for way in WAYS]
     made = offline.compile_launches(launches, ["sm_90"], sass=True)

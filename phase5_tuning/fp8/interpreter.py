@@ -9,7 +9,6 @@ from phase5_tuning.fp8 import attention as fp8_attention
 from phase5_tuning.fp8 import forward as fp8_forward
 from phase5_tuning.fp8 import parts
 from phase5_tuning.hopper import interpreter, machine
-from phase5_tuning.hopper.parts import rescaled
 
 import torch
 
@@ -20,14 +19,9 @@ def _codes_of_powers(x, factor, start, line):
     return machine.tile(torch.exp2(x * factor + start).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-def _rescaled(acc, factor):
-    return acc * factor.unsqueeze(1)
-
-
 STAND_INS = [
     (parts.codes_of_powers, _codes_of_powers),
     (parts.unpacked, lambda codes, layout: machine.tile(codes.view(torch.float8_e4m3fn))),
-    (rescaled, _rescaled),
 ]
 
 
@@ -47,7 +41,7 @@ def attention(rotate=True, line=False, **options) -> Callable:
     def attention(q, k, v, *, is_causal, scale, enable_gqa):
         scale = check_qkv(q, k, v, scale, is_causal, enable_gqa)
         with (
-            mock.patch.object(fp8_attention, "_has_wgmma", return_value=True),
+            mock.patch.object(fp8_attention.hopper_forward, "available", return_value=True),
             mock.patch.object(fp8_attention, "forward", module),
             interpreted(**options),
         ):

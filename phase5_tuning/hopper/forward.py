@@ -499,21 +499,19 @@ def enabled() -> bool:
     return os.environ.get("FLASH_ATTENTION_HOPPER") != "0"
 
 
+def available() -> bool:
+    """True where the Hopper kernels run: compiled, on compute capability 9.0, and not turned off."""
+    known = enabled() and not runtime.INTERPRETED and torch.version.hip is None
+    return known and configs.capability() == (9, 0)
+
+
 def takes(*tensors: torch.Tensor, head_dims: range = range(8, 129, 8)) -> bool:
-    """True if the Hopper kernels can take these tensors on the current GPU: compute capability 9.0, fp16 or bf16,
-    a head_dim that they have, rows as descriptors want them.
+    """True if the Hopper kernels are available and can take these tensors: fp16 or bf16, a head_dim that they have,
+    rows as descriptors want them.
     """
     q = tensors[0]
-    return (
-        enabled()
-        and not runtime.INTERPRETED
-        and torch.version.hip is None
-        and configs.capability() == (9, 0)
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[3] in head_dims
-        and descriptors_allowed(*tensors)
-        and not any(t.is_neg() for t in tensors)
-    )
+    fits = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in head_dims
+    return available() and fits and descriptors_allowed(*tensors) and not any(t.is_neg() for t in tensors)
 
 
 def pays(q: torch.Tensor, is_causal: bool, seen: int) -> bool:

@@ -482,21 +482,3 @@ def _plain(p, stages, head_dim, tiles_n):
         if step < tiles_n:
             slot, _ = kv.slot(step)
             yield load(kv.full[slot], size, f"K{step} V{step}", [(kv.slots[slot], step)])
-
-
-def predicted_tflops(head_dim: int, consumers: int, stages: int, overlap: bool, seq_k: int = 4096) -> float:
-    """TFLOP/s of the forward pass on a whole H200, without a mask, as the model has it."""
-    tiles_m, tiles_n = 2, -(-seq_k // BLOCK_N)
-    total = simulate(forward(head_dim, consumers, stages, overlap, tiles_n, tiles_m)).total
-    return tiles_m * _flop(consumers * ROWS, tiles_n, head_dim) / total * MULTIPROCESSORS / 1e6
-
-
-def predicted_plain_tflops(head_dim: int, programs: int = 2, stages: int = 2) -> float:
-    """The same for programs of a plain Triton kernel."""
-    tiles_n = 4096 // BLOCK_N
-    total = simulate(plain(head_dim, programs, stages, tiles_n)).total
-    return _flop(programs * ROWS, tiles_n, head_dim) / total * MULTIPROCESSORS / 1e6
-
-
-def _flop(rows: int, tiles_n: int, head_dim: int) -> int:
-    return 4 * rows * tiles_n * BLOCK_N * head_dim

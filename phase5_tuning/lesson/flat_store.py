@@ -21,7 +21,7 @@ def _store_kernel(o_ptr, out_desc, stride, heads, seq, first, step, HEAD_DIM: tl
     out_desc.store([pid_bh * seq + start, 0], tile)
 
 
-def stored_flat(descending: bool, block: int = 64) -> Callable:
+def stored_flat(descending: bool) -> Callable:
     """attention_forward, whose o is stored once more, by programs in ascending or descending order.
 
     Interpreted, programs run in the order of their numbers. Compiled, the order is not defined.
@@ -30,7 +30,7 @@ def stored_flat(descending: bool, block: int = 64) -> Callable:
     def attention(q, k, v, **options):
         o, lse = attention_forward(q, k, v, **options)
         out = torch.full_like(o, float("nan"))
-        batch, heads, seq, head_dim = o.shape
+        (batch, heads, seq, head_dim), block = o.shape, 64
         desc = TensorDescriptor.from_tensor(out.view(-1, head_dim), [block, head_dim])
         programs = triton.cdiv(seq, block) * batch * heads
         order = (programs - 1, -1) if descending else (0, 1)

@@ -63,6 +63,9 @@ class Gpu:
         self.done.append((name, (asked, self._host), (begin, self._free)))
 
 
+STOPPED = "it stopped before the GPU did"
+
+
 @dataclass(frozen=True)
 class Call:
     """Kernels that a call launches, in microseconds of the GPU; with warm inputs they take `warm` of it.
@@ -75,7 +78,7 @@ class Call:
     kernels: tuple[float, ...]
     warm: float = 1.0
     late: float = 1.0
-    less: str = "it stopped before the GPU did"
+    less: str = STOPPED
     more: str = "something else was timed, too"
 
 
@@ -126,7 +129,7 @@ def _verdict(call: Call, needed: float, said: float, overwrote: bool) -> str:
     if needed < said <= needed + LAUNCH:
         return "queuing was timed, too"
     if said < 0.98 * min(call.warm, call.late) * needed:
-        return Call.less
+        return STOPPED
     return call.less if said < needed else call.more
 
 

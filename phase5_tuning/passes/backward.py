@@ -40,6 +40,7 @@ from phase5_tuning.passes.forward import HOPPER, NOTHING, WIDE
 import torch
 
 ROWS = 64  # queries of a program of _attn_bwd_rows_kernel
+LAST = _attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel
 
 
 def attention_backward(
@@ -131,12 +132,11 @@ def choose(given, converted, is_causal: bool, lower_right: bool, needs, kernels,
         return WIDE
     # The rungs before fetch tiles by pointers, which may have any stride and alignment.
     q, k, v, _, _, do, _ = converted
-    last = (_attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel)
     before = (_attn_bwd_dkdv_transposed_kernel, _attn_bwd_dq_edges_kernel)
-    best = last if descriptors_allowed(q, k, v, do) else before
-    if lower_right and not {*kernels} <= {None, *last, *before}:
+    best = LAST if descriptors_allowed(q, k, v, do) else before
+    if lower_right and not {*kernels} <= {None, *LAST, *before}:
         raise ValueError("lower_right: expected kernels of the last two rungs, got an earlier one")
-    return tuple(best[i] if kernel in (None, last[i]) else kernel for i, kernel in enumerate(kernels))
+    return tuple(best[i] if kernel in (None, LAST[i]) else kernel for i, kernel in enumerate(kernels))
 
 
 def rows_of(o, do, head_dim: int, unit: float) -> Launch:
@@ -155,7 +155,7 @@ def launch_of(
     dq, dk, dv = gradients
     seen_k = seen_keys(q, k, is_causal and not lower_right)
     m, n = config.BLOCK_M, config.BLOCK_N
-    tma = kernel in (_attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel)
+    tma = kernel in LAST
     boxes = [described(t, block) for t, block in ((q, m), (k, n), (v, n), (do, m))] if tma else []
     sizes = config.tiles | dict(
         stride_q=q.stride(), stride_k=k.stride(), stride_v=v.stride(), stride_do=do.stride(),
@@ -188,10 +188,9 @@ def _plan(q, k, v, o, lse, do, dlse, is_causal, lower_right, scale, needs, kerne
         delta, row_lse = torch.empty_like(lse), torch.empty_like(lse)
         gradients = dq, dk, dv = _empty(q), _empty(k), _empty(v)
         seen_k = seen_keys(q, k, is_causal and not lower_right)
-        last = _attn_bwd_dkdv_descriptors_kernel, _attn_bwd_dq_descriptors_kernel
 
         def planned(kind, kernel, config, made, count):
-            case = kind, head_dim, q.dtype, kernel in last
+            case = kind, head_dim, q.dtype, kernel in LAST
             make = partial(launch_of, kind, kernel, q, k, v, do, gradients, is_causal, lower_right, scale)
             return tuned(case, is_causal, count, make, (q, k, v, do, row_lse, delta, *made), config)
 

@@ -36,7 +36,7 @@ class Rung:
     tiles: Mapping[str, configs.Config] | None = None
 
     def attention(self, q, k, v, *, is_causal=False, scale=None, enable_gqa=False):
-        """(o, lse), differentiable; arguments as `attention_forward`."""
+        """(o, lse); o is differentiable, lse is not. Arguments as `attention_forward`."""
         validate.check_qkv(q, k, v, scale, is_causal, enable_gqa)
         return _OfRung.apply(q, k, v, is_causal, scale, self)
 

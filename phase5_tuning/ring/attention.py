@@ -26,6 +26,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 
+from common import validate
 from phase5_tuning.attention import flash_attention
 from phase5_tuning.passes.backward import attention_backward
 from phase5_tuning.passes.forward import attention_forward
@@ -299,6 +300,7 @@ def all_gather_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False,
 
 
 def _attend(name, way, q, k, v, is_causal, scale, enable_gqa, group):
+    q, k, v = validate.cast_like_sdpa(q, k, v)
     scale, *lengths = agreed(name, q, k, v, is_causal, scale, enable_gqa, group)
     if len(lengths[0]) == 1:
         return flash_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -313,6 +315,7 @@ def ulysses_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, gr
     Source: Jacobs et al., arXiv 2309.14509.
     """
     name = "ulysses_attention"
+    q, k, v = validate.cast_like_sdpa(q, k, v)
     scale, *lengths = _agreed_on_heads(name, q, k, v, is_causal, scale, enable_gqa, group)
     attend = functools.partial(flash_attention, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return _over_heads(attend, q, k, v, *lengths, group)
@@ -348,6 +351,7 @@ def mesh_attention(q, k, v, is_causal=False, scale=None, enable_gqa=False, *, me
     Source: Fang and Zhao, arXiv 2405.07719.
     """
     between, within = _levels(mesh)
+    q, k, v = validate.cast_like_sdpa(q, k, v)
     with heard_by_all("host", between):
         options = is_causal, scale, enable_gqa
         scale, *lengths = _agreed_on_heads("mesh_attention", q, k, v, *options, within)

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GUARD = 120  # seconds
-DTYPES = dict(fp32=torch.float32, fp16=torch.float16)
+DTYPES = dict(fp32=torch.float32, fp16=torch.float16, bf16=torch.bfloat16)
 
 # batch, heads_q, heads_kv, seq_q, seq_k, head_dim, dtype; then options of the call
 CASES = {
@@ -34,12 +34,13 @@ CASES = {
     "one row": ((1, 1, 1, 1, 1, 16, "fp32"), dict()),
     "no keys": ((1, 1, 1, 6, 0, 16, "fp32"), dict()),
     "four heads": ((1, 4, 4, 9, 5, 16, "fp16"), dict()),
+    "autocast": ((1, 2, 2, 8, 8, 16, "bf16"), dict(is_causal=True)),
 }
 RING, GATHERED, ULYSSES = "context_parallel_attention", "all_gather_attention", "ulysses_attention"
 CALLS = (
     *((RING, case) for case in CASES if case != "even shards"),
-    *((GATHERED, case) for case in ("causal", "full", "three rows", "no keys")),
-    *((ULYSSES, case) for case in ("grouped heads", "four heads", "scale")),
+    *((GATHERED, case) for case in ("causal", "full", "three rows", "no keys", "autocast")),
+    *((ULYSSES, case) for case in ("grouped heads", "four heads", "scale", "autocast")),
 )
 
 # What depends on how many ranks there are. The other cases are of a shard alone.
@@ -58,11 +59,17 @@ def calls(ranks: int):
 
 
 def inputs(case: str) -> tuple:
-    """q, k, v and dO of a case: the whole tensors, the same in every process."""
+    """q, k, v and dO of a case: the whole tensors, the same in every process. "autocast" has q and k in fp32, as RoPE
+    may leave them, and v in bf16.
+    """
     (batch, heads_q, heads_kv, seq_q, seq_k, head_dim, dtype), _ = CASES[case]
     q, k, v = make_qkv(batch, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=DTYPES[dtype])
     do = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q.dtype)
-    return q, k, v, do
+    return (q.float(), k.float(), v, do) if case == "autocast" else (q, k, v, do)
+
+
+def autocast(case: str) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast")
 
 
 def local(case: str, x: torch.Tensor, group=None) -> torch.Tensor:
@@ -79,7 +86,8 @@ def attend(way: str, case: str, group=None) -> list[torch.Tensor]:
     qkv = [t.requires_grad_() for t in qkv]
     torch.set_default_dtype(torch.bfloat16)
     try:
-        o = getattr(cp, way)(*qkv, **CASES[case][1], group=group)
+        with autocast(case):
+            o = getattr(cp, way)(*qkv, **CASES[case][1], group=group)
         return [o.detach(), *torch.autograd.grad(o, qkv, do)]
     finally:
         torch.set_default_dtype(torch.float32)
@@ -263,11 +271,8 @@ def in_a_subgroup(rank: int, ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-MESH_CASES = (
-    "grouped heads",
-    "four heads",
-    "strided",
-)  # causal with rows that 8 chunks cannot share evenly; full; causal
+# causal with rows that 8 chunks cannot share evenly; full; causal; under autocast
+MESH_CASES = "grouped heads", "four heads", "strided", "autocast"
 
 
 def on_a_mesh(rank: int, ranks: int, folder: str) -> None:
@@ -278,7 +283,8 @@ def on_a_mesh(rank: int, ranks: int, folder: str) -> None:
     for case in MESH_CASES:
         *qkv, do = (cp.mesh_shard(t, mesh) for t in inputs(case))
         qkv = [t.requires_grad_() for t in qkv]
-        o = cp.mesh_attention(*qkv, **CASES[case][1], mesh=mesh)
+        with autocast(case):
+            o = cp.mesh_attention(*qkv, **CASES[case][1], mesh=mesh)
         results = o.detach(), *torch.autograd.grad(o, qkv, do)
         got["whole"][case] = [cp.mesh_unshard(t, mesh) for t in results]
     last, x = rank == ranks - 1, cp.mesh_shard(torch.zeros(1, 2, 8, 16), mesh)

@@ -9,6 +9,7 @@ from phase5_tuning.fp8 import interpreter, reference
 from phase5_tuning.fp8.attention import attention_forward_fp8
 from phase5_tuning.hopper.forward import columns_of
 from phase5_tuning.hopper.interpreter import Deadlock, Race, Unfenced, changed
+from phase5_tuning.hopper.parts import rescaled
 
 import pytest
 import torch
@@ -159,11 +160,10 @@ def test_the_maximum_follows_only_what_has_no_room():
 
         def spy(acc, factor, seen=seen):
             seen.append(bool((factor != 1).any()))
-            return interpreter._rescaled(acc, factor)
+            return acc * factor.unsqueeze(1)
 
-        stand_ins = [(of, spy if other is interpreter._rescaled else other) for of, other in interpreter.STAND_INS]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(interpreter, "STAND_INS", stand_ins)
+            patch.setattr(interpreter, "STAND_INS", [*interpreter.STAND_INS, (rescaled, spy)])
             shares(octaves)
         counts.append(any(seen))
     assert counts == [False, True]

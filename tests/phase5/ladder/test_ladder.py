@@ -354,5 +354,4 @@ def test_a_do_that_the_accelerator_cannot_fetch_is_read_by_pointers(layout):
     q, k, v = make_qkv(1, 2, 70, 64)
     saved = q, k, v, *attention_forward(q, k, v), gradient_like(q, layout=layout), None
     chosen = backward_module.choose(saved, saved, False, False, (True, True), (None, None), (None, None))
-    last = backward_module._attn_bwd_dkdv_descriptors_kernel, backward_module._attn_bwd_dq_descriptors_kernel
-    assert (chosen == last) == (layout == "bhsd")
+    assert (chosen == backward_module.LAST) == (layout == "bhsd")

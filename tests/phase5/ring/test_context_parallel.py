@@ -78,6 +78,7 @@ def test_all_ranks_together_give_attention_and_its_gradients(runs, way, case):
 def verify(case, results):
     """Hold o and the gradients of the whole sequence against the truth."""
     *qkv, do = sharded_runs.inputs(case)
+    qkv = [t.to(do.dtype) for t in qkv]
     report = verify_results(
         lambda q, k, v, **_: Given.apply(q, k, v, *results), *qkv, do=do, compare_sdpa=False, **CASES[case][1]
     )
