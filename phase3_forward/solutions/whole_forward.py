@@ -15,9 +15,9 @@ reads q, k and v in place. Where kernels are interpreted, convert bf16 to fp32 b
 With is_causal query i sees the keys j <= i. With bottom_right as well the last query sees the last key, and query i the
 keys j <= i + seq_k - seq_q: no listing of the chapter shows it. Without is_causal, bottom_right changes nothing. Visit
 no tile of keys of which no row of the program's tile, rows past seq_q included, may see one. Load nothing outside of q,
-k and v: a program loads its tile of q once, and each tile of k and v that it visits once. The check goes through the
-features in the order of the chapter, and counts tiles and loaded elements. It does not try offsets that need 64 bits;
-section 2.3 says where the kernel needs them.
+k and v: a program loads its tile of q once, and each tile of k and v that it visits once. The check asks for lse in
+every call, takes the other features nearly in the order of the chapter, and counts tiles and loaded elements. It does
+not try offsets that need 64 bits; section 2.3 says where the kernel needs them.
 
 Notebook: phase3_forward/forward.ipynb, section 4.2.
 """
