@@ -53,7 +53,7 @@ def test_a_hopper_kernel_is_called_as_it_can_be(monkeypatch, which, kernel):
     monkeypatch.setattr("torch.Tensor.cuda", lambda t: t)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr("phase5_tuning.launch.configs.multiprocessors", lambda index: 132)
-    monkeypatch.setattr("phase5_tuning.fp8.attention._has_wgmma", lambda: True)
+    monkeypatch.setattr("phase5_tuning.hopper.forward.available", lambda: True)
     launches = offline.record_launches(lambda: sanitize.call_hopper(which, 64, "as it is"))
     assert kernel in [launch.name for launch in launches]
 

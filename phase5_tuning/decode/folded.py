@@ -1,30 +1,32 @@
-"""The Hopper kernel for some hundred queries with many keys: a group's heads become rows, parts of the keys a batch.
+"""The Hopper kernels for some hundred queries with many keys: a group's heads become rows, parts of the keys a batch.
 
 Queries (batch, heads_q, seq, head_dim), seen as (batch, heads_kv, group x seq, head_dim), fill tiles that a head alone
 would leave half empty, and read keys once for all heads of a group.
 Keys (batch, heads, seq, head_dim), seen with other strides, are (parts, batch x heads, seq / parts, head_dim), and
-queries are seen as often as there are parts, with a stride of 0. So the kernel of hopper/forward.py splits, and
-knows of it only that o is in fp32, and that the last part alone has the keys that do not divide. (Other parts multiply
-as many keys past their end by 0: an infinite value there becomes NaN.) The triangle of a causal mask is a part of its
-own by split_kv's kernel, and split_kv's merge makes one of all. Where one part is enough and heads fill their tiles,
-the kernel takes the call as it is, whatever the mask.
+queries are seen as often as there are parts, with a stride of 0. So the kernels of hopper/ split, and
+split_kv's merge makes one of all. What they know of it: o is in fp32; the last part alone has the keys that do
+not divide, and the triangle of a causal mask; a row's query is known from how many a head has. (Other parts multiply
+as many keys past their end by 0: an infinite value there becomes NaN.) Where one part is enough and heads fill their
+tiles, the kernel takes the call as it is.
 
-Builds on: `hopper.forward` and this folder's `split_kv`.
+Builds on: `hopper.forward`, `hopper.wide.forward` and this folder's `split_kv`.
 """
 
 from dataclasses import dataclass
 
 from phase5_tuning.decode import split_kv
 from phase5_tuning.hopper import forward as hopper_forward
+from phase5_tuning.hopper.wide import forward as wide_forward
 from phase5_tuning.launch.plans import Launch, cdiv
 
 import torch
 
 MOST = 16  # parts
-LEAST_KEYS = {64: 4096, 128: 1024}  # of a part; with fewer, at this width of tiles, split_kv's are faster
+# Of a part; with fewer, at this width of tiles, split_kv's kernels are faster.
+LEAST_KEYS = {64: 4096, 128: 1024, 192: 512, 256: 512}
 # Measured on an H100: nanoseconds of a program for a key, by the width of its tiles and its consumers;
 # elements of o that are merged in a microsecond (fitted to parts of 16 bits), and the microseconds of a launch.
-KEY_NS = {(64, 2): 8.3, (64, 3): 10.8, (128, 2): 12.1}
+KEY_NS = {(64, 2): 8.3, (64, 3): 10.8, (128, 2): 12.1, (192, 2): 18.6, (256, 2): 26.4}
 MERGED, MERGE_US = 0.375e6, 3.0
 
 
@@ -44,16 +46,16 @@ def packs(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, offset: int) -> int:
-    """In how many parts the Hopper kernel is to attend to the keys that all queries see; 0 where other rules decide.
+    """In how many parts the Hopper kernel is to attend to the keys; 0 where other rules decide.
 
     Programs take turns in rounds of one for each multiprocessor. With more parts a round is shorter, and more is
     merged.
     """
     (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
-    columns = hopper_forward.columns_of(head_dim)
+    columns = 64 * cdiv(head_dim, 64)
     if heads_q // heads_kv * seq_q <= 64 or head_dim <= hopper_forward.NARROW:  # one tile of split_kv's; narrow heads
         return 0
-    keys, most = offset + 1 if is_causal else k.shape[2], split_kv.at_once(q)
+    keys, most = _seen(k, seq_q, is_causal, offset), split_kv.at_once(q)
     consumers, of_group, _ = tiles(q, k)
     of_all = batch * heads_kv * of_group
     if of_all > 2 * most:  # enough for any kernel
@@ -63,10 +65,16 @@ def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, of
         walks = cdiv(of_all * n, most) * keys / n * KEY_NS[columns, consumers] / 1e3
         return walks + (n > 1) * (MERGE_US + n * q.numel() / MERGED)
 
-    counts = range(1, MOST + 1) if all(_joined(t) for t in (k, v)) else (1,)
-    n = min(counts, key=us)
+    # Every query sees a key of every part.
+    counts = [n for n in range(1, MOST + 1) if not is_causal or (n - 1) * (keys // n) <= max(0, offset)]
+    n = min(counts if all(_joined(t) for t in (k, v)) else counts[:1], key=us)
     busy = of_all * n / (cdiv(of_all * n, most) * most)
     return n if busy > 0.75 and keys >= n * LEAST_KEYS[columns] else 0
+
+
+def _seen(k, seq_q: int, is_causal: bool, offset: int) -> int:
+    """Keys that a query sees, on average."""
+    return min(k.shape[2], offset + 1 + seq_q // 2) if is_causal else k.shape[2]
 
 
 def _joined(t: torch.Tensor) -> bool:
@@ -78,15 +86,12 @@ def _joined(t: torch.Tensor) -> bool:
 class FoldedLaunch:
     """`launch(q, k, v, o, lse)` writes o and lse, for all calls of one kind.
 
-    views: size and strides with which the kernel sees q, k, v and o. first: the first key that no part has. rest: the
-    launch for the keys from there on, None if there are none. merge: None if there is one part and no rest. parts: the
-    shape of the LSE of all parts and the rest.
+    views: size and strides with which the kernel sees q, k, v and o. merge: None if there is one part. parts: the shape
+    of the LSE of all parts.
     """
 
     views: tuple
     attend: hopper_forward.HopperForwardPlan
-    first: int
-    rest: Launch | None
     merge: Launch | None
     parts: tuple[int, ...]
 
@@ -96,9 +101,6 @@ class FoldedLaunch:
         tensors = q.contiguous(), k, v, o_parts
         views = (t.as_strided(*view) for t, view in zip(tensors, self.views, strict=True))
         self.attend.launch(*views, lse_parts, taken)
-        if self.rest:
-            ends = k[:, :, self.first :], v[:, :, self.first :]
-            self.rest(*ends, q, o, lse, o_parts[-1:], lse_parts[-1:])
         if self.merge:
             self.merge(o_parts, lse_parts, o, lse)
 
@@ -109,8 +111,9 @@ def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float, n: int) ->
     is_causal: query i sees keys 0 ... i + offset.
     """
     (batch, heads_q, seq_q, head_dim), heads_kv = q.shape, k.shape[1]
-    first = offset + 1 if is_causal else k.shape[2]
-    share, more = divmod(first, n)  # the last part has more
+    keys = split_kv.keys_seen(q, k, is_causal, offset)
+    share = keys if n == 1 else _seen(k, seq_q, is_causal, offset) // n  # so that parts take equally long
+    more = keys - n * share
     rows = heads_q // heads_kv * seq_q
     outer, heads = (batch, heads_kv) if n == 1 else (n, batch * heads_kv)
     of_rows, strides = (outer, heads, rows, head_dim), (rows * head_dim, head_dim, 1)
@@ -121,14 +124,10 @@ def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float, n: int) ->
         for t in (k, v)
     )
     views = [t.as_strided(*view) for t, view in ((q.contiguous(), of_q), (k, of_k), (v, of_v))]
-    rest = split_kv.keys_seen(q, k, is_causal, offset) > first
-    shape = n + rest, *lse.shape
-    of_parts = split_kv.room(shape, q) if n + rest > 1 else None
-    of_rest = None
-    if rest:
-        ends, tried = (k[:, :, first:], v[:, :, first:]), split_kv.tiles(rows, head_dim, q.itemsize)
-        into = [t[-1:] for t in of_parts]
-        of_rest = split_kv.attending(q, *ends, o, lse, into, is_causal, offset - first, scale, tried)
-    attend = hopper_forward.plan(*views, False, scale, 1, parts=n + rest > 1, more=more)
+    shape = n, *lse.shape
+    of_parts = split_kv.room(shape, q) if n > 1 else None
+    mask = dict(offset=offset, of_head=seq_q) if is_causal else {}
+    kernels = wide_forward if head_dim > 128 else hopper_forward
+    attend = kernels.plan(*views, is_causal, scale, 1, parts=n > 1, more=more, **mask)
     merge = split_kv.merging(*of_parts, o, lse) if of_parts else None
-    return FoldedLaunch((of_q, of_k, of_v, of_o), attend, first, of_rest, merge, shape)
+    return FoldedLaunch((of_q, of_k, of_v, of_o), attend, merge, shape)

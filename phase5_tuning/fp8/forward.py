@@ -98,7 +98,7 @@ def _first_tile(
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(memory.kv_empty.index(slot))
     if MASKED:
-        s = masked(work, s, row, (tiles_n - 1) * BLOCK_N, work.seq_k)
+        s = masked(work, s, row, (tiles_n - 1) * BLOCK_N)
     m = gl.max(s, axis=1) * factor
     return s, _codes(s, m, factor, P, LINE), m
 

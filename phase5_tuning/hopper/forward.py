@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from common import runtime
 from phase5_tuning.hopper import tma
 from phase5_tuning.hopper.parts import (
+    ROWS,
+    Work,
     add_rows,
     aggregate,
     await_rows,
@@ -46,100 +48,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
-
-ROWS = gl.constexpr(64)  # queries of a consumer: the rows of one wgmma
-
-
-@aggregate
-class Work:
-    """What is to be done: the tensors, their sizes, and the queue of tiles."""
-
-    q: tma.tensor_descriptor  # tiles (1, 1, ROWS, BLOCK_D)
-    k: tma.tensor_descriptor  # tiles (1, 1, BLOCK_N, BLOCK_D), as v's
-    v: tma.tensor_descriptor
-    o: tma.tensor_descriptor | gl.tensor  # with O_DIM a pointer to rows in fp32
-    lse_ptr: gl.tensor
-    taken_ptr: gl.tensor | gl.constexpr  # if QUEUED, how many tiles programs have taken besides their first
-    heads_q: gl.tensor
-    group: gl.tensor
-    seq_q: gl.tensor
-    seq_k: gl.tensor
-    heads: gl.tensor  # batch x heads_q
-    together: gl.tensor  # heads whose tiles take turns
-    offset: gl.tensor | gl.constexpr  # under a causal mask, query i sees keys 0 ... i + offset
-    more: gl.tensor | gl.constexpr  # keys that only the last batch entry has, with O_DIM
-    IS_CAUSAL: gl.constexpr
-    CONSUMERS: gl.constexpr
-    O_DIM: gl.constexpr
-    LOWER_RIGHT: gl.constexpr  # the mask ends with the last key: offset is an argument, else the constant 0
-    QUEUED: gl.constexpr  # else a program's tiles are fixed
-
-    @gluon.constexpr_function
-    def __init__(
-        self, q, k, v, o, lse_ptr, taken_ptr, heads_q, group, seq_q, seq_k, heads, together, IS_CAUSAL, CONSUMERS,
-        O_DIM=0, offset=0, LOWER_RIGHT=False, more=0,
-    ):  # fmt: skip
-        self.q, self.k, self.v, self.o = q, k, v, o
-        self.lse_ptr, self.QUEUED = lse_ptr, gl.constexpr(taken_ptr is not None)
-        self.taken_ptr = taken_ptr if self.QUEUED else gl.constexpr(0)
-        self.heads_q, self.group, self.seq_q, self.seq_k = heads_q, group, seq_q, seq_k
-        self.heads, self.together = heads, together
-        self.IS_CAUSAL, self.CONSUMERS = gl.constexpr(IS_CAUSAL), gl.constexpr(CONSUMERS)
-        self.O_DIM, self.LOWER_RIGHT = gl.constexpr(O_DIM), gl.constexpr(LOWER_RIGHT)
-        self.offset = offset if LOWER_RIGHT else gl.constexpr(0)
-        self.more = more if O_DIM else gl.constexpr(0)
-
-    @gluon.jit
-    def tiles_m(self):
-        return gl.cdiv(self.seq_q, self.CONSUMERS * ROWS)
-
-    @gluon.jit
-    def tiles(self):
-        return self.tiles_m() * self.heads
-
-    @gluon.jit
-    def place(self, tile):
-        """(row, b, h) of a tile: its first query, and its head.
-
-        Under a causal mask the last queries, whose walk is the longest, come first: in all heads that are done
-        together.
-        """
-        tiles_m = self.tiles_m()
-        first = tile // (tiles_m * self.together) * self.together
-        heads = gl.minimum(self.together, self.heads - first)
-        within = tile - first * tiles_m
-        m = within // heads
-        if self.IS_CAUSAL:
-            m = tiles_m - 1 - m
-        bh = first + within % heads
-        return m * (self.CONSUMERS * ROWS), bh // self.heads_q, bh % self.heads_q
-
-    @gluon.jit
-    def after(self, tile):
-        """The tile that a program takes next."""
-        if self.QUEUED:
-            tile = gl.atomic_add(self.taken_ptr, 1, sem="relaxed")
-        return gl.num_programs(0) + tile
-
-    @gluon.jit
-    def keys_of(self, b):
-        keys = self.seq_k
-        if self.O_DIM and (b + 1) * self.heads_q < self.heads:
-            keys -= self.more
-        return keys
-
-    @gluon.jit
-    def tiles_n(self, end_m, BLOCK_N: gl.constexpr, b=0):
-        """Tiles of keys that a query before end_m can see."""
-        end_n = self.keys_of(b)
-        if self.IS_CAUSAL:
-            end_n = gl.minimum(end_m + self.offset, self.seq_k)
-        return gl.cdiv(end_n, BLOCK_N)
-
-    @gluon.jit
-    def seen_by_all(self, row, BLOCK_N: gl.constexpr):
-        """Tiles of keys of which query `row` sees every key."""
-        return gl.minimum(row + self.offset + 1, self.seq_k) // BLOCK_N
 
 
 @aggregate
@@ -225,7 +133,7 @@ def _produce(work, memory):
     while tile < work.tiles():
         row, b, h = work.place(tile)
         h_kv = h // work.group
-        tiles_n = work.tiles_n(row + CONSUMERS * ROWS, memory.BLOCK_N, b)
+        tiles_n = work.tiles_n(work.queries(row, CONSUMERS * ROWS)[1], memory.BLOCK_N, b)
         start_n = (tiles_n - 1) * memory.BLOCK_N
         _fetch_pair(work, memory, pair, b, h_kv, start_n, True, False)
 
@@ -263,7 +171,7 @@ def _let_go(memory, pair, count):
 
 
 @gluon.jit
-def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, seq_k, scale, MASKED: gl.constexpr):
+def _first_tile(work, memory, q, p, pair, turn, row, b, tiles_n, scale, MASKED: gl.constexpr):
     """(p, m, l) of the last tile of keys, where the walk begins: the one that may need a mask. p: registers for S."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
     S: gl.constexpr = p.type.layout
@@ -279,18 +187,18 @@ def _first_tile(work, memory, q, p, pair, turn, row, tiles_n, seq_k, scale, MASK
     # The turn before has left its side.
     mbarrier.arrive(memory.q_empty.index(turn % 2 ^ 1), pred=turn > 0)
     if MASKED:
-        s = masked(work, s, row, (tiles_n - 1) * BLOCK_N, seq_k)
+        s = masked(work, s, row, (tiles_n - 1) * BLOCK_N, b)
     p, m_i, l_i, _ = softmax_step(s, m_i, l_i, scale, BLOCK_N)
     return p, m_i, l_i
 
 
 @gluon.jit
 def _next_tile(
-    work, memory, q, p, p16, acc, m_i, l_i, pair, row, start_n, scale,
+    work, memory, q, p, p16, acc, m_i, l_i, pair, row, b, start_n, scale,
     OVERLAP: gl.constexpr, IN_PAIRS: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """(p, p16, acc, m, l) after S of a tile and PV of the one before, whose P is p16. p: registers for S. row, start_n:
-    of the tile, if it is MASKED.
+    """(p, p16, acc, m, l) after S of a tile and PV of the one before, whose P is p16. p: registers for S. row, b,
+    start_n: of the tile, if it is MASKED.
     """
     BLOCK_N: gl.constexpr = memory.BLOCK_N
     # At head_dim 64 there is half as much to rescale: less than it takes to find out that nobody needs it.
@@ -302,7 +210,7 @@ def _next_tile(
         acc = add_rows(acc, p16, memory.values(slot))
         s = warpgroup_mma_wait(len(acc), deps=(s,))
         if MASKED:
-            s = masked(work, s, row, start_n, work.seq_k)
+            s = masked(work, s, row, start_n, b)
         m_i, shift, alpha = maxima(s, m_i, scale, RISE)
         if BLOCK_N == 128:  # fewer maxima are not worth another wait
             # It passes at once. But the assembler moves no wait for products over it, so maxima stay under PV.
@@ -316,7 +224,7 @@ def _next_tile(
         acc, s = done[:-1], done[-1]
         mbarrier.arrive(memory.kv_empty.index(slot))
         if MASKED:
-            s = masked(work, s, row, start_n, work.seq_k)
+            s = masked(work, s, row, start_n, b)
         m_i, shift, alpha = maxima(s, m_i, scale, RISE)
     acc = times(acc, alpha, RISE > 0)
     p, l_i = exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
@@ -337,6 +245,21 @@ def _last_values(memory, p16, acc, m_i, l_i, pair):
     acc = await_rows(acc)
     mbarrier.arrive(memory.kv_empty.index(slot))
     return times(acc, inverse), lse
+
+
+@gluon.jit
+def _store(work, memory, o, lse, q_place, q_slot, b, h, row):
+    """O, on its way from its queries' place, and the LSE."""
+    if work.O_DIM:
+        for piece in gl.static_range(len(o)):
+            store_part(work, o[piece], row, b * work.heads_q + h, piece * o[0].shape[1])
+    else:
+        store_rows(q_place, o, 1.0)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(work.o, [b, h, row, 0], memory.q.index(q_slot))
+    offs_m = row + gl.arange(0, ROWS, lse.type.layout)
+    lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
+    gl.store(lse_row + offs_m, lse, mask=offs_m < work.seq_q)
 
 
 @gluon.jit
@@ -362,65 +285,58 @@ def _consume(work, memory, scale, MASKED: gl.constexpr, OVERLAP: gl.constexpr, M
             q = ()
             for piece in gl.static_range(len(q_place)):
                 q += (q_place[piece].load(gl.DotOperandLayout(0, S, 2)),)
-        tiles_n = work.tiles_n(row + ROWS, BLOCK_N, b)
+        first_m, end_m = work.queries(row, ROWS)
+        tiles_n = work.tiles_n(end_m, BLOCK_N, b)
         if work.IS_CAUSAL and (CONSUMERS * ROWS > BLOCK_N or work.LOWER_RIGHT):
-            pair = _let_go(memory, pair, work.tiles_n(tile_row + CONSUMERS * ROWS, BLOCK_N) - tiles_n)
+            _, last_m = work.queries(tile_row, CONSUMERS * ROWS)
+            pair = _let_go(memory, pair, work.tiles_n(last_m, BLOCK_N, b) - tiles_n)
 
         acc = no_rows(memory.BLOCK_D, memory.REST)
-        p, m_i, l_i = _first_tile(work, memory, q, p, pair, turn, row, tiles_n, work.keys_of(b), scale, MASKED)
+        p, m_i, l_i = _first_tile(work, memory, q, p, pair, turn, row, b, tiles_n, scale, MASKED)
         p16 = in_pairs(p, DTYPE) if IN_PAIRS else p.to(DTYPE)
         pair += 1
         masked_n = 1
-        if work.LOWER_RIGHT:  # the mask's edge may go through a second tile
-            masked_n = gl.maximum(1, tiles_n - work.seen_by_all(row, BLOCK_N))
+        if work.LOWER_RIGHT:  # the mask's edge may go through further tiles
+            masked_n = gl.maximum(1, tiles_n - work.seen_by_all(first_m, BLOCK_N, b))
             for i in range(1, masked_n):
                 p, p16, acc, m_i, l_i = _next_tile(
-                    work, memory, q, p, p16, acc, m_i, l_i, pair, row, (tiles_n - 1 - i) * BLOCK_N, scale,
+                    work, memory, q, p, p16, acc, m_i, l_i, pair, row, b, (tiles_n - 1 - i) * BLOCK_N, scale,
                     OVERLAP, IN_PAIRS, True,
                 )  # fmt: skip
                 pair += 1
         for _ in range(masked_n, tiles_n):
             p, p16, acc, m_i, l_i = _next_tile(
-                work, memory, q, p, p16, acc, m_i, l_i, pair, row, 0, scale, OVERLAP, IN_PAIRS, False
+                work, memory, q, p, p16, acc, m_i, l_i, pair, row, b, 0, scale, OVERLAP, IN_PAIRS, False
             )  # fmt: skip
             pair += 1
         o, lse = _last_values(memory, p16, acc, m_i, l_i, pair)
         pair += 1
 
-        if work.O_DIM:
-            for piece in gl.static_range(len(o)):
-                store_part(work, o[piece], row, b * work.heads_q + h, piece * o[0].shape[1])
-        else:
-            store_rows(q_place, o, 1.0)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(work.o, [b, h, row, 0], memory.q.index(q_slot))
-        offs_m = row + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
-        gl.store(lse_row + offs_m, lse, mask=offs_m < work.seq_q)
+        _store(work, memory, o, lse, q_place, q_slot, b, h, row)
         turn += 1
         tile = memory.read_tile(turn)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["more"])
+@gluon.jit(do_not_specialize=["more", "of_head"])
 def _attn_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, o, lse_ptr, taken_ptr,
-    heads_q, group, seq_q, seq_k, scale, heads, together, offset, more,
+    heads_q, group, seq_q, seq_k, scale, heads, together, offset, more, of_head,
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     OVERLAP: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, O_DIM: gl.constexpr, REST: gl.constexpr,
-    LOWER_RIGHT: gl.constexpr,
+    LOWER_RIGHT: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     """O and LSE as `_attn_fwd_descriptors_kernel`. Grid: as many programs as multiprocessors, at most one for each tile
     of CONSUMERS x 64 queries. o: a descriptor; with O_DIM a pointer to contiguous fp32 (batch, heads_q, seq_q, O_DIM).
-    offset: 0 without LOWER_RIGHT. more: 0 without O_DIM. taken_ptr: a 0, or None if no queue is needed.
+    offset, more and of_head are 0 without LOWER_RIGHT, O_DIM and FOLDED. taken_ptr: a 0; None if no queue is needed.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     work = Work(
         q_desc, k_desc, v_desc, o, lse_ptr, taken_ptr, gl.to_tensor(heads_q), gl.to_tensor(group),
         gl.to_tensor(seq_q), gl.to_tensor(seq_k), gl.to_tensor(heads), gl.to_tensor(together), IS_CAUSAL, CONSUMERS,
-        O_DIM, gl.to_tensor(offset), LOWER_RIGHT, gl.to_tensor(more),
+        O_DIM, gl.to_tensor(offset), LOWER_RIGHT, gl.to_tensor(more), gl.to_tensor(of_head), FOLDED,
     )  # fmt: skip
     memory = Memory(
         gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, ROWS, BLOCK_D], q_desc.layout),
@@ -559,11 +475,13 @@ def shape_of(columns: int, seq_q: int, seq_k: int, is_causal: bool) -> dict:
 
 
 def plan(
-    q, k, v, is_causal: bool, scale: float, sign: int, parts: bool = False, offset: int = 0, more: int = 0, **changes
-) -> HopperForwardPlan:
+    q, k, v, is_causal: bool, scale: float, sign: int, parts: bool = False, offset: int = 0, more: int = 0,
+    of_head: int = 0, **changes,
+) -> HopperForwardPlan:  # fmt: skip
     """The plan of a call whose tensors the kernels take. scale > 0; sign: what q is multiplied by. offset: under a
     causal mask, query i sees keys 0 ... i + offset; at least 0. parts: batch entries are parts of the keys, and the
-    launch writes o in fp32, contiguous. Only the last of them has the last `more` keys.
+    launch writes o in fp32, contiguous. Only the last of them has the last `more` keys. of_head: 0, or rows are the
+    queries of several heads, so many of each.
 
     changes: to the arguments of the kernel, or `programs`, for measurements.
     """
@@ -577,7 +495,7 @@ def plan(
     shape = shape_of(columns, seq_q, seq_k, is_causal and offset == 0)
     sizes = dict(
         heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
-        offset=offset, more=more, LOWER_RIGHT=offset > 0,
+        offset=offset, more=more, of_head=of_head, LOWER_RIGHT=max(offset, of_head) > 0, FOLDED=of_head > 0,
         BLOCK_D=columns, REST=rest_of(head_dim), O_DIM=head_dim if parts else 0, IS_CAUSAL=is_causal,
         programs=configs.multiprocessors(q.device.index), **shape,
     ) | changes  # fmt: skip

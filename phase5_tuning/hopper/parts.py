@@ -1,12 +1,13 @@
 """What Gluon has no public word for in the releases this course runs on (3.6.0 and 3.7.1).
 
 Most functions wrap one instruction or a few. The others describe tiles to descriptors, spread a row over a product's
-layout, and are what forward passes have in common: the online softmax of a tile, and products in pieces. Gluon 3.8.0
-adds a TMA reduction of its own; it has no named barriers up to 3.9.0.
+layout, and are what forward passes have in common: their work, the online softmax of a tile, and products in pieces.
+Gluon 3.8.0 adds a TMA reduction of its own; it has no named barriers up to 3.9.0.
 """
 
 import inspect
 
+from phase5_tuning.hopper import tma
 from phase5_tuning.launch.plans import Described, head_tiles
 
 import torch
@@ -232,17 +233,134 @@ def under_all_rows(row, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     return gl.convert_layout(rows.reshape([64, COLUMNS]), LAYOUT, assert_trivial=True)
 
 
-# The online softmax of a tile of logits S, whose rows are 64 queries.
+# What a forward pass has to do, and the online softmax of a tile of logits S.
+
+ROWS = gl.constexpr(64)  # queries of a consumer: the rows of one wgmma
+
+
+@aggregate
+class Work:
+    """What is to be done: the tensors, their sizes, and the queue of tiles."""
+
+    q: tma.tensor_descriptor  # tiles (1, 1, ROWS, BLOCK_D)
+    k: tma.tensor_descriptor  # tiles (1, 1, BLOCK_N, BLOCK_D), as v's
+    v: tma.tensor_descriptor
+    o: tma.tensor_descriptor | gl.tensor  # with O_DIM a pointer to rows in fp32
+    lse_ptr: gl.tensor
+    taken_ptr: gl.tensor | gl.constexpr  # if QUEUED, how many tiles programs have taken besides their first
+    heads_q: gl.tensor
+    group: gl.tensor
+    seq_q: gl.tensor
+    seq_k: gl.tensor
+    heads: gl.tensor  # batch x heads_q
+    together: gl.tensor  # heads whose tiles take turns
+    offset: gl.tensor | gl.constexpr  # under a causal mask, query i sees keys 0 ... i + offset
+    more: gl.tensor | gl.constexpr  # keys that only the last batch entry has, with O_DIM
+    of_head: gl.tensor | gl.constexpr  # if FOLDED: rows are the queries of several heads, so many of each
+    IS_CAUSAL: gl.constexpr
+    CONSUMERS: gl.constexpr
+    O_DIM: gl.constexpr  # else 0; batch entries are parts of the keys
+    LOWER_RIGHT: gl.constexpr  # the mask ends with the last key: offset is an argument, else the constant 0
+    FOLDED: gl.constexpr
+    QUEUED: gl.constexpr  # else a program's tiles are fixed
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q, k, v, o, lse_ptr, taken_ptr, heads_q, group, seq_q, seq_k, heads, together, IS_CAUSAL, CONSUMERS,
+        O_DIM=0, offset=0, LOWER_RIGHT=False, more=0, of_head=0, FOLDED=False,
+    ):  # fmt: skip
+        self.q, self.k, self.v, self.o = q, k, v, o
+        self.lse_ptr, self.QUEUED = lse_ptr, gl.constexpr(taken_ptr is not None)
+        self.taken_ptr = taken_ptr if self.QUEUED else gl.constexpr(0)
+        self.heads_q, self.group, self.seq_q, self.seq_k = heads_q, group, seq_q, seq_k
+        self.heads, self.together = heads, together
+        self.IS_CAUSAL, self.CONSUMERS = gl.constexpr(IS_CAUSAL), gl.constexpr(CONSUMERS)
+        self.O_DIM, self.LOWER_RIGHT = gl.constexpr(O_DIM), gl.constexpr(LOWER_RIGHT)
+        self.offset = offset if LOWER_RIGHT else gl.constexpr(0)
+        self.more = more if O_DIM else gl.constexpr(0)
+        self.of_head, self.FOLDED = of_head if FOLDED else gl.constexpr(0), gl.constexpr(FOLDED)
+
+    @gluon.jit
+    def tiles_m(self):
+        return gl.cdiv(self.seq_q, self.CONSUMERS * ROWS)
+
+    @gluon.jit
+    def tiles(self):
+        return self.tiles_m() * self.heads
+
+    @gluon.jit
+    def place(self, tile):
+        """(row, b, h) of a tile: its first query, and its head.
+
+        Under a causal mask the last queries, whose walk is the longest, come first: in all heads that are done
+        together.
+        """
+        tiles_m = self.tiles_m()
+        first = tile // (tiles_m * self.together) * self.together
+        heads = gl.minimum(self.together, self.heads - first)
+        within = tile - first * tiles_m
+        m = within // heads
+        if self.IS_CAUSAL:
+            m = tiles_m - 1 - m
+        bh = first + within % heads
+        return m * (self.CONSUMERS * ROWS), bh // self.heads_q, bh % self.heads_q
+
+    @gluon.jit
+    def after(self, tile):
+        """The tile that a program takes next."""
+        if self.QUEUED:
+            tile = gl.atomic_add(self.taken_ptr, 1, sem="relaxed")
+        return gl.num_programs(0) + tile
+
+    @gluon.jit
+    def keys_of(self, b):
+        keys = self.seq_k
+        if self.O_DIM and (b + 1) * self.heads_q < self.heads:
+            keys -= self.more
+        return keys
+
+    @gluon.jit
+    def offset_of(self, b):
+        """offset, from the first key of a part."""
+        offset = self.offset
+        if self.O_DIM:
+            offset -= b * (self.seq_k - self.more)
+        return offset
+
+    @gluon.jit
+    def queries(self, row, rows):
+        """(first, end) of the queries in so many rows."""
+        first, end = row, row + rows
+        if self.FOLDED:
+            one_head = first // self.of_head == (end - 1) // self.of_head
+            first = gl.where(one_head, row % self.of_head, 0)
+            end = gl.where(one_head, first + rows, self.of_head)
+        return first, end
+
+    @gluon.jit
+    def tiles_n(self, end_m, BLOCK_N: gl.constexpr, b=0):
+        """Tiles of keys that a query before end_m can see."""
+        end_n = self.keys_of(b)
+        if self.IS_CAUSAL:
+            end_n = gl.minimum(end_m + self.offset_of(b), end_n)
+        return gl.cdiv(end_n, BLOCK_N)
+
+    @gluon.jit
+    def seen_by_all(self, first_m, BLOCK_N: gl.constexpr, b):
+        """Tiles of keys of which query first_m sees every key."""
+        return gl.minimum(first_m + self.offset_of(b) + 1, self.keys_of(b)) // BLOCK_N
 
 
 @gluon.jit
-def masked(work, s, row, start_n, seq_k):
+def masked(work, s, row, start_n, b=0):
     """s with -inf for keys that a query does not see. start_n: the first key of its tile."""
     offs_m = gl.expand_dims(row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout)), 1)
     offs_n = gl.expand_dims(start_n + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
-    visible = offs_n < seq_k
+    visible = offs_n < work.keys_of(b)
     if work.IS_CAUSAL:
-        visible = visible & (offs_m + work.offset >= offs_n)
+        if work.FOLDED:
+            offs_m %= work.of_head
+        visible = visible & (offs_m + work.offset_of(b) >= offs_n)
     return gl.where(visible, s, float("-inf"))
 
 

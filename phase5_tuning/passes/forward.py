@@ -122,9 +122,9 @@ def choose(given, converted, kernel=None, config: configs.Config | None = None, 
     if 0 in q.shape[:3] or k.shape[2] == 0:
         return NOTHING
     usual = kernel is None and config is None
-    hopper = usual and hopper_forward.takes(*given)
+    hopper, wide = (usual and kernels.takes(*given) for kernels in (hopper_forward, wide_forward))
     # Few queries leave multiprocessors idle, or read keys once a head instead of once a group (decode/).
-    n = folded.parts(q, k, v, is_causal, offset) if hopper else 0
+    n = folded.parts(q, k, v, is_causal, offset) if hopper or wide else 0
     if n > 1 or (n and folded.packs(q, k)):
         return FOLDED
     if usual and not n and split_kv.pays(q, k):
@@ -133,10 +133,10 @@ def choose(given, converted, kernel=None, config: configs.Config | None = None, 
     seen = min(k.shape[2], offset + q.shape[2] // 2) if is_causal else k.shape[2]
     if hopper and offset >= 0 and (n or hopper_forward.pays(q, is_causal, seen)):
         return HOPPER
+    if wide and offset >= 0 and (n or wide_forward.pays(q, seen)):
+        return WIDE
     if offset:
         return SPLIT
-    if usual and wide_forward.takes(*given) and wide_forward.pays(q, seen):
-        return WIDE
     if kernel not in (None, _attn_fwd_descriptors_kernel):
         return kernel
     # The rung before the last one fetches tiles by pointers, which may have any stride and alignment.
@@ -170,7 +170,7 @@ def _plan(q, k, v, is_causal, scale, kernel, config, lower_right) -> Callable:
         if kernel == HOPPER:
             return hopper_forward.plan(q, k, v, is_causal, scale, sign, offset=offset)
         if kernel == WIDE:
-            return wide_forward.plan(q, k, v, is_causal, scale, sign)
+            return wide_forward.plan(q, k, v, is_causal, scale, sign, offset=offset)
         q, k, v = converted
         (batch, heads_q, seq_q, head_dim), rows = q.shape, tuple(q.shape[:3])
         o = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -10,7 +10,7 @@ from phase5_tuning.attention import FlashAttention
 from phase5_tuning.decode import folded, split_kv
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.passes import forward
-from phase5_tuning.passes.forward import FOLDED, HOPPER, SPLIT, attention_forward
+from phase5_tuning.passes.forward import FOLDED, HOPPER, SPLIT, WIDE, attention_forward
 
 import pytest
 import torch
@@ -99,9 +99,11 @@ def test_rows_of_a_cache_behind_its_length_are_never_used(dtype):
         (1, 4, 1, 200, 2048, 80, "bhsd", 1),
         (4, 8, 2, 50, 3001, 64, "bhsd", 3),
         (40, 8, 2, 31, 1500, 128, "bshd", 1),
+        (1, 8, 2, 100, 4003, 192, "bshd", 5),
+        (4, 4, 2, 130, 1500, 256, "bhsd", 2),
     ],
 )
-def test_the_hopper_kernel_over_parts(batch, heads_q, heads_kv, seq_q, seq_k, head_dim, layout, n, dtype):
+def test_the_hopper_kernels_over_parts(batch, heads_q, heads_kv, seq_q, seq_k, head_dim, layout, n, dtype):
     q, k, v = make_qkv(batch, heads_q, seq_q, head_dim, heads_kv=heads_kv, seq_k=seq_k, dtype=dtype, layout=layout)
     verify(attention(FOLDED, parts=n), q, k, v)
 
@@ -119,13 +121,16 @@ def of_last_queries(n, which, **replaced):
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-@pytest.mark.parametrize(("n", "head_dim"), [(3, 128), (100, 128), (1040, 128), (129, 80), (700, 64), (90, 64)])
+@pytest.mark.parametrize(
+    ("n", "head_dim"), [(3, 128), (100, 128), (1040, 128), (129, 80), (700, 64), (90, 64), (300, 192), (130, 256)]
+)
 def test_a_mask_aligned_with_the_last_key(n, head_dim, dtype):
     q, k, v = make_qkv(1, 8, 2000, head_dim, heads_kv=2, dtype=dtype)
     verify(of_last_queries(n, SPLIT), q, k, v, is_causal=True)
     if HAS_HOPPER:
-        verify(of_last_queries(n, FOLDED, parts=3), q, k, v, is_causal=True)
-        verify(of_last_queries(n, HOPPER), q, k, v, is_causal=True)
+        for parts in (1, 3):
+            verify(of_last_queries(n, FOLDED, parts=parts), q, k, v, is_causal=True)
+        verify(of_last_queries(n, HOPPER if head_dim <= 128 else WIDE), q, k, v, is_causal=True)
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)

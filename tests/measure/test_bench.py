@@ -271,8 +271,8 @@ def test_the_fingerprint_follows_the_methods_of_what_a_kernel_makes():
     def of(changes):
         return records.fingerprint(interpreter.changed(hopper_forward, changes)._attn_fwd_hopper_kernel)
 
-    place = "m = tiles_m - 1 - m"  # in Work.place
-    assert of({}) == of({place: f"{place}  # the last first"}) != of({place: "m = tiles_m - 2 - m"})
+    slot = "return pair % self.STAGES, pair // self.STAGES & 1"  # in Memory.slot
+    assert of({}) == of({slot: f"{slot}  # a lap"}) != of({slot: "return pair % self.STAGES, 0"})
 
 
 def test_flops_are_counted_as_the_field_does():

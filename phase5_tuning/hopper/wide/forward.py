@@ -18,7 +18,19 @@ from common import runtime
 from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper import tma
 from phase5_tuning.hopper.forward import CACHED, ROWS, HopperForwardPlan, Work
-from phase5_tuning.hopper.parts import aggregate, come, exponentials, in_heads, masked, maxima, meet, thread_sums, times
+from phase5_tuning.hopper.parts import (
+    aggregate,
+    come,
+    exponentials,
+    in_heads,
+    in_pairs,
+    masked,
+    maxima,
+    meet,
+    store_part,
+    thread_sums,
+    times,
+)
 from phase5_tuning.ladder.forward import LOG2E
 from phase5_tuning.launch import configs
 from phase5_tuning.launch.plans import Launch, cdiv
@@ -124,7 +136,7 @@ def _produce(work, memory):
     while tile < work.tiles():
         row, b, h = work.place(tile)
         h_kv = h // work.group
-        tiles_n = work.tiles_n(row + CONSUMERS * ROWS, BLOCK_N)
+        tiles_n = work.tiles_n(work.queries(row, CONSUMERS * ROWS)[1], BLOCK_N, b)
         start_n = (tiles_n - 1) * BLOCK_N
         _fetch(work.k, memory, number, b, h_kv, start_n)
         for i in gl.static_range(CONSUMERS):
@@ -191,7 +203,16 @@ def _add_values(memory, p16, slot, acc):
 
 
 @gluon.jit
-def _first_tile(work, memory, q, p, number, of_q, row, tiles_n, scale, MASKED: gl.constexpr, ME: gl.constexpr):
+def _rounded(work, p):
+    """p in 16 bits."""
+    if work.LOWER_RIGHT or work.O_DIM:  # elsewhere the compiler makes the pairs by itself (notes/compilers.md)
+        return in_pairs(p, work.q.dtype)
+    else:
+        return p.to(work.q.dtype)
+
+
+@gluon.jit
+def _first_tile(work, memory, q, p, number, of_q, row, b, tiles_n, scale, MASKED: gl.constexpr, ME: gl.constexpr):
     """(p, m, l) of the last tile of keys, where the walk begins: the one that may need a mask. p: registers for S."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
     S: gl.constexpr = p.type.layout
@@ -207,16 +228,19 @@ def _first_tile(work, memory, q, p, number, of_q, row, tiles_n, scale, MASKED: g
     s = warpgroup_mma_wait(0, deps=(s,))
     mbarrier.arrive(memory.kv_empty.index(slot))
     if MASKED:
-        s = masked(work, s, row, (tiles_n - 1) * BLOCK_N, work.seq_k)
+        s = masked(work, s, row, (tiles_n - 1) * BLOCK_N, b)
     m_i, shift, alpha = maxima(s, m_i, scale, 0)
     p, l_i = exponentials(s, shift, alpha, l_i, scale, BLOCK_N)
     return p, m_i, l_i
 
 
 @gluon.jit
-def _next_tile(memory, q, p, p16, acc, m_i, l_i, number, scale, RESCALES_FIRST: gl.constexpr, ME: gl.constexpr):
+def _next_tile(
+    work, memory, q, p, p16, acc, m_i, l_i, number, row, b, start_n, scale,
+    RESCALES_FIRST: gl.constexpr, MASKED: gl.constexpr, ME: gl.constexpr,
+):  # fmt: skip
     """(p, p16, acc, m, l) after S of a tile and PV of the one before, whose P is p16. p: registers for S. number: of
-    the keys in the ring; the values follow.
+    the keys in the ring; the values follow. row, b, start_n: of the tile, if it is MASKED.
     """
     of_k = memory.filled(number)
     _await_other(ME)
@@ -226,6 +250,8 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, number, scale, RESCALES_FIRST: 
     _release_other(ME)
     s = warpgroup_mma_wait(memory.PIECES, deps=(s,))
     mbarrier.arrive(memory.kv_empty.index(of_k))
+    if MASKED:
+        s = masked(work, s, row, start_n, b)
     m_i, shift, alpha = maxima(s, m_i, scale, 0)
     if RESCALES_FIRST:
         # It passes at once. But the assembler moves no wait for products over it, so the maxima stay under PV.
@@ -237,7 +263,7 @@ def _next_tile(memory, q, p, p16, acc, m_i, l_i, number, scale, RESCALES_FIRST: 
     acc = times(acc, alpha)
     if RESCALES_FIRST:
         p, l_i = exponentials(s, shift, alpha, l_i, scale, memory.BLOCK_N)
-    p16 = gl.convert_layout(p.to(p16.dtype), p16.type.layout, assert_trivial=True)
+    p16 = gl.convert_layout(_rounded(work, p), p16.type.layout, assert_trivial=True)
     return p, p16, acc, m_i, l_i
 
 
@@ -257,14 +283,30 @@ def _last_values(memory, p16, acc, m_i, l_i, number):
 @gluon.jit
 def _store(work, memory, o, lse, of_q, b, h, row):
     """O, on its way from the queries' place, and the LSE."""
-    for piece in gl.static_range(memory.PIECES):
-        memory.queries(of_q, piece).reshape((ROWS, PIECE)).store(o[piece].to(work.q.dtype))
-    fence_async_shared()
-    for piece in gl.static_range(memory.PIECES):
-        tma.async_copy_shared_to_global(work.o, [b, h, row, piece * PIECE], memory.queries(of_q, piece))
+    if work.O_DIM:
+        for piece in gl.static_range(memory.PIECES):
+            store_part(work, o[piece], row, b * work.heads_q + h, piece * PIECE)
+    else:
+        for piece in gl.static_range(memory.PIECES):
+            memory.queries(of_q, piece).reshape((ROWS, PIECE)).store(o[piece].to(work.q.dtype))
+        fence_async_shared()
+        for piece in gl.static_range(memory.PIECES):
+            tma.async_copy_shared_to_global(work.o, [b, h, row, piece * PIECE], memory.queries(of_q, piece))
     offs_m = row + gl.arange(0, ROWS, lse.type.layout)
     lse_row = work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q
     gl.store(lse_row + offs_m, lse, mask=offs_m < work.seq_q)
+
+
+@gluon.jit
+def _queries_of(memory, number, S: gl.constexpr, IN_REGISTERS: gl.constexpr):
+    """The queries number `number`, in pieces: the first ones in registers, the others in shared memory."""
+    q = ()
+    for piece in gl.static_range(memory.PIECES):
+        q_piece = memory.queries(number, piece).reshape((ROWS, PIECE))
+        if piece < IN_REGISTERS:
+            q_piece = q_piece.load(gl.DotOperandLayout(0, S, 2))
+        q += (q_piece,)
+    return q
 
 
 @gluon.jit
@@ -274,7 +316,6 @@ def _consume(
 ):  # fmt: skip
     """Attend ROWS queries of each turn's tile to all keys that they see."""
     BLOCK_N: gl.constexpr = memory.BLOCK_N
-    DTYPE: gl.constexpr = work.q.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     number = 0
@@ -286,29 +327,38 @@ def _consume(
     while tile < work.tiles():
         tile_row, b, h = work.place(tile)
         row = tile_row + ME * ROWS
-        q = ()
+        q = _queries_of(memory, of_q, S, IN_REGISTERS)
         acc = ()
-        for piece in gl.static_range(memory.PIECES):
-            q_piece = memory.queries(of_q, piece).reshape((ROWS, PIECE))
-            if piece < IN_REGISTERS:
-                q_piece = q_piece.load(gl.DotOperandLayout(0, S, 2))
-            q += (q_piece,)
+        for _ in gl.static_range(memory.PIECES):
             acc += (gl.zeros([ROWS, PIECE], gl.float32, O),)
-        tiles_n = work.tiles_n(row + ROWS, BLOCK_N)
-        sees_all = tiles_n == work.tiles_n(tile_row + CONSUMERS * ROWS, BLOCK_N)  # else all but the walk's first tile
+        _, end_m = work.queries(tile_row, CONSUMERS * ROWS)
+        tiles_n = work.tiles_n(end_m, BLOCK_N, b)
+        sees_all = True
+        if not work.LOWER_RIGHT:
+            sees_all = tiles_n == work.tiles_n(row + ROWS, BLOCK_N, b)  # else all but the walk's first tile
+            tiles_n = work.tiles_n(row + ROWS, BLOCK_N, b)
 
         if not sees_all:
             number = _let_go(memory, number)  # keys
             _await_other(ME)
             _release_other(ME)
-        p, m_i, l_i = _first_tile(work, memory, q, p, number, of_q, row, tiles_n, scale, MASKED, ME)
-        p16 = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
+        p, m_i, l_i = _first_tile(work, memory, q, p, number, of_q, row, b, tiles_n, scale, MASKED, ME)
+        p16 = gl.convert_layout(_rounded(work, p), gl.DotOperandLayout(0, O, 2), assert_trivial=True)
         number += 1
         if not sees_all:
             number = _let_go(memory, number)  # values
-        for _ in range(1, tiles_n):
+        masked_n = 1
+        if work.LOWER_RIGHT:
+            masked_n = gl.maximum(1, tiles_n - work.seen_by_all(work.queries(row, ROWS)[0], BLOCK_N, b))
+            for i in range(1, masked_n):
+                p, p16, acc, m_i, l_i = _next_tile(
+                    work, memory, q, p, p16, acc, m_i, l_i, number, row, b, (tiles_n - 1 - i) * BLOCK_N, scale,
+                    RESCALES_FIRST, True, ME,
+                )  # fmt: skip
+                number += 2
+        for _ in range(masked_n, tiles_n):
             p, p16, acc, m_i, l_i = _next_tile(
-                memory, q, p, p16, acc, m_i, l_i, number, scale, RESCALES_FIRST, ME
+                work, memory, q, p, p16, acc, m_i, l_i, number, row, b, 0, scale, RESCALES_FIRST, False, ME
             )  # fmt: skip
             number += 2
         o, lse = _last_values(memory, p16, acc, m_i, l_i, number)
@@ -319,21 +369,23 @@ def _consume(
     _give_back(memory, of_q - CONSUMERS)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["more", "of_head"])
 def _attn_fwd_hopper_wide_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, taken_ptr,
-    heads_q, group, seq_q, seq_k, scale, heads, together,
+    q_desc, k_desc, v_desc, o, lse_ptr, taken_ptr,
+    heads_q, group, seq_q, seq_k, scale, heads, together, offset, more, of_head,
     PIECES: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, IN_REGISTERS: gl.constexpr,
-    RESCALES_FIRST: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    RESCALES_FIRST: gl.constexpr, IS_CAUSAL: gl.constexpr, MASKED: gl.constexpr, O_DIM: gl.constexpr,
+    LOWER_RIGHT: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
-    """O and LSE as `_attn_fwd_hopper_kernel`, and its grid. IN_REGISTERS: pieces of the queries; products fetch the
-    others from shared memory. RESCALES_FIRST: O is rescaled before the exponentials, and not after them.
+    """O and LSE as `_attn_fwd_hopper_kernel`, its grid and its arguments. IN_REGISTERS: pieces of the queries; products
+    fetch the others from shared memory. RESCALES_FIRST: O is rescaled before the exponentials, and not after them.
     """
     DTYPE: gl.constexpr = q_desc.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     work = Work(
-        q_desc, k_desc, v_desc, o_desc, lse_ptr, taken_ptr, gl.to_tensor(heads_q), gl.to_tensor(group),
+        q_desc, k_desc, v_desc, o, lse_ptr, taken_ptr, gl.to_tensor(heads_q), gl.to_tensor(group),
         gl.to_tensor(seq_q), gl.to_tensor(seq_k), gl.to_tensor(heads), gl.to_tensor(together), IS_CAUSAL, CONSUMERS,
+        O_DIM, gl.to_tensor(offset), LOWER_RIGHT, gl.to_tensor(more), gl.to_tensor(of_head), FOLDED,
     )  # fmt: skip
     memory = Memory(
         gl.allocate_shared_memory(DTYPE, [PLACES * PIECES, 1, 1, ROWS, PIECE], q_desc.layout),
@@ -396,7 +448,10 @@ def heads_together(heads: int, most: int) -> int:
     return heads if most >= heads else 1 << max(1, most).bit_length() - 1
 
 
-def plan(q, k, v, is_causal: bool, scale: float, sign: int, **changes) -> HopperForwardPlan:
+def plan(
+    q, k, v, is_causal: bool, scale: float, sign: int, parts: bool = False, offset: int = 0, more: int = 0,
+    of_head: int = 0, **changes,
+) -> HopperForwardPlan:  # fmt: skip
     """The plan of a call whose tensors the kernel takes, as `hopper_forward.plan`."""
     q = q if sign == 1 else sign * q
     (batch, heads_q, seq_q, head_dim), (_, heads_kv, seq_k, _) = q.shape, k.shape
@@ -408,17 +463,20 @@ def plan(q, k, v, is_causal: bool, scale: float, sign: int, **changes) -> Hopper
         together = heads_together(heads, CACHED // of_a_head)
     sizes = dict(
         heads_q=heads_q, group=group, seq_q=seq_q, seq_k=seq_k, scale=scale, heads=heads, together=together,
-        PIECES=pieces, IS_CAUSAL=is_causal, **SHAPES[pieces],
+        offset=offset, more=more, of_head=of_head, LOWER_RIGHT=max(offset, of_head) > 0, FOLDED=of_head > 0,
+        PIECES=pieces, O_DIM=head_dim if parts else 0, IS_CAUSAL=is_causal, **SHAPES[pieces],
     ) | changes  # fmt: skip
     block_n = sizes["BLOCK_N"]
-    sizes["MASKED"] = is_causal or seq_k % block_n != 0
+    sizes["MASKED"] = is_causal or seq_k % block_n != 0 or more > 0
     tiles, programs = cdiv(seq_q, CONSUMERS.value * rows) * heads, configs.multiprocessors(q.device.index)
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    queued = tiles > programs and not parts
+    o = torch.empty(q.shape, dtype=torch.float32 if parts else q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    taken = torch.zeros(1, dtype=torch.int32, device=q.device) if tiles > programs else None
-    boxes = [in_heads(t, n, PIECE.value) for t, n in ((q, rows), (k, block_n), (v, block_n), (o, rows))]
+    taken = torch.zeros(1, dtype=torch.int32, device=q.device) if queued else None
+    boxes = [(q, rows), (k, block_n), (v, block_n), *([] if parts else [(o, rows)])]
+    boxes = [in_heads(t, n, PIECE.value) for t, n in boxes]
     launch = Launch(_attn_fwd_hopper_wide_kernel, min(programs, tiles), sizes, dict(num_warps=4, maxnreg=168), boxes)
     with runtime.on_device_of(q):
         if not runtime.recording:
             launch.compile(q, k, v, o, lse, taken)
-    return HopperForwardPlan(launch, sign, tiles > programs)
+    return HopperForwardPlan(launch, sign, queued)

@@ -1,4 +1,4 @@
-"""The Hopper kernel with a group's heads as rows, and over parts of the keys, on a CPU: its interpreter runs it,
+"""The Hopper kernels with a group's heads as rows, and over parts of the keys, on a CPU: its interpreter runs it,
 Triton's the merge.
 """
 
@@ -10,7 +10,7 @@ from phase5_tuning.hopper import forward as hopper_forward
 from phase5_tuning.hopper import interpreter
 from phase5_tuning.hopper.wide import forward as wide_forward
 from phase5_tuning.passes import forward
-from phase5_tuning.passes.forward import FOLDED, HOPPER, SPLIT, attention_forward, choose
+from phase5_tuning.passes.forward import FOLDED, HOPPER, SPLIT, WIDE, attention_forward, choose
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from helpers import guards, interpreted_only, without_plans
 
 
 def in_parts(n, last=None):
-    """attention_forward in n parts, as verify_results calls it; 0: by the Hopper kernel as it is. last: under a causal
+    """attention_forward in n parts, as verify_results calls it; 0: by a Hopper kernel as it is. last: under a causal
     mask, of the last so many queries; the others by other kernels.
     """
 
@@ -29,7 +29,7 @@ def in_parts(n, last=None):
             interpreter.interpreted(),
             guards(),
             without_plans(),
-            mock.patch.object(forward, "choose", return_value=FOLDED if n else HOPPER),
+            mock.patch.object(forward, "choose", return_value=FOLDED if n else HOPPER if q.shape[3] <= 128 else WIDE),
             mock.patch.object(folded, "parts", return_value=n),
         ):
             q = q[:, :, -last:] if last else q
@@ -50,6 +50,8 @@ def in_parts(n, last=None):
         (2, 4, 2, 40, 301, 128, dict(), 3),
         (3, 2, 1, 33, 140, 64, dict(layout="bshd", layout_v="bhsd"), 2),
         (2, 6, 2, 30, 150, 128, dict(layout="bshd"), 1),
+        (1, 4, 2, 40, 202, 192, dict(layout="bshd", layout_v="bhsd"), 3),
+        (2, 2, 1, 70, 131, 256, dict(), 2),
     ],
 )
 def test_parts_as_a_batch(batch, heads_q, heads_kv, seq_q, seq_k, head_dim, memory, n):
@@ -66,13 +68,17 @@ def test_parts_as_a_batch(batch, heads_q, heads_kv, seq_q, seq_k, head_dim, memo
     ("batch", "seq", "last", "head_dim", "n"),
     [
         (1, 230, 30, 128, 2),
-        (2, 130, 70, 128, 1),
+        (1, 210, 150, 128, 1),  # tiles have rows of two heads, and the edge goes through two tiles of keys
         (2, 231, 10, 128, 4),
+        (1, 210, 150, 256, 1),
+        (1, 230, 30, 192, 2),
         (2, 430, 129, 128, 0),  # the edge of the mask goes through two tiles of keys
         (1, 384, 256, 80, 0),  # through one
         (1, 447, 255, 128, 0),  # consumers of a program see different numbers of tiles
         (1, 650, 260, 64, 0),  # three consumers
         (2, 577, 70, 64, 0),  # two
+        (1, 430, 129, 192, 0),
+        (1, 255, 190, 256, 0),
     ],
 )
 def test_the_last_queries_see_all_keys_before_them(batch, seq, last, head_dim, n):
@@ -111,6 +117,9 @@ def sized(batch, heads_q, heads_kv, seq_q, seq_k, head_dim=128):
         ((1, 32, 8, 512, 32768, 64), 3),  # 88 tiles of 192 rows
         ((1, 32, 8, 64, 32768, 72), 8),
         ((1, 32, 8, 64, 32768, 32), 0),
+        ((1, 16, 8, 512, 8192, 192), 2),
+        ((2, 8, 1, 256, 4096, 256), 4),
+        ((2, 8, 1, 256, 2047, 256), 0),
     ],
 )
 def test_in_how_many_parts(sizes, expected):
@@ -126,13 +135,14 @@ def test_a_batch_is_cut_only_if_its_heads_follow_one_another():
         assert folded.parts(q, k, v.transpose(1, 2).contiguous().transpose(1, 2), False, 0) == 0
 
 
-def test_under_a_causal_mask_only_keys_that_all_queries_see_count():
+def test_under_a_causal_mask_keys_count_that_a_query_sees():
     tensors = sized(1, 32, 8, 64, 9000)
     with mock.patch.object(split_kv, "at_once", return_value=132):
         assert folded.parts(*tensors, True, 9000 - 64) == 8
-        assert folded.parts(*tensors, True, 8191) == 8
-        assert folded.parts(*tensors, True, 8190) == 0
+        assert folded.parts(*tensors, True, 8191 - 32) == 8
+        assert folded.parts(*tensors, True, 8190 - 32) == 0
         assert folded.parts(*tensors, True, 0) == 0
+        assert folded.parts(*sized(1, 2, 2, 4096, 4100), True, 4) == 0  # the first queries see too few for two parts
         assert folded.parts(*sized(64, 32, 8, 32, 500), True, 0) == 0
 
 
@@ -145,7 +155,7 @@ def test_what_takes_a_call_on_hopper():
         mock.patch.object(split_kv, "at_once", return_value=132),
         mock.patch.object(hopper_forward, "takes", return_value=True) as takes,
         mock.patch.object(hopper_forward, "pays", return_value=False) as pays,
-        mock.patch.object(wide_forward, "takes", return_value=False),
+        mock.patch.object(wide_forward, "takes", return_value=False) as wide_takes,
         mock.patch.object(forward, "descriptors_allowed", return_value=True),
     ):
         assert chosen(1, 32, 8, 64, 32768) == FOLDED
@@ -153,9 +163,9 @@ def test_what_takes_a_call_on_hopper():
         assert chosen(16, 8, 8, 128, 4096) == HOPPER
         assert chosen(1, 32, 8, 512, 32768) == HOPPER  # heads fill their tiles
         assert chosen(1, 32, 8, 512, 32768, is_causal=True, offset=32256) == HOPPER
-        assert chosen(1, 32, 8, 256, 32768, is_causal=True, offset=32512) == FOLDED  # in parts, and the triangle
+        assert chosen(1, 32, 8, 256, 32768, is_causal=True, offset=32512) == FOLDED  # in parts
         assert chosen(8, 32, 8, 300, 8192, is_causal=True, offset=7892) == FOLDED  # 10 tiles of a group for 12
-        assert chosen(8, 32, 8, 300, 1000, is_causal=True, offset=700) == SPLIT  # few keys before the triangle
+        assert chosen(8, 32, 8, 300, 1000, is_causal=True, offset=700) == SPLIT  # few keys
         assert chosen(1, 32, 8, 4096, 4000, is_causal=True, offset=-96) == SPLIT  # some queries see nothing
         assert chosen(1, 32, 8, 512, 32768, is_causal=True) not in (FOLDED, HOPPER, SPLIT)
         assert chosen(1, 32, 8, 1, 32768) == SPLIT
@@ -164,5 +174,9 @@ def test_what_takes_a_call_on_hopper():
         assert chosen(1, 32, 8, 4096, 4200, is_causal=True, offset=104) == HOPPER
         assert chosen(1, 32, 8, 4096, 4000, is_causal=True, offset=-96) == SPLIT
         assert chosen(512, 8, 8, 1, 4096, is_causal=True, offset=4095) == SPLIT
-        takes.return_value = False
+        takes.return_value, wide_takes.return_value = False, True
+        assert chosen(1, 16, 8, 512, 8192, 256, is_causal=True, offset=7680) == FOLDED
+        assert chosen(1, 16, 8, 2048, 8192, 256, is_causal=True, offset=6144) == WIDE
+        assert chosen(1, 16, 8, 2048, 1024, 256, is_causal=True, offset=-1024) == SPLIT
+        wide_takes.return_value = False
         assert chosen(1, 32, 8, 64, 32768) == SPLIT

@@ -324,8 +324,8 @@ def test_a_walk_takes_the_tiles_of_keys_that_are_seen_and_no_other():
         (1, 127, 128, 129, 300), (64, 128, 192, 448), ((False, 0), (True, 0), (True, 100))
     ):
         seen = min(seq_k, end_m + offset) if is_causal else seq_k
-        walk = dict(seq_k=seq_k, IS_CAUSAL=is_causal, offset=offset, keys_of=lambda b, seq_k=seq_k: seq_k)
-        work = SimpleNamespace(**walk, heads=6, tiles_m=lambda: 5)
+        walk = dict(offset_of=lambda b, offset=offset: offset, keys_of=lambda b, seq_k=seq_k: seq_k)
+        work = SimpleNamespace(**walk, IS_CAUSAL=is_causal, heads=6, tiles_m=lambda: 5)
         assert tiles_n(work, end_m, BLOCK_N) == len(range(0, seen, BLOCK_N))
         assert tiles(work) == 30
 
