@@ -94,7 +94,7 @@ def test_phase_5(saved, rung):
 
 def test_the_hopper_forward_s_row_of_a_head():
     """Its interpreter knows no integers of 32 bits, so the address is read in its source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(hopper_forward._consume.fn)))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(hopper_forward._store.fn)))
     (row,) = (n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "lse_row")
     assert ast.unparse(row) == "work.lse_ptr + (b * work.heads_q + h).to(gl.int64) * work.seq_q"
 

@@ -127,7 +127,7 @@ def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float, n: int) ->
     shape = n, *lse.shape
     of_parts = split_kv.room(shape, q) if n > 1 else None
     mask = dict(offset=offset, of_head=seq_q) if is_causal else {}
-    kernels = wide_forward if head_dim > 128 else hopper_forward
-    attend = kernels.plan(*views, is_causal, scale, 1, parts=n > 1, more=more, **mask)
+    plan_of = wide_forward.plan if head_dim > 128 else hopper_forward.plan
+    attend = plan_of(*views, is_causal, scale, 1, parts=n > 1, more=more, **mask)
     merge = split_kv.merging(*of_parts, o, lse) if of_parts else None
     return FoldedLaunch((of_q, of_k, of_v, of_o), attend, merge, shape)

@@ -122,7 +122,7 @@ def choose(given, converted, kernel=None, config: configs.Config | None = None, 
     if 0 in q.shape[:3] or k.shape[2] == 0:
         return NOTHING
     usual = kernel is None and config is None
-    hopper, wide = (usual and kernels.takes(*given) for kernels in (hopper_forward, wide_forward))
+    hopper, wide = usual and hopper_forward.takes(*given), usual and wide_forward.takes(*given)
     # Few queries leave multiprocessors idle, or read keys once a head instead of once a group (decode/).
     n = folded.parts(q, k, v, is_causal, offset) if hopper or wide else 0
     if n > 1 or (n and folded.packs(q, k)):

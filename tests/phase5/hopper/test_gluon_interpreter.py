@@ -223,7 +223,7 @@ FORWARD = {
     ),
     "O's place is given back before O has left": ({"    tma.store_wait(0)\n    s = warp": "    s = warp"}, {"Race"}),
     "O leaves without a fence": (
-        {"            fence_async_shared()\n            tma.async": "            tma.async"},
+        {"        fence_async_shared()\n        tma.async": "        tma.async"},
         {"Unfenced"},
     ),
     "a program ends before O has left": (
