@@ -27,7 +27,7 @@ from pathlib import Path
 from common.arguments import arguments, refuse
 
 TOOLS = "memcheck", "racecheck", "initcheck", "synccheck", "consan"
-LIMIT = 300  # seconds for a tool
+LIMIT = 900  # seconds for a tool
 WAIT = "    mbarrier.wait(memory.kv_empty.index(slot), parity ^ 1)\n"  # of hopper_forward's producer
 MEETINGS = {  # in hopper_backward: named barriers, and what does the same with an mbarrier
     "    meet(0, 256)  # both halves of dS are there\n": (
@@ -155,11 +155,10 @@ def planned(which: str, change: str):
 def call_hopper(which: str, head_dim: int, change: str) -> None:
     """One call of a Hopper kernel, with a change of CHANGES, causal, with grouped heads: three tiles of keys.
 
-    which: "forward", "backward", "parts" (keys in three, no mask) or "e4m3".
+    which: "forward", "backward" or "parts" (keys in three, no mask).
     """
     from common.verify.reference import naive_attention
     from phase5_tuning.decode import folded
-    from phase5_tuning.fp8.attention import attention_forward_fp8
 
     import torch
     import triton
@@ -171,10 +170,7 @@ def call_hopper(which: str, head_dim: int, change: str) -> None:
     o, lse, _ = naive_attention(q.float(), k.float(), v.float(), is_causal=True)
     o = o.half()
     q, k, v, do, o, lse = (t.cuda() for t in (q, k, v, do, o, lse))
-    if which == "e4m3":
-        for line in (False, True):
-            attention_forward_fp8(q, k, v, is_causal=True, enable_gqa=True, line=line)
-    elif which == "parts":
+    if which == "parts":
         folded.plan(q, k, v, o, lse, False, 0, scale, 3)(q, k, v, o, lse)
     elif which == "forward":
         planned(which, change)(q, k, v, True, scale, 1)(q, k, v)
@@ -184,11 +180,11 @@ def call_hopper(which: str, head_dim: int, change: str) -> None:
 
 
 def consan() -> bool:
-    """Run the Hopper kernels under ConSan, all at once since each compiles for two minutes. True if it found nothing in
+    """Run the Hopper kernels under ConSan, all at once since each compiles for minutes. True if it found nothing in
     them, and the mistake in the copy.
     """
     env = os.environ | dict(TRITON_INSTRUMENTATION_MODE="consan")
-    wanted = {(which, head_dim, "as it is"): True for which in ("forward", "parts", "e4m3") for head_dim in (64, 128)}
+    wanted = {(which, head_dim, "as it is"): True for which in ("forward", "parts") for head_dim in (64, 128)}
     wanted |= {("backward", head_dim, "with an mbarrier"): True for head_dim in (64, 128)}
     wanted["forward", 64, "without a wait"] = False
     runs = {}

@@ -46,14 +46,12 @@ def test_a_missing_gpu_is_one_line():
         ("forward", "_attn_fwd_hopper_kernel"),
         ("backward", "_attn_bwd_hopper_kernel"),
         ("parts", "_attn_fwd_hopper_kernel"),
-        ("e4m3", "_attn_fwd_fp8_kernel"),
     ],
 )
 def test_a_hopper_kernel_is_called_as_it_can_be(monkeypatch, which, kernel):
     monkeypatch.setattr("torch.Tensor.cuda", lambda t: t)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
     monkeypatch.setattr("phase5_tuning.launch.configs.multiprocessors", lambda index: 132)
-    monkeypatch.setattr("phase5_tuning.hopper.forward.available", lambda: True)
     launches = offline.record_launches(lambda: sanitize.call_hopper(which, 64, "as it is"))
     assert kernel in [launch.name for launch in launches]
 
