@@ -1,13 +1,14 @@
 """The Hopper kernels for some hundred queries with many keys: a group's heads become rows, parts of the keys a batch.
 
 Queries (batch, heads_q, seq, head_dim), seen as (batch, heads_kv, group x seq, head_dim), fill tiles that a head alone
-would leave half empty, and read keys once for all heads of a group.
-Keys (batch, heads, seq, head_dim), seen with other strides, are (parts, batch x heads, seq / parts, head_dim), and
-queries are seen as often as there are parts, with a stride of 0. So the kernels of hopper/ split, and
-split_kv's merge makes one of all. What they know of it: o is in fp32; the last part alone has the keys that do
-not divide, and the triangle of a causal mask; a row's query is known from how many a head has. (Other parts multiply
-as many keys past their end by 0: an infinite value there becomes NaN.) Where one part is enough and heads fill their
-tiles, the kernel takes the call as it is.
+would leave half empty, and read keys once for all heads of a group. Keys (batch, heads, seq, head_dim), seen with other
+strides, are (parts, batch x heads, seq / parts, head_dim), and queries are seen as often as there are parts, with a
+stride of 0. So the kernels of hopper/ split, and split_kv's merge makes one of all.
+
+What the kernels know of it: o is in fp32; the last part alone has the keys that do not divide, and the triangle of a
+causal mask; a row's query is known from how many a head has. (Other parts multiply as many keys past their end by 0: an
+infinite value there becomes NaN.) Where one part is enough and heads fill their tiles, the kernel takes the call as it
+is.
 
 Builds on: `hopper.forward`, `hopper.wide.forward` and this folder's `split_kv`.
 """
@@ -46,7 +47,7 @@ def packs(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 
 def parts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, offset: int) -> int:
-    """In how many parts the Hopper kernel is to attend to the keys; 0 where other rules decide.
+    """In how many parts a Hopper kernel is to attend to the keys; 0 where other rules decide.
 
     Programs take turns in rounds of one for each multiprocessor. With more parts a round is shorter, and more is
     merged.
@@ -106,7 +107,7 @@ class FoldedLaunch:
 
 
 def plan(q, k, v, o, lse, is_causal: bool, offset: int, scale: float, n: int) -> FoldedLaunch:
-    """The launches in n parts for tensors like these, which the Hopper kernel takes; scale > 0.
+    """The launches in n parts for tensors like these, which a Hopper kernel takes; scale > 0.
 
     is_causal: query i sees keys 0 ... i + offset.
     """
