@@ -42,15 +42,18 @@ CASES = [
     *((which, *sizes, "") for which in ("forward", "backward") for sizes in itertools.product((80, 96), (False, True))),
 ]
 VARIANTS = [(*case, dtype) for dtype, case in itertools.product((FP16, BF16), CASES)]
+LOWER_RIGHT = [
+    (which, n, True, "lower right") for which, n in (("forward", 64), ("forward", 128), ("wide", 192), ("wide", 256))
+]
 
 
-def record(which, head_dim, is_causal, dtype, seq=2048, heads=32):
+def record(which, head_dim, is_causal, dtype, seq=2048, heads=32, offset=0):
     q, k = (torch.empty(1, n, seq, head_dim, dtype=dtype) for n in (heads, heads // 2))
     lse = torch.empty(1, heads, seq)
     with mock.patch.object(configs, "multiprocessors", return_value=132):  # an H200's
         if which != "backward":
             module = wide_forward if which == "wide" else hopper_forward
-            return offline.record_launches(lambda: module.plan(q, k, k, is_causal, 0.1, 1)(q, k, k))
+            return offline.record_launches(lambda: module.plan(q, k, k, is_causal, 0.1, 1, offset=offset)(q, k, k))
         given = q, k, k, q, lse, q, None
         return offline.record_launches(lambda: hopper_backward.plan(*given, is_causal, 0.1, 1)(*given))
 
@@ -58,19 +61,23 @@ def record(which, head_dim, is_causal, dtype, seq=2048, heads=32):
 def launch_of(which, head_dim, is_causal, special, dtype):
     seq = dict(short=1024, ragged=577).get(special, 2048)
     with mock.patch.object(hopper_backward, "in_order", return_value=special != "any order"):
-        launches = record(which, head_dim, is_causal, dtype, seq, 4 if special == "few" else 32)
+        heads, offset = 4 if special == "few" else 32, 77 if special == "lower right" else 0
+        launches = record(which, head_dim, is_causal, dtype, seq, heads, offset)
     return next(launch for launch in launches if launch.name == KERNELS[which])
 
 
 @functools.cache
 def compiled(dtype):
     """All variants of a dtype, in one child process, since it takes seconds to start."""
-    launches = [launch_of(*case, dtype) for case in CASES]
-    return dict(zip(CASES, offline.compile_launches(launches, ["sm_90"], sass=True), strict=True))
+    cases = [*CASES, *LOWER_RIGHT]
+    launches = [launch_of(*case, dtype) for case in cases]
+    return dict(zip(cases, offline.compile_launches(launches, ["sm_90"], sass=True), strict=True))
 
 
 @interpreted_only
-@pytest.mark.parametrize(("which", "head_dim", "is_causal", "special", "dtype"), VARIANTS)
+@pytest.mark.parametrize(
+    ("which", "head_dim", "is_causal", "special", "dtype"), [*VARIANTS, *((*case, BF16) for case in LOWER_RIGHT)]
+)
 def test_the_hopper_kernels_compile(which, head_dim, is_causal, special, dtype):
     c = compiled(dtype)[which, head_dim, is_causal, special]
     assert c.error is None, str(c)
@@ -80,7 +87,8 @@ def test_the_hopper_kernels_compile(which, head_dim, is_causal, special, dtype):
     assert c.instructions["setmaxnreg"] > 0, str(c)
     assert c.instructions["TMA"] > 0, str(c)
     assert not c.serialized, str(c)
-    assert c.spills <= SPILLS[which][head_dim], str(c)
+    outside_of_the_loop = 24 if (which, head_dim, special) == ("wide", 192, "lower right") else 0
+    assert c.spills <= SPILLS[which][head_dim] + outside_of_the_loop, str(c)
 
 
 # What orders one thread's accesses to memory for another thread or for the TMA, in PTX without registers. Neither the
