@@ -302,7 +302,10 @@ WIDE = {
         {"            _await_other(ME)\n            _release_other(ME)\n": ""},
         {"Deadlock"},
     ),
-    "O leaves without a fence": ({"    fence_async_shared()\n    for piece": "    for piece"}, {"Unfenced"}),
+    "O leaves without a fence": (
+        {"        fence_async_shared()\n        for piece": "        for piece"},
+        {"Unfenced"},
+    ),
     "keys that only the other sees are kept": (
         {"            number = _let_go(memory, number)  # keys\n": ""},
         {"Deadlock", "Race", "wrong"},
