@@ -8,10 +8,10 @@ racecheck reported the number of a tile, which an mbarrier guards, and memory th
 program splits into warps.
 
 The fifth is Triton's own, ConSan. It compiles checks into a kernel: who may touch which tile of shared memory, by the
-mbarriers that were passed. It runs the Hopper kernels, and must find the wait that is missing in a copy of one. It does
-not know named barriers: on an H100 (2026-11-24, Triton 3.6.0) it rejected two warpgroups that write a half of a tile,
-meet at one and multiply the tile; with an mbarrier it did not. So the backward kernel runs as a copy whose
-consumers meet at an mbarrier.
+mbarriers that were passed. It runs the Hopper kernels but those of e4m3 (Triton 3.7.1 cannot compile it into the one
+that quantizes), and must find the wait that is missing in a copy of one. It does not know named barriers: on an H100
+(2026-11-24, Triton 3.6.0) it rejected two warpgroups that write a half of a tile, meet at one and multiply the tile;
+with an mbarrier it did not. So the backward kernel runs as a copy whose consumers meet at an mbarrier.
 
 Each tool prints what it found. The exit code is 1 if one found something or could not run.
 """

@@ -23,7 +23,7 @@ from phase5_tuning.launch.plans import Launch, cdiv
 import torch
 
 MOST = 16  # parts
-# Of a part; with fewer, at this width of tiles, split_kv's kernels are faster.
+# Of a part, by the width of tiles: with fewer, split_kv's kernels are faster (at 192 and 256 not measured below 1,000).
 LEAST_KEYS = {64: 4096, 128: 1024, 192: 512, 256: 512}
 # Measured on an H100: nanoseconds of a program for a key, by the width of its tiles and its consumers;
 # elements of o that are merged in a microsecond (fitted to parts of 16 bits), and the microseconds of a launch.

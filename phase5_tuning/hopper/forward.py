@@ -9,8 +9,11 @@ takes one tile of queries after another.
                        |
                  consumer 0, 1, (2)  ----> O (in Q's place), LSE
 
+What there is to do is a `Work`, in parts.py, as for the kernels of wide heads and of e4m3.
+
 Builds on: `_attn_fwd_descriptors_kernel`, whose descriptors, base 2 and late sums it keeps. The walk over the keys runs
-from right to left, so that only its first tile needs a mask, or two where the mask ends with the last key.
+from right to left, so that only its first tile needs a mask; two where the mask ends with the last key, and more where
+a tile also has rows of two heads.
 """
 
 import math

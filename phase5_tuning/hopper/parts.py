@@ -259,7 +259,7 @@ class Work:
     of_head: gl.tensor | gl.constexpr  # if FOLDED: rows are the queries of several heads, so many of each
     IS_CAUSAL: gl.constexpr
     CONSUMERS: gl.constexpr
-    O_DIM: gl.constexpr  # else 0; batch entries are parts of the keys
+    O_DIM: gl.constexpr  # head_dim, where batch entries are parts of the keys; else 0
     LOWER_RIGHT: gl.constexpr  # the mask ends with the last key: offset is an argument, else the constant 0
     FOLDED: gl.constexpr
     QUEUED: gl.constexpr  # else a program's tiles are fixed

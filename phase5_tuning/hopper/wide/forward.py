@@ -334,6 +334,7 @@ def _consume(
         _, end_m = work.queries(tile_row, CONSUMERS * ROWS)
         tiles_n = work.tiles_n(end_m, BLOCK_N, b)
         sees_all = True
+        # With LOWER_RIGHT both walk all tiles: one may see several fewer, where rows are of two heads.
         if not work.LOWER_RIGHT:
             sees_all = tiles_n == work.tiles_n(row + ROWS, BLOCK_N, b)  # else all but the walk's first tile
             tiles_n = work.tiles_n(row + ROWS, BLOCK_N, b)
