@@ -286,7 +286,7 @@ def _near(got, right):
 def _require_masked(what, s, v, moved):
     (read_s, read_v), of_s = (moved.loaded_from[name] for name in "sv"), s.numel() * s.itemsize
     of_v, again = of_s * v.shape[1], of_s and read_s % of_s == 0  # the whole of s: `_require_traffic` says so
-    beside = 0 < read_s < of_s and moved.loaded_from["other"]
+    beside = 0 < read_s < of_s and (moved.loaded_from["other"] or read_v > of_v)  # v may lie right behind s
     signs = {
         "memory beside s is read, and not all of s: are the strides of its rows and columns exchanged?": beside,
         f"{read_s} bytes of s are read, s has {of_s}: does the load of s have a mask?": read_s > of_s and not again,
