@@ -53,6 +53,7 @@ def _loaded_interpreted(modules) -> bool | None:
 
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+SUPPORTED = CAPABILITY is not None and CAPABILITY >= OLDEST  # there is a GPU that kernels can be compiled for
 INTERPRETED = _choose(os.environ, "triton" in sys.modules, CAPABILITY)
 if _loaded_interpreted(sys.modules) not in (None, INTERPRETED):
     raise RuntimeError("TRITON_INTERPRET was changed after triton had been imported: set it before Python starts")

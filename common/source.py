@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+# Of the learner's part in a solution: where it begins, a line that the exercise shows instead, where it ends.
+MARKS = "# your code", "#|", "# end of your code"
+
 
 def source(obj, *, docstring: bool = True) -> str:
     """The source text of a function, class or kernel (jitted or interpreted); without its docstring if asked."""
@@ -65,7 +68,7 @@ def show(*objs, docstring: bool = True, folded: str = "", lines: tuple[str, str]
     lines: from the first line with the one text to the next with the other. Raises ValueError if either stands nowhere.
     """
     text = "\n\n".join(source(obj, docstring=docstring).rstrip() for obj in objs)
-    return Highlighted(_part(_without_marks(text), *lines), folded=folded)
+    return Highlighted(_part(without_marks(text), *lines), folded=folded)
 
 
 def _part(text: str, first: str, last: str) -> str:
@@ -79,10 +82,9 @@ def _part(text: str, first: str, last: str) -> str:
     return textwrap.dedent("\n".join(lines[begins : ends + 1]))
 
 
-def _without_marks(text: str) -> str:
+def without_marks(text: str) -> str:
     """Without the comments that mark the learner's part in the solution of an exercise."""
-    marks = ("# your code", "#|", "# end of your code")
-    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(marks))
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(MARKS))
 
 
 def function_in(path: Path, name: str) -> str:

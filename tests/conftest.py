@@ -46,6 +46,10 @@ def _dynamo_has_looked():
     torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
 
 
+def pytest_runtest_setup():
+    torch.manual_seed(0)  # else numbers depend on the tests that this process has run before
+
+
 def pytest_collection_modifyitems(items):
     if runtime.DEVICE == "cuda":
         return

@@ -223,10 +223,10 @@ def _verify_phase(phase: phases.Phase, tell: Callable) -> _Step:
         tell(total=row["of"], completed=row["done"], place=row["what"])
         if not row["passed"]:
             errors.append(f"{row['what']}\n{row['text']}")
-    if child.code and not errors:
-        errors.append(child.errors() or f"python -m {phase.folder} ended with code {child.code}")
     passed = sum(row["passed"] for row in rows)
     total = rows[-1]["of"] if rows else 0
+    if child.code and (not errors or len(rows) < total):
+        errors.append(child.errors() or f"python -m {phase.folder} ended with code {child.code}")
     worst = max((row["z"] for row in rows if row["z"] is not None), default=None)
     right = child.code == 0 and bool(rows) and passed == total
     seconds = time.perf_counter() - start

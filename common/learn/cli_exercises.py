@@ -13,7 +13,7 @@ from common.learn.check import runner
 from common.learn.check.runner import TIME_LIMIT, Verdict
 from common.learn.exercises import Exercise
 from common.learn.progress import Progress
-from common.source import diff_texts, function_in
+from common.source import diff_texts, function_in, without_marks
 
 import typer
 from rich.console import Console
@@ -132,7 +132,7 @@ def solution(
     if not whole:
         console.print(f"[bold]- {exercise.file}\n+ {file}[/]")
         answer = exercise.path.read_text("utf-8", errors="replace")
-        _print_diff(exercises.without_marks(answer), exercises.without_marks(text))
+        _print_diff(without_marks(answer), without_marks(text))
         return
     console.print(f"[dim]{file}[/]")
     if console.is_terminal:

@@ -25,8 +25,9 @@ from pathlib import Path
 
 from common import phases
 from common.arguments import arguments
+from common.source import MARKS
 
-BEGIN, SHOWN, END = "# your code", "#|", "# end of your code"
+BEGIN, SHOWN, END = MARKS
 
 
 class Damaged(Exception):
@@ -166,12 +167,6 @@ def stub_of(solution: str) -> str:
     if inside:
         raise ValueError(f"{BEGIN!r} without {END!r}")
     return "\n".join(lines) + "\n"
-
-
-def without_marks(solution: str) -> str:
-    """The text of a solution without the comments that only `stub_of` needs."""
-    lines = solution.splitlines(keepends=True)
-    return "".join(line for line in lines if not line.strip().startswith((SHOWN, END)))
 
 
 def read(path: Path) -> str:

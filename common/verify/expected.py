@@ -22,7 +22,7 @@ U8, H8 = 2.0**-4, 2.0**-10 / 2.0**7
 E8, TERMS8 = 2.0**-13, 32
 
 CHUNK_ELEMENTS = 2**21  # entries of S handled at once: keeps the fp64 temporaries near 300 MB
-# Longer rows: o and lse are checked on a sample of rows, gradients always on all.
+# Longer rows, without gradients: o and lse are checked on a sample of them.
 SAMPLE_ABOVE_KEYS = 4096
 SAMPLE_ROWS = 256
 

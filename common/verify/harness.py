@@ -38,14 +38,14 @@ of a careful kernel. In the millions a logit's rounding exceeds 1, and any gradi
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from common.validate import check_flag, check_scale
 from common.verify import guard
-from common.verify import isolated as child
 from common.verify.expected import UNIT_ROUNDOFF, expected, expected_softmax
 from common.verify.foreign import interpretable
+from common.verify.isolated import note
 from common.verify.mistakes import diagnose
 
 import torch
@@ -98,7 +98,7 @@ class Report:
     """All tensors of one comparison. `passed`, `z` (the worst), `report["dq"]`; printing gives a line a tensor."""
 
     case: str
-    results: tuple[TensorResult, ...] = field(default_factory=tuple)
+    results: tuple[TensorResult, ...]
     notes: tuple[str, ...] = ()  # what differs from a run on a GPU
 
     @property
@@ -144,8 +144,7 @@ class Report:
 
 
 def verify_results(
-    fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_gqa=False, compare_sdpa=True, isolated=False,
-    in_e4m3=None,
+    fn, q, k, v, *, do=None, is_causal=False, scale=None, enable_gqa=False, compare_sdpa=True, in_e4m3=None
 ) -> Report:  # fmt: skip
     """Hold `fn` against SDPA in fp64, element by element (see the module's docstring).
 
@@ -153,13 +152,11 @@ def verify_results(
     q, k, v       (batch, heads, seq, head_dim), fp16, bf16 or fp32; or (seq, head_dim) for a single head
     do            gradient of o: when given, dq, dk, dv from o.backward(do) are checked too
     compare_sdpa  also run PyTorch's SDPA in the same dtype, to print its z beside ours
-    isolated      on the CPU, run in a forked process: a kernel that kills its process, as a load outside of all memory
-                  does, is then a failure like others. (On a GPU it raises, and no later launch works.)
     in_e4m3       (q, k, v) in fp64 as fn rounds them to e4m3, and may have rotated q and k: the truth is of these, and
                   sigma is that of a kernel which multiplies in e4m3
 
-    Returns a Report; `.check()` raises VerificationError if anything failed. Nothing is printed. Above 4096 keys o and
-    lse are compared on 256 query rows (the first, the last, and random ones between), gradients always on all.
+    Returns a Report; `.check()` raises VerificationError if anything failed. Nothing is printed. Without do, o and lse
+    are compared above 4096 keys on 256 query rows: the first, the last, and random ones between.
 
     fn is called twice, with copies of the inputs that have their strides. NaN lies around the copies and between their
     rows, and fills what fn allocates. So an element that is never stored fails, a store outside of a result or into an
@@ -177,12 +174,6 @@ def verify_results(
     options = dict(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     flags = "".join(f", {n}" for n, on in (("causal", is_causal), (f"scale={scale}", scale is not None)) if on)
     case = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {str(q.dtype).removeprefix('torch.')}{flags}"
-    if isolated and not q.is_cuda:
-        again = partial(verify_results, fn, q, k, v, do=do, **options, compare_sdpa=compare_sdpa, in_e4m3=in_e4m3)
-        try:
-            return child.isolated(again)
-        except child.Died as died:
-            return Report(case, (TensorResult("fn", q.dtype, math.nan, False, problem=str(died), hint=died.hint),))
 
     def context(inputs):
         q, k, v, *do = (_with_axes(t, 4) for t in inputs.values())
@@ -198,7 +189,8 @@ def verify_results(
     if compare_sdpa and q.numel() > 0 and in_e4m3 is None:  # SDPA reads what is not rounded
         # On fresh copies: torch 2.11's fused backends read rows at odd addresses wrongly, or stop the GPU over them.
         copies = [t if t is None else t.contiguous().clone() for t in (given.q, given.k, given.v, given.do)]
-        options["scale"] = None if scale is None else true_scale  # SDPA takes no Fraction
+        scale = None if scale is None else true_scale  # SDPA takes no Fraction
+        options |= dict(scale=scale, enable_gqa=given.q.shape[1] != given.k.shape[1])
         sdpa = run_attention(F.scaled_dot_product_attention, *copies, options)
         z = {name: _compare(name, t, wanted[name], q.dtype, None).z for name, t in sdpa.items()}
         results = [replace(r, sdpa_z=z.get(r.name)) for r in results]
@@ -355,10 +347,10 @@ class _Trial:
         """Call fn with NaN around its inputs, or around those that are `spoiled` and zeros around the others."""
         around = {name: math.nan if spoiled is None or name in spoiled else 0.0 for name in self.inputs}
         copies = {name: guard.placed(t, around[name]) for name, t in self.inputs.items()}
-        child.note(self.case)
+        note(self.case)
         with guard.watched() as allocated, interpretable() as notes:
             got = self.fn(**{name: copy.tensor.detach() for name, copy in copies.items()})
-        child.note("")
+        note("")
         return _Call(got, copies, allocated, notes)
 
     def results(self) -> list[TensorResult]:

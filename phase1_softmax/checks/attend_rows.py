@@ -95,10 +95,11 @@ def _cases():
 
 
 def _apart(x, more=3):
-    """x with other numbers before, behind and between its rows, `more` of them."""
-    big = x.new_full((x.shape[0] + 2, x.shape[1] + more), 9.0)
-    big[1:-1, 1 : 1 + x.shape[1]] = x
-    return big[1:-1, 1 : 1 + x.shape[1]]
+    """x with other numbers before, behind and between its rows, `more` of them; two rows of them behind, so that the
+    strides of v stay inside of s's memory.
+    """
+    big = x.new_full((x.shape[0] + 3, x.shape[1] + more), 9.0)[1:-2, 1 : 1 + x.shape[1]]
+    return big.copy_(x)
 
 
 def _copy(x, **options):
@@ -172,6 +173,7 @@ def _require_right(what, s, v, got, right, question):
         "this is 0: does m start from -inf? Above all logits l becomes 0": torch.zeros_like(lse),
         "the numbers of a row of s are a stride apart, too": torch.logsumexp(_as(s, (s.stride(0), 1)), 1),
         "a row of s is sought at row * n: rows are a stride apart": torch.logsumexp(_as(s, (s.shape[1], 1)), 1),
+        "s is read with the strides of v": torch.logsumexp(_as(s, v.stride()), 1),
         "this is -inf: is m updated in the loop?": torch.full_like(lse, -INF),
         **_own_maximum(wide),
     }
@@ -192,6 +194,7 @@ def _require_right(what, s, v, got, right, question):
         "the sum is not divided by l": torch.exp(lse - top)[:, None] * o,
         **_wrong_loops(wide, v.double()),
         "v is read with the strides of s": p @ _as(v, s.stride()),
+        "the strides of v's rows and columns are exchanged": p @ _as(v, v.stride()[::-1]),
         "v is read as if it were contiguous": p @ _as(v, (v.shape[1], 1)),
     }
     u = ROUNDING[s.dtype]

@@ -33,9 +33,10 @@ def require_own_loop(answer):
             used = [alias.name for alias in node.names]
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("tiling"):
             used = [node.attr]
-        for name in set(used) - set(AT_HAND):
-            why = "that is what you are to write. Use load_tile, online_softmax_step and tl.dot"
-            reject(f"line {node.lineno} takes {name} from phase 2's module: {why}")
+        for name in used:
+            if name not in AT_HAND:
+                why = "that is what you are to write. Use load_tile, online_softmax_step and tl.dot"
+                reject(f"line {node.lineno} takes {name} from phase 2's module: {why}")
 
 
 def require_products(answer, attention: Callable) -> None:

@@ -385,12 +385,12 @@ def test_a_second_stream():
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def late(source, stream, waits=100_000_000):
+def late(source, stream):
     """Copies of the tensors that arrive late on a stream: a kernel on another one reads zeros."""
     tensors = [torch.zeros_like(t) for t in source]
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(waits)
+        torch.cuda._sleep(100_000_000)
         for t, s in zip(tensors, source, strict=True):
             t.copy_(s)
     return tensors

@@ -31,12 +31,11 @@ def test_help_names_every_command():
         assert f" {name} " in done.stdout
 
 
-def test_without_a_command_it_shows_the_phases_and_what_is_next():
+def test_without_a_command_it_shows_the_phases():
     done = course()
     assert done.returncode == 0
     assert all(phase.title in done.stdout for phase in PHASES)
     assert all(f"{phase.folder}/{chapter}" in done.stdout for phase in PHASES for chapter in phase.chapters)
-    assert "Next:" in done.stdout
 
 
 def test_verify_one_phase_prints_its_table():
@@ -476,6 +475,13 @@ def test_a_module_that_dies_fails_with_its_code(broken_course):
     done = broken_course(f"import os\nprint({ROW!r}, flush=True)\nos.kill(os.getpid(), 9)")
     assert done.exit_code == 1
     assert "ended with code -9" in done.output
+
+
+def test_a_module_that_stops_after_a_failed_case_says_both(broken_course):
+    row = json.loads(ROW) | dict(passed=False, text="a report", of=3)
+    done = broken_course(f"print({json.dumps(row)!r}, flush=True)\nraise RuntimeError('stopped')")
+    assert "a report" in done.output
+    assert "RuntimeError: stopped" in done.output
 
 
 def test_what_a_learner_prints_is_no_result(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from unittest import mock
 
 import common
 import wrong_answers
-from common import phases
+from common import phases, runtime
 from common.learn import cli, exercises, exercises_notebook, progress
 from common.learn.check import errors, judge, require, runner
 from common.learn.check.answer import launches_of, load
@@ -431,7 +431,8 @@ def test_the_inputs_of_an_answer_that_does_not_return_are_said(end, case, said, 
     path = tmp_path / "answer.py"
     path.write_text(f"import os\ndef attention(case):\n    while case == {case!r}:\n        {end}\n")
     exercise = SimpleNamespace(phase=SimpleNamespace(folder="judging"), name="noting", path=path)
-    assert runner._in_child(exercise, 1, interpret=True)["message"].startswith(said)
+    limit = 1 if end == "pass" else 60
+    assert runner._in_child(exercise, limit, interpret=True)["message"].startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -443,10 +444,10 @@ def test_the_inputs_of_an_answer_that_does_not_return_are_said(end, case, said, 
 )
 def test_where_an_answer_never_ends_is_said(before, line, function, learner):
     indent = before[: -len(before.lstrip())]
-    verdict = learner("masked_add")(ADD.replace(before, f"{indent}while True: pass\n{before}", 1), limit=4)
+    verdict = learner("masked_add")(ADD.replace(before, f"{indent}while True: pass\n{before}", 1), limit=10)
     assert verdict.kind == "timeout", verdict
     where = f"line {line}, in {function}: while True: pass"
-    assert verdict.message == f"no result after 4 s: is there a loop that never ends? It was at {where}"
+    assert verdict.message == f"no result after 10 s: is there a loop that never ends? It was at {where}"
     assert not Progress.load().passed
 
 
@@ -466,7 +467,7 @@ def test_what_an_answer_prints_before_it_crashes_is_seen(learner, monkeypatch, c
     assert capfd.readouterr().out == "so far\n"
 
 
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="an answer is compiled for the GPU that is here")
+without_gpu = pytest.mark.skipif(runtime.SUPPORTED, reason="an answer is compiled for the GPU that is here")
 LOOP = "    for i in range(2):\n        if i == 1:\n            {}\n"
 
 
@@ -751,11 +752,6 @@ def test_an_update_of_the_course_reaches_a_file_that_nobody_has_edited(learner, 
     exercise.path.write_text("# mine\n")
     progress.begin(exercise)
     assert exercise.path.read_text() == "# mine\n"
-
-
-def test_marks_of_a_solution_are_left_out():
-    solution = "# your code: twice\n#| return x\nreturn 2 * x\n# end of your code\n"
-    assert exercises.without_marks(solution) == "# your code: twice\nreturn 2 * x\n"
 
 
 @pytest.mark.parametrize("module", ["common.learn.check.runner", "common.learn.cli"])

@@ -146,7 +146,6 @@ def test_a_causal_mask_halves_what_is_read_of_k_and_v():
     assert moved[True].loaded_from["k"] / moved[False].loaded_from["k"] == (tiles + 1) / (2 * tiles)
 
 
-@interpreted_only
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("seq_q", "seq_k", "head_dim"), [(128, 128, 64), (200, 330, 64), (150, 70, 40), (70, 300, 200)]
@@ -170,7 +169,6 @@ def test_a_causal_walk_begins_with_a_whole_tile_of_queries(block_m, block_n):
     assert bill.attention_backward_bytes(128, 200, 64, block_m, block_n, 2, is_causal=True)["dkdv"] == read
 
 
-@interpreted_only
 def test_backward_from_a_stored_p():
     seq_q, seq_k, head_dim = 130, 200, 64
     q, k, v = (t[0, 0] for t in make_qkv(1, 1, seq_q, head_dim, seq_k=seq_k, dtype=torch.float16))
@@ -211,7 +209,6 @@ def test_two_names_of_one_memory_are_refused():
         pass
 
 
-@interpreted_only
 def test_what_holds_nothing_shares_no_memory():
     with traffic.measure(q=torch.empty(0, 16), k=torch.empty(0, 16)) as moved:
         pass

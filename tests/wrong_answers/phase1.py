@@ -415,6 +415,11 @@ WRONG = {
             kind="error",
         ),
         Wrong(
+            "s with the strides of v",
+            {"s.stride(), v.stride()": "v.stride(), v.stride()"},
+            "s is read with the strides of v",
+        ),
+        Wrong(
             "v with the strides of s",
             {"s.stride(), v.stride()": "s.stride(), s.stride()"},
             "v is read with the strides of s",

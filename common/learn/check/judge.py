@@ -1,10 +1,10 @@
 """The child's side of a check: `python -m common.learn.check.judge FOLDER EXERCISE FILE VERDICT LIMIT`.
 
 Loads an answer, gives it to FOLDER/checks/EXERCISE.py, and writes one JSON object to the file VERDICT: kind, message,
-whether there is a GPU, and launches of the answer's kernels for the compiler to look at. Where Python crashes, or the
-answer has no end after LIMIT seconds, the process ends and its stack goes to VERDICT.stack, as does an error of the
-judge itself. What a function of the
-answer is given is in VERDICT.note while verify_results calls it.
+whether there is a GPU that Triton supports, and launches of the answer's kernels for the compiler to look at. Where
+Python crashes, or the answer has no end after LIMIT seconds, the process ends and its stack goes to VERDICT.stack, as
+does an error of the judge itself. What a function of the answer is given is in VERDICT.note while verify_results calls
+it.
 """
 
 import bdb
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from common import runtime
 from common.arguments import arguments
 from common.learn.check import answer, errors
 from common.learn.check.require import Rejected
@@ -82,7 +83,7 @@ def main(folder: str, name: str, path: str, verdict: str, limit: str) -> int:
     with answer.launches_of(Path(path)) as launches:
         outcome = judge(check, Path(path))
     faulthandler.cancel_dump_traceback_later()
-    outcome |= dict(gpu=torch.cuda.is_available(), launches=list(launches.values()))
+    outcome |= dict(gpu=runtime.SUPPORTED, launches=list(launches.values()))
     Path(verdict).write_text(json.dumps(outcome))
     return int(outcome["kind"] != "passed")
 

@@ -19,7 +19,7 @@ from common import phases
 from common.learn.exercises import Damaged, Exercise
 from common.learn.progress import Progress, begin, hash_of
 
-# Seconds for an answer; checks of right ones end in under three.
+# Seconds for an answer, by the clock; checks of right ones take a few, and ten times as many on a crowded machine.
 TIME_LIMIT = 60
 STARTING = 30  # seconds for Python to start, on a busy machine
 COMPILER_LIMIT = 30  # seconds for the compiler, after an answer passed; a few are usual

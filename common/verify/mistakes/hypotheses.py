@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from common import runtime
 from common.verify.mistakes import wrong_steps as wrong
 from common.verify.mistakes.emulator import Steps, backward, forward
 from common.verify.mistakes.table import MISTAKES
@@ -180,16 +181,14 @@ def _scale_mistakes(c: Context) -> Iterator[Hypothesis]:
     yield known("scale_twice")
     yield known("exp2_for_exp")
     yield known("exp_for_exp2")
-    head_dim = c.q.shape[3]
-    padded = 1 / math.sqrt(2 ** math.ceil(math.log2(head_dim)))
     if c.scale == 0:
         yield known("scale_or_default")
     if c.scale != c.default_scale:
         yield known("scale_ignored")
     if c.scale < 0:
         yield known("scale_positive")
-    if padded != c.scale == c.default_scale:
-        yield known("scale_padded", scale=lambda scale, d: padded)
+    if c.scale == c.default_scale and runtime.padded_dim(c.q.shape[3]) != c.q.shape[3]:
+        yield known("scale_padded")
 
 
 def _head_mistakes(c: Context) -> Iterator[Hypothesis]:

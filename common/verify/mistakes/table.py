@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from common import runtime
 from common.verify.inputs import make_qkv, make_tensor
 from common.verify.mistakes import wrong_steps as wrong
 from common.verify.mistakes.emulator import Steps, emulate
@@ -160,7 +161,8 @@ MISTAKES: dict[str, Mistake] = dict(
         hint="the scale is missing: S = scale * Q K^T"),
     scale_twice=_mistake("scale applied twice", FULL, scale=lambda scale, d: scale**2,
         hint="the scale is applied twice"),
-    scale_padded=_mistake("scale of the padded head_dim", Case(head_dim=40), scale=lambda scale, d: 64**-0.5,
+    scale_padded=_mistake("scale of the padded head_dim", Case(head_dim=40),
+        scale=lambda scale, d: runtime.padded_dim(d) ** -0.5,
         hint="the scale is that of the padded head_dim: use the true head_dim"),
     scale_ignored=_mistake("the default scale in place of the one given", SCALED,
         foreign=True, scale=lambda scale, d: d**-0.5,

@@ -415,7 +415,7 @@ def test_the_picture_of_a_barrier_says_of_every_wait_what_the_model_says(monkeyp
         assert said == [str(barrier.phase), *("passes" if barrier.passes(p) else "waits" for p in (0, 1))]
 
 
-def pair(fetch_parity, use_parity, laps=3, releases=1):
+def pair(fetch_parity, use_parity, laps=3):
     """A producer and a consumer with one slot between them."""
     full, empty, slot = Barrier("full"), Barrier("empty"), Slot("slot")
 
@@ -428,8 +428,7 @@ def pair(fetch_parity, use_parity, laps=3, releases=1):
         for lap in range(laps):
             yield wait(full, use_parity(lap))
             yield product(WGMMA, is_async=True, reads=[(slot, f"tile {lap}")])
-            if lap < releases * laps:
-                yield arrive(empty)
+            yield arrive(empty)
 
     return {"producer": producer(), "consumer": consumer()}
 

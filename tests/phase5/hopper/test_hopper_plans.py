@@ -231,11 +231,11 @@ def test_a_switch_makes_another_plan(name, value, module, monkeypatch):
 # --- what a plan launches, and with what -----------------------------------------------------------------------------
 
 
-def forward_plan(*sizes, is_causal=False, sign=1, multiprocessors=132, module=hopper_forward, **others):
+def forward_plan(*sizes, is_causal=False, multiprocessors=132, module=hopper_forward, **others):
     """(plan, its launch's other arguments by name, its grid) of a Hopper forward pass; nothing is compiled."""
     q, k, v = make_qkv(*sizes, **others)
     with mock.patch.object(runtime, "recording", True), on_a_gpu(multiprocessors=multiprocessors):
-        plan = module.plan(q, k, v, is_causal, 0.25, sign)
+        plan = module.plan(q, k, v, is_causal, 0.25, 1)
     return plan, arguments(plan.launch), plan.launch.grid[0]
 
 

@@ -18,7 +18,6 @@ def test_a_model_is_asked_in_each_way():
     transformers = pytest.importorskip("transformers", minversion="5")
     sizes = dict(vocab_size=97, hidden_size=256, intermediate_size=64, num_hidden_layers=2)
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.1)
-    torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
     tokens = torch.randint(97, (1, 150))
     with mock.patch.object(real_heads, "LAYERS", (1,)):
