@@ -2,13 +2,13 @@
 
 The kernel computes o = softmax(scale q k^T) v for one head. A program owns BLOCK_M queries and has loaded them. The
 rest is yours: the state, the loop over tiles of BLOCK_N keys, and what is stored in o at the end. Section 1 of the
-chapter has the step of the loop as a formula; `online_softmax_step` is phase 1's, and does a part of it. The module's
-`attention_tile_step` is what you are about to write, so leave it aside.
+chapter has the step of the loop as a formula; `m_i, l_i, alpha, p = online_softmax_step(m_i, l_i, s)` is phase 1's, and
+does a part of it. The module's `attention_tile_step` is what you are about to write, so leave it aside.
 
 - Keys that do not exist must neither be read nor get any weight.
 - Without any keys, o is 0.
-- Tiles of s and p are not kept: the next tile may overwrite them.
-- Products take the dtype of the inputs, so 16-bit ones run on the tensor cores; fp32 inputs are not cut to TF32.
+- The state is in fp32. Both factors of a product have one dtype, that of the inputs, so p goes into its product in
+  the dtype of v. Then 16-bit inputs run on the tensor cores; with input_precision="ieee" fp32 ones are not cut to TF32.
 
     q, k, v   fp16, bf16 or fp32, (seq_q, head_dim) and (seq_k, head_dim), any strides; any seq_q and seq_k
 

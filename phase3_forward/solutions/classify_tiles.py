@@ -6,8 +6,8 @@ block_n - 1 after it. seq_q and seq_k are any lengths. The last tiles may stick 
 same rule, keys from seq_k on are seen by nobody.
 
 kind         "skipped"   no pair of a query and a key in the tile is visible
-             "full"      all block_m * block_n pairs are visible: the tile needs no mask of any sort. (Its first query
-                         sees its last key; that this key exists follows, if tile_m is in bounds.)
+             "full"      all block_m * block_n pairs are visible: the tile needs no mask of any sort. (It is
+                         enough that its first query, which exists, sees its last key: then this key exists, too.)
              "partial"   neither
 loop_bounds  two integers for the tiles of one row of tiles: how many are full (they come first), and where the loop
              over keys ends. It visits tiles 0 ... end - 1, and those from `full` on need a mask.

@@ -7,8 +7,8 @@ seq * window instead of seq^2.
 
 Write where the walk begins and ends, both in keys, and what is visible in each tile: a mask (BLOCK_M, BLOCK_N). The
 loop, its loads and phase 2's attention_tile_step are there. The late rows of a tile may see no key of the first tile
-visited, so that their maximum is still -inf when their first key arrives. The window may be as long as 2^31 - 1, the
-largest number of 32 bits.
+visited, so that their maximum is still -inf when their first key arrives: attention_tile_step copes with that. The
+window may be 2^31 - 1, the largest number of 32 bits, to which nothing can be added in 32 bits.
 
 Notebook: phase3_forward/forward.ipynb, section 4.3; `finish` stores o and lse.
 """

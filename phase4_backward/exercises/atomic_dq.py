@@ -9,13 +9,14 @@ run at the same time, and an instruction of one may come between any two of anot
 interpreter, which runs programs one after another, by their number. So every result is right here, and comparing
 results finds nothing. Read what each program does to dq_sum and dq, and look for orders that spoil it.
 
-1. Give three orders. Say that there are three programs. To one element of dq_sum program 0 does one thing: it stores.
-   Program 1 does two: it loads and stores. Program 2 does three: it loads, stores, and stores dq. An order is a list of
-   programs, in which each entry is the next thing that this program does: in [0, 1, 1, 2, 2, 2], which is right, each
-   does all of its own before the next. Give an order for each race, in which this race alone spoils dq: FIRST, as
-   program 0 is not the first one; LOST, as two programs load before either has stored; LAST, as program 2 is not
-   the last one.
-2. Mend the three places, with `tl.atomic_add(pointers, values, mask=mask, sem="relaxed")`: no other program can come
+1. Give three orders. Say that there are three programs. To one element of dq_sum program 0 does one thing: it stores
+   its part. Program 1 does two: it loads the sum, and stores it with its part added. Program 2 does three: the same
+   two, and then it stores the scaled sum in dq. An order is a list of programs, in which each entry is the next thing
+   that this program does: in [0, 1, 1, 2, 2, 2], which is right, each does all of its own before the next. Give an
+   order for each race, in which this race alone spoils dq: FIRST, as program 0 is not the first one; LOST, as two
+   programs load before either has stored; LAST, as program 2 is not the last one.
+2. Mend the three places that are marked: what dq_sum holds before the launch, how a program adds its part, and where
+   dq comes from after it. `tl.atomic_add(pointers, values, mask=mask, sem="relaxed")` adds: no other program can come
    between its reading and its writing, and "relaxed" promises nothing beyond that.
 
 The check notes which program loads, stores and adds to which element of memory. Two programs that touch the same

@@ -4,7 +4,7 @@
 with one line changed, on two queries and four keys with head_dim 2. What came out stands in `PATIENTS`, rounded to
 three decimals; `RIGHT` is what should have come out. No forward pass was wrong: o and lse are right.
 
-For each patient write the line as it was, in `DIAGNOSIS`: the name of the line, and the expression that stood there.
+For each patient write in `DIAGNOSIS` the changed line, as the patient ran it: its name, and the wrong expression.
 Some patients have two diagnoses that give the same numbers; either will do.
 `report()` runs your lines and prints what they give beside the patient's numbers:
 

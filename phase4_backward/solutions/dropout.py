@@ -16,7 +16,8 @@ whatever the tiles: take the place that the weight would have in a contiguous P,
 may have more than 2^32 entries, after which a 32-bit offset would start over and repeat the mask: count in int64.
 
 Yours are `kept` and the heart of each of three loops; the check can be asked after each of the four. In the two of the
-backward pass, note that `recompute_tile` with a delta of zeros, `tl.zeros_like(delta)`, returns P and P * (dO V^T).
+backward pass Z must reach dO V^T before delta is subtracted, and `recompute_tile` subtracts it at once. With a delta of
+zeros, `tl.zeros_like(delta)`, it returns P and P * (dO V^T).
 
 Notebook: phase4_backward/backward.ipynb, section 8.1, "Dropout".
 """

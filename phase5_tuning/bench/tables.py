@@ -149,7 +149,7 @@ def fingerprint() -> str:
 PAGE = ROOT / "phase5_tuning" / "results" / "README.md"
 BEGIN, END = "<!-- written by python -m phase5_tuning.bench.tables -->", "<!-- end -->"
 HOLDS = {  # by a record's name without its card: what it holds, and the chapters that show it
-    "": ("ours, which was the last rung then, and its peers: fp16, up to 16384 tokens", "measure, rungs"),
+    "": ("the last rung of the ladder, as it was that day, and its peers: fp16, up to 16384 tokens", "measure, rungs"),
     "bf16": ("the same in bf16, from 1024 tokens", ""),
     "context_2": ("attention over two GPUs", "context_parallel"),
     "counters": (

@@ -12,8 +12,9 @@ Its n-th receive brings the n-th send of the rank before.
     do       (seq_q, head_dim), the gradient of o
     returns  (dq, dkv) of this rank's queries, and of its keys and values
 
-Keys and values must be on their way while the rank computes, and so must the sums, from the second step on. A tensor
-that is being sent must not change.
+Keys and values must be on their way while the rank computes, and from the second step on so must the sum that the step
+before has sent on. A rank's own terms travel with the others', so each of W ranks sends 2 W - 1 times. A tensor that is
+being sent must not change.
 
 Notebook: phase5_tuning/context_parallel.ipynb, section 4.1.
 """

@@ -1,9 +1,9 @@
 """Choose consumers, stages and registers so that the Hopper kernel fits.
 
-`_attn_fwd_hopper_kernel` (phase5_tuning/hopper/forward.py) is one program on each multiprocessor, so it may use all
-of its shared memory, 227 KiB = 232448 bytes, and all of its 65536 registers. Shared memory holds, for two tiles of
-queries, 64 rows for each consumer, and in each stage a tile of 128 keys and one of their values. Barriers take less
-than 1 KiB.
+`_attn_fwd_hopper_kernel` (phase5_tuning/hopper/forward.py) is one program on each multiprocessor, so it may use all of
+its shared memory, 227 KiB = 232448 bytes, and all of its 65536 registers. Shared memory holds two tiles of queries,
+this one and the next, each of 64 rows for each consumer, and in each stage a tile of 128 keys and one of their values.
+Barriers take less than 1 KiB.
 
 A consumer is a warpgroup: four warps, 128 threads. The producer is one warp, but it counts as four, as registers are
 shared out by warpgroups. At launch every thread gets the same number of registers, a multiple of 8. Then `setmaxnreg`
@@ -14,8 +14,9 @@ moves them: producers give some back, consumers take more. Write
 3. `shape`, the choice for head_dim 64 and for 128:
        CONSUMERS             2 or 3
        STAGES                pairs of tiles of K and V in the ring
-       OVERLAP               multiply with the P of the step before under the maxima: it needs registers for S and for
-                             that P in 16 bits. (Two consumers also hold their queries in registers, three do not.)
+       OVERLAP               True or False: P V of the step before still runs during this step's maxima. Then S and
+                             that P in 16 bits need registers at the same time. (Two consumers also hold their
+                             queries in registers, three do not.)
        CONSUMER_REGISTERS    of a thread, after setmaxnreg: a multiple of 8, from 24 to 240
        PRODUCER_REGISTERS    the same. The warpgroups together cannot have more than they had at launch.
 

@@ -17,9 +17,9 @@ First stage. Write
 
 1. `quantize`, in PyTorch. The last block of a head may have fewer rows, and seq may be 0: then there is no block;
 2. the kernel's loop. Both products are of eight bits: Q8 K8^T, and P8 V8. P is at most 1, and e4m3 reaches up to 448:
-   make use of that, or weights below 2^-10 are lost. A block has `v.dtype`, which is e4m3 (on a GPU without it fp16).
-   The scales of the blocks change along the walk. They may be as large or small as fp32 allows, so each multiplies a
-   product, which is fp32, and no codes.
+   make use of that, or weights below 2^-10 are lost. Round P to `v.dtype`, which is e4m3 (on a GPU without it fp16).
+   The scales of the blocks change along the walk. They may be as large or small as fp32 allows, so multiply products by
+   them, which are fp32, and never numbers of eight bits.
 
 Second stage, after section 3 of the chapter. Write
 

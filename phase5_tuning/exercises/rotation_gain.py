@@ -9,7 +9,8 @@ that what a logit q k^T is off by. (The scale of the softmax is left out.) Write
 2. `measured_error`: round, and look. `rounded(t)` is t (batch, heads, seq, d) after its way through e4m3, with a scale
    for each 64 rows, and `rotation(d)` is the matrix, both in fp64;
 3. PREDICTED: before you measure! Does the rotation make the root mean square error of all logits smaller ("helps"),
-   larger ("hurts"), or neither ("same": by less than a fifth)? Afterwards put right what was wrong. The inputs:
+   larger ("hurts"), or neither ("same": 0.8 to 1.25 times as large)? Afterwards put right what was wrong. The inputs,
+   in which all other elements are normally distributed:
 
     few           q and k have elements ten times as large, in random places, one in a thousand
     both          column 3 of q and column 3 of k are 8 times as large as the others

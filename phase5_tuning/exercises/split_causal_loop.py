@@ -12,8 +12,8 @@ and uses every key of its tiles, whether it exists and is visible or not. Write
     two walks     first MASKED = False, then MASKED = True
 
 BLOCK_M and BLOCK_N are powers of two; either may be the larger one. seq_q and seq_k are any lengths, also different
-ones: of queries past seq_k every key is visible, and of fewer queries than keys the last keys are seen by nobody. (Rows
-of the last tile past seq_q may count as queries.)
+ones: with IS_CAUSAL queries from seq_k on see every key, and if there are fewer queries than keys, nobody sees the last
+keys. (Rows of the last tile past seq_q may count as queries.)
 
 Notebook: phase5_tuning/rungs.ipynb, section 3.4, "Exercise 5.6: Split the causal loop".
 """

@@ -21,7 +21,7 @@ parity, and a fresh barrier lets parity 1 pass, as if a phase of that parity had
 that gets done for every number of stages, walks, tiles and consumers, in which no product reads a tile that is not
 there, and no tile is overwritten while somebody multiplies with it.
 
-What actors yield is explained in hopper/model.py: load, wait, arrive, product, wait_products.
+Actors yield operations. You need `wait(barrier, parity)` and `arrive(barrier)`; hopper/model.py explains the others.
 
 Notebook: phase5_tuning/hopper_forward.ipynb, section 4, "5.9 Repair a ring that deadlocks".
 """

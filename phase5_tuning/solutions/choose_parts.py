@@ -5,7 +5,8 @@ Write how long a call takes in n parts, then choose the n with which it takes le
     reading      all keys and values, at most at the memory's speed. And a program needs a time for each of its tiles:
                  with n parts it has ceil(tiles / n) of them, and there are n * programs programs, of which each
                  multiprocessor runs one at a time
-    waiting      each program waits for its first tile; the memory, too, delivers nothing before that
+    waiting      each program waits for its first tile, so a multiprocessor waits in each of its rounds. The memory
+                 stands still in the first one only: later, some programs read while others wait
     merging      if there are two parts or more: a little more for each
 
     programs         that each part needs: batch * heads_kv

@@ -5,8 +5,9 @@ with batch * heads * seq rows, so that tile start of head pid_bh begins in row p
 long as the tiles divide the lengths, for example 512. In other lengths the result is wrong, and on a GPU it changes
 from run to run.
 
-The descriptor checks bounds, but of the box that it was given. `describe` shall return a better one, and the kernel
-fetch and store its tiles in it. Loads past the end of that box give 0, and stores past it do nothing. Right is an
+A descriptor checks bounds, but here they are those of one matrix for all heads, so a tile that sticks out of its head
+reaches into the next. `describe` shall return a descriptor whose bounds are those of a head, and the kernel fetch and
+store its tiles by it. Loads past such an end give 0, and stores past it do nothing. Right is an
 answer that
 
     gives o for every seq_q and seq_k, causal or not;

@@ -20,9 +20,10 @@ As shipped, the order is the chapter's for a causal mask. Write
 
 The check runs them on the model of phase5_tuning/hopper/order.py, where a step takes 1 and an addition 0.8, and two
 parts may wait to be added. Right is an order that never deadlocks, however few programs run at once and in whatever
-order they begin, and in which the programs wait as little as in the course's order. Programs that begin at the same
-tile of queries must wait for one another there. If tiles of queries and keys are equally long, that happens only at the
-last tile of queries, and the other programs need not wait at all.
+order they begin, and in which programs wait hardly longer than in the course's order: together at most 1.1 times as
+long, plus half a step. (Who comes to a tile of queries first should add first, section 3.1.) Programs that begin at the
+same tile of queries must wait for one another there. If tiles of queries and keys are equally long, that happens only
+at the last tile of queries, and the other programs need not wait at all.
 
     m, n              tiles of queries and keys, 0 ...
     tiles_m, tiles_n  how many there are

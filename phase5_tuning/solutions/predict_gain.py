@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a program's loop. `instructions`: opcode -> how often each warp runs it."""
+    """One turn of a program's loop. `instructions`: opcode ("MUFU", ...) -> how often each warp runs it, if it does."""
 
     block_m: int
     block_n: int

@@ -9,7 +9,8 @@ arrived when the part is there, and a barrier `memory.dq_empty`, at which the co
 part. So a writer
 
 - waits until both parts are there, and as many programs have added to the tile of queries as come before this one,
-- brings them to the sum. What the first program at a tile does differently stands in section 2.2 of the notebook,
+- brings them to the sum. With ORDERED the first program at a tile stores its parts instead of adding them, as nobody
+  has filled the sum with zeros (section 2.2),
 - lets both places go as early as it may, so that the consumers go on,
 - counts this program, when the next one may add.
 
@@ -46,7 +47,8 @@ def write(work, memory, ORDERED: gl.constexpr, ME: gl.constexpr):
         tile = work.query_tile(step // work.steps(), m)
         count_ptr = work.count_ptr + tile  # how many programs have added to this tile of queries
         before = work.order(m)  # how many have to add before this one
-        # Where the first part goes, and the second: the queries that follow, or the other half of head_dim.
+        # The first part goes to [row_0, 0], the second to [row_1, column_1]: the queries that follow, or the other half
+        # of head_dim.
         row_0 = tile * work.BLOCK_M
         row_1 = row_0 + work.BLOCK_M - ROWS
         column_1 = work.BLOCK_D - 64

@@ -15,8 +15,9 @@ A program takes one tile of queries after another: turns 0, 1, 2, ... For each t
   barrier for each slot of the ring.
 
 A full barrier completes a phase with one arrival and all announced bytes, an empty one when all consumers have arrived.
-For the side of turn t, consumers arrive at `q_empty` in turn t + 1, once they have its queries and first keys. So send
-these before you wait for turn t's arrival. Wait at empty barriers only: a producer runs ahead as far as there is room.
+For the side of turn t, consumers arrive at `q_empty` in turn t + 1, once they have its queries and first keys. Wait for
+it in turn t + 2, or before the last announcement: by then these have been sent. Wait at empty barriers only: a producer
+runs ahead as far as there is room.
 
     mbarrier.wait(barrier, parity)      mbarrier.arrive(barrier, count=1)
     mbarrier.expect(barrier, nbytes)    one arrival, and so many bytes that will come. nbytes must be known when the
