@@ -151,9 +151,7 @@ def _check_compiled(head_dim, shape, c):
         reject(f"{what}: {c.shared} bytes of shared memory, of which there are {LIMIT}")
     if c.serialized or c.spills:
         said = f"{c.spills} bytes of each thread are spilled" if c.spills else "each product waits for the one before"
-        tiles = {"O": head_dim // 2, "S, then P": 64}
-        if shape["OVERLAP"]:
-            tiles["P in 16 bits"] = 32
+        tiles = {"O": head_dim // 2, "S, then P": 64, "P in 16 bits": 32}
         counted = " + ".join(f"{n} ({name})" for name, n in tiles.items())
         reject(
             f"{what}: {said}: the tiles take {counted} = {sum(tiles.values())} of the {shape['CONSUMER_REGISTERS']} "

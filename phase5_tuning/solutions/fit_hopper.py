@@ -14,9 +14,9 @@ moves them: producers give some back, consumers take more. Write
 3. `shape`, the choice for head_dim 64 and for 128:
        CONSUMERS             2 or 3
        STAGES                pairs of tiles of K and V in the ring
-       OVERLAP               True or False: P V of the step before still runs during this step's maxima. Then S and
-                             that P in 16 bits need registers at the same time. (Two consumers also hold their
-                             queries in registers, three do not.)
+       OVERLAP               True or False: P V of the step before still runs during this step's maxima. Then that
+                             P in 16 bits keeps its registers longer. (Two consumers also hold their queries in
+                             registers, three do not.)
        CONSUMER_REGISTERS    of a thread, after setmaxnreg: a multiple of 8, from 24 to 240
        PRODUCER_REGISTERS    the same. The warpgroups together cannot have more than they had at launch.
 
