@@ -925,7 +925,7 @@ WRONG = {
                     "CONSUMERS=3, STAGES=2, OVERLAP=False, CONSUMER_REGISTERS=160, PRODUCER_REGISTERS=32"
                 )
             },
-            "= 128 of the 160",
+            "= 160 of the 160",
         ),
     ],
     "overlap_loop": [
