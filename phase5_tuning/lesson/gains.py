@@ -222,15 +222,6 @@ def noise(record: dict, counters: dict) -> None:
     print(f"one rung's gain, in two runs, {len(again)} pairs: {min(again):.2f} to {max(again):.2f}")
 
 
-def tiles() -> None:
-    """Print the tile, the warps and the stages of each kernel on rungs 0 and 1."""
-    print(" | ".join([f"{'tile, warps, stages':<20}", *(f"{case_name(*case):<14}" for case in CASES)]))
-    for (kernel, words), (rung, name) in itertools.product(KERNEL_WORDS.items(), enumerate(FORWARD[:2])):
-        found = (tile_of(kernel, *case, name) for case in CASES)
-        cells = (f"{t.BLOCK_M:>3} x {t.BLOCK_N}, {t.num_warps}, {t.num_stages}" for t in found)
-        print(" | ".join([f"{f'{words}, rung {rung}':<20}", *cells]))
-
-
 def assumption() -> tuple[str, str]:
     """What alone keeps dK/dV at head_dim 64, full, from being serialized: "masks", "line", "either" or "neither"; and a
     table of the ARRIVE, without and with the line `tl.assume`."""
