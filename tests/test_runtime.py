@@ -58,6 +58,15 @@ def test_an_old_gpu_means_interpreted_and_says_so_once(capsys):
     assert err == "this GPU's compute capability is 7.5, Triton needs 8.0: kernels are interpreted on the CPU\n"
 
 
+@pytest.mark.parametrize(("capability", "supported"), [((7, 5), "False"), ((9, 0), "True")])
+def test_a_gpu_older_than_triton_s_oldest_is_not_supported(capability, supported):
+    gpu = f"torch.cuda.is_available = lambda: True; torch.cuda.get_device_capability = lambda *_: {capability}"
+    code = f"import torch; {gpu}; from common import runtime; print(runtime.SUPPORTED)"
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.stdout.strip() == supported, done.stderr
+
+
 @pytest.mark.parametrize(("capability", "why"), [(None, "no GPU"), ((7, 5), "7.5")])
 def test_an_interpreter_that_can_no_longer_be_chosen_is_an_error(capability, why, capsys):
     environ = {}
